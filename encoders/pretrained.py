@@ -27,9 +27,9 @@ class Published:
     """config.json, without the dtype."""
     preprocessor: dict[str, Any]
     """preprocessor_config.json."""
-    unread: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Tensors that its class has and ours has not, because nothing reads them: name in the encoder's weight map ->
-    (length, value of every entry)."""
+    unread: dict[str, tuple[tuple[int, ...], float | None]] = field(default_factory=dict)
+    """Tensors of its class that no parameter of ours becomes: name in the directory -> (shape, value of every entry).
+    None as the value: Whisper's sinusoidal positions."""
 
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}
@@ -169,13 +169,10 @@ def tower_config(spec: EncoderSpec, **own: Any) -> dict[str, Any]:
     }
 
 
-def unread_norm(spec: EncoderSpec, name: str) -> dict[str, tuple[int, float]]:
+def unread_norm(spec: EncoderSpec, name: str) -> dict[str, tuple[tuple[int, ...], float | None]]:
     """The norm behind the layers where it is not built, as one that changes nothing but the scale."""
-    return (
-        {}
-        if has_final_norm(spec)
-        else {f"{name}.weight": (spec.hidden_size, 1.0), f"{name}.bias": (spec.hidden_size, 0.0)}
-    )
+    width = (spec.hidden_size,)
+    return {} if has_final_norm(spec) else {f"{name}.weight": (width, 1.0), f"{name}.bias": (width, 0.0)}
 
 
 def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
@@ -190,14 +187,24 @@ def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
     side = {"height": spec.image_size, "width": spec.image_size}
     is_cut = spec.resize == "crop"
     rounding = "CLIPImageProcessorFast" if is_cut else "SiglipImageProcessorFast"
-    resample = {ours: theirs for theirs, ours in RESAMPLE.items()}[spec.interpolation]
+    sizes: dict[str, Any] = {"size": {"shortest_edge": spec.shortest_edge or spec.image_size} if is_cut else side}
+    if is_cut:
+        sizes |= {"do_center_crop": True, "crop_size": side}
+    return pixel_keys(spec, rounding if spec.transform.rounded else "DINOv3ViTImageProcessorFast", **sizes)
+
+
+def pixel_keys(spec: PictureSpec, processor: str, **sizes: Any) -> dict[str, Any]:
+    """Return preprocessor_config.json of a class of image processors.
+
+    Args:
+        sizes: the keys of the sizes of images.
+    """
     return {
-        "image_processor_type": rounding if spec.transform.rounded else "DINOv3ViTImageProcessorFast",
+        "image_processor_type": processor,
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": spec.shortest_edge or spec.image_size} if is_cut else side,
-        "resample": resample,
-        **({"do_center_crop": True, "crop_size": side} if is_cut else {}),
+        "resample": {ours: theirs for theirs, ours in RESAMPLE.items()}[spec.interpolation],
+        **sizes,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

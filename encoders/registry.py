@@ -144,18 +144,21 @@ FAMILIES: dict[str, Family] = {
         builder=_PATCHES,
         readers=dict.fromkeys(("siglip2", "siglip2_vision_model"), "encoders.siglip.weights:read_native"),
         weights="encoders.siglip.weights:weight_map",
+        writer="encoders.siglip.weights:published_native",
     ),
     "dinov2": Family(
         spec=Dinov2Spec,
         builder=_PATCHES,
         readers=dict.fromkeys(("dinov2", "dinov2_with_registers"), "encoders.dino.weights:read"),
         weights="encoders.dino.weights:weight_map",
+        writer="encoders.dino.weights:published",
     ),
     "dinov3": Family(
         spec=Dinov3Spec,
         builder=_PATCHES,
         readers={"dinov3_vit": "encoders.dino.weights:read_3"},
         weights="encoders.dino.weights:weight_map_3",
+        writer="encoders.dino.weights:published_3",
     ),
     "qwen_vit": Family(
         spec=QwenVitSpec,
@@ -174,6 +177,7 @@ FAMILIES: dict[str, Family] = {
         builder="encoders.whisper.model:WhisperEncoder",
         readers={"whisper": "encoders.whisper.weights:read"},
         weights="encoders.whisper.weights:weight_map",
+        writer="encoders.whisper.weights:published",
     ),
     "qwen_audio": Family(
         spec=QwenAudioSpec,

@@ -55,6 +55,8 @@ class WeightMap:
     prefixes: tuple[Spelling, ...] = ("",)
     """How a directory may spell the names: it depends on the class and the version of `transformers` that saved it. The
     first is the one that is written."""
+    is_renamed: bool = False
+    """True if version 5 of `transformers` has other names in memory, so that adapters of PEFT cannot use the map's."""
 
     def __post_init__(self) -> None:
         ours = Counter(rule.ours for rule in self.rules)

@@ -92,7 +92,7 @@ def published(spec: ClipSpec) -> Published:
     """See `encoders.registry.Family.published`."""
     sizes = {"image_size": spec.image_size, "patch_size": spec.patch_size}
     config = tower_config(spec, **sizes, model_type="clip_vision_model", architectures=["CLIPVisionModel"])
-    return Published(config, preprocessor_config(spec), unread_norm(spec, "post_layernorm"))
+    return Published(config, preprocessor_config(spec), unread_norm(spec, "vision_model.post_layernorm"))
 
 
 def weight_map(spec: ClipSpec) -> WeightMap:

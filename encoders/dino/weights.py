@@ -13,7 +13,11 @@ from encoders.pretrained import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     ConfigFile,
+    Published,
     picture_values,
+    preprocessor_config,
+    tower_config,
+    unread_norm,
 )
 from encoders.spec import GATED
 from encoders.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules, unread
@@ -106,15 +110,12 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     file = ConfigFile("config.json", config, _DEFAULTS | ({"patch_size": 16} if with_registers else {}))
     file.require(num_channels=3, qkv_bias=True, drop_path_rate=0.0)
     file.require(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    ffn, activation = int(file["hidden_size"] * file["mlp_ratio"]), file.activation()
-    if file["use_swiglu_ffn"]:
-        # Two thirds of the width, rounded up to a multiple of 8.
-        ffn, activation = -(-int(ffn * 2 / 3) // 8) * 8, GATED
+    activation = GATED if file["use_swiglu_ffn"] else file.activation()
     side = file.side("image_size")
     pictures = picture_values(preprocessor, _PREPROCESSING, side, any_size=True)
     return {
         "family": "dinov2",
-        "ffn_hidden_size": ffn,
+        "ffn_hidden_size": _ffn_size(file["hidden_size"], file["mlp_ratio"], activation),
         "activation": activation,
         "position_size": side // file.side("patch_size") * file.side("patch_size"),
         "register_tokens": file["num_register_tokens"] if with_registers else 0,
@@ -156,6 +157,59 @@ def _values(file: ConfigFile) -> dict[str, Any]:
     }
 
 
+def _ffn_size(hidden: int, ratio: float, activation: str) -> int:
+    """Return the width of DINOv2's feed-forward block; a gated one has two thirds of it, rounded up to a multiple of
+    8."""
+    ffn = int(hidden * ratio)
+    return -(-int(ffn * 2 / 3) // 8) * 8 if activation == GATED else ffn
+
+
+def published(spec: Dinov2Spec) -> Published:
+    """See `encoders.registry.Family.published`; of DINOv2."""
+    hidden, registers = spec.hidden_size, spec.register_tokens
+    widths = {_ffn_size(hidden, ratio, spec.activation): ratio for ratio in range(64, 0, -1)}
+    if spec.ffn_hidden_size not in widths:
+        near = min(widths, key=lambda width: abs(width - spec.ffn_hidden_size))
+        raise EncoderError(
+            f"ffn_hidden_size is {spec.ffn_hidden_size}, and Dinov2Model has whole multiples of hidden_size {hidden} "
+            f"only (mlp_ratio): set ffn_hidden_size={near}"
+        )
+    kind, name = ("dinov2_with_registers", "Dinov2WithRegisters") if registers else ("dinov2", "Dinov2")
+    config = _config(
+        spec,
+        model_type=kind,
+        architectures=[f"{name}Model"],
+        image_size=spec.position_size or spec.image_size,
+        mlp_ratio=widths[spec.ffn_hidden_size],
+        use_swiglu_ffn=spec.activation == GATED,
+    )
+    mask = {"embeddings.mask_token": ((1, hidden), 0.0)}
+    return Published(config, preprocessor_config(spec), mask | unread_norm(spec, "layernorm"))
+
+
+def published_3(spec: Dinov3Spec) -> Published:
+    """See `encoders.registry.Family.published`; of DINOv3."""
+    config = _config(
+        spec,
+        model_type="dinov3_vit",
+        architectures=["DINOv3ViTModel"],
+        image_size=spec.image_size,
+        rope_theta=spec.rotary_base,
+        use_gated_mlp=spec.activation == GATED,
+    )
+    unread = {"embeddings.mask_token": ((1, 1, spec.hidden_size), 0.0), **unread_norm(spec, "norm")}
+    if not spec.register_tokens:
+        unread["embeddings.register_tokens"] = ((1, 0, spec.hidden_size), 0.0)
+    return Published(config, preprocessor_config(spec), unread)
+
+
+def _config(spec: Dinov2Spec | Dinov3Spec, **keys: Any) -> dict[str, Any]:
+    """Return config.json. The gate of a gated block is always SiLU."""
+    named = replace(spec, activation="silu") if spec.activation == GATED else spec
+    sizes = {"patch_size": spec.patch_size, "layerscale_value": spec.layer_scale}
+    return tower_config(named, **sizes, num_register_tokens=spec.register_tokens, **keys)
+
+
 def weight_map(spec: Dinov2Spec) -> WeightMap:
     """See `encoders.registry.Family.weight_map`; of DINOv2."""
     hidden, names = spec.hidden_size, _LAYERS
@@ -172,7 +226,7 @@ def weight_map(spec: Dinov2Spec) -> WeightMap:
     if spec.final_norm:
         rules += norm_rules("layers.final_layernorm", "layernorm", hidden)
     carried = ("embeddings.mask_token", "classifier.*", *unread(spec, names.at, "layernorm"))
-    return WeightMap(tuple(rules), carried=carried, prefixes=("", "dinov2.", "dinov2_with_registers."))
+    return WeightMap(tuple(rules), carried=carried, prefixes=("", "dinov2.", "dinov2_with_registers."), is_renamed=True)
 
 
 def weight_map_3(spec: Dinov3Spec) -> WeightMap:
@@ -192,4 +246,4 @@ def weight_map_3(spec: Dinov3Spec) -> WeightMap:
     carried = ("embeddings.mask_token", *unread(spec, names.at, "norm"))
     if not spec.register_tokens:
         carried = (*carried, "embeddings.register_tokens")  # a tensor of none
-    return WeightMap(tuple(rules), carried=carried)
+    return WeightMap(tuple(rules), carried=carried, is_renamed=True)

@@ -12,6 +12,7 @@ from encoders.pretrained import (
     Published,
     part_of,
     picture_values,
+    pixel_keys,
     preprocessor_config,
     tower_config,
     unread_norm,
@@ -46,6 +47,9 @@ _PREPROCESSING = {
 }
 
 
+_NORM = "vision_model.post_layernorm"
+
+
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """See `encoders.registry.Family.read`; of SigLIP, or of its vision tower alone."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
@@ -77,7 +81,15 @@ def published(spec: SiglipSpec | VisionSpec) -> Published:
         raise EncoderError("it has a class token without a position, or RMSNorm: no vision tower of transformers does")
     sizes = {"image_size": spec.image_size, "patch_size": spec.patch_size, "vision_use_head": False}
     config = tower_config(spec, **sizes, model_type="siglip_vision_model", architectures=["SiglipVisionModel"])
-    return Published(config, preprocessor_config(spec), unread_norm(spec, "post_layernorm"))
+    return Published(config, preprocessor_config(spec), unread_norm(spec, _NORM))
+
+
+def published_native(spec: Siglip2Spec) -> Published:
+    """See `encoders.registry.Family.published`; of `siglip2`."""
+    sizes = {"num_patches": prod(spec.position_grid), "patch_size": spec.patch_size, "vision_use_head": False}
+    config = tower_config(spec, **sizes, model_type="siglip2_vision_model", architectures=["Siglip2VisionModel"])
+    sizes = {"patch_size": spec.patch_size, "max_num_patches": spec.max_patches}
+    return Published(config, pixel_keys(spec, "Siglip2ImageProcessorFast", **sizes), unread_norm(spec, _NORM))
 
 
 def weight_map(spec: SiglipSpec | Siglip2Spec | VisionSpec) -> WeightMap:

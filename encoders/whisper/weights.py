@@ -1,10 +1,11 @@
 """The encoder of Whisper in a directory of `transformers`: config, and weights by name. Imports no torch."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from encoders.errors import EncoderError
-from encoders.pretrained import ConfigFile
+from encoders.pretrained import ConfigFile, Published, tower_config
 from encoders.vit.weights import LayerNames, layer_rules, norm_rules
 from encoders.weight_map import WeightMap, same, with_biases
 from encoders.whisper.spec import WhisperSpec
@@ -69,6 +70,61 @@ def read(
         "activation": file.activation("activation_function"),
         "key_bias": False,
     }
+
+
+def published(spec: WhisperSpec) -> Published:
+    """See `encoders.registry.Family.published`: a `WhisperModel` whose decoder has no layers and one token."""
+    needed = {
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": 1e-5,
+        "sample_rate": 16000,
+        "key_bias": False,
+        "pad_clips": True,
+    }
+    wrong = [f"{key}={json.dumps(value)}" for key, value in needed.items() if getattr(spec, key) != value]
+    if spec.max_samples % spec.sample_rate or spec.max_samples % spec.frame:
+        wrong.append(f"max_seconds to whole seconds and whole frames of {spec.frame} samples")
+    if wrong:
+        raise EncoderError(f"WhisperModel computes something else: set {', '.join(wrong)}")
+    names = {
+        "d_model": "hidden_size",
+        "encoder_layers": "num_hidden_layers",
+        "encoder_attention_heads": "num_attention_heads",
+        "encoder_ffn_dim": "intermediate_size",
+        "activation_function": "hidden_act",
+        "init_std": "initializer_range",
+    }
+    tower, hidden, frames = tower_config(spec), spec.hidden_size, spec.most_inner_tokens()
+    no_decoder = {"decoder_layers": 0, "decoder_attention_heads": 1, "vocab_size": 1, "max_target_positions": 1}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 0)
+    config = {
+        "model_type": "whisper",
+        "architectures": ["WhisperModel"],
+        **{theirs: tower[key] for theirs, key in names.items()},
+        "num_mel_bins": spec.num_mels,
+        "max_source_positions": frames,
+        **no_decoder,
+        **tokens,
+        "begin_suppress_tokens": None,
+    }
+    extractor = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": spec.num_mels,
+        "sampling_rate": spec.sample_rate,
+        "hop_length": spec.hop,
+        "n_fft": spec.window,
+        "chunk_length": spec.max_samples // spec.sample_rate,
+        "padding_value": 0.0,
+        "return_attention_mask": False,
+    }
+    unread: dict[str, tuple[tuple[int, ...], float | None]] = {
+        "model.encoder.embed_positions.weight": ((frames, hidden), None),
+        "model.decoder.embed_tokens.weight": ((1, hidden), 0.0),
+        "model.decoder.embed_positions.weight": ((1, hidden), 0.0),
+        "model.decoder.layer_norm.weight": ((hidden,), 1.0),
+        "model.decoder.layer_norm.bias": ((hidden,), 0.0),
+    }
+    return Published(config, extractor, unread)
 
 
 def weight_map(spec: WhisperSpec) -> WeightMap:

@@ -33,7 +33,7 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
     layers = linears(name, config, cfg.llm.hidden_size)
     places: dict[str, dict[str, Place]] = {}
     for part in document.parts if document is not None else ():
-        if part.module == name:
+        if part.module == name and not part.weights.is_renamed:
             places |= places_of(part.weights, part.loaded, layers)
     own = [
         one

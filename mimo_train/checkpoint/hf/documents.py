@@ -16,13 +16,15 @@ from megatron.core.transformer.module import MegatronModule
 from data.tokenizer_directory import COPIED as TOKENIZER_FILES
 from data.tokens import Tokenizer
 from encoders.errors import EncoderError
+from encoders.pretrained import Published
 from encoders.projectors.weights import connector
 from encoders.registry import FAMILIES
 from encoders.spec import joined_width
 from encoders.weight_map import WeightMap
+from encoders.whisper.positions import sinusoids
 from mimo_train.checkpoint.hf.directory import copy_files, write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.fill import Reader
-from mimo_train.checkpoint.hf.llava_limits import why_no_family
+from mimo_train.checkpoint.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.checkpoint.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.checkpoint.hf.plain import plain_model
 from mimo_train.checkpoint.hf.tensors import TensorFolder
@@ -132,7 +134,7 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
                 found.append(_language(cfg, tokenizer, rows))
             continue
         if (name, ENCODER) not in from_folders:
-            found.append(_encoder(name, module.encoder))
+            found.append(_encoder(name, module))
         if (name, PROJECTOR) not in from_folders:
             found.append(_projector(name, module, cfg.llm.hidden_size))
     return found
@@ -199,9 +201,23 @@ def carried_tensor(folder: TensorFolder, name: str, to: str) -> Extra:
     return Extra(to, stored.shape, stored.dtype, lambda: folder.whole(name))
 
 
-def constant(name: str, length: int, value: float) -> Extra:
-    """A vector of equal numbers."""
-    return Extra(name, (length,), None, lambda: torch.full((length,), value))
+def class_tensors(published: Published, before: str = "") -> list[Extra]:
+    """Return the tensors of an encoder's class that no parameter of ours becomes.
+
+    Args:
+        before: in front of their names.
+    """
+    return [
+        Extra(before + name, shape, None, partial(_filled, shape, value))
+        for name, (shape, value) in published.unread.items()
+    ]
+
+
+def _filled(shape: tuple[int, ...], value: float | None) -> torch.Tensor:
+    if value is not None:
+        return torch.full(shape, value)
+    length, width = shape
+    return sinusoids(length, width, torch.device("cpu"))
 
 
 def with_sizes(cfg: ConfigContainer, tokenizer: Tokenizer) -> LlmSpec:
@@ -249,7 +265,8 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
     return document
 
 
-def _encoder(name: str, spec: Any) -> Document:
+def _encoder(name: str, module: ModuleConfig) -> Document:
+    spec = module.encoder
     plain = plain_model(name, spec)
     if plain is not None:
         config = dict(spec.model_config)
@@ -261,20 +278,16 @@ def _encoder(name: str, spec: Any) -> Document:
             write_files=lambda to: write_json(to / "preprocessor_config.json", plain.preprocessor),
         )
     try:
-        family = FAMILIES.get(spec.family)
-        if family is None:
-            raise EncoderError("the encoder is of your own package")
-        published = family.published(spec)
+        published = published_encoder(module)
     except EncoderError as error:
         return _own(name, f"encoder of {name}", name, ENCODER, spec, why=str(error))
-    before = "vision_model."
-    weights = family.weight_map(spec).named(f"{ENCODER}{name}.").under(before, "")
+    weights = FAMILIES[spec.family].weight_map(spec).named(f"{ENCODER}{name}.")
     return Document(
         name,
         f"encoder of {name} ({published.config['model_type']})",
         published.config,
         [Written(name, weights, "")],
-        [constant(before + other, *value) for other, value in published.unread.items()],
+        class_tensors(published),
         write_files=lambda to: write_json(to / "preprocessor_config.json", published.preprocessor),
     )
 

@@ -14,7 +14,7 @@ from mimo_train.checkpoint.hf.documents import (
     Extra,
     Written,
     carried_tensor,
-    constant,
+    class_tensors,
     generation_config,
     special_ids,
     with_sizes,
@@ -40,7 +40,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.model.llm.weights import HEAD, TABLE, language_map
 from mimo_train.plan.inputs import placeholders_of
 
-TOWER = "vision_tower.vision_model."
+TOWER = "vision_tower."
 """In front of a tower's names, as hubs have it: version 4 reads no other."""
 
 
@@ -124,21 +124,23 @@ def _require_mark(tokenizer: Tokenizer, pad: int, name: str) -> None:
 def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str, Any], WeightMap, list[Extra]]:
     """The vision tower's part of config.json, its weights, and the tensors of it that ours has not."""
     encoder, family = module.encoder, FAMILIES[module.encoder.family]
-    weights = family.weight_map(encoder).named(f"{ENCODER}{name}.").under(TOWER)
+    weights = family.weight_map(encoder).named(f"{ENCODER}{name}.")
+    before = TOWER + str(weights.prefixes[0])
+    weights = weights.under(before)
     published = family.published(encoder)
     if part is None:
-        return published.config, weights, [constant(TOWER + one, *value) for one, value in published.unread.items()]
+        return published.config, weights, class_tensors(published, TOWER)
     directory = read_directory(str(part.folder), part.key)
     composite = COMPOSITES.get(directory.model_type)
     config = composite.part(directory.config, name) if composite else dict(directory.config)
     config["model_type"] = TOWERS[encoder.family]
     folder = TensorFolder(part.folder, part.key)
     reader = Reader(folder, part.weights, part.key)
-    before = reader.spelling
-    assert isinstance(before, str), before
-    rest = [one for one in folder.tensors if one.startswith(before) and one not in reader.read_names]
-    rest = [one for one in rest if not one.endswith("position_ids") and (before or not _of_others(one))]
-    return config, weights, [carried_tensor(folder, one, TOWER + one.removeprefix(before)) for one in rest]
+    there = reader.spelling
+    assert isinstance(there, str), there
+    rest = [one for one in folder.tensors if one.startswith(there) and one not in reader.read_names]
+    rest = [one for one in rest if not one.endswith("position_ids") and (there or not _of_others(one))]
+    return config, weights, [carried_tensor(folder, one, before + one.removeprefix(there)) for one in rest]
 
 
 def _of_others(tensor: str) -> bool:

@@ -3,12 +3,14 @@
 Imports no torch.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from encoders.errors import EncoderError
-from encoders.pretrained import ACTIVATION_NAMES
+from encoders.pretrained import ACTIVATION_NAMES, Published
 from encoders.registry import FAMILIES
 from encoders.spec import is_tiled
+from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.keys import changed_fields
 from mimo_train.config.llm_spec import LlmSpec
@@ -19,8 +21,18 @@ from mimo_train.config.pretrained.language import language_config_json, model_ty
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 
-TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "vit": "siglip_vision_model"}
+TOWERS = {
+    "clip": "clip_vision_model",
+    "siglip": "siglip_vision_model",
+    "vit": "siglip_vision_model",
+    "dinov2": "dinov2",
+}
 """`model_type` of the vision tower, by the family of the encoder."""
+_OTHERS = {
+    "siglip2": "Siglip2VisionModel requires spatial_shapes, which LLaVA does not pass",
+    "dinov3": "LLaVA reads no tower with register tokens",
+}
+"""Why a family is no tower of LLaVA, where the reason is known."""
 ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
 """Names in transformers of activation functions, by ours."""
 SCALES_FEATURES = ("gemma2",)
@@ -44,9 +56,40 @@ def why_several(cfg: ConfigContainer) -> str:
         return ""
     try:
         require_llava(cfg)
-    except NoLlava as reason:
-        return str(reason)
+    except NoLlava as error:
+        return "; ".join([str(error), *(_why_our_names(cfg, str(error)))])
     return ""
+
+
+def _why_our_names(cfg: ConfigContainer, said: str) -> Iterator[str]:
+    """Yield why encoders that are made here are written by our names, unless `said` has the reason."""
+    for name, module in cfg.encoders.items():
+        if module.pretrained or isinstance(module.encoder, (TransformersSpec, TransformersAudioSpec)):
+            continue
+        try:
+            published_encoder(module)
+        except EncoderError as error:
+            if str(error) not in said:
+                yield f"the encoder of {name} is written by our names, since {error}"
+
+
+def published_encoder(module: ModuleConfig) -> Published:
+    """Return how `transformers` has the encoder of a module that is made here.
+
+    Raises:
+        EncoderError: it has no class that computes the same; with the reason.
+    """
+    encoder, merge = module.encoder, module.projector.merge
+    family = FAMILIES.get(encoder.family)
+    if family is None:
+        raise EncoderError("the encoder is of your own package")
+    published = family.published(encoder)
+    if merge > 1 and (encoder.sizes_vary or encoder.most_inner_tokens(merge) != encoder.most_inner_tokens()):
+        raise EncoderError(
+            f"projector.merge is {merge}, and a {encoder.medium} is resized to a multiple of it, which no processor of "
+            "transformers does"
+        )
+    return published
 
 
 def _projectors_come_along(cfg: ConfigContainer) -> bool:
@@ -79,7 +122,13 @@ def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
     if getattr(encoder, "kind", "") != "image":
         raise NoLlava(f"{name} reads no pictures")
     if encoder.family not in TOWERS:
-        raise NoLlava(f"{prefix}.encoder.family is {encoder.family}, and towers of {', '.join(TOWERS)} are written")
+        reason = _OTHERS.get(encoder.family, "")
+        text = f"{prefix}.encoder.family is {encoder.family}, and towers of {', '.join(TOWERS)} are written"
+        raise NoLlava(f"{text}: {reason}" if reason else text)
+    if encoder.register_tokens:
+        raise NoLlava(
+            f"{prefix}.encoder.register_tokens is {encoder.register_tokens}, and LLaVA would keep them in the sequence"
+        )
     if is_tiled(encoder):
         raise NoLlava(f"{prefix}.encoder.resize is tiles, and LLaVA reads pictures in one piece")
     if encoder.final_norm:

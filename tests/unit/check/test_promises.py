@@ -79,7 +79,21 @@ def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
     [
         ((), ""),
         (("modules.images.encoder.final_norm=true",), "modules.images.encoder.final_norm is true, and LLaVA reads"),
-        (("encoder@modules.images.encoder=dinov2_large",), "modules.images.encoder.family is dinov2, and towers of"),
+        (
+            ("encoder@modules.images.encoder=dinov2_large",),
+            "modules.images.encoder.final_norm is true, and LLaVA reads",
+        ),
+        (("encoder@modules.images.encoder=dinov2_large", "modules.images.encoder.final_norm=false"), ""),
+        (
+            ("encoder@modules.images.encoder=siglip2_so400m_naflex",),
+            "modules.images.encoder.family is siglip2, and towers of clip, siglip, vit, dinov2 are written: "
+            "Siglip2VisionModel requires spatial_shapes, which LLaVA does not pass",
+        ),
+        (
+            ("encoder@modules.images.encoder=dinov3_vitl16", "modules.images.encoder.resize=native"),
+            "modules.images.encoder.family is dinov3, and towers of clip, siglip, vit, dinov2 are written: LLaVA reads "
+            "no tower with register tokens; the encoder of images is written by our names, since resize is native",
+        ),
         (("modules.images.projector.kind=linear",), "modules.images.projector.kind is linear, and LLaVA's projector"),
     ],
 )

@@ -5,9 +5,14 @@ import json
 import pytest
 
 from data.tokens import build_tokenizer
+from encoders.errors import EncoderError
+from encoders.projectors.spec import ProjectorSpec
+from encoders.registry import FAMILIES
 from mimo_train.checkpoint.hf.documents import separate
 from mimo_train.checkpoint.hf.joined import NoLlava, llava
+from mimo_train.checkpoint.hf.llava_limits import published_encoder, require_llava
 from mimo_train.config.compose import load
+from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.inputs import placeholders_of
 from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import resolve
@@ -23,7 +28,7 @@ def composed(*overrides: str) -> tuple:
 def test_joined_encoders_leave_by_our_names():
     """transformers has no class for two in one."""
     run = composed("encoder@modules.images.encoder=clip_dinov2")
-    with pytest.raises(NoLlava, match="modules.images.encoder.family is joined, and towers of clip, siglip, vit are"):
+    with pytest.raises(NoLlava, match="modules.images.encoder.family is joined, and towers of clip, siglip, vit"):
         llava(*run)
     documents = {one.name: one for one in separate(*run)}
     assert documents.keys() == {"images", "images.projector", "language"}
@@ -43,15 +48,61 @@ def test_gemma_2_is_no_part_of_llava(tmp_path):
     assert llava(*composed()).config["text_config"]["model_type"] == "llama"
 
 
-def test_a_tower_with_register_tokens_is_no_part_of_llava(tmp_path):
-    """Nor one of DINOv2 without: it leaves by itself, as what it is."""
+def test_a_tower_of_dinov2_is_part_of_llava_unless_it_has_register_tokens(tmp_path):
     for kind, more in (("dinov2", {}), ("dinov2_with_registers", {"num_register_tokens": 2})):
         sizes = {key: value for key, value in TOWER.items() if key != "intermediate_size"}
         (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": kind} | more))
-        (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-        run = composed(f"modules.images.pretrained={tmp_path}")
-        with pytest.raises(NoLlava, match="encoder.family is dinov2, and towers of clip, siglip, vit are written"):
-            llava(*run)
+        cfg, _, _ = composed(f"modules.images.pretrained={tmp_path}", "modules.images.encoder.final_norm=false")
+        if more:
+            with pytest.raises(NoLlava, match="register_tokens is 2, and LLaVA would keep them in the sequence"):
+                require_llava(cfg)
+        else:
+            require_llava(cfg)
+
+
+WHISPER = {"sample_rate": 16000, "pad_clips": True, "key_bias": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("dinov2", {"position_size": 98, "layer_scale": 0.5, "interpolation": "bilinear"}),
+        (
+            "dinov2",
+            {"register_tokens": 2, "activation": "swiglu", "ffn_hidden_size": 2048},
+        ),
+        ("dinov3", {"rotary_base": 50.0, "register_tokens": 0, "resize": "crop", "shortest_edge": 256}),
+        ("dinov3", {"activation": "swiglu"}),
+        ("siglip2", {"max_patches": 100, "image_size": 128}),
+        ("whisper", WHISPER | {"max_seconds": 12.0, "num_mels": 64, "activation": "relu"}),
+    ],
+)
+def test_what_is_written_of_an_encoder_is_read_as_the_same(family, values):
+    spec = FAMILIES[family].spec(**values)
+    assert spec.faults() == []
+    published = FAMILIES[family].published(spec)
+    read = FAMILIES[family].read(published.config, published.preprocessor)
+    defaults = {"shortest_edge": spec.image_size, "position_size": spec.image_size} if spec.kind == "image" else {}
+    for name, value in read.items():
+        assert value == (getattr(spec, name) or defaults.get(name, getattr(spec, name))), name
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "merge", "words"),
+    [
+        ("whisper", {}, 1, "set key_bias=false, pad_clips=true$"),
+        ("whisper", WHISPER | {"max_seconds": 2.5}, 1, "set max_seconds to whole seconds and whole frames of 320"),
+        ("whisper", WHISPER, 7, "projector.merge is 7, and a clip is resized to a multiple of it"),
+        ("siglip2", {}, 2, "projector.merge is 2, and a picture is resized to a multiple of it"),
+        ("dinov2", {"ffn_hidden_size": 3000}, 1, "is 3000, .* whole multiples of hidden_size 768 .* set .*=3072"),
+        ("dinov3", {"resize": "native"}, 1, "resize is native, and transformers' class has pictures of one size"),
+        ("qwen_audio", {}, 1, "transformers has no class for an encoder of family qwen_audio alone"),
+    ],
+)
+def test_an_encoder_that_its_class_does_not_compute_says_why(family, values, merge, words):
+    module = ModuleConfig(encoder=FAMILIES[family].spec(**values), projector=ProjectorSpec(merge=merge))
+    with pytest.raises(EncoderError, match=words):
+        published_encoder(module)
 
 
 @pytest.mark.parametrize(
