@@ -1,6 +1,7 @@
 """Imports point one way, what must stay light imports no torch, and files stay readable."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,13 @@ def test_a_circle_is_found(tmp_path):
 
 def test_there_is_no_circle():
     assert not circles(ROOT)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_pages_have_the_order_of_the_levels(page):
+    order = " ".join((ROOT / page).read_text().split())
+    order = order[order.index("cli -> commands") :].split(" -> config")[0] + " -> config"
+    assert [set(re.findall(r"\w+", parts)) for parts in order.split(" -> ")] == list(reversed(LEVELS))
 
 
 def test_each_part_has_a_level():
