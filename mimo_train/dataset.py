@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +81,12 @@ class RunDataset:
 
         Raises:
             IndexError: no sample has this number.
+            TypeError: `number` is not an integer.
             DataError: a shard cannot be read, or an installed package is missing.
         """
         from data.collate import collate
 
+        number = operator.index(number)  # numpy's integers overflow in the arithmetic of orders
         if number < 0 or (self._is_held_out and number >= len(self)):
             raise IndexError(
                 f"sample {number} is out of range: numbers start at 0, and there are {len(self):,} samples"

@@ -119,8 +119,9 @@ class TrainConfig(Section):
         for entry in self.callbacks:
             if not re.fullmatch(ENTRY, entry):
                 yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
-        if self.forward_step and not re.fullmatch(ENTRY, self.forward_step):
-            yield Fault("train.forward_step", f"must be package.module:name, got {self.forward_step!r}")
+        if self.forward_step and not (isinstance(self.forward_step, str) and re.fullmatch(ENTRY, self.forward_step)):
+            text = f"must be package.module:name, got {self.forward_step!r}. A program passes its function to pretrain"
+            yield Fault("train.forward_step", text)
 
 
 @dataclass

@@ -63,8 +63,11 @@ def test_samples_are_those_that_each_step_trains_on(shards):
                 assert torch.equal(sample.media["images"][0], images[row])
         assert sorted(numbers) == list(dataset.step_samples(step))
     assert len(dataset) == len(list(dataset)) == 10 and dataset[0].key != dataset[10].key
+    assert dataset[np.int64(3)].key == dataset[3].key
     with pytest.raises(IndexError, match="sample -1 is out of range"):
         dataset[-1]
+    with pytest.raises(TypeError, match="slice"):
+        dataset[:2]
 
 
 def test_weights_of_a_mixture_change_at_their_step(shards):

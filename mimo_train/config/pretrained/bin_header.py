@@ -31,12 +31,12 @@ def read_bin_header(path: Path) -> dict[str, Entry]:
         OSError: it cannot be read.
     """
     require_no_pointer(path)
-    if not is_zipfile(path):
-        raise Unsupported("was cut short, or is no file of torch.save since version 1.6")
     try:
+        if not is_zipfile(path):
+            raise Unsupported("was cut short, or is no file of torch.save since version 1.6")
         with ZipFile(path) as file:
             is_plain = all(member.compress_type == ZIP_STORED for member in file.infolist())
-    except BadZipFile as error:
+    except (BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise Unreadable(f"is damaged ({error})") from error
     if not is_plain:
         raise Unsupported("has compressed members")
@@ -46,7 +46,9 @@ def read_bin_header(path: Path) -> dict[str, Entry]:
         tensors = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unsupported("holds more than tensors, which is not unpickled (weights_only=True)") from error
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged pickle makes the unpickler raise
         raise Unreadable(f"is damaged ({str(error).splitlines()[0] if str(error) else error!r})") from error
     if not isinstance(tensors, dict) or not tensors:
         raise Unsupported(f"holds {type(tensors).__name__}, expected tensors by name")

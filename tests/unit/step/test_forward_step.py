@@ -89,6 +89,13 @@ def test_a_named_forward_step_that_cannot_be_used_is_a_config_error(entry, why):
     assert fault.key == "train.forward_step" and repr(entry) in fault.message and why in fault.message
 
 
+def test_a_function_in_a_config_is_an_error():
+    cfg = load("gpt_tiny")
+    cfg.train.forward_step = two
+    (fault,) = [fault for fault in cfg.faults() if fault.key == "train.forward_step"]
+    assert "must be package.module:name, got <function two" in fault.message and "to pretrain" in fault.message
+
+
 def test_a_program_cannot_pass_another_forward_step_than_its_config_names():
     cfg = load("gpt_tiny", f"train.forward_step={__name__}:two")
     assert default_forward_step(cfg) is two

@@ -2,6 +2,7 @@
 
 import json
 import os
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -116,6 +117,13 @@ def bin_cut_short(path):
     cut_short(path.with_name(BIN))
 
 
+def broken_pickle(path):
+    path.unlink()
+    with ZipFile(path.with_name(BIN), "w") as file:
+        file.writestr("archive/data.pkl", b"\x80\x02K")  # a number without its byte
+        file.writestr("archive/version", b"3\n")
+
+
 def turned(path):
     path.unlink()
     torch.save({"x": VALUES["matrix"].T}, path.with_name(BIN))
@@ -147,6 +155,7 @@ def no_file(path):
         (broken_header, "is damaged"),
         (legacy, f"{BIN} was cut short, or is no file of torch.save since version 1.6: load it .* as safetensors"),
         (bin_cut_short, f"{BIN} was cut short"),
+        (broken_pickle, f"{BIN} is damaged .*: copy it again"),
         (turned, rf"{BIN} has x as torch.float32 with strides \(1, 7\): load it"),
         (nested, f"{BIN} holds dict as 'state_dict', expected a tensor: load it"),
         (pointer, f"{SINGLE} is a Git-LFS pointer, not the file itself: run `git lfs pull`"),
