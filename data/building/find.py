@@ -99,6 +99,12 @@ def _kinds_in(folder: Path) -> dict[str, list[Path]]:
     media = [path for path in below if kind_of(path.suffix[1:].lower()) != "other" and path.is_file()]
     if records and not {path.with_suffix("") for path in records} & {path.with_suffix("") for path in media}:
         found["records"] = records
+    inner = [path for path in below if path.name in _METADATA]
+    if media and inner and not found:
+        raise DataError(
+            f"{folder}: {inner[0].name} is in {listed([str(path.parent.relative_to(folder)) for path in inner])}. "
+            "Give the folder that it is in as SOURCE"
+        )
     if media:
         found["files"] = sorted({path.parent for path in media})
     return found

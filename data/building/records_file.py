@@ -8,14 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from data.building.columns import Columns
 from data.building.media import Medium
 from data.building.samples import Sample, sample_of
-from data.building.values import media_columns, media_in
+from data.building.values import FILE_NAME, kind_of_file_name, media_columns, media_in
 from data.errors import DataError, RecordError
 from data.members import READABLE
 from data.shown import plural
@@ -24,7 +24,6 @@ TABLES = {".csv": ",", ".tsv": "\t"}
 """What separates columns, by a file's ending."""
 JSON = (".json", ".jsonl", ".ndjson")
 _LOOK = 4096  # characters in which a file begins
-_ANY = "file_name"  # as in Hugging Face's folders of pictures or clips
 _DOUBLED = re.compile(r'".*"".*"', re.DOTALL)
 QUOTED = 'with quotes around a cell and "" inside it, which stay: if quotes enclose cells, give --quoted'
 _NONE: tuple[Any, ...] = (None, "", [], {})
@@ -103,7 +102,7 @@ class RecordsFile:
             return sample_of(record, [], self.columns, where)
         cells = [*record.values()]
         media: list[Medium] = []
-        given, alone, fields = record, _ANY not in record, tuple(record)
+        given, alone, fields = record, FILE_NAME not in record, tuple(record)
         for kind in READABLE:
             columns = self.columns.media(kind, media_columns(fields, kind))
             # A caption whose image has no name is no plain text.
@@ -128,14 +127,8 @@ class RecordsFile:
         if len(given) > 1:
             raise RecordError(f"{where} has both {' and '.join(given)}")
         if not given and kind not in self.columns.names:
-            named = record.get(_ANY)
-            given = [_ANY] if isinstance(named, str) and _suffix(named) in READABLE[kind] else []
+            given = [FILE_NAME] if kind_of_file_name(record) == kind else []
         return given[0] if given else ""
-
-
-@lru_cache(maxsize=16)  # asked once for each kind
-def _suffix(name: str) -> str:
-    return Path(name).suffix[1:].lower()
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from data.building.columns import Columns
 from data.building.samples import Sample, sample_of
-from data.building.values import extension_of, media_columns, media_in
+from data.building.values import FILE_NAME, extension_of, kind_of_file_name, media_columns, media_in
 from data.errors import DataError, NotDownloaded
 from data.members import READABLE
 from data.record_checks import failed_download
@@ -86,7 +86,10 @@ class Tables:
     def _sample(self, layout: _Layout, row: dict[str, Any], where: str) -> Sample | None:
         media = []
         record = {name: _labelled(row[name], layout.labels.get(name)) for name in layout.kept}
-        for name, kind in layout.media.items():
+        columns = layout.media
+        if not columns and (kind := kind_of_file_name(record)):
+            columns = {FILE_NAME: kind}
+        for name, kind in columns.items():
             found = media_in(kind, name, row[name], str(self.media), where)
             media += found
             if names := [medium.name for medium in found]:
@@ -94,7 +97,7 @@ class Tables:
         if not media and layout.media and failed_download(row):
             raise NotDownloaded(f"{where}: {shown(str(row.get('error_message')))}")
         called = next((row[one] for one in ("key", "id") if isinstance(row.get(one), str)), "")
-        alone = not layout.media
+        alone = not columns
         return sample_of(record, media, self.columns, where, name=called, alone=alone, folder=str(self.media))
 
 

@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,6 +19,7 @@ from data.members import READABLE
 from data.records import PART_KINDS
 from data.shown import shown
 
+FILE_NAME = "file_name"  # the column of Hugging Face's folders of images or audio
 _SUFFIXES = ("_path", "_paths", "_file", "_files", "_url", "_urls")
 _FIRST = {kind: (kind, f"{kind}s") for kind in READABLE}
 _OTHERS = {kind: tuple(kind + suffix for suffix in _SUFFIXES) for kind in READABLE}
@@ -25,7 +27,7 @@ _OTHERS["image"] += ("img", *(f"img{suffix}" for suffix in _SUFFIXES))
 _INSIDE = ("bytes", "path", "url", "data", "base64")
 """Names under which objects and typed parts have a medium."""
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
-_FILE = re.compile(r"[^\s<>|]{1,255}\.([A-Za-z0-9]{2,5})")
+_FILE = re.compile(r"[^\t\r\n<>|]{1,255}\.([A-Za-z0-9]{2,5})")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=\r\n]+")
 _HEAD = 64  # characters of base64 in which the kind of a file is told
 _FORMS = "the name of a file, its bytes, base64, or for audio {array, sampling_rate}"
@@ -59,6 +61,13 @@ def media_columns(names: tuple[str, ...], kind: str) -> list[str]:
     by_name = {name.lower(): name for name in names}
     first = [by_name[name] for name in _FIRST[kind] if name in by_name]
     return first or [by_name[name] for name in _OTHERS[kind] if name in by_name][:1]
+
+
+def kind_of_file_name(record: Mapping[str, Any]) -> str:
+    """Return the kind of the file that `file_name` names, as in Hugging Face's folders; empty if it names no media."""
+    name = record.get(FILE_NAME)
+    extension = Path(name).suffix[1:].lower() if isinstance(name, str) else ""
+    return next((kind for kind, known in READABLE.items() if extension in known), "")
 
 
 def media_in(kind: str, column: str, value: Any, folder: str, where: str) -> list[Medium]:

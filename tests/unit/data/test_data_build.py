@@ -215,17 +215,28 @@ def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
         build(folder, tmp_path / "other", split="none")
 
 
-@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
 def test_a_folder_with_metadata_of_its_files(name, media, tmp_path):
     """As `imagefolder` of Hugging Face has it."""
     rows = {"a/one.PNG": "One.", "three.png": "Three."}
     lines = [json.dumps({"file_name": file, "text": text}) for file, text in rows.items()]
     table = ["file_name,text", *(",".join(row) for row in rows.items())]
-    (media / name).write_text("\n".join(lines if name.endswith("jsonl") else table))
+    if name.endswith("parquet"):
+        hugging_face(media, {"file_name": [*rows], "text": [*rows.values()]}, {}, name)
+    else:
+        (media / name).write_text("\n".join(lines if name.endswith("jsonl") else table))
     build(media, tmp_path / "out")
     samples = found(tmp_path / "out" / "train")
     assert [extents for extents, _ in samples] == [[6], [10]]
     assert all(text in str(record) for (_, record), text in zip(samples, rows.values(), strict=True))
+
+
+def test_folders_with_metadata_of_their_own_are_named(media, tmp_path):
+    (media / "a" / "metadata.jsonl").write_text('{"file_name": "one.PNG", "text": "One."}')
+    with pytest.raises(DataError, match="metadata.jsonl is in a. Give the folder"):
+        build(media, tmp_path / "out")
+    build(media, tmp_path / "out", split="a")
+    assert [extents for extents, _ in found(tmp_path / "out" / "train")] == [[6]]
 
 
 def test_pairs_of_user_and_assistant_and_lists_of_pictures(tmp_path):
