@@ -8,13 +8,14 @@ from data.shown import plural
 from data.storage.url import Place
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.folders import LEFT_OUT
+from mimo_train.checkpoint.held import held_tensors
 from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters, named_in_hub
 from mimo_train.checkpoint.hf.documents import Document, separate
 from mimo_train.checkpoint.hf.export import Stored, write_document
 from mimo_train.checkpoint.hf.joined import llava
 from mimo_train.checkpoint.hf.llava_limits import NoLlava
 from mimo_train.checkpoint.hf.peft import write_adapters
-from mimo_train.checkpoint.integrity import opened
+from mimo_train.checkpoint.integrity import opened, require_held, require_taken
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
@@ -67,7 +68,7 @@ def export(
             `base_model` is given and adapters of one model are not what is written.
         ConfigError: the directory of a module has gone.
     """
-    _, record = opened(checkpoint)
+    reader, record = opened(checkpoint)
     if merge and not any(module.lora.rank for module in cfg.modules.values()):
         raise UserError(f"--merge puts adapters into the weights, and no module of {checkpoint} has any: leave it out")
     alone = on_one_process(cfg)
@@ -80,6 +81,10 @@ def export(
     if LEFT_OUT in record:
         load_model(checkpoint, run.cfg, built.pipeline, built.tokenizer)
     (chunk,) = built.pipeline.model
+    if LEFT_OUT not in record:
+        held = [*held_tensors([chunk])]
+        require_held(held, reader, checkpoint)
+        require_taken(held, reader, checkpoint, None)
     stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
     documents, why = _documents(run.cfg, built.tokenizer)
     adapters = {} if merge else _adapters(run.cfg, documents, stored)
