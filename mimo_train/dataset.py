@@ -137,9 +137,12 @@ class RunDataset:
 
         Raises:
             UserError: the dataset is a held-out set.
+            IndexError: `step` is below 1.
         """
         if self._is_held_out:
             raise UserError("step_samples: training steps read no held-out samples. Use open_dataset(config)")
+        if step < 1:
+            raise IndexError(f"step {step} is out of range: steps start at 1")
         return range(self._run.batch.samples_of(step - 1), self._run.batch.samples_of(step))
 
     def close(self) -> None:

@@ -66,6 +66,8 @@ def test_samples_are_those_that_each_step_trains_on(shards):
     assert dataset[np.int64(3)].key == dataset[3].key
     with pytest.raises(IndexError, match="sample -1 is out of range"):
         dataset[-1]
+    with pytest.raises(IndexError, match="step 0 is out of range"):
+        dataset.step_samples(0)
     with pytest.raises(TypeError, match="slice"):
         dataset[:2]
 
