@@ -149,7 +149,7 @@ def checked(
     beside: Beside = ALONE,
     pictures: Sequence[Picture] = (),
 ) -> None:
-    """Raises RecordError, NothingToLearn (blank ones too) for a record that cannot be trained on."""
+    """Raises RecordError, NothingToLearn (blank or excluded ones too) for a record that cannot be trained on."""
     read = partial(parse_record, raw, extension, where, counts, beside=beside, pictures=pictures)
     _require_learnable(read, where)
 
@@ -160,7 +160,7 @@ def _require_learnable(read: Callable[[], Conversation], where: str) -> None:
     except RecordError as error:
         raise type(error)(str(error).replace(f"key {where!r}", where)) from error
     if conversation.is_blank:
-        raise NothingToLearn(f"{where}: its caption or answer is blank")
+        raise NothingToLearn(f"{where}: its caption or answers are blank, or excluded from the loss")
 
 
 def require_name(extension: str, where: str) -> None:

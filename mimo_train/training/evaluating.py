@@ -117,7 +117,7 @@ class Evaluations:
                 if kind == progress.START and facts.get("step", step).isdigit() and int(facts["step"]) < int(step):
                     is_done = False  # trained once more since
                 if kind == progress.EVALUATION and facts.get("step") == step:
-                    is_done = facts.get("sets") == _digest(sets)
+                    is_done = facts.get("sets") == self._digest(sets)
         return is_done
 
     def _write(self, values: dict[str, float], sets: list[HeldOut]) -> None:
@@ -138,7 +138,7 @@ class Evaluations:
             state.console.message(
                 "exact match is skipped: the model ends in a head of its own, and no logits of the vocabulary"
             )
-        progress.evaluated(state.run_dir, step=step, values=values, sets=_digest(sets))
+        progress.evaluated(state.run_dir, step=step, values=values, sets=self._digest(sets))
 
     def _give_to_hooks(self, sets: list[HeldOut]) -> None:
         hooks, state = self._hooks, self._session.state
@@ -148,8 +148,10 @@ class Evaluations:
         if hooks.process is not None and state.is_logging_rank:
             hooks.process(data, state.train_state.step, state.tensorboard_logger)
 
-
-def _digest(sets: list[HeldOut]) -> str:
-    """A fingerprint of what an evaluation measures."""
-    measured = [(each.prefix, each.dataset.fingerprint, each.samples) for each in sets]
-    return hashlib.sha256(repr(measured).encode()).hexdigest()[:16]
+    def _digest(self, sets: list[HeldOut]) -> str:
+        """A fingerprint of what an evaluation measures: the sets, and the name of the forward step with its weights."""
+        step = getattr(self._step_func, "func", self._step_func)
+        step = step if hasattr(step, "__qualname__") else type(step)
+        of_step = (step.__module__, step.__qualname__, sorted(self._session.state.cfg.train.loss_weights.items()))
+        measured = [*((each.prefix, each.dataset.fingerprint, each.samples) for each in sets), of_step]
+        return hashlib.sha256(repr(measured).encode()).hexdigest()[:16]

@@ -140,6 +140,10 @@ def test_an_evaluation_that_fails_does_not_lose_the_checkpoint(prose, tmp_path):
     assert folders.newest(tmp_path).name == "step_00000002"
 
 
+def _mean_step(state, data_iterator, model):
+    return _caller_step("mean", state, data_iterator, model)
+
+
 def _stopping_step(rank: int, state, data_iterator, model):
     """Signals `rank` in the second batch of an evaluation."""
     import torch.distributed as dist
@@ -169,6 +173,7 @@ def test_a_stop_in_the_last_evaluation_keeps_the_training_and_the_next_job_evalu
     _, (first,) = job(plain)
     assert first["eval/samples"] == 9 and first["step"] == 2
     assert job(plain)[1] == [first], "not made twice"
+    assert "eval/mean loss" in job(_mean_step)[1][-1], "another step measures another loss"
     _, (*_, other) = job(plain, "train.eval_samples=8", f"data.test_shards={Path(prose)}/train")
     assert other["eval/samples"] == other["test/samples"] == 8 and other["eval/loss"] != other["test/loss"] > 0
     assert (tmp_path / "test_predictions.jsonl").exists()

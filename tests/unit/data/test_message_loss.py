@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from data.building.samples import checked
 from data.collate import to_sample
-from data.errors import RecordError
+from data.errors import NothingToLearn, RecordError
 from data.fields import read_fields
 from data.records import parse_fields
 from data.tokens import build_tokenizer
@@ -117,6 +118,8 @@ def test_a_record_whose_turns_are_all_excluded_has_no_loss():
     conversation, tokenizer = parse(record), build_tokenizer("bytes")
     assert conversation.is_blank and conversation.question_and_truth == ("", "")
     assert not to_sample(conversation, tokenizer, {}, 64, 0, "k").loss_mask.any()
+    with pytest.raises(NothingToLearn, match="row 1: its caption or answers are blank, or excluded from the loss"):
+        checked(json.dumps({"messages": record}).encode(), "json", "row 1", {})
 
 
 def test_questions_of_every_learned_turn_stand_where_its_labels_begin(saved):
