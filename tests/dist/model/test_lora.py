@@ -132,7 +132,7 @@ def curve_of(ranks: list[tuple]) -> list[tuple[int, float, float]]:
 def test_a_run_begins_with_the_loss_of_the_model_without_adapters(model, tiny, one_process):
     without = tiny(model, "modules.language.lora.rank=0", *(["modules.images.lora.rank=0"] * model.startswith("vlm")))
     first, with_adapters = curve_of(_run(without))[0], curve_of(one_process[model])[0]
-    assert first[1] == with_adapters[1]
+    assert first[1] == pytest.approx(with_adapters[1], rel=TOLERANCE)  # layers with adapters sum in another order
     # Magnitudes may have larger gradients than the weights they are of.
     assert "dora" in model or first[2] > with_adapters[2], "the gradient is that of the adapters alone"
 

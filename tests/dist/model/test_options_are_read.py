@@ -122,7 +122,7 @@ def _recorded(spec: Any, reads: set[str]) -> Any:
             reads.add(name)
             return super().__getattribute__(name)
 
-    spec.__class__ = Recorded
+    object.__setattr__(spec, "__class__", Recorded)
     return spec
 
 
