@@ -105,7 +105,7 @@ def sample_of(
             pictures.append(picture_of(called, medium.kind))
     _require_learnable(partial(parse_made, record, raw, where, counts, pictures=pictures), where)
     if not media:
-        require_no_media(given, columns.names, where)
+        require_no_media(given, columns.names, where, folder)
     members.append(("json", raw))
     return Sample(members, name, rules)
 

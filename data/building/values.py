@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -124,11 +125,14 @@ def take_typed_parts(
     return (record | {turns: messages} if media else record), media
 
 
-def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
+def require_no_media(
+    record: Mapping[str, Any], names: Mapping[str, str], where: str, folder: str | None = None
+) -> None:
     """Look for media in a record of which none was read.
 
     Args:
         names: `Columns.names`.
+        folder: of the files that records name. Next to a text or messages, a name counts if the file is there.
 
     Raises:
         RecordError: a column holds media in a form that is not read, or the address of one.
@@ -145,7 +149,9 @@ def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where:
             continue
         if _URL.match(value) and not is_text and (column.lower() == "url" or _kind_of_file(value)):
             raise _not_downloaded(column, value, where)
-        kind = _kind_of_content(value) or ("" if is_text or _URL.match(value) else _kind_of_file(value))
+        kind = _kind_of_content(value)
+        if not kind and not _URL.match(value) and (named := _kind_of_file(value)):
+            kind = named if not is_text or (folder is not None and os.path.isfile(os.path.join(folder, value))) else ""
         if kind:
             raise RecordError(
                 f"{where}: {column!r} seems to hold an {kind} that is not read ({shown(value[:80])}). Give --columns "

@@ -129,6 +129,8 @@ ADDRESS = "https://example.org/a.jpg"
         ({"messages": asked({"type": "image", "image": "gone.png"})}, "no file .*gone.png"),
         ({"path": "two.png", "caption": "A."}, "'path' seems to hold an image .*--columns image=path"),
         ({"path": "my photo 2.png", "caption": "A."}, "'path' seems to hold an image"),
+        ({"path": "two.png", "text": "A."}, "'path' seems to hold an image"),
+        ({"path": "two.png", "messages": asked({"type": "text", "text": "Q"})}, "'path' seems to hold an image"),
         ({"photo": PNG, "text": "A."}, "'photo' seems to hold an image .*--columns image=photo"),
         ({"image": [[[0, 0, 0]]], "text": "A."}, "'image' is of type list. Expected the name of a file"),
         ({"image": [0, 1, 2], "text": "A."}, "'image' is of type int. Expected the name of a file"),
