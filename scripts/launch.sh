@@ -38,7 +38,7 @@ variables:
   MIMO_MAX_RESTARTS   how often a failed run starts again, from its newest checkpoint (default: 0)
   MIMO_VENV           folder of the Python environment (default: .venv)
   MIMO_EXTRAS         extras to install in it (default: demo,dev; on GPUs give demo,gpu)
-  MIMO_WHEELS         folder that `pip wheel` has filled, to install from without a network
+  MIMO_WHEELS         folder that 'pip wheel' has filled, to install from without a network
 EOF
 }
 
