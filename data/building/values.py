@@ -200,7 +200,7 @@ def _of_array(value: Mapping[str, Any], column: str, where: str) -> Medium:
     try:
         wave, rate = np.asarray(value["array"], dtype=np.float32), int(value["sampling_rate"])
         if wave.ndim != 1 or not len(wave):
-            raise ValueError(f"its shape is {list(wave.shape)}")
+            raise RecordError(f"its shape is {list(wave.shape)}")
         file = io.BytesIO()
         soundfile.write(file, wave, rate, format="WAV", subtype="FLOAT")
     except (TypeError, ValueError, RuntimeError) as error:

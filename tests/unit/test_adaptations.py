@@ -300,6 +300,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     by_running = (
         "tests/dist/model/test_dense_layer.py",
         "tests/unit/checkpoint/hf/test_tensors.py",
+        "tests/unit/data/test_special_text.py",
         "tests/dist/optim/test_own_weights.py",
         "tests/dist/parallel/test_alone.py",
         "tests/dist/parallel/test_device.py",

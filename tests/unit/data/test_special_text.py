@@ -48,6 +48,17 @@ def test_admitted_tokens_are_those_of_transformers_and_others_stay_text(given, g
     assert tokenizer.decode(encoded.tokens[-30:]).strip().endswith("<|box_end|>"), "an answer is shown with its boxes"
 
 
+def test_a_tokenizer_of_transformers_cannot_make_a_special_token_an_ordinary_one(grounded):
+    """Else `data/special_text.py` need not replace its Rust core."""
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(grounded())
+    tokenizer.add_tokens([AddedToken(BOXES[0], special=False)])
+    as_text = tokenizer(BOXES[0], split_special_tokens=True, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_tokens_to_ids(BOXES[0]) not in as_text
+
+
 def test_without_the_key_they_are_text_and_the_fingerprint_is_another(grounded):
     folder = grounded()
     without, admitting = (build_tokenizer(folder, special_in_text=given) for given in ([], "grounding"))
