@@ -113,7 +113,7 @@ def split_markers(text: str) -> tuple[Part, ...]:
 
 def with_media(text: str, media: Mapping[str, int], pictures: Sequence[Picture] = ()) -> tuple[Part, ...]:
     """Return the pieces of what a user says about media: at the places that it marks; without any mark, the media
-    before it. Arguments as of `media_first`."""
+    before it. Takes the arguments of `media_first`."""
     parts = split_markers(text)
     if any(part.kind != "text" for part in parts):
         return parts

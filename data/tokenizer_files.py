@@ -64,7 +64,7 @@ def require_plain_files(path: str | os.PathLike[str]) -> None:
 
 
 def _require_whole(file: Path) -> None:
-    """Raises DataError for a Git-LFS pointer, and for JSON without an end: transformers may pass over such a file."""
+    """Raise DataError for a Git-LFS pointer and for truncated JSON, which transformers may ignore."""
     try:
         is_pointer, size = is_lfs_pointer(file), file.stat().st_size
         with file.open("rb") as content:

@@ -85,8 +85,8 @@ def _no_file(path: str, where: str) -> RecordError:
 
 
 def wrong_extent(kind: str, extent: tuple[int, int] | None) -> str:
-    """What is wrong with a medium without a readable header, or above its bounds, as it goes on behind its name; empty
-    if nothing is.
+    """Return what is wrong with a medium that has no readable header or exceeds its bounds, to follow its name in a
+    message; empty if nothing is wrong.
 
     Args:
         extent: see `data.media.headers.parse_extent`; zeros are none.

@@ -30,7 +30,7 @@ _INSIDE = ("bytes", "path", "url", "data", "base64")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _FILE = re.compile(r"[^\t\r\n<>|]{1,255}\.([A-Za-z0-9]{2,5})")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=\r\n]+")
-_HEAD = 64  # characters of base64 in which the kind of a file is told
+_HEAD = 64  # characters of base64 that are enough to recognise the kind of a file
 _FORMS = "the name of a file, its bytes, base64, or for audio {array, sampling_rate}"
 _ARRAY = {"array", "sampling_rate"}
 _PIXELS = ("pixels", "pixel_values")

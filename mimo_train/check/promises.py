@@ -1,5 +1,4 @@
-"""What a run needs beside its config and data, as far as it can be seen before a start: code of the user, and what is
-only known later."""
+"""Checks of what a run needs apart from its config and data: the user's code, and what is only known later."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def shipped_configs() -> Path:
-    """Folder of the shipped configs: beside the packages in a checkout, inside the package in a wheel."""
+    """Folder of the shipped configs: next to the packages in a checkout, inside the package in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return next(folder for folder in (package.parent / "configs", package / "configs") if folder.is_dir())
 

@@ -49,7 +49,7 @@ def source_faults(path: Path, overrides: Sequence[str]) -> Iterator[Fault]:
         content = content_of(file)
         if "hydra" in content:
             yield Fault(file.name, f"hydra: {_HYDRA}: remove it")
-        if file in extended:  # groups are looked for beside a file of the run
+        if file in extended:  # groups are looked for next to a file of the run
             bases = {base for entry in defaults_of(content) if (base := base_path(file, entry)) is not None}
             extended |= bases
             roots += [base.parent for base in bases]

@@ -93,7 +93,7 @@ def secrets_of(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Environment variables from Secrets, each written NAME=SECRET:KEY.
 
     Raises:
-        UserError: as of `env_of`.
+        UserError: see `env_of`.
     """
     key = r"[A-Za-z0-9._-]+"
     example = "WANDB_API_KEY=wandb:key"

@@ -199,8 +199,8 @@ class StepLog:
 
         Raises:
             TooManyBadSamples: more bad samples than `data.max_bad_samples`; on every rank at the same step.
-            UserError: more steps without any token with loss than `train.max_empty_steps`, likewise; on the logging
-                rank, a loss has the name of another number.
+            UserError: more steps without any token with loss than `train.max_empty_steps`, on every rank at the same
+                step; or a loss has the name of another number, on the logging rank.
         """
         state, cfg = self._state, self._state.cfg
         numbers = self._interval.collect(take_means(totals))

@@ -135,7 +135,7 @@ def train_step(
 
 
 def _end_if_stopped(state: SessionState) -> None:
-    """Save and end a loop that goes on after all ranks have agreed on a signal. Collective."""
+    """Save and end a loop that continues after all ranks have agreed on a signal. Collective."""
     votes = agreed_votes(state.session.optimizer, state.session.data)
     if votes.signalled or state.session.data.ended_by is not None:
         state.count_samples()

@@ -117,7 +117,7 @@ def require_llava(cfg: ConfigContainer) -> None:
 
 
 def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
-    """Raises NoLlava for parts that LLaVA has not."""
+    """Raise NoLlava for parts that LLaVA lacks."""
     encoder, projector, prefix = module.encoder, module.projector, f"modules.{name}"
     if getattr(encoder, "kind", "") != "image":
         raise NoLlava(f"{name} reads no pictures")
@@ -149,9 +149,9 @@ def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
     known = {"name", "kind", "ffn_hidden_size", "activation", "merge", "bias"}
     for one in changed_fields(projector):
         if one not in known:
-            raise NoLlava(f"{prefix}.projector.{one} is set, which LLaVA's projector has not")
+            raise NoLlava(f"{prefix}.projector.{one} is set, which LLaVA's projector does not support")
     if projector.activation not in ACTIVATIONS:
-        raise NoLlava(f"{prefix}.projector.activation is {projector.activation}, which transformers has not")
+        raise NoLlava(f"{prefix}.projector.activation is {projector.activation}, which transformers does not support")
 
 
 def why_no_family(spec: LlmSpec) -> str:

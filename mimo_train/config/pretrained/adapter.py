@@ -103,7 +103,7 @@ def paths_of(paths: Iterable[str], module: str) -> list[str]:
 
 def unread_layers(paths: Iterable[str], module: str, layers: int, built: int) -> set[str]:
     """Return those of the layers of an adapter that are behind the last layer of `module` that is built, in an encoder
-    whose features are read before its end. Arguments as of `adapter_keys`."""
+    whose features are read before its end. Takes the arguments of `adapter_keys`."""
     numbers = {path: match for path in paths_of(paths, module) if (match := IN_LAYERS.search(path))}
     return {path for path, match in numbers.items() if built <= int(match[1]) < layers}
 
