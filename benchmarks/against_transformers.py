@@ -197,7 +197,7 @@ def train_reference(case: Case, folder: Path, name: str, turns: Turns, compiled:
         compiled: backend of torch.compile for the whole model; empty: it is not compiled.
         reads: whether it also reads and decodes a step's samples.
     """
-    from mimo_train.plan.inputs import placeholders_of, tokenizer_of
+    from mimo_train.inputs.inputs import placeholders_of, tokenizer_of
 
     if compiled:
         from torch._dynamo.utils import counters
@@ -309,7 +309,7 @@ def main() -> int:
 
 def import_everything() -> None:
     """What the sides need, before they are forked."""
-    from mimo_train.dry_run.one_rank import import_program
+    from mimo_train.preflight.dry_run.one_rank import import_program
 
     for name in ("llama", "llava", "siglip"):
         import_module(f"transformers.models.{name}.modeling_{name}")

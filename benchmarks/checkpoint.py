@@ -103,7 +103,7 @@ class Ways:
     """All ways to save and load one model on this rank."""
 
     def __init__(self, session: Any):
-        from mimo_train.checkpoint.held import held_tensors
+        from mimo_train.checkpoint.local_shards import held_tensors
         from mimo_train.checkpoint.store import save_parts
 
         self.session, self.checkpointer = session, session.checkpointer

@@ -41,9 +41,9 @@ def main() -> None:
 
 def start(folder: Path, shards: int, of_shard: int) -> None:
     """Build and open the catalogue of a folder."""
-    from data.catalogue.catalogue import open_catalogue
-    from data.catalogue.places import catalogue_path
-    from data.shards import find_shards
+    from data.index.catalogue import open_catalogue
+    from data.index.locations import catalogue_path
+    from data.index.shards import find_shards
 
     first = write_tar(
         folder / f"s-{0:06d}.tar", [(f"{n:09d}.json", chat("q", "a" * (n % 90))) for n in range(of_shard)]
@@ -70,12 +70,12 @@ def opened(folder: str) -> None:
     """What a rank does, step by step."""
     import numpy as np
 
-    from data.catalogue.catalogue import open_catalogue
-    from data.catalogue.file import load_catalogue
-    from data.catalogue.places import catalogue_path
+    from data.index.catalogue import open_catalogue
+    from data.index.file import load_catalogue
+    from data.index.locations import catalogue_path
+    from data.index.shards import find_shards
     from data.pipeline import Dataset
-    from data.shards import find_shards
-    from data.tokens import build_tokenizer
+    from data.text.tokens import build_tokenizer
 
     paths = find_shards(folder)
     warm = open_catalogue(paths[:1])  # what is imported or begun once

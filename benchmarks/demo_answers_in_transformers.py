@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist.checkpoint.hf.asking import answers_here, answers_of_transformers, questions
+from tests.dist.hf.asking import answers_here, answers_of_transformers, questions
 from tests.dist.ranks import run_ranks
 
 MOST = 16

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist.checkpoint.hf.asking import answers_of_transformers, questions
+from tests.dist.hf.asking import answers_of_transformers, questions
 
 ASKED = re.compile(r"(?s)<image>\nWhich digit is (\w+)\?")
 MOST = 16

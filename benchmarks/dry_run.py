@@ -25,15 +25,15 @@ import numpy as np
 
 from mimo_train.config.compose import RECIPES, load, shipped_configs
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.dry_run.command import estimates, in_child
-from mimo_train.dry_run.kinds import Kind, kinds_of
-from mimo_train.dry_run.report import Failed, Found
-from mimo_train.plan.inputs import placeholders_of
-from mimo_train.plan.memory import GIB
-from mimo_train.plan.parameters import embedding_rows
-from mimo_train.plan.run import resolve
-from mimo_train.planner.devices import DEVICES
-from mimo_train.planner.search import Request, plan
+from mimo_train.estimate.memory import GIB
+from mimo_train.estimate.parameters import embedding_rows
+from mimo_train.inputs.inputs import placeholders_of
+from mimo_train.layout.run import resolve
+from mimo_train.preflight.dry_run.command import estimates, in_child
+from mimo_train.preflight.dry_run.kinds import Kind, kinds_of
+from mimo_train.preflight.dry_run.report import Failed, Found
+from mimo_train.preflight.plan.devices import DEVICES
+from mimo_train.preflight.plan.search import Request, plan
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 
@@ -124,7 +124,7 @@ def shorten(cfg: ConfigContainer) -> None:
 
 def dry_run(title: str, cfg: ConfigContainer, most: int | None) -> int:
     """Run the kinds of a layout and print a line for each; the number of those that fail or do not fit."""
-    from mimo_train.dry_run import one_rank
+    from mimo_train.preflight.dry_run import one_rank
 
     run = resolve(cfg)
     kinds, expected, failures = kinds_of(run.layout)[:most], estimates(run), 0

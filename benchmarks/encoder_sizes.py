@@ -38,7 +38,7 @@ def measure(cfg: Any, rounds: int, sides: range) -> None:
     import torch
     from megatron.core.utils import unwrap_model
 
-    from mimo_train.plan.run import resolve
+    from mimo_train.layout.run import resolve
     from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(cfg)

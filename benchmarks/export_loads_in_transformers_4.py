@@ -138,7 +138,7 @@ def read_by(environment: Path | None, folder: Path) -> dict:
 
 def compare(name: str, run: Path, folder: Path, environment: Path) -> str:
     """A row of the table."""
-    from tests.dist.checkpoint.hf.asking import logits_here
+    from tests.dist.hf.asking import logits_here
     from tests.dist.ranks import run_ranks
 
     new, old = (read_by(place, folder) for place in (None, environment))
@@ -159,9 +159,9 @@ def compare(name: str, run: Path, folder: Path, environment: Path) -> str:
 def make_all(work: Path) -> dict[str, tuple[Path, Path]]:
     """Every run and the directory that it was exported to, by what it is."""
     from data.demo.make import make_demo, make_text_demo
-    from tests.dist.checkpoint.hf.models import make_llava
-    from tests.dist.model.composites import SAMPLES
-    from tests.dist.model.composites import make as make_composite
+    from tests.dist.hf.models import make_llava
+    from tests.dist.models.composites import SAMPLES
+    from tests.dist.models.composites import make as make_composite
     from tests.dist.ranks import run_ranks
 
     prose, digits = (

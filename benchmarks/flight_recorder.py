@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mimo_train.config.compose import load
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.processes import started_run
-from mimo_train.launch.watched import watched
+from mimo_train.launch.rank_monitor import watched
 
 CALLS = ("enter", "leave", "at", "issue", "wait", "begin_step")
 LEFT_OUT = 1

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from mimo_train.config.compose import load
-from mimo_train.dry_run.kinds import kinds_of
-from mimo_train.plan.layout import RunLayout, lay_out
+from mimo_train.layout.layout import RunLayout, lay_out
+from mimo_train.preflight.dry_run.kinds import kinds_of
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _child(pipe: Connection, function: Any, layout: RunLayout, rank: int, *argum
 
 
 def _fake(layout: RunLayout, rank: int, _port: None) -> Made:
-    from mimo_train.dry_run import fake_world
+    from mimo_train.preflight.dry_run import fake_world
 
     fake_world.join(rank, layout.world_size)
     return _made(layout, rank, None)

@@ -27,7 +27,7 @@ from PIL.PngImagePlugin import PngInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data import index
+from data.index import shard_index
 from data.media.headers import ImageHeader, ReadAt, parse_header
 
 Parser = Callable[[ReadAt, int], ImageHeader | None]
@@ -167,8 +167,8 @@ def counted(path: Path, parser: Parser, pictures: int) -> tuple[list, float, flo
 
         return parser(counting, size)
 
-    index.parse_header = parse
-    found = index.build_index(path)
+    shard_index.parse_header = parse
+    found = shard_index.build_index(path)
     sizes = [(member.height, member.width) for row in range(len(found)) for member in found.members(row)[:1]]
     return sizes, sum(lengths) / pictures, len(lengths) / pictures
 
@@ -178,9 +178,9 @@ def timed(path: Path, pictures: int, blocks: int) -> dict[str, list[float]]:
     seconds = {name: [] for name in PARSERS}
     for block in range(blocks):
         for name in random.Random(block).sample(list(PARSERS), len(PARSERS)):
-            index.parse_header = PARSERS[name]
+            shard_index.parse_header = PARSERS[name]
             before = time.process_time()
-            index.build_index(path)
+            shard_index.build_index(path)
             seconds[name].append((time.process_time() - before) / pictures)
     return seconds
 

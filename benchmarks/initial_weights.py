@@ -24,18 +24,18 @@ MIB = 2**20
 
 def build(args: argparse.Namespace) -> dict[str, float]:
     """Build the layers of this rank; seconds, and bytes."""
-    from mimo_train.dry_run.one_rank import import_program
+    from mimo_train.preflight.dry_run.one_rank import import_program
 
     import_program()
     import torch
 
     from mimo_train.config.compose import load
-    from mimo_train.dry_run import fake_world
-    from mimo_train.model import build as building
-    from mimo_train.model.names import global_names
+    from mimo_train.layout.run import resolve
+    from mimo_train.models import build as building
+    from mimo_train.models.names import global_names
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.plan.run import resolve
+    from mimo_train.preflight.dry_run import fake_world
 
     torch.set_num_threads(1)
     building._wrap = lambda module, *_: module

@@ -65,9 +65,9 @@ class BareLoop:
     def __init__(self, session: Any, forward_step: Any):
         from megatron.core.utils import get_model_config
 
-        from mimo_train.model.names import modules_of
-        from mimo_train.plan.inputs import build_dataset
-        from mimo_train.step.batches import open_loader
+        from mimo_train.inputs.inputs import build_dataset
+        from mimo_train.models.names import modules_of
+        from mimo_train.training.step.batches import open_loader
 
         self._run, self._model = session.state.run, session.model
         self._optimizer, self._schedulers = session.optimizer, session.schedulers

@@ -18,8 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.packing import Packing, plan_in_packs
-from data.step_plan import StepPlan
+from data.order.packing import Packing, plan_in_packs
+from data.order.step_plan import StepPlan
 
 STEPS = [(256, 1), (256, 4), (256, 8), (256, 16), (1024, 16), (1024, 64), (4096, 64)]
 """(samples of a step, data-parallel ranks)."""

@@ -72,13 +72,13 @@ GPT = (
 
 def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
     """Forward and backward of steps of all ways in turn; the first round is not counted."""
+    from mimo_train.inputs.inputs import build_dataset
+    from mimo_train.layout.padding import padding_of
+    from mimo_train.layout.run import resolve
     from mimo_train.parallel.device import to_device
-    from mimo_train.plan.inputs import build_dataset
-    from mimo_train.plan.padding import padding_of
-    from mimo_train.plan.run import resolve
-    from mimo_train.step.batches import open_loader
-    from mimo_train.step.counted_texts import count_texts
     from mimo_train.training.parts import build_parts, start_processes
+    from mimo_train.training.step.batches import open_loader
+    from mimo_train.training.step.counted_texts import count_texts
 
     run = resolve(cfgs[0])
     kind, device = start_processes(run.cfg)
@@ -135,8 +135,8 @@ def cut(batch: dict[str, Any], length: int) -> dict[str, Any]:
 
 def forward_backward(model: Any, batch: dict[str, Any]) -> None:
     """One microbatch, its loss summed over tokens."""
-    from mimo_train.model.documents import documents_of
-    from mimo_train.step.mimo_step import MODEL_INPUTS
+    from mimo_train.models.documents import documents_of
+    from mimo_train.training.step.mimo_step import MODEL_INPUTS
 
     inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch}
     if "modality_inputs" in inputs:

@@ -15,7 +15,7 @@ import torch
 import webdataset
 from PIL import Image
 
-from data.tokens import Tokenizer
+from data.text.tokens import Tokenizer
 
 Step = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 """Ids and labels [samples, length], -100 where there is no loss; pictures [3, height, width] of these samples."""

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.pipeline import Batching, Dataset, Padding, TextLengths
 from mimo_train.config.compose import load
-from mimo_train.plan.inputs import media_of, tokenizer_of
+from mimo_train.inputs.inputs import media_of, tokenizer_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 

@@ -28,14 +28,14 @@ import torch.distributed as dist
 from benchmarks.alternating import Ranks, import_program, in_processes, started, step, working_in_a_temporary_folder
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.inputs import tokenizer_of
-from mimo_train.plan.layout import lay_out
-from mimo_train.plan.parameters import embedding_rows
-from mimo_train.planner.candidate import Candidate
-from mimo_train.planner.costs import Costs
-from mimo_train.planner.devices import DEVICES, LINKS, Device, Links
-from mimo_train.planner.predict import Predictor
-from mimo_train.planner.profile import Profile
+from mimo_train.estimate.parameters import embedding_rows
+from mimo_train.inputs.inputs import tokenizer_of
+from mimo_train.layout.layout import lay_out
+from mimo_train.preflight.plan.candidate import Candidate
+from mimo_train.preflight.plan.costs import Costs
+from mimo_train.preflight.plan.devices import DEVICES, LINKS, Device, Links
+from mimo_train.preflight.plan.predict import Predictor
+from mimo_train.preflight.plan.profile import Profile
 
 CORES = len(os.sched_getaffinity(0))
 WARM_UP = 2
@@ -174,7 +174,7 @@ def _sizes(shape: str) -> tuple[str, ...]:
 
 def _profiled(shape: str) -> tuple[Profile, float]:
     """Costs of layers of a process that is alone, and how many such processes the cores are."""
-    from mimo_train.planner.measure import measure
+    from mimo_train.preflight.plan.measure import measure
 
     cfg = config(shape, "one")
     rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)

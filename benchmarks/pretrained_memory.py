@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from mimo_train.checkpoint.hf.tensors import Planned, write_tensors
 from mimo_train.config.compose import load
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.pretrained.language import language_keys
-from mimo_train.model.llm.weights import language_map
-from mimo_train.plan.parameters import padded_vocab_size
+from mimo_train.estimate.parameters import padded_vocab_size
+from mimo_train.hf.tensors import Planned, write_tensors
+from mimo_train.models.language.weights import language_map
 from tests.dist.ranks import run_ranks
 
 CONFIG = {
@@ -50,11 +50,11 @@ def write_model(folder: Path, layers: int) -> int:
 
 def read_model(cfg) -> dict[str, float]:
     """What one rank holds, the largest tensor of the directory, and the peak of reading, in MiB; and seconds."""
-    from mimo_train.checkpoint.hf.load import load_pretrained
     from mimo_train.config.pretrained.fill_in import parts_there
-    from mimo_train.model.names import global_names
-    from mimo_train.plan.parameters import embedding_rows
-    from mimo_train.plan.run import resolve
+    from mimo_train.estimate.parameters import embedding_rows
+    from mimo_train.hf.load import load_pretrained
+    from mimo_train.layout.run import resolve
+    from mimo_train.models.names import global_names
     from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(cfg)

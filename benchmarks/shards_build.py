@@ -30,9 +30,9 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.build import Settings, build_shards
-from data.building.columns import Columns
-from data.building.find import find_source
+from data.build.build import Settings, build_shards
+from data.build.columns import Columns
+from data.build.find import find_source
 from data.storage.write import write_shard
 
 PARTS = 10

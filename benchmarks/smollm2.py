@@ -145,13 +145,13 @@ class _Ours:
     """The model of a run, as `mimo-train generate` has it."""
 
     def __init__(self, run: Path):
-        from mimo_train.generation.answers import Answers
-        from mimo_train.generation.decoder import Decoder
-        from mimo_train.generation.options import Sampling
-        from mimo_train.generation.prompts import Prompts
-        from mimo_train.generation.sampling import Sampler
-        from mimo_train.generation.source import open_source
-        from mimo_train.plan.run import resolve
+        from mimo_train.evaluation.generation.answers import Answers
+        from mimo_train.evaluation.generation.decoder import Decoder
+        from mimo_train.evaluation.generation.options import Sampling
+        from mimo_train.evaluation.generation.prompts import Prompts
+        from mimo_train.evaluation.generation.sampling import Sampler
+        from mimo_train.evaluation.generation.source import open_source
+        from mimo_train.layout.run import resolve
         from mimo_train.training.parts import build_parts, start_processes
 
         source = open_source(run)
@@ -165,7 +165,7 @@ class _Ours:
         )
 
     def _prompt(self, text: str):  # type: ignore[no-untyped-def]
-        from mimo_train.generation.prompts import user_turn
+        from mimo_train.evaluation.generation.prompts import user_turn
 
         return self._prompts.of_conversation([user_turn(text, [])], [])
 

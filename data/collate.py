@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from data.conversation import Conversation, Turn
 from data.errors import RecordError
+from data.records.conversation import Conversation, Turn
 from data.sample_key import Key
-from data.templates import Encoded, MediaTokens
-from data.tokens import Tokenizer
+from data.text.templates import Encoded, MediaTokens
+from data.text.tokens import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.announce import expect_samples
-from data.bad_samples import BadSample
 from data.collate import TextSample, collate, collate_media, collate_packed
-from data.dataset import Dataset
-from data.divide import Span, spread_parts
 from data.errors import DataError
-from data.features import MEDIA, MicrobatchMedia, SampleMedia
+from data.index.text_lengths import require_planned
+from data.order.split import Span, spread_parts
+from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch
+from data.order.step_plan import Share, StepPlan
 from data.pace import Pace
-from data.sample_table import StepSamples
-from data.samples import Samples
-from data.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch
-from data.step_plan import Share, StepPlan
-from data.text_lengths import require_planned
+from data.prefetch import expect_samples
+from data.samples.bad_samples import BadSample
+from data.samples.dataset import Dataset
+from data.samples.features import MEDIA, MicrobatchMedia, SampleMedia
+from data.samples.protocol import Samples
+from data.samples.sample_batch_meta import StepSamples
 from data.threads import OneTask, ReadingThreads, each
 from data.waiting import GivesUp, Wait, WaitGivenUp, never
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from encoders.base import EncoderSpec, built_layers, has_final_norm
 from encoders.errors import EncoderError
-from encoders.spec import EncoderSpec, built_layers, has_final_norm
-from encoders.vit.picture import PictureSpec
+from encoders.native.vit.picture import PictureSpec
 
 ACTIVATION_NAMES = {
     "gelu": "gelu",

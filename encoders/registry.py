@@ -11,19 +11,19 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
-from encoders.clip.spec import ClipSpec
-from encoders.dino.spec import Dinov2Spec, Dinov3Spec
+from encoders.base import EncoderSpec
 from encoders.errors import EncoderError
 from encoders.joined.spec import JoinedSpec
+from encoders.native.clip.spec import ClipSpec
+from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
+from encoders.native.qwen3_vit.spec import Qwen3VitSpec
+from encoders.native.qwen_audio.spec import QwenAudioSpec
+from encoders.native.qwen_vit.spec import QwenVitSpec
+from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
+from encoders.native.vit.spec import VisionSpec
+from encoders.native.whisper.spec import WhisperSpec
 from encoders.plain.spec import PlainSpec
-from encoders.qwen3_vit.spec import Qwen3VitSpec
-from encoders.qwen_audio.spec import QwenAudioSpec
-from encoders.qwen_vit.spec import QwenVitSpec
-from encoders.siglip.spec import Siglip2Spec, SiglipSpec
-from encoders.spec import EncoderSpec
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
-from encoders.vit.spec import VisionSpec
-from encoders.whisper.spec import WhisperSpec
 
 if TYPE_CHECKING:
     from encoders.plain.model import PlainEncoder
@@ -116,74 +116,74 @@ def _named(place: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-_PATCHES = "encoders.vit.model:VisionTransformer"
+_PATCHES = "encoders.native.vit.model:VisionTransformer"
 
 FAMILIES: dict[str, Family] = {
     "vit": Family(
         spec=VisionSpec,
         builder=_PATCHES,
-        weights="encoders.siglip.weights:weight_map",
-        writer="encoders.siglip.weights:published",
+        weights="encoders.native.siglip.weights:weight_map",
+        writer="encoders.native.siglip.weights:published",
     ),
     "clip": Family(
         spec=ClipSpec,
         builder=_PATCHES,
-        readers=dict.fromkeys(("clip", "clip_vision_model"), "encoders.clip.weights:read"),
-        weights="encoders.clip.weights:weight_map",
-        writer="encoders.clip.weights:published",
+        readers=dict.fromkeys(("clip", "clip_vision_model"), "encoders.native.clip.weights:read"),
+        weights="encoders.native.clip.weights:weight_map",
+        writer="encoders.native.clip.weights:published",
     ),
     "siglip": Family(
         spec=SiglipSpec,
         builder=_PATCHES,
-        readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.siglip.weights:read"),
-        weights="encoders.siglip.weights:weight_map",
-        writer="encoders.siglip.weights:published",
+        readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.native.siglip.weights:read"),
+        weights="encoders.native.siglip.weights:weight_map",
+        writer="encoders.native.siglip.weights:published",
     ),
     "siglip2": Family(
         spec=Siglip2Spec,
         builder=_PATCHES,
-        readers=dict.fromkeys(("siglip2", "siglip2_vision_model"), "encoders.siglip.weights:read_native"),
-        weights="encoders.siglip.weights:weight_map",
-        writer="encoders.siglip.weights:published_native",
+        readers=dict.fromkeys(("siglip2", "siglip2_vision_model"), "encoders.native.siglip.weights:read_native"),
+        weights="encoders.native.siglip.weights:weight_map",
+        writer="encoders.native.siglip.weights:published_native",
     ),
     "dinov2": Family(
         spec=Dinov2Spec,
         builder=_PATCHES,
-        readers=dict.fromkeys(("dinov2", "dinov2_with_registers"), "encoders.dino.weights:read"),
-        weights="encoders.dino.weights:weight_map",
-        writer="encoders.dino.weights:published",
+        readers=dict.fromkeys(("dinov2", "dinov2_with_registers"), "encoders.native.dino.weights:read"),
+        weights="encoders.native.dino.weights:weight_map",
+        writer="encoders.native.dino.weights:published",
     ),
     "dinov3": Family(
         spec=Dinov3Spec,
         builder=_PATCHES,
-        readers={"dinov3_vit": "encoders.dino.weights:read_3"},
-        weights="encoders.dino.weights:weight_map_3",
-        writer="encoders.dino.weights:published_3",
+        readers={"dinov3_vit": "encoders.native.dino.weights:read_3"},
+        weights="encoders.native.dino.weights:weight_map_3",
+        writer="encoders.native.dino.weights:published_3",
     ),
     "qwen_vit": Family(
         spec=QwenVitSpec,
-        builder="encoders.qwen_vit.model:QwenVisionTransformer",
-        readers=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), "encoders.qwen_vit.weights:read"),
-        weights="encoders.qwen_vit.weights:weight_map",
+        builder="encoders.native.qwen_vit.model:QwenVisionTransformer",
+        readers=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), "encoders.native.qwen_vit.weights:read"),
+        weights="encoders.native.qwen_vit.weights:weight_map",
     ),
     "qwen3_vit": Family(
         spec=Qwen3VitSpec,
-        builder="encoders.qwen3_vit.model:Qwen3VisionTransformer",
-        readers=dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), "encoders.qwen3_vit.weights:read"),
-        weights="encoders.qwen3_vit.weights:weight_map",
+        builder="encoders.native.qwen3_vit.model:Qwen3VisionTransformer",
+        readers=dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), "encoders.native.qwen3_vit.weights:read"),
+        weights="encoders.native.qwen3_vit.weights:weight_map",
     ),
     "whisper": Family(
         spec=WhisperSpec,
-        builder="encoders.whisper.model:WhisperEncoder",
-        readers={"whisper": "encoders.whisper.weights:read"},
-        weights="encoders.whisper.weights:weight_map",
-        writer="encoders.whisper.weights:published",
+        builder="encoders.native.whisper.model:WhisperEncoder",
+        readers={"whisper": "encoders.native.whisper.weights:read"},
+        weights="encoders.native.whisper.weights:weight_map",
+        writer="encoders.native.whisper.weights:published",
     ),
     "qwen_audio": Family(
         spec=QwenAudioSpec,
-        builder="encoders.qwen_audio.model:QwenAudioEncoder",
-        readers={"qwen2_audio_encoder": "encoders.qwen_audio.weights:read"},
-        weights="encoders.qwen_audio.weights:weight_map",
+        builder="encoders.native.qwen_audio.model:QwenAudioEncoder",
+        readers={"qwen2_audio_encoder": "encoders.native.qwen_audio.weights:read"},
+        weights="encoders.native.qwen_audio.weights:weight_map",
     ),
     "joined": Family(spec=JoinedSpec, builder="encoders.joined.model:JoinedEncoder"),
     "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),

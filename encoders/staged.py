@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.base import EncoderSpec, has_final_norm
 from encoders.copies import to_device
-from encoders.spec import EncoderSpec, has_final_norm
 
 Size = tuple[int, int]
 """Of one medium as the encoder gets it: (height, width), or (samples, samples per second)."""

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from mimo_train.config.fault import UserError
-from mimo_train.launch.own_packages import require_own_packages, working_directory_last
+from mimo_train.launch.import_guard import require_own_packages, working_directory_last
 
 DESCRIPTION = """\
 Train vision-language models on Megatron-Core, each module with its own parallel layout.

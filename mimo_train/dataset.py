@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import shown
+from data.text_format import shown
 from mimo_train.config.compose import load
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.inputs import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
-from mimo_train.plan.mixture import Mixing
-from mimo_train.plan.run import Run, resolve
-from mimo_train.report.data_page import DecodedSample, token_runs
+from mimo_train.inputs.inputs import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
+from mimo_train.inputs.mixture import Mixing
+from mimo_train.layout.run import Run, resolve
+from mimo_train.logging.report.data_page import DecodedSample, token_runs
 
 if TYPE_CHECKING:
     import torch

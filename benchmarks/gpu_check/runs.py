@@ -126,8 +126,8 @@ def large(
 def estimated(config: str, overrides: list[str], device: str) -> int:
     """Bytes of the fullest rank, as `mimo-train check` reckons them."""
     from mimo_train.config.compose import load
-    from mimo_train.dry_run.command import estimates
-    from mimo_train.plan.run import resolve
+    from mimo_train.layout.run import resolve
+    from mimo_train.preflight.dry_run.command import estimates
 
     return max(estimates(resolve(load(config, [*FIXED, f"run.device={device}", *overrides]))).values())
 
@@ -148,7 +148,7 @@ def choose_layers(te: bool) -> None:
     """Overrules what the program chooses by what is installed, in every module that asks."""
     if te:
         import transformer_engine.pytorch  # noqa: F401 (where it is broken, its own words are the best)
-    from mimo_train.model import layers
+    from mimo_train.models import layers
 
     original, chosen = layers.use_transformer_engine, lambda kind: te
     for name, module in list(sys.modules.items()):
@@ -159,7 +159,7 @@ def choose_layers(te: bool) -> None:
 @contextmanager
 def _counted_graphs(backend: str) -> Iterator[list]:
     """Compilers of layers of the runs in the block: those of Megatron-Core's small fusions are no matter."""
-    from mimo_train.model import compiled
+    from mimo_train.models import compiled
 
     found = []
 

@@ -13,21 +13,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.bad_samples import BadSample, BadSamples
 from data.collate import TextSample
 from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.indexed.split import WHOLE, Part
-from data.order import GlobalOrder
-from data.sample_table import StepSamples
-from data.samples import Samples
-from data.shown import plural
-from data.sources import MixedOrder, Source, fingerprint_of, order_of
+from data.order.order import GlobalOrder
+from data.order.sources import MixedOrder, Source, fingerprint_of, order_of
+from data.samples.bad_samples import BadSample, BadSamples
+from data.samples.protocol import Samples
+from data.samples.sample_batch_meta import StepSamples
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
 from data.storage.url import Place
-from data.tokens import Tokenizer
+from data.text.tokens import Tokenizer
+from data.text_format import plural
 
 
 class TokenDataset(Samples):

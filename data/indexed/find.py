@@ -6,11 +6,11 @@ import glob
 import os
 from pathlib import Path
 
-from data.braces import expand_braces
 from data.errors import DataError
-from data.remote_shards import refuse_tokens
-from data.shards import find_shards, patterns_of
-from data.sources import Shards
+from data.index.braces import expand_braces
+from data.index.remote_shards import refuse_tokens
+from data.index.shards import find_shards, patterns_of
+from data.order.sources import Shards
 from data.storage.url import Place, is_url
 
 INDEX, TOKENS = ".idx", ".bin"

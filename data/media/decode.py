@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.bounds import BOUNDS, Bounds
 from data.errors import DecodeError, MissingLibrary, reason_of
 from data.media.audio_headers import AudioFile, chained_parts, is_cut_off, not_read_right
+from data.media.background import WHITE, Colour, may_be_transparent
+from data.media.bounds import BOUNDS, Bounds
 from data.media.decoded_audio import container_to_decode, decoded_blocks
-from data.media.ground import WHITE, Colour, may_be_transparent
 from data.media.headers import parse_header_bytes
 from data.media.resample import resampled
 from data.media.resize import STRETCHED, Resize

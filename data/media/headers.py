@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from data.media import orientation as orientations
 from data.media.audio_headers import parse_audio_header
-from data.media.boxes import ReadAt
 from data.media.heif_headers import is_heic, parse_heic_size
+from data.media.iso_boxes import ReadAt
 
 # Start-of-frame markers carry the size. C4, C8 and CC are tables and reserved words in the same range.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}

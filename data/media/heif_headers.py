@@ -5,7 +5,7 @@ A parser of our own, so that an index is the same wherever it is built, whatever
 
 from __future__ import annotations
 
-from data.media.boxes import Box, ReadAt, boxes_in, boxes_of_file, child, number
+from data.media.iso_boxes import Box, ReadAt, boxes_in, boxes_of_file, child, number
 
 _HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1"}
 _AVIF = {b"avif", b"avis"}

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.bounds import BOUNDS, Bounds
 from data.errors import DecodeError, MissingLibrary, reason_of
+from data.media.bounds import BOUNDS, Bounds
 from data.media.video_headers import VideoHeader, parse_video_header_bytes
 
 _CODED_MORE = 1 << 20  # pixels that are coded around those that are shown

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data.media.boxes import Box, ReadAt, boxes_in, boxes_of_file, child, number
+from data.media.iso_boxes import Box, ReadAt, boxes_in, boxes_of_file, child, number
 
 _LARGEST_HEAD = 64 << 20  # bytes of what describes the frames of an MP4 file: a few for each
 _LARGEST_PART = 1 << 20  # bytes of what describes the tracks of a Matroska file

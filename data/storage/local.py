@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data.errors import ShardError
-from data.reading import READS
+from data.reads_in_progress import READS
 from data.storage.file_cache import FileCache
 from data.storage.read_ahead import ReadAhead
 from data.storage.remote import Range, RemoteReader

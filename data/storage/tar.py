@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from data.errors import ShardError
-from data.shown import shown
+from data.text_format import shown
 
 ReadRange = Callable[[int, int], bytes]
 """(bytes, at which byte) -> what is there, less at the end of the file."""

@@ -14,8 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.joined.spec import JoinedSpec
+from encoders.native.vit.model import VisionTransformer
 from encoders.staged import Size
-from encoders.vit.model import VisionTransformer
 
 
 class JoinedEncoder(VisionTransformer):

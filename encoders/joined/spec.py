@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from encoders.base import PictureTransform, number_faults
+from encoders.native.vit.picture import PictureSpec
 from encoders.ranges import FixedKeys
-from encoders.spec import PictureTransform, number_faults
-from encoders.vit.picture import PictureSpec
 
 PARTS = ("first", "second")
 """Keys of the encoders that are joined."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from encoders.vit.positions import interpolate
-from encoders.vit.tiles import Tiling
+from encoders.native.vit.positions import interpolate
+from encoders.native.vit.tiles import Tiling
 
 
 def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: torch.Tensor) -> torch.Tensor:

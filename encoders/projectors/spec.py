@@ -3,8 +3,8 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+from encoders.base import ACTIVATIONS, GATED
 from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
-from encoders.spec import ACTIVATIONS, GATED
 
 NORMS = ("LayerNorm", "RMSNorm")
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from encoders.base import GATED
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
-from encoders.spec import GATED
 from encoders.weight_map import Rule, WeightMap, same, stacked, with_biases
 
 

@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 from encoders.errors import EncoderError
+from encoders.native.whisper.model import log_mel_spectrogram, mel_filters
+from encoders.native.whisper.spec import WhisperSpec
 from encoders.transformers.directory import ASIDE, drops, value_of
 from encoders.transformers.spec import WHISPER_HOP, FromDirectory, TransformersAudioSpec, TransformersSpec
-from encoders.whisper.model import log_mel_spectrogram, mel_filters
-from encoders.whisper.spec import WhisperSpec
 
 LISTED = 3
 """Names that a message lists."""

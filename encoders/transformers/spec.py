@@ -4,11 +4,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from encoders.base import PictureTransform
 from encoders.errors import EncoderError
 from encoders.plain.spec import ClipSpec, PictureSpec
 from encoders.pretrained import RESAMPLE
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
-from encoders.spec import PictureTransform
 from encoders.transformers.directory import (
     KNOWN,
     largest_dropout,

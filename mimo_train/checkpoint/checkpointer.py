@@ -10,14 +10,15 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folder_changes, folders
-from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.contents import Fingerprints, Repeatable, Stateful, Sums
-from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
-from mimo_train.checkpoint.modules import Loaded, load_modules
-from mimo_train.checkpoint.same_run import (
+from mimo_train.checkpoint.load_modules import Loaded, load_modules
+from mimo_train.checkpoint.local_shards import Held, held_tensors
+from mimo_train.checkpoint.resume.chosen import chosen_by_first
+from mimo_train.checkpoint.resume.config_diff import BEGAN, began_with, begun_with
+from mimo_train.checkpoint.resume.fallback import SetAside, newest_that_loads
+from mimo_train.checkpoint.resume.same_run import (
     begun_otherwise,
     continued_otherwise,
     left_behind,
@@ -37,14 +38,13 @@ from mimo_train.checkpoint.store import (
 )
 from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import ConfigError, Fault, UserError
-from mimo_train.model.param_gather import gathered
-from mimo_train.model.start_weights import load_start_weights
+from mimo_train.inputs.mixture import Mixing
+from mimo_train.layout.run import Run
+from mimo_train.models.param_gather import gathered
+from mimo_train.models.start_weights import load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
-from mimo_train.parallel.agreement import agreed
-from mimo_train.plan.mixture import Mixing
-from mimo_train.plan.otherwise import BEGAN, began_with, begun_with
-from mimo_train.plan.run import Run
+from mimo_train.parallel.collective_errors import agreed
 
 SUMS = "log_sums"
 """Key of a record: what the log had summed since its last line; null where the log had just been written."""

@@ -27,7 +27,7 @@ class Sums(Protocol):
 
 
 class Repeatable(Protocol):
-    """State of a step that may have to be repeated, for example `mimo_train.diagnose.rerun.Rerun`."""
+    """State of a step that may have to be repeated, for example `mimo_train.debug.rerun.Rerun`."""
 
     def state_dict(self, data: Any) -> dict[str, Any] | None: ...
 

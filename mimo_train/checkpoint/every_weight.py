@@ -8,7 +8,7 @@ from data.errors import DataError
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.config.fault import UserError
-from mimo_train.plan.run import Run
+from mimo_train.layout.run import Run
 
 _LOOKED_AT = 16
 """Checkpoints that are looked at: each is one that `checkpoint.resume=auto` may fall back to."""

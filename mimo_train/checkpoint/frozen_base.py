@@ -13,9 +13,9 @@ import torch.distributed as dist
 from data.storage.url import Place
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.spans import Span
-from mimo_train.checkpoint.held import Held
+from mimo_train.checkpoint.local_shards import Held
 from mimo_train.config.fault import UserError
-from mimo_train.model.seeds import seed_for
+from mimo_train.models.seeds import seed_for
 
 _CHUNK = 1 << 22
 """Elements that are hashed at once."""

@@ -15,10 +15,10 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.held import MOMENTS, Held
+from mimo_train.checkpoint.local_shards import MOMENTS, Held
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.parallel.agreement import agreed
+from mimo_train.parallel.collective_errors import agreed
 
 RECORD_KEYS = (*("step", "train_state", "schedulers", "optimizer", "layout", "data_fingerprint", "rerun", "config"),)
 """What a record holds, see `store.record_of`."""

@@ -20,7 +20,6 @@ from megatron.core.utils import unwrap_model
 from data.storage.url import Place
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.base import base_of
-from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.damage import damage_named, damaged
 from mimo_train.checkpoint.failed_save import raise_together
 from mimo_train.checkpoint.folders import LEFT_OUT
@@ -31,20 +30,21 @@ from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen, require_same
-from mimo_train.checkpoint.held import Held, Updated, held_tensors, trained_parameters, updated_ranges
 from mimo_train.checkpoint.in_flight import InFlight, Job
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken
+from mimo_train.checkpoint.local_shards import Held, Updated, held_tensors, trained_parameters, updated_ranges
+from mimo_train.checkpoint.resume.chosen import chosen_by_first
 from mimo_train.checkpoint.snapshot import Snapshot
 from mimo_train.checkpoint.weights import fill
 from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import is_adapter
-from mimo_train.model.lora import start_magnitudes
+from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.run import Run
+from mimo_train.models.lora import start_magnitudes
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
-from mimo_train.parallel.agreement import agreed
-from mimo_train.plan.layout import RunLayout
-from mimo_train.plan.run import Run
+from mimo_train.parallel.collective_errors import agreed
 
 _logger = logging.getLogger(__name__)
 

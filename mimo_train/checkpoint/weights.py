@@ -7,7 +7,7 @@ import torch
 from mimo_train.checkpoint.format.index import Key
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.format.spans import Span
-from mimo_train.checkpoint.held import Held
+from mimo_train.checkpoint.local_shards import Held
 
 
 def fill_weights(reader: Reader, wanted: Iterable[tuple[Held, Key]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.shown import shown
+from data.text_format import shown
 from mimo_train.config.fault import ConfigError, UserError
 
 CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML file"
@@ -126,7 +126,7 @@ def users_faults() -> tuple[type[Exception], ...]:
 def print_fault(error: Exception, prefix: str = "") -> None:
     """A line for each fault, on standard error."""
     if isinstance(error, ConfigError):
-        from mimo_train.plan.run import with_config_faults
+        from mimo_train.layout.run import with_config_faults
 
         error = with_config_faults(error)
     for line in str(error).splitlines():

@@ -44,19 +44,19 @@ def add(commands: Any) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from mimo_train.check import main
+    from mimo_train.preflight.check import main
 
     if args.ranks is not None and not args.dry_run:
         raise UserError(f"--ranks is {args.ranks}, which only a dry run has: give --dry-run too, or leave it out")
     if args.transformer_engine and not args.dry_run:
         raise UserError("--transformer-engine is of a dry run: give --dry-run too, or leave it out")
     if args.dry_run:
-        from mimo_train.dry_run.command import require_ranks
+        from mimo_train.preflight.dry_run.command import require_ranks
 
         require_ranks(args.config, args.overrides, args.ranks or "all-kinds")
     code = main(args.config, args.overrides, without_data=args.without_data)
     if code or not args.dry_run:
         return code
-    from mimo_train.dry_run.command import main as dry_run
+    from mimo_train.preflight.dry_run.command import main as dry_run
 
     return dry_run(args.config, args.overrides, args.ranks or "all-kinds", engine=args.transformer_engine)

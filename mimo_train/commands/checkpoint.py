@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import plural, shown
 from data.storage.url import Place, Url, place_of
+from data.text_format import plural, shown
 from mimo_train.commands.arguments import positive
 
 if TYPE_CHECKING:

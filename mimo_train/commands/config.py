@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
 
 def _world(args: argparse.Namespace) -> None:
     from mimo_train.config import compose
-    from mimo_train.plan.run import resolve
+    from mimo_train.layout.run import resolve
 
     print(resolve(compose.load(args.config, args.overrides)).layout.processes[-1] + 1)
 

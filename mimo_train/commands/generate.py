@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands.arguments import add_command, add_trust, positive, print_fault, users_faults, whole
 from mimo_train.config.fault import UserError
-from mimo_train.generation.options import Sampling
+from mimo_train.evaluation.generation.options import Sampling
 
 if TYPE_CHECKING:
-    from mimo_train.generation.answers import Answer
-    from mimo_train.generation.chat import Chat
-    from mimo_train.generation.source import Source
+    from mimo_train.evaluation.generation.answers import Answer
+    from mimo_train.evaluation.generation.chat import Chat
+    from mimo_train.evaluation.generation.source import Source
     from mimo_train.training.parts import Parts
 
 KINDS = ("image", "video", "audio")
@@ -143,7 +143,7 @@ def main(
             takes, options that exclude each other, or a prompt that does not fit into `data.sequence_length`.
     """
     from data.storage.url import place_of
-    from mimo_train.generation.source import open_source
+    from mimo_train.evaluation.generation.source import open_source
     from mimo_train.launch.library_log import adopt_torch, divert_of
 
     source = open_source(place_of(checkpoint), trust_code=trust_code)
@@ -157,11 +157,11 @@ def main(
     import torch.distributed as dist
 
     adopt_torch()
-    from mimo_train.generation.answers import Answers
-    from mimo_train.generation.chat import Chat
-    from mimo_train.generation.decoder import Decoder
-    from mimo_train.generation.prompts import Prompts
-    from mimo_train.generation.sampling import Sampler
+    from mimo_train.evaluation.generation.answers import Answers
+    from mimo_train.evaluation.generation.chat import Chat
+    from mimo_train.evaluation.generation.decoder import Decoder
+    from mimo_train.evaluation.generation.prompts import Prompts
+    from mimo_train.evaluation.generation.sampling import Sampler
 
     parts = _build(source)
     try:
@@ -191,7 +191,7 @@ def _parts_of_conversation(media: list[tuple[str, Path]], chat: bool, system: st
 
 
 def _build(source: "Source") -> "Parts":
-    from mimo_train.plan.run import resolve
+    from mimo_train.layout.run import resolve
     from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(source.cfg)

@@ -203,7 +203,7 @@ def _naming_without_data(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        from mimo_train.plan.run import INPUT_KEYS
+        from mimo_train.layout.run import INPUT_KEYS
 
         of_files = (*INPUT_KEYS, "pretrained", "adapter")
         if not args.without_data and any(fault.key.endswith(of_files) for fault in error.faults):
@@ -237,7 +237,7 @@ def _requeue(args: argparse.Namespace) -> int:
     from mimo_train.flight.job import scheduled_job
     from mimo_train.launch.requeue import AGAIN, decide
     from mimo_train.launch.start import launch_of
-    from mimo_train.metrics import job_end, progress
+    from mimo_train.logging import job_end, progress
 
     run_dir = Path(launch_of(args.config, args.overrides, None, os.environ).cfg.run.dir)
     lines, job = job_end.events_of(run_dir), scheduled_job()

@@ -30,10 +30,10 @@ def add(commands: Any) -> None:
 
 
 def _logs(args: argparse.Namespace) -> None:
-    from data.shown import shown
+    from data.text_format import shown
     from mimo_train.config.fault import UserError
+    from mimo_train.config.run_dir import runs_within
     from mimo_train.launch.rank_log import FOLDER, Logs
-    from mimo_train.plan.run_dir import runs_within
 
     if not args.run_dir.is_dir():
         raise UserError(f"{args.run_dir} is no folder: give the run.dir of a run")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.commands.arguments import above_zero, add_config_command, positive
-from mimo_train.planner.devices import DEVICES, MARGIN
+from mimo_train.preflight.plan.devices import DEVICES, MARGIN
 
 
 def add(commands: Any) -> None:
@@ -66,7 +66,7 @@ def _share(text: str) -> float:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mimo_train.planner.command import Options, main
+    from mimo_train.preflight.plan.command import Options, main
 
     options = Options(
         gpus=args.gpus,

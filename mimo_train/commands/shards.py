@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import plural, shown
 from data.storage.url import Place, is_url
+from data.text_format import plural, shown
 from mimo_train.commands import shards_build, shards_page, shards_tokens
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, about_files, positive, whole
 from mimo_train.config.fault import UserError
 
 if TYPE_CHECKING:
-    from data.index import ShardIndex
+    from data.index.shard_index import ShardIndex
 
 _VERIFY = "records and media are not read here: `mimo-train shards verify` reads them"
 
@@ -79,11 +79,11 @@ def add(subparsers: Any) -> None:
 
 
 def _index(args: argparse.Namespace) -> int:
+    from data.index.shards import find_shards
     from data.indexed.find import is_indexed
-    from data.shards import find_shards
-    from data.sources import found_shards
+    from data.order.sources import found_shards
     from mimo_train.config.compose import is_config, load
-    from mimo_train.plan.inputs import held_out_sets, training_sources
+    from mimo_train.inputs.inputs import held_out_sets, training_sources
 
     if not args.overrides and (is_url(args.pattern) or Path(args.pattern).is_dir() or not is_config(args.pattern)):
         if is_indexed(args.pattern):
@@ -100,12 +100,12 @@ def _index(args: argparse.Namespace) -> int:
 
 
 def _count_texts(cfg: Any, workers: int) -> int:
-    from data.dataset import Dataset
-    from data.text_lengths import TextLengths
-    from mimo_train.metrics.count_bar import CountBar
-    from mimo_train.plan.inputs import OneShard, build_dataset, tokenizer_of
-    from mimo_train.plan.padding import padding_of
-    from mimo_train.plan.run import resolve
+    from data.index.text_lengths import TextLengths
+    from data.samples.dataset import Dataset
+    from mimo_train.inputs.inputs import OneShard, build_dataset, tokenizer_of
+    from mimo_train.layout.padding import padding_of
+    from mimo_train.layout.run import resolve
+    from mimo_train.logging.count_bar import CountBar
 
     if padding_of(resolve(cfg).cfg) is None:
         print(f"data.pad is {cfg.data.pad}: texts need not be counted")
@@ -135,9 +135,9 @@ def _count_texts(cfg: Any, workers: int) -> int:
 
 
 def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> int:
-    from data.catalogue.catalogue import open_catalogue
     from data.errors import DataError
-    from mimo_train.metrics.count_bar import CountBar
+    from data.index.catalogue import open_catalogue
+    from mimo_train.logging.count_bar import CountBar
 
     bar = CountBar("indexing shards", len(paths))
     try:
@@ -186,7 +186,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _inspect_shards(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.members import named_unread
+    from data.records.members import named_unread
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -237,8 +237,8 @@ def _inspect_shards(args: argparse.Namespace) -> int:
 
 def _indexes(args: argparse.Namespace) -> Iterator[tuple[Any, int, ShardIndex]]:
     """(shard, its bytes, index of some or all of its samples)."""
-    from data.catalogue.catalogue import open_catalogue
-    from data.shards import find_shards
+    from data.index.catalogue import open_catalogue
+    from data.index.shards import find_shards
 
     paths = find_shards(args.pattern)
     catalogue = open_catalogue(paths, args.cache_dir)
@@ -284,7 +284,7 @@ def _verify(args: argparse.Namespace) -> int:
     from data.indexed.find import is_indexed
 
     if _is_config(args.pattern):
-        from mimo_train.check.verify_run import verify_run
+        from mimo_train.preflight.check.verify_run import verify_run
 
         given = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
         return verify_run(args.pattern, [*args.overrides, *given], args.workers)
@@ -300,12 +300,12 @@ def _verify_shards(args: argparse.Namespace) -> int:
     from concurrent.futures import ThreadPoolExecutor
     from functools import partial
 
-    from data.catalogue.catalogue import open_catalogue
     from data.errors import DataError
-    from data.members import named_unread
-    from data.shards import find_shards
+    from data.index.catalogue import open_catalogue
+    from data.index.shards import find_shards
+    from data.records.members import named_unread
+    from data.samples.verify import check_sample
     from data.storage.local import ShardReader
-    from data.verify import check_sample
 
     reader, checked, bad, broken = ShardReader(), 0, 0, 0
     not_read: Counter[tuple[str, str]] = Counter()

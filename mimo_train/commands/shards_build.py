@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import plural
+from data.text_format import plural
 from mimo_train.commands.arguments import about_files, positive, whole
 from mimo_train.config.fault import UserError
 
 if TYPE_CHECKING:
-    from mimo_train.metrics.count_bar import CountBar
+    from mimo_train.logging.count_bar import CountBar
 
 
 def add(commands: Any) -> None:
@@ -64,9 +64,9 @@ def add(commands: Any) -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from data.build import LEFT_OUT, Settings, build_shards
-    from data.building.columns import Columns
-    from data.building.find import find_source
+    from data.build.build import LEFT_OUT, Settings, build_shards
+    from data.build.columns import Columns
+    from data.build.find import find_source
 
     names: dict[str, str] = {}
     for given in args.columns:
@@ -110,7 +110,7 @@ class _Bars:
         self._bar: CountBar | None = None
 
     def __call__(self, what: str, more: int, total: int | None) -> None:
-        from mimo_train.metrics.count_bar import CountBar
+        from mimo_train.logging.count_bar import CountBar
 
         if what != self._what:
             self.close()

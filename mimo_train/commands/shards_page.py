@@ -13,11 +13,11 @@ _SHOWN = 20
 
 def write(args: argparse.Namespace) -> int:
     """Write the page of the first samples of a run, in its order."""
-    from data.shown import plural, shown
     from data.storage.replace import replacing
+    from data.text_format import plural, shown
     from mimo_train.config.compose import load
     from mimo_train.dataset import open_dataset
-    from mimo_train.report.data_page import DataPage, length_bins, render_data
+    from mimo_train.logging.report.data_page import DataPage, length_bins, render_data
 
     cfg = load(args.pattern, args.overrides)
     cache_dir = args.cache_dir or cfg.data.cache_dir

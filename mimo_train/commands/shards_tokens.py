@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from data.shown import plural
+from data.text_format import plural
 
 if TYPE_CHECKING:
     from data.indexed.file import IndexedFile

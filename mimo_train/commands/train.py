@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import plural, shown_lines
+from data.text_format import plural, shown_lines
 from mimo_train.commands.arguments import add_config_command, print_fault, users_faults
 
 if TYPE_CHECKING:
     from mimo_train.launch.exit_signal import ExitSignal
-    from mimo_train.plan.run import Run
+    from mimo_train.layout.run import Run
 
 SECONDS_BEHIND_PEERS = 3
 
@@ -42,7 +42,7 @@ def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import compose
     from mimo_train.config.fault import ConfigError
-    from mimo_train.launch.handed_on import config_of_node
+    from mimo_train.launch.config_broadcast import config_of_node
     from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
     from mimo_train.launch.restarts import require_resume
     from mimo_train.launch.torchrun import end_with_launcher
@@ -69,7 +69,7 @@ def main(run: "Run") -> int:
     """
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.launch.output import show
-    from mimo_train.launch.watched import watched
+    from mimo_train.launch.rank_monitor import watched
 
     exit_signal = ExitSignal().listen()  # before the slow imports
     try:
@@ -110,7 +110,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     from mimo_train.launch.output import show
     from mimo_train.launch.processes import is_on_first_node
     from mimo_train.launch.rank_log import log_of
-    from mimo_train.launch.watched import is_lost_peer, note_error
+    from mimo_train.launch.rank_monitor import is_lost_peer, note_error
 
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
     divert(log_of(run.dir, rank)).copy_console()
@@ -190,9 +190,9 @@ def _print_error(error: BaseException, rank: int) -> None:
 
 def _summary(run: "Run") -> list[str]:
     """The last lines of a run: its result, the path of its report, which is written, and a command to try."""
-    from mimo_train.metrics.sinks.jsonl import read_metrics
-    from mimo_train.plan.inputs import held_out_sets
-    from mimo_train.report.page import write_report
+    from mimo_train.inputs.inputs import held_out_sets
+    from mimo_train.logging.report.page import write_report
+    from mimo_train.logging.sinks.jsonl import read_metrics
 
     run_dir = run.dir
     if not (run_dir / "metrics.jsonl").exists():  # stopped before its first step
@@ -219,7 +219,7 @@ def _try_it(run: "Run") -> str:
     """A command that queries the checkpoint about a held-out sample of the report; writes the media to files."""
     from encoders.registry import is_path
     from mimo_train.config.compose import to_dict
-    from mimo_train.config.own_code import CALLBACKS, FORWARD_STEP, code_named
+    from mimo_train.config.user_code import CALLBACKS, FORWARD_STEP, code_named
 
     run_dir = run.dir
     samples_file = run_dir / "samples.json"

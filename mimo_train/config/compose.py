@@ -17,7 +17,6 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import Family, family_of, is_path
 from mimo_train.config.energon import fill_in_energon
 from mimo_train.config.fault import ConfigError, Fault, nearest
-from mimo_train.config.own_code import say_imports, search_working_directory
 from mimo_train.config.pretrained.absent import leave_out_absent
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
@@ -35,6 +34,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.slips import left_open, override_slips, value_slips, wrong_removals
 from mimo_train.config.sources import resolver_faults, source_faults
 from mimo_train.config.typed import structured
+from mimo_train.config.user_code import say_imports, search_working_directory
 from mimo_train.config.yaml_numbers import without_marks
 
 _IN_LIST = re.compile(r"\[\d+\]|\.\d+(\.|$)")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.braces import split_commas
-from data.energon import energon_fields, energon_part, read_metadataset
 from data.errors import DataError
-from data.shown import plural
+from data.index.braces import split_commas
+from data.index.energon import energon_fields, energon_part, read_metadataset
+from data.text_format import plural
 from mimo_train.config.fault import ConfigError, Fault
 
 _TRAIN, _HELD_OUT = "train", "val"

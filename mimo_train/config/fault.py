@@ -37,8 +37,8 @@ class Fault:
     """Keys that may be meant by an unknown one."""
 
     def __str__(self) -> str:
-        # `data` may be another package until `mimo_train.launch.own_packages` has looked, which imports this module.
-        from data.shown import shown_lines
+        # `data` may be another package until `mimo_train.launch.import_guard` has looked, which imports this module.
+        from data.text_format import shown_lines
 
         return shown_lines(f"{self.key}: {self.message}" if self.key else self.message)
 

@@ -1,6 +1,6 @@
 """One run as dataclasses: a docstring per field, with its unit, and the checks beside the keys that they are about.
 
-Imports no torch; reading YAML is in `compose`. Sizes, ranks and batches are looked at together in `mimo_train.plan`.
+Imports no torch; reading YAML is in `compose`. Sizes, ranks and batches are looked at together in `mimo_train.layout`.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.indexed.split import split_parts
-from data.media.ground import colour_of
+from data.media.background import colour_of
 from mimo_train.config.fault import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
@@ -321,7 +321,7 @@ class ConfigContainer(Section):
 
     def faults(self) -> Iterator[Fault]:
         """What is wrong with values of keys, alone and between sections. Sizes of models, layouts, placement and batch
-        are looked at in `mimo_train.plan`."""
+        are looked at in `mimo_train.layout`."""
         yield from value_faults(self, "")
         yield from self.run.faults(self.checkpoint.resume)
         for name, module in self.modules.items():

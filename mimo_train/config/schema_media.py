@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from data.bounds import BOUNDS
-from data.frames import SAMPLING
+from data.media.bounds import BOUNDS
+from data.samples.frames import SAMPLING
 from mimo_train.config.keys import Section, key
 
 

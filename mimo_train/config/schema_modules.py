@@ -216,7 +216,7 @@ class ModuleConfig(Section):
     change."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
-        """What is wrong with what is trained and how; sizes and layout are looked at by `mimo_train.plan`.
+        """What is wrong with what is trained and how; sizes and layout are looked at by `mimo_train.layout`.
 
         Args:
             name: of this module.

@@ -28,7 +28,7 @@ class PlacementConfig(Section):
     """Whether a tensor-parallel group may have ranks on several nodes."""
 
     def faults(self) -> Iterator[Fault]:
-        """Values that cannot be. Ranks and modules are looked at together in `mimo_train.plan.placement`."""
+        """Values that cannot be. Ranks and modules are looked at together in `mimo_train.layout.placement`."""
         yield from value_faults(self, "placement")
         for name, rank in self.first_rank.items():
             if rank < 0:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.shown import shown_lines
+from data.text_format import shown_lines
 from encoders.ranges import rules_of
 from mimo_train.config.fault import Fault, unknown_key
 from mimo_train.config.yaml_numbers import plain_numbers

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from data.pipeline import BadSample, BadSamples
-from data.shown import shown
+from data.text_format import shown
 
 _logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from megatron.core.utils import unwrap_model
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
-from mimo_train.model.names import modules_of
-from mimo_train.parallel.step_sum import StepSum
-from mimo_train.step import gpt_step, mimo_step
-from mimo_train.step.forward_step import ForwardStepCallable, record_losses
-from mimo_train.step.losses import StepLosses
-from mimo_train.step.schedule import Pipeline
+from mimo_train.models.names import modules_of
+from mimo_train.parallel.metric_reduction import StepSum
+from mimo_train.training.step import gpt_step, mimo_step
+from mimo_train.training.step.forward_step import ForwardStepCallable, record_losses
+from mimo_train.training.step.losses import StepLosses
+from mimo_train.training.step.schedule import Pipeline
 
 TOTAL = "loss"
 """Name of what training minimises; a loss that the caller gives this name takes its place."""

@@ -16,14 +16,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from data.pipeline import TextSample
-from data.tokens import Tokenizer
+from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.model.documents import documents_of
-from mimo_train.model.llm.gpt import choose_logits, spread
+from mimo_train.models.documents import documents_of
+from mimo_train.models.language.gpt import choose_logits, spread
 from mimo_train.parallel.context import gather_sequence, own_part
-from mimo_train.step.batches import WANTED, StepIterator
-from mimo_train.step.mimo_step import LEARNED, MODEL_INPUTS
-from mimo_train.step.schedule import Pipeline
+from mimo_train.training.step.batches import WANTED, StepIterator
+from mimo_train.training.step.mimo_step import LEARNED, MODEL_INPUTS
+from mimo_train.training.step.schedule import Pipeline
 
 
 class PredictStep:

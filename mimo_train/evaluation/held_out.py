@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from data.pipeline import GivesUp, TokenDataset, never, require_budget
 from data.storage.replace import replacing
-from data.tokens import Tokenizer
+from data.text.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
@@ -22,14 +22,14 @@ from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answe
 from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import predictions_of, write_predictions
 from mimo_train.evaluation.shown_media import shown_media
+from mimo_train.inputs.inputs import HeldOutSet, build_dataset, held_out_sets
+from mimo_train.layout.padding import padding_of_documents
+from mimo_train.layout.run import Run
 from mimo_train.parallel import device as devices
-from mimo_train.plan.inputs import HeldOutSet, build_dataset, held_out_sets
-from mimo_train.plan.padding import padding_of_documents
-from mimo_train.plan.run import Run
-from mimo_train.step.batches import StepIterator, open_loader
-from mimo_train.step.feature_cache import Features
-from mimo_train.step.forward_step import ForwardStepCallable
-from mimo_train.step.schedule import Pipeline
+from mimo_train.training.step.batches import StepIterator, open_loader
+from mimo_train.training.step.feature_cache import Features
+from mimo_train.training.step.forward_step import ForwardStepCallable
+from mimo_train.training.step.schedule import Pipeline
 
 _logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 
 from data.pipeline import Samples
 from data.storage.replace import replacing
-from data.tokens import Tokenizer
+from data.text.tokens import Tokenizer
 
 _logger = logging.getLogger(__name__)
 

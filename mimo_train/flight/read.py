@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mimo_train.config.fault import UserError
+from mimo_train.config.run_dir import runs_within
 from mimo_train.flight import layout
 from mimo_train.flight.processes import process
 from mimo_train.flight.recorder import FOLDER
-from mimo_train.plan.run_dir import runs_within
 
 CLOCKS = 10.0
 """Seconds by which the clocks of machines may differ."""

@@ -117,7 +117,9 @@ class Watch:
 
     def _look(self) -> None:
         now, recorder = time.monotonic(), self._recorder
-        from data.reading import READS  # not where the launcher imports this module: `data` may be another package
+        from data.reads_in_progress import (
+            READS,  # not where the launcher imports this module: `data` may be another package
+        )
 
         events = recorder.events + READS.count
         if events != self._events:

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from mimo_train.launch.own_packages import HOME, NAMES
+from mimo_train.launch.import_guard import HOME, NAMES
 from mimo_train.launch.rank_log import RankLog
-from mimo_train.launch.scratch import SCRATCH
+from mimo_train.launch.temp_dir import SCRATCH
 
 OWN = tuple(f"{HOME / name}{os.sep}" for name in (*NAMES, "mimo_train"))
 LIBRARIES = tuple(

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from data.shown import plural
+from data.text_format import plural
 from mimo_train.config.fault import UserError
 from mimo_train.launch.pods import Pods, Volumes
 from mimo_train.launch.requeue import AGAIN

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.flight.read import read_ranks
-from mimo_train.launch.grace import seconds_of
-from mimo_train.launch.scratch import FLIGHT
+from mimo_train.launch.shutdown import seconds_of
+from mimo_train.launch.temp_dir import FLIGHT
 
 OPTION = "--max-restarts"
 RESTART = "MIMO_RESTART"

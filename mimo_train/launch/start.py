@@ -12,17 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data.shown import plural
+from data.text_format import plural
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault, UserError
-from mimo_train.config.own_code import missing_code
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.user_code import missing_code
 from mimo_train.launch.forked import OPTION as FORKED
 from mimo_train.launch.nodes import Nodes, nodes_of, without_torchruns
 from mimo_train.launch.restarts import OPTION
 from mimo_train.launch.tasks import number
-from mimo_train.plan.layout import lay_out
-from mimo_train.plan.run import INPUT_KEYS, config_faults, resolve
+from mimo_train.layout.layout import lay_out
+from mimo_train.layout.run import INPUT_KEYS, config_faults, resolve
 
 ARRAY_FILE = "MIMO_ARRAY_FILE"
 """A file of overrides: the task N of a job array takes line N, counted from 1."""

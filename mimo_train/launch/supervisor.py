@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mimo_train.flight.processes import kill_session, process, runs
-from mimo_train.launch.own_packages import HOME
+from mimo_train.launch.import_guard import HOME
 
 
 class Supervisor:

@@ -38,10 +38,9 @@ from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.cpp_log import errors_only
 from mimo_train.launch.exit_signal import is_repeat
 from mimo_train.launch.forked import OPTION, open_server, start_from
-from mimo_train.launch.grace import grace_seconds
+from mimo_train.launch.import_guard import require_own_packages, working_directory_last
 from mimo_train.launch.library_log import hand_on
-from mimo_train.launch.meeting import meet, require_free
-from mimo_train.launch.own_packages import require_own_packages, working_directory_last
+from mimo_train.launch.rendezvous import meet, require_free
 from mimo_train.launch.restarts import (
     RESTART,
     RESTARTS,
@@ -52,8 +51,9 @@ from mimo_train.launch.restarts import (
     run_dir_of,
     stopped_code,
 )
-from mimo_train.launch.scratch import FLIGHT, scratch_folder
+from mimo_train.launch.shutdown import grace_seconds
 from mimo_train.launch.supervisor import Supervisor
+from mimo_train.launch.temp_dir import FLIGHT, scratch_folder
 
 FAILURE_SECONDS = 5
 ASKED_FOR = {

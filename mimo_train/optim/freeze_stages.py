@@ -8,10 +8,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.layout.layout import RunLayout
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel.bridge.shapes import Needs
 from mimo_train.parallel.groups import RunGroups
-from mimo_train.plan.layout import RunLayout
 
 
 class FreezeStages:

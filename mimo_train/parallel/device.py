@@ -16,9 +16,9 @@ from typing import Any
 import numpy
 import torch
 
-from data.shown import plural
+from data.text_format import plural
 from mimo_train.config.fault import UserError
-from mimo_train.parallel.cuda_stand_in import CPU, StandIn
+from mimo_train.parallel.cpu_backend import CPU, StandIn
 from mimo_train.parallel.freed_memory import keep_freed_memory
 
 _stand_ins: list[StandIn] = []
@@ -134,7 +134,7 @@ def backend_of_groups() -> str | None:
 
 def init_process_group(kind: str, timeout_minutes: float, store: torch.distributed.Store | None = None) -> None:
     """Join the processes of the run by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or over
-    `store`. No `device_id` is bound (see `mimo_train.parallel.own_groups`)."""
+    `store`. No `device_id` is bound (see `mimo_train.parallel.local_groups`)."""
     torch.distributed.init_process_group(
         backend(kind),
         store=store,

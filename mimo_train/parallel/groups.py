@@ -14,10 +14,10 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema_run import RunConfig
+from mimo_train.layout.graph import Edge
+from mimo_train.layout.layout import ModuleLayout, RunLayout
 from mimo_train.parallel import device
-from mimo_train.parallel.own_groups import BRIDGE, EMBEDDING, GRADIENTS, LAYERS, STAGES, OwnGrid, OwnGroups
-from mimo_train.plan.graph import Edge
-from mimo_train.plan.layout import ModuleLayout, RunLayout
+from mimo_train.parallel.local_groups import BRIDGE, EMBEDDING, GRADIENTS, LAYERS, STAGES, OwnGrid, OwnGroups
 
 EXPERT_VIEW = "expert"
 """Name of the grid's second factorisation; Megatron-Core's MIMO optimizer looks it up (mimo/optimizer.py)."""

@@ -4,8 +4,8 @@ import torch
 
 from data.pipeline import Samples, require_budget
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
-from mimo_train.step.batches import StepIterator
-from mimo_train.step.state import TrainState
+from mimo_train.training.step.batches import StepIterator
+from mimo_train.training.step.state import TrainState
 
 _MOST_WAITING = 64
 """Steps whose flags are kept until the next count."""

@@ -2,10 +2,10 @@
 
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.diagnose.profiling import StepProfiler
-from mimo_train.diagnose.replicas import require_equal_replicas
-from mimo_train.parallel.own_groups import limit_waits
-from mimo_train.plan.run import Run
+from mimo_train.debug.profiling import StepProfiler
+from mimo_train.debug.replicas import require_equal_replicas
+from mimo_train.layout.run import Run
+from mimo_train.parallel.local_groups import limit_waits
 from mimo_train.training.garbage import collect_when_due
 
 

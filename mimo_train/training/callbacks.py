@@ -16,9 +16,9 @@ from typing import Any
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.fault import ConfigError, Fault, UserError
-from mimo_train.config.own_code import CALLBACKS, load_code, unusable_code
-from mimo_train.step.result import StepResult
-from mimo_train.step.state import GlobalState
+from mimo_train.config.user_code import CALLBACKS, load_code, unusable_code
+from mimo_train.training.step.result import StepResult
+from mimo_train.training.step.state import GlobalState
 
 
 class Callback:
@@ -35,7 +35,7 @@ class Callback:
     def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
         """The run is built, or resumed from a checkpoint; no step has run yet.
 
-        `model`: the model chunks of this rank, wrapped for data parallelism; `mimo_train.model.names.modules_of` names
+        `model`: the model chunks of this rank, wrapped for data parallelism; `mimo_train.models.names.modules_of` names
         the modules in them.
         """
 

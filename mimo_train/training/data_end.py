@@ -4,15 +4,15 @@ of a source would be drawn a second time."""
 from dataclasses import dataclass
 
 from data.pipeline import Samples
-from data.shown import plural
+from data.text_format import plural
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.parallel.agreement import agreed
-from mimo_train.plan.inputs import build_dataset, tokenizer_of
-from mimo_train.plan.mixture import too_short
-from mimo_train.plan.run import Run, all_made, length_of, steps_of_epochs, with_iters
-from mimo_train.step.state import GlobalState, TrainState
+from mimo_train.inputs.inputs import build_dataset, tokenizer_of
+from mimo_train.inputs.mixture import too_short
+from mimo_train.layout.run import Run, all_made, length_of, steps_of_epochs, with_iters
+from mimo_train.parallel.collective_errors import agreed
+from mimo_train.training.step.state import GlobalState, TrainState
 
 
 @dataclass(frozen=True)

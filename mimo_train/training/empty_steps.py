@@ -2,10 +2,10 @@
 
 import torch
 
-from data.shown import plural
+from data.text_format import plural
 from mimo_train.config.fault import UserError
-from mimo_train.parallel.step_sum import StepSum
-from mimo_train.step.state import TrainState
+from mimo_train.parallel.metric_reduction import StepSum
+from mimo_train.training.step.state import TrainState
 
 
 class EmptySteps:

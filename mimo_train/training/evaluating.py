@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from mimo_train.evaluation.held_out import EvaluationStopped, HeldOut
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.metrics import progress
-from mimo_train.metrics.count_bar import CountBar
-from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.logging import progress
+from mimo_train.logging.count_bar import CountBar
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.exit import AgreedVotes
 from mimo_train.training.setup import Session
+from mimo_train.training.step.forward_step import ForwardStepCallable
 
 
 @dataclass(frozen=True)

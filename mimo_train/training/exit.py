@@ -9,8 +9,8 @@ import torch.distributed as dist
 from mimo_train.evaluation.held_out import Ending
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.optim.module_optimizer import ModuleOptimizer
-from mimo_train.parallel.end_notice import EndNotice
-from mimo_train.step.batches import StepIterator
+from mimo_train.parallel.stop_flag import EndNotice
+from mimo_train.training.step.batches import StepIterator
 
 
 class StepsDiffer(RuntimeError):

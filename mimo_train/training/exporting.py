@@ -4,25 +4,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from data.shown import plural
 from data.storage.url import Place
-from data.tokens import Tokenizer
+from data.text.tokens import Tokenizer
+from data.text_format import plural
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.checkpoint.held import held_tensors
-from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters, named_in_hub
-from mimo_train.checkpoint.hf.documents import Document, separate
-from mimo_train.checkpoint.hf.export import Stored, write_document
-from mimo_train.checkpoint.hf.joined import llava
-from mimo_train.checkpoint.hf.llava_limits import NoLlava
-from mimo_train.checkpoint.hf.peft import write_adapters
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken
+from mimo_train.checkpoint.local_shards import held_tensors
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.generation.source import load_model, on_one_process
-from mimo_train.plan.parameters import embedding_rows
-from mimo_train.plan.run import resolve
+from mimo_train.estimate.parameters import embedding_rows
+from mimo_train.evaluation.generation.source import load_model, on_one_process
+from mimo_train.hf.adapters import ModuleAdapters, is_base, module_adapters, named_in_hub
+from mimo_train.hf.documents import Document, separate
+from mimo_train.hf.export import Stored, write_document
+from mimo_train.hf.joined import llava
+from mimo_train.hf.llava_limits import NoLlava
+from mimo_train.hf.peft import write_adapters
+from mimo_train.layout.run import resolve
 from mimo_train.training.parts import build_parts, start_processes
 
 BASE = "base"

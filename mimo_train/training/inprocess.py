@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mimo_train.config.schema_run import RunConfig
-from mimo_train.model.own_gradients import OwnGradients
+from mimo_train.models.own_gradients import OwnGradients
 from mimo_train.parallel import device
 
 

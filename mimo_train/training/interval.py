@@ -11,13 +11,13 @@ import torch.distributed as dist
 from data.pipeline import StepPlan
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.metrics.memory_stats import report_memory
-from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
+from mimo_train.estimate.flops import Flops
+from mimo_train.logging.memory_stats import report_memory
+from mimo_train.logging.stopwatch import INTERVALS, Stopwatch
 from mimo_train.parallel import device as devices
-from mimo_train.plan.flops import Flops
-from mimo_train.step.state import GlobalState
 from mimo_train.training.bad_sample_count import BadSampleCount
 from mimo_train.training.empty_steps import EmptySteps
+from mimo_train.training.step.state import GlobalState
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
 """Counters among the sums of an interval: steps with an update, steps without, and of these the ones with a non-finite

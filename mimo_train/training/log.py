@@ -7,21 +7,19 @@ from typing import Any
 
 from megatron.core.timers import Timers
 
-from data.shown import plural
+from data.text_format import plural
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.diagnose.straggler import StragglerTimer
-from mimo_train.metrics.busiest import Busiest
-from mimo_train.metrics.imbalance import imbalance
-from mimo_train.metrics.runtime import report_runtime, report_throughput
-from mimo_train.metrics.stopwatch import INTERVALS, time_split
-from mimo_train.metrics.utilisation import peak_tflops, utilisation
-from mimo_train.model.norms import grad_l2_norms, params_l2_norm
+from mimo_train.debug.straggler import StragglerTimer
+from mimo_train.estimate.flops import StepFlops
+from mimo_train.estimate.parameters import embedding_rows
+from mimo_train.layout.fp8 import has_fp8
+from mimo_train.logging.busiest import Busiest
+from mimo_train.logging.imbalance import imbalance
+from mimo_train.logging.runtime import report_runtime, report_throughput
+from mimo_train.logging.stopwatch import INTERVALS, time_split
+from mimo_train.logging.utilisation import peak_tflops, utilisation
+from mimo_train.models.norms import grad_l2_norms, params_l2_norm
 from mimo_train.parallel import device as devices
-from mimo_train.plan.flops import StepFlops
-from mimo_train.plan.fp8 import has_fp8
-from mimo_train.plan.parameters import embedding_rows
-from mimo_train.step.batches import StepIterator
-from mimo_train.step.result import StepResult
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.interval import (
     NAN,
@@ -34,6 +32,8 @@ from mimo_train.training.interval import (
     taken_name,
 )
 from mimo_train.training.setup import Session
+from mimo_train.training.step.batches import StepIterator
+from mimo_train.training.step.result import StepResult
 
 
 @dataclass(frozen=True)

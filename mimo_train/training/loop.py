@@ -2,12 +2,10 @@
 
 from functools import partial
 
-from mimo_train.diagnose.nan_policy import NanPolicy
+from mimo_train.debug.nan_policy import NanPolicy
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.restarts import stopped_code
-from mimo_train.metrics import progress as progress_log
-from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
-from mimo_train.step.result import StepResult
+from mimo_train.logging import progress as progress_log
 from mimo_train.training.between_steps import BetweenSteps
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.data_end import nothing_left
@@ -17,6 +15,8 @@ from mimo_train.training.garbage import manual_garbage_collection
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver, exit_reason
 from mimo_train.training.setup import Session
+from mimo_train.training.step.forward_step import ForwardStepCallable, prepare_forward_step_func
+from mimo_train.training.step.result import StepResult
 from mimo_train.training.train_step import TrainStep
 
 PASSED_OVER = StepResult()

@@ -10,16 +10,16 @@ from data.storage.url import Place
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.config.compose import to_yaml
 from mimo_train.launch.processes import is_on_first_node
-from mimo_train.metrics import progress
-from mimo_train.metrics.console import Console, view_on
-from mimo_train.metrics.console_relay import ReceivedView, SentView
-from mimo_train.metrics.metrics_log import build_metrics_log
+from mimo_train.layout.compiling import compile_remark
+from mimo_train.layout.run import Run
+from mimo_train.layout.warm_up import warm_up_warnings
+from mimo_train.logging import progress
+from mimo_train.logging.console import Console, view_on
+from mimo_train.logging.console_relay import ReceivedView, SentView
+from mimo_train.logging.metrics_log import build_metrics_log
 from mimo_train.parallel import device as devices
-from mimo_train.plan.compiling import compile_remark
-from mimo_train.plan.run import Run
-from mimo_train.plan.warm_up import warm_up_warnings
-from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.data_end import DataEnd
+from mimo_train.training.step.state import GlobalState, TrainState
 
 
 def open_state(

@@ -10,26 +10,26 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from data.tokens import Tokenizer
+from data.text.tokens import Tokenizer
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.diagnose.profiling import StepProfiler
+from mimo_train.debug.profiling import StepProfiler
+from mimo_train.estimate.parameters import vocabulary_faults
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.inputs.inputs import placeholders_of, tokenizer_of
 from mimo_train.launch.output import show
-from mimo_train.metrics.stopwatch import Stopwatch
-from mimo_train.model.build import build_model
-from mimo_train.model.heads import ModelHook
-from mimo_train.model.layers import use_transformer_engine
-from mimo_train.model.seeds import seed_for
+from mimo_train.layout.run import Run
+from mimo_train.logging.stopwatch import Stopwatch
+from mimo_train.models.build import build_model
+from mimo_train.models.heads import ModelHook
+from mimo_train.models.layers import use_transformer_engine
+from mimo_train.models.seeds import seed_for
 from mimo_train.parallel import device as devices
-from mimo_train.parallel.alone import return_at_once
 from mimo_train.parallel.groups import RunGroups, build_groups
+from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.parallel.recorded import record_messages
-from mimo_train.parallel.step_sum import StepSum
-from mimo_train.plan.inputs import placeholders_of, tokenizer_of
-from mimo_train.plan.parameters import vocabulary_faults
-from mimo_train.plan.run import Run
-from mimo_train.step.schedule import Pipeline
+from mimo_train.parallel.single_rank import return_at_once
+from mimo_train.training.step.schedule import Pipeline
 
 
 @dataclass(frozen=True)

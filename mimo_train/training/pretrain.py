@@ -10,24 +10,24 @@ import torch.distributed as dist
 
 from mimo_train.checkpoint.full_disk import full_disk
 from mimo_train.config.fault import ConfigError, Fault
-from mimo_train.config.own_code import FORWARD_STEP
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.user_code import FORWARD_STEP
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.output import show
 from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
+from mimo_train.launch.rank_monitor import note_error, watched
 from mimo_train.launch.restarts import stopped_code
-from mimo_train.launch.watched import note_error, watched
-from mimo_train.model.heads import ModelHook
-from mimo_train.plan.run import Run, require_config
-from mimo_train.step import gpt_step, mimo_step
-from mimo_train.step.counted_texts import CountingStopped
-from mimo_train.step.forward_step import ForwardStepCallable, load_forward_step
-from mimo_train.step.state import GlobalState
+from mimo_train.layout.run import Run, require_config
+from mimo_train.models.heads import ModelHook
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitVotes
 from mimo_train.training.inprocess import with_restarts
 from mimo_train.training.loop import train
 from mimo_train.training.setup import Session, setup
+from mimo_train.training.step import gpt_step, mimo_step
+from mimo_train.training.step.counted_texts import CountingStopped
+from mimo_train.training.step.forward_step import ForwardStepCallable, load_forward_step
+from mimo_train.training.step.state import GlobalState
 
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
@@ -68,7 +68,7 @@ def pretrain(
         forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
         exit_signal: an `ExitSignal` that is already listening, so that no early signal is lost; it still is at the end.
         callbacks: called after those of `train.callbacks`.
-        pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
+        pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
 
     Returns:
         The exit code; 0 at once on a process without a module (`placement.allow_idle`).

@@ -8,12 +8,12 @@ from pathlib import Path
 from data.storage.url import Place
 from mimo_train.checkpoint.failed_save import SaveFailed
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.metrics import progress
-from mimo_train.step.batches import StepIterator
-from mimo_train.step.state import GlobalState
+from mimo_train.logging import progress
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.exit import AgreedVotes
 from mimo_train.training.setup import Session
+from mimo_train.training.step.batches import StepIterator
+from mimo_train.training.step.state import GlobalState
 
 _WORTH_TELLING = 1.0
 """Seconds of waiting for the save before that the console tells of."""

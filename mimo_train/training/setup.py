@@ -15,54 +15,54 @@ from data.storage.url import Url
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.checkpoint.contents import Fingerprints
 from mimo_train.checkpoint.every_weight import loads_every_weight
-from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.fault import UserError
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
+from mimo_train.config.run_dir import make_folder
 from mimo_train.config.schema_mix import source_names
-from mimo_train.diagnose.rerun import Rerun
+from mimo_train.debug.rerun import Rerun
+from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.held_out import HeldOut, open_held_out
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
+from mimo_train.hf.load import load_pretrained, load_start_adapters
+from mimo_train.inputs.inputs import build_dataset
+from mimo_train.inputs.mixture import Mixing
 from mimo_train.launch.object_lock import ObjectLock, require_seen
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
-from mimo_train.model.heads import ModelHook
-from mimo_train.model.layers import use_transformer_engine
-from mimo_train.model.llm.gpt import TrainedLogits
-from mimo_train.model.names import modules_of
+from mimo_train.layout.padding import padding_of
+from mimo_train.layout.run import Run
+from mimo_train.models.heads import ModelHook
+from mimo_train.models.language.gpt import TrainedLogits
+from mimo_train.models.layers import use_transformer_engine
+from mimo_train.models.names import modules_of
 from mimo_train.optim.factory import build_optimizer
 from mimo_train.optim.freeze_stages import FreezeStages, GradientNeeds
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel import device as devices
-from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
-from mimo_train.parallel.one_run import (
+from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.metric_reduction import StepSum
+from mimo_train.parallel.run_identity import (
     LONGEST_SIGHT,
     Start,
     require_one_config,
     require_one_folder,
     require_own_devices,
 )
-from mimo_train.parallel.step_sum import StepSum
-from mimo_train.plan.inputs import build_dataset
-from mimo_train.plan.mixture import Mixing
-from mimo_train.plan.padding import padding_of
-from mimo_train.plan.parameters import embedding_rows
-from mimo_train.plan.run import Run
-from mimo_train.plan.run_dir import make_folder
-from mimo_train.step.batches import StepIterator, open_loader
-from mimo_train.step.counted_texts import count_texts
-from mimo_train.step.feature_cache import Features
-from mimo_train.step.losses import StepLosses
-from mimo_train.step.schedule import Pipeline
-from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.bad_sample_count import BadSampleCount
 from mimo_train.training.data_end import data_end, with_steps
 from mimo_train.training.empty_steps import EmptySteps
 from mimo_train.training.exit import ExitVotes
 from mimo_train.training.opening import open_state
 from mimo_train.training.parts import Parts, build_parts, start_processes
+from mimo_train.training.step.batches import StepIterator, open_loader
+from mimo_train.training.step.counted_texts import count_texts
+from mimo_train.training.step.feature_cache import Features
+from mimo_train.training.step.losses import StepLosses
+from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.state import GlobalState, TrainState
 
 
 @dataclass(frozen=True)

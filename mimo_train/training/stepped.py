@@ -8,13 +8,13 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import require_none_idle, started_run
-from mimo_train.launch.watched import Driven
-from mimo_train.model.heads import ModelHook
-from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
-from mimo_train.step.result import StepResult
+from mimo_train.launch.rank_monitor import Driven
+from mimo_train.models.heads import ModelHook
 from mimo_train.training.exit import ExitVotes
 from mimo_train.training.pretrain import default_forward_step, require_one_forward_step
 from mimo_train.training.setup import setup
+from mimo_train.training.step.forward_step import ForwardStepCallable, prepare_forward_step_func
+from mimo_train.training.step.result import StepResult
 from mimo_train.training.train_step import TrainStep
 
 
@@ -38,7 +38,7 @@ class SteppedRun:
         """
         Args:
             forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
-            pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
+            pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
         """
         votes = ExitVotes(ExitSignal(), 0, 0)
         run = started_run(config)

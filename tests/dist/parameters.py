@@ -34,7 +34,7 @@ def _read(folder: str) -> dict[str, np.ndarray]:
     """Parameters by name, those of all layers or experts together, all of them trained ones."""
     from mimo_train.checkpoint.format.index import WEIGHT
     from mimo_train.checkpoint.format.read import Reader
-    from mimo_train.checkpoint.held import MOMENTS
+    from mimo_train.checkpoint.local_shards import MOMENTS
 
     reader = Reader(Path(folder))
     keys = sorted(key for key in reader.index.pieces if not key.module.startswith("rank_"))

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mimo_train.config.compose import load
-from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import run_ranks
 
 STEPS = 20

@@ -14,7 +14,7 @@ class SlowReading(Callback):
     in the working directory; leaves a file `slow` there."""
 
     def on_train_start(self, state, model):
-        from data.outlined import OutlinedSamples
+        from data.samples.reading_samples import OutlinedSamples
 
         read = OutlinedSamples.read_text
 

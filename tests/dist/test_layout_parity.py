@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
 from tests.dist.layout_cover import DEFAULT, FAMILIES, cases_of
 from tests.dist.layout_tables import CASES, MODELS, apart
 from tests.dist.parity import Trained, config_of, difference, make_demos, trained, within
@@ -88,8 +88,8 @@ def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     """Uneven counts between replicas in both directions, and microbatches of text alone on one or on all ranks of an
     encoder; counted from the plan of the samples that these rows train on."""
     from data.pipeline import Batching, StepLoader, TextLengths
-    from mimo_train.plan.inputs import build_dataset, tokenizer_of
-    from mimo_train.plan.padding import padding_of
+    from mimo_train.inputs.inputs import build_dataset, tokenizer_of
+    from mimo_train.layout.padding import padding_of
 
     for row in MODELS["vlm, few pictures"].rows:
         cfg = config_of("vlm, few pictures", demos, tmp_path, row)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
 from data.demo.make import make_demo, make_text_demo
-from mimo_train.plan.run import config_faults, resolve
+from mimo_train.layout.run import config_faults, resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.random_layouts import Layout, illegal_layouts, legal_layouts, one_process

@@ -11,8 +11,8 @@ import pytest
 from mimo_train.checkpoint import folders
 from mimo_train.config.compose import load
 from mimo_train.flight.read import newest_start, read_ranks
-from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
+from mimo_train.logging.sinks.jsonl import read_metrics
 from mimo_train.training.exit import ExitVotes
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mimo_train.checkpoint import folders
 from mimo_train.config.compose import load
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.runs import curve, train_on_ranks
 from tests.e2e.test_exit_paths import events
 from tests.e2e.test_train import digits, finish, start, vlm, wait_for  # noqa: F401 (a fixture)

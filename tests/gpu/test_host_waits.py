@@ -1,5 +1,6 @@
 """The host waits for the device once a step, for the gradient norms, and once more where the log is written. Skipped
-where there is no CUDA device; on tensors without memory the same is counted by tests/dist/dry_run/test_dry_run.py."""
+where there is no CUDA device; on tensors without
+memory the same is counted by tests/dist/preflight/dry_run/test_dry_run.py."""
 
 import pytest
 import torch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mimo_train.metrics.stopwatch import Stopwatch
+from mimo_train.logging.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

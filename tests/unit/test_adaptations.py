@@ -233,7 +233,7 @@ def test_torchaudio_s_resampler_keeps_a_filter_for_every_phase():
 
 
 def test_torch_has_no_kernel_of_rms_norm_for_meta_tensors():
-    """`mimo_train/dry_run/fake_norms.py`: on CUDA it has one."""
+    """`mimo_train/preflight/dry_run/fake_norms.py`: on CUDA it has one."""
     import torch
 
     name = "aten::_fused_rms_norm"
@@ -298,16 +298,16 @@ def test_every_adaptation_on_the_page_has_its_reason():
     looked_at |= {"launch/forked.py", "model/rms_norm.py", "model/kept_scores.py"}
     looked_at |= {"metrics/sinks/tensorboard.py", "config/run_files.py"}
     by_running = (
-        "tests/dist/model/test_dense_layer.py",
-        "tests/unit/checkpoint/hf/test_tensors.py",
+        "tests/dist/models/test_dense_layer.py",
+        "tests/unit/hf/test_tensors.py",
         "tests/unit/data/test_special_text.py",
         "tests/dist/optim/test_own_weights.py",
         "tests/dist/parallel/test_alone.py",
         "tests/dist/parallel/test_device.py",
-        "tests/dist/model/test_projectors.py",
+        "tests/dist/models/test_projectors.py",
         "tests/unit/parallel/test_freed_memory.py",
         "tests/unit/parallel/test_groups.py",
-        "tests/dist/dry_run/test_dry_run.py",
+        "tests/dist/preflight/dry_run/test_dry_run.py",
     )
     for ours, tests in rows:
         assert ours in looked_at or any(test in tests for test in by_running), ours

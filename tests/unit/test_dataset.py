@@ -13,11 +13,11 @@ from data.pipeline import Batching, Reader, StepLoader
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
 from mimo_train.dataset import open_dataset
-from mimo_train.plan.inputs import build_dataset, tokenizer_of
+from mimo_train.inputs.inputs import build_dataset, tokenizer_of
 from tests.tars import write_tar
 from tests.unit.configs import changed
 from tests.unit.data.helpers import chat, encode_picture
-from tests.unit.report.parsed_page import ParsedPage
+from tests.unit.logging.report.parsed_page import ParsedPage
 from tests.unit.test_docs import DOCS, blocks
 
 

@@ -14,7 +14,6 @@ import pytest
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from mimo_train import cli
-from mimo_train.check import check
 from mimo_train.config.compose import load
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
@@ -25,7 +24,8 @@ from mimo_train.config.schema_modules import (
     ModuleConfig,
     ModuleOptimConfig,
 )
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
+from mimo_train.preflight.check import check
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -97,7 +97,7 @@ def definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 
 def is_python_name(dotted: str) -> bool:
-    """Whether `mimo_train.step.state.GlobalState.cfg` and the like exist, by reading the files."""
+    """Whether `mimo_train.training.step.state.GlobalState.cfg` and the like exist, by reading the files."""
     place, parts = ROOT, dotted.split(".")
     while parts and (place / parts[0]).is_dir():
         place /= parts.pop(0)
@@ -254,10 +254,10 @@ def test_every_event_of_a_callback_is_described_with_its_arguments():
         ("see `mimo_train/none/`", "mimo_train/none/"),
         ("set `train.itres=5`", "train.itres"),
         ("set `modules.NAME.layout.tpp`", "modules.NAME.layout.tpp"),
-        ("call `mimo_train.plan.run.resolved`", "mimo_train.plan.run.resolved"),
+        ("call `mimo_train.layout.run.resolved`", "mimo_train.layout.run.resolved"),
         ("a `NoSuchThing` does it", "NoSuchThing"),
         ("run `mimo-train chekc CONFIG`", "chekc"),
-        ("`mimo_train/plan/run.py`, `data.errors.DataError`, `modules.images.layout.tp=2`, `GlobalState`", None),
+        ("`mimo_train/layout/run.py`, `data.errors.DataError`, `modules.images.layout.tp=2`, `GlobalState`", None),
         ("`mimo-train check CONFIG`, `encoders/NAME/spec.py`, `spec.py`, `step/state.py`", None),
     ],
 )

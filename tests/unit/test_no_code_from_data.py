@@ -9,24 +9,24 @@ import sys
 import pytest
 import torch
 
-from data.catalogue.catalogue import open_index
-from data.catalogue.places import catalogue_path
 from data.errors import DataError
-from data.index import build_index
-from data.tokens import build_tokenizer
+from data.index.catalogue import open_index
+from data.index.locations import catalogue_path
+from data.index.shard_index import build_index
+from data.text.tokens import build_tokenizer
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, write_marker
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.hf.tensors import TensorFolder
-from mimo_train.checkpoint.recorded_config import recorded_config
+from mimo_train.checkpoint.resume.recorded_config import recorded_config
 from mimo_train.cli import main
 from mimo_train.config import compose
 from mimo_train.config.fault import UserError
-from mimo_train.config.own_code import code_named
 from mimo_train.config.pretrained.adapter import adapted_paths
-from mimo_train.model.feature_files import FeatureCache
+from mimo_train.config.user_code import code_named
+from mimo_train.hf.tensors import TensorFolder
+from mimo_train.models.feature_files import FeatureCache
 from tests.records import write_record
 from tests.tars import write_tar
 from tests.unit.checkpoint.format.test_files import written

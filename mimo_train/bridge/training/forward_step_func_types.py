@@ -1,5 +1,5 @@
 """The type of a forward step, at the path that Megatron-Bridge gives it."""
 
-from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.training.step.forward_step import ForwardStepCallable
 
 __all__ = ["ForwardStepCallable"]

@@ -1,5 +1,5 @@
 """Losses, at the path that Megatron-Bridge gives them."""
 
-from mimo_train.step.losses import masked_token_loss
+from mimo_train.training.step.losses import masked_token_loss
 
 __all__ = ["masked_token_loss"]

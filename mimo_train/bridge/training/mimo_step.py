@@ -2,7 +2,7 @@
 
 import logging
 
-from mimo_train.step.mimo_step import forward_step, get_batch, loss_func
+from mimo_train.training.step.mimo_step import forward_step, get_batch, loss_func
 
 __all__ = ["forward_step", "get_batch", "logger", "loss_func"]
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import numbered
-from mimo_train.launch.watched import watched
-from mimo_train.step.forward_step import ForwardStepCallable
-from mimo_train.step.state import GlobalState
+from mimo_train.launch.rank_monitor import watched
 from mimo_train.training.callbacks import Callbacks, load_callbacks
 from mimo_train.training.pretrain import finetune, one_life, pretrain, require_one_forward_step
+from mimo_train.training.step.forward_step import ForwardStepCallable
+from mimo_train.training.step.state import GlobalState
 
 __all__ = ["_pretrain", "finetune", "pretrain"]
 

@@ -16,16 +16,16 @@ from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import require_none_idle, started_run
-from mimo_train.launch.watched import Driven
-from mimo_train.model.heads import ModelHook
+from mimo_train.launch.rank_monitor import Driven
+from mimo_train.layout.run import Run
+from mimo_train.models.heads import ModelHook
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
-from mimo_train.plan.run import Run
-from mimo_train.step.batches import StepIterator
 from mimo_train.training import setup as native
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitVotes
 from mimo_train.training.pretrain import require_one_forward_step
+from mimo_train.training.step.batches import StepIterator
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def setup(
         exit_signal: an `ExitSignal` that is already listening; it still is after `close`. By default signals are
             recorded from here to `close`.
         callbacks: called by the loop and by the documented functions, after those of `train.callbacks`.
-        pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
+        pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
         store: for the rendezvous, instead of the address in the environment.
 
     Raises:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from mimo_train.diagnose.nan_policy import NanPolicy
-from mimo_train.step.forward_backward import ForwardBackward
-from mimo_train.step.result import StepResult
-from mimo_train.step.state import GlobalState, TrainState
+from mimo_train.debug.nan_policy import NanPolicy
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
+from mimo_train.training.step.forward_backward import ForwardBackward
+from mimo_train.training.step.result import StepResult
+from mimo_train.training.step.state import GlobalState, TrainState
 
 __all__ = ["GlobalState", "SessionState", "TrainState", "session_of"]
 

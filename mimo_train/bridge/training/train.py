@@ -16,17 +16,16 @@ from torch.profiler import profile
 from mimo_train.bridge.training.state import SessionState, session_of
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.diagnose.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
-from mimo_train.diagnose.replicas import require_equal_replicas
-from mimo_train.diagnose.straggler import StragglerTimer
+from mimo_train.debug.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
+from mimo_train.debug.replicas import require_equal_replicas
+from mimo_train.debug.straggler import StragglerTimer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.launch.rank_monitor import Driven
 from mimo_train.launch.restarts import stopped_code
-from mimo_train.launch.watched import Driven
-from mimo_train.metrics import progress
-from mimo_train.model.param_gather import overlapping_chunks
-from mimo_train.plan.run import resolve
-from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.layout.run import resolve
+from mimo_train.logging import progress
+from mimo_train.models.param_gather import overlapping_chunks
 from mimo_train.training import loop
 from mimo_train.training.data_end import decided_by
 from mimo_train.training.evaluating import EvaluationHooks
@@ -34,6 +33,7 @@ from mimo_train.training.exit import agreed_votes
 from mimo_train.training.garbage import collect_when_due
 from mimo_train.training.log import is_logging_step
 from mimo_train.training.setup import Session
+from mimo_train.training.step.forward_step import ForwardStepCallable
 from mimo_train.training.train_step import TrainStep
 
 
@@ -274,7 +274,7 @@ def _finish_train(global_state: SessionState) -> None:
 
 def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
     """When the run began to use its present number of processes, and the FLOPs done by then; see
-    `mimo_train.metrics.progress.start_of_jobs`."""
+    `mimo_train.logging.progress.start_of_jobs`."""
     run = resolve(cfg)
     return progress.start_of_jobs(run.dir, run.layout.world_size)
 

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.shown import shown
+from data.text_format import shown
 from encoders.joined.spec import PARTS as JOINED
 
 

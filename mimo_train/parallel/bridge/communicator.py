@@ -15,13 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.layout.layout import ModuleLayout, RunLayout
+from mimo_train.layout.run import Run
+from mimo_train.layout.stages import stages_to_end
 from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns, features_width
 from mimo_train.parallel.groups import RunGroups
-from mimo_train.plan.layout import ModuleLayout, RunLayout
-from mimo_train.plan.run import Run
-from mimo_train.plan.stages import stages_to_end
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]
 """From the stage before, from the one behind, and handles of messages that are still on their way."""

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
-from data.divide import Span
+from data.order.split import Span
 from mimo_train.flight.layout import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.layout.graph import Edge
+from mimo_train.layout.run import Run
 from mimo_train.parallel.bridge.shapes import (
     Part,
     StepShapes,
@@ -32,11 +34,9 @@ from mimo_train.parallel.bridge.shapes import (
     routes,
     taking_replicas,
 )
-from mimo_train.plan.graph import Edge
-from mimo_train.plan.run import Run
 
 Watch = Callable[[str], AbstractContextManager]
-"""Times a `with` block, by name (see `mimo_train.metrics.stopwatch`)."""
+"""Times a `with` block, by name (see `mimo_train.logging.stopwatch`)."""
 
 
 def not_timed(name: str) -> AbstractContextManager:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from data.divide import Span, balanced_parts, equal_parts, spread_parts
-from data.step_plan import StepPlan
-from encoders.spec import deepstack_layers
-from mimo_train.plan.layout import ModuleLayout
-from mimo_train.plan.run import Run
+from data.order.split import Span, balanced_parts, equal_parts, spread_parts
+from data.order.step_plan import StepPlan
+from encoders.base import deepstack_layers
+from mimo_train.layout.layout import ModuleLayout
+from mimo_train.layout.run import Run
 
 Counts = dict[str, list[list[int]]]
 """module -> microbatch -> sample of the whole microbatch -> number."""

@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
+from mimo_train.logging.sinks.jsonl import read_metrics
 from mimo_train.training.callbacks import Callback
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve
@@ -38,7 +38,7 @@ class DriveApart(Callback):
     """Changes the weights of the last rank only."""
 
     def on_train_start(self, state, model):
-        from mimo_train.model.names import modules_of
+        from mimo_train.models.names import modules_of
 
         self.chunks = modules_of(model).get("language")
 
@@ -137,8 +137,8 @@ def _asked_for_and_due(cfg) -> list[str]:
     """Folders saved where a step asks for a checkpoint that is due at the same step."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import checkpoint_and_decide_exit, save_checkpoint_and_time, train_step
-    from mimo_train.step.forward_step import prepare_forward_step_func
-    from mimo_train.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import prepare_forward_step_func
+    from mimo_train.training.step.mimo_step import forward_step
 
     callback = Saves()
     run = setup(cfg, callbacks=[callback])

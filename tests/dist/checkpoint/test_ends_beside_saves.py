@@ -39,7 +39,7 @@ class Held(Callback):
 
     def __init__(self, happens=lambda: None):
         from mimo_train.checkpoint import store
-        from mimo_train.metrics.console import Console
+        from mimo_train.logging.console import Console
 
         self.told: list[str] = []
         self._happens, self._gate, self._rank = happens, threading.Event(), int(os.environ["RANK"])

@@ -14,7 +14,7 @@ def _started(cfg, vanish: bool) -> tuple[int, str]:
     from encoders import normal
     from mimo_train.config.fault import UserError
     from mimo_train.launch.exit_signal import ExitSignal
-    from mimo_train.plan.run import resolve
+    from mimo_train.layout.run import resolve
     from mimo_train.training import setup
     from mimo_train.training.exit import ExitVotes
 

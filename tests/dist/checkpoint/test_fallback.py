@@ -9,7 +9,7 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.format.files import COMPLETE
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
 from tests.records import write_record
@@ -88,9 +88,9 @@ def _resumed(cfg, good: str, runs: list[str]) -> list[tuple]:
     what was set aside, error, error of a start from the damaged one by its name)."""
     import torch
 
-    from mimo_train.checkpoint.held import updated_ranges
+    from mimo_train.checkpoint.local_shards import updated_ranges
     from mimo_train.config.fault import UserError
-    from mimo_train.plan.run import resolve
+    from mimo_train.layout.run import resolve
     from tests.dist.steps import Steps
 
     steps = Steps(cfg)

@@ -12,7 +12,7 @@ from data.storage.url import Url
 from mimo_train.checkpoint import folders, inspection, object_folders
 from mimo_train.cli import main
 from mimo_train.config.fault import UserError
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference
 from tests.object_storage import environment, moto_server
@@ -42,7 +42,7 @@ def _train(cfg, values: dict[str, str], hurt=None) -> list[int]:
     """
     from data.storage import objects
     from mimo_train.checkpoint.format import durable
-    from mimo_train.metrics.console import Console
+    from mimo_train.logging.console import Console
     from mimo_train.training.pretrain import pretrain
 
     os.environ.update(values)

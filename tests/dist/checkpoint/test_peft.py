@@ -47,8 +47,8 @@ def tiny(prose, tmp_path):
 
 def linears_and_places(cfg) -> tuple:
     """Our linear layers, and where a Llama of transformers has them."""
-    from mimo_train.checkpoint.hf.peft import Place
-    from mimo_train.plan.adapters import linears
+    from mimo_train.hf.peft import Place
+    from mimo_train.layout.adapters import linears
 
     found, where = linears("language", cfg.language, cfg.llm.hidden_size), {}
     for linear in found:
@@ -59,8 +59,8 @@ def linears_and_places(cfg) -> tuple:
 
 def _split_weights(cfg, chunk) -> dict:
     """The weights of our linear layers by transformers' names, as arrays, which go from one process to another."""
-    from mimo_train.model.fused_rows import FusedRows
-    from mimo_train.model.names import global_names
+    from mimo_train.models.fused_rows import FusedRows
+    from mimo_train.models.names import global_names
 
     found, where = linears_and_places(cfg)
     weights, names = {}, global_names(chunk)
@@ -74,8 +74,8 @@ def _written(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
     """Write random adapters of each config, and return the linear layers' weights before and after merging."""
     import torch
 
-    from mimo_train.checkpoint.hf.peft import write_adapter
-    from mimo_train.model.lora import merge_lora, whole_adapters
+    from mimo_train.hf.peft import write_adapter
+    from mimo_train.models.lora import merge_lora, whole_adapters
 
     results = []
     for (cfg, chunk), folder in zip(_models(cfgs), folders, strict=True):
@@ -91,7 +91,7 @@ def _written(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
 
 
 def _models(cfgs: list):
-    from mimo_train.plan.run import resolve
+    from mimo_train.layout.run import resolve
     from mimo_train.training.parts import build_parts, start_processes
 
     runs = [resolve(cfg) for cfg in cfgs]
@@ -102,8 +102,8 @@ def _models(cfgs: list):
 
 def _merged(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
     """Weights before and after merging the adapter of each folder."""
-    from mimo_train.checkpoint.hf.peft import read_adapter
-    from mimo_train.model.lora import load_adapters, merge_lora
+    from mimo_train.hf.peft import read_adapter
+    from mimo_train.models.lora import load_adapters, merge_lora
 
     results, adapters = [], []
     for cfg, folder in zip(cfgs, folders, strict=True):

@@ -87,7 +87,7 @@ class Read:
 def _reshard(cfgs: list, trained_pairs: set[tuple[int, int]]) -> tuple[list[tuple], list[Read]]:
     """The next step of each layout without a stop, and what each has read of all others."""
     from mimo_train.checkpoint.format.read import Reader
-    from mimo_train.checkpoint.held import held_tensors, updated_ranges
+    from mimo_train.checkpoint.local_shards import held_tensors, updated_ranges
     from tests.dist.steps import Steps
 
     runs, saved, whole = [], [], []

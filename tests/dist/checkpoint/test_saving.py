@@ -16,7 +16,7 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.format.files import INDEX
 from mimo_train.flight.processes import process
 from mimo_train.flight.watch import LAUNCHER
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from mimo_train.training.callbacks import Callback
 from tests.disk_faults import DiskCalls
 from tests.dist.ranks import RankFailure, run_ranks
@@ -111,7 +111,7 @@ class Fails:
 
 def _failing(cfg, codes: dict[int, int]) -> list[str]:
     """One rank of a run; returns what it told."""
-    from mimo_train.metrics.console import Console
+    from mimo_train.logging.console import Console
     from mimo_train.training.pretrain import pretrain
 
     Fails(codes)
@@ -145,7 +145,7 @@ def test_a_save_that_fails_does_not_end_the_run_until_too_many_do(digits, tmp_pa
 def _asked_to_exit(cfg) -> str:
     """A run whose first step wants a checkpoint and another machine; how it ends."""
     from mimo_train.checkpoint.failed_save import SaveFailed
-    from mimo_train.diagnose.rerun import Rerun
+    from mimo_train.debug.rerun import Rerun
     from mimo_train.training.pretrain import pretrain
 
     Rerun.verdict = lambda self: (True, True, 16)
@@ -167,7 +167,7 @@ class Spoil(Callback):
     """A weight becomes NaN as by an update, on the rank of the language model."""
 
     def on_train_start(self, state, model):
-        from mimo_train.model.names import modules_of
+        from mimo_train.models.names import modules_of
 
         self.chunks = modules_of(model).get("language", [])
 

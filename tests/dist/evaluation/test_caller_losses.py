@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.metrics.progress import events
-from mimo_train.metrics.sinks.jsonl import read_metrics
-from tests.dist.model.test_heads import gpt, value_step
+from mimo_train.logging.progress import events
+from mimo_train.logging.sinks.jsonl import read_metrics
+from tests.dist.models.test_heads import gpt, value_step
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config
 
@@ -39,7 +39,7 @@ def _caller_step(form: str, state, data_iterator, model):
     from megatron.core.utils import unwrap_model
 
     from mimo_train.config.parts import LANGUAGE
-    from mimo_train.model.names import modules_of
+    from mimo_train.models.names import modules_of
     from mimo_train.training.pretrain import default_forward_step
 
     batch = next(data_iterator)
@@ -107,7 +107,7 @@ def _pretrain(cfg, step, head: bool) -> tuple[int, str]:
     import contextlib
     import io
 
-    from mimo_train.model.heads import make_value_model
+    from mimo_train.models.heads import make_value_model
     from mimo_train.training.pretrain import pretrain
 
     os.environ["MIMO_STOPPED_CODE"] = "75"

@@ -10,7 +10,7 @@ from pathlib import Path
 from mimo_train.config.compose import load
 from mimo_train.config.fault import UserError
 from mimo_train.flight.read import Rank, newest_start, read_ranks
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
 from tests.dist.ranks import started_ranks
 from tests.dist.runs import TINY, TINY_ENCODER, train_rank
 from tests.hang import HANG_SECONDS

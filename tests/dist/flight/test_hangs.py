@@ -44,12 +44,12 @@ def never_joins(cfg) -> int:
 def reads_for_ever_at_start(cfg) -> int:
     """Rank 1 waits for the second shard while it indexes, and rank 0 for that index."""
     if os.environ["RANK"] == "1":
-        import data.index as index
+        import data.index.shard_index as index
 
         walk = index.walk_tar
         index.walk_tar = lambda shard, *rest: for_ever(cfg) if "000001" in shard.name else walk(shard, *rest)
     else:
-        import data.dataset as dataset
+        import data.samples.dataset as dataset
 
         opened = dataset.open_catalogue
 
@@ -65,7 +65,7 @@ def reads_for_ever_at_start(cfg) -> int:
 def reads_for_ever_in_evaluation(cfg) -> int:
     """Rank 1 waits for a held-out sample."""
     if os.environ["RANK"] == "1":
-        from data.reading import READS
+        from data.reads_in_progress import READS
         from data.storage.local import ShardReader
 
         read = ShardReader.read
@@ -109,7 +109,7 @@ def leaves_messages_out(cfg) -> int:
 def leaves_a_sum_out(cfg) -> int:
     """Rank 1 does not take part in the sum at the end of step 3."""
     if os.environ["RANK"] == "1":
-        import mimo_train.parallel.step_sum as step_sum
+        import mimo_train.parallel.metric_reduction as step_sum
 
         all_reduce = step_sum.dist.all_reduce
 
@@ -182,8 +182,8 @@ def makes_its_own_steps(cfg) -> None:
     inside of its third."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train_step
-    from mimo_train.step.forward_step import prepare_forward_step_func
-    from mimo_train.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import prepare_forward_step_func
+    from mimo_train.training.step.mimo_step import forward_step
 
     run = setup(cfg)
     step = prepare_forward_step_func(forward_step, run.state)
@@ -223,7 +223,7 @@ def works_long(cfg) -> int:
     a compiler does, without an event of ours."""
     import subprocess
 
-    import data.index as index
+    import data.index.shard_index as index
     from data.storage.local import ShardReader
     from mimo_train.checkpoint.format import durable
     from mimo_train.parallel.bridge.exchange import Bridge

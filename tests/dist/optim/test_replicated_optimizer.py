@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import RATE, TOLERANCE, config, largest_difference
 from tests.dist.steps import Steps, whole

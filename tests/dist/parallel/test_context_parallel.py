@@ -3,7 +3,7 @@ training curves are in the table of layout parity."""
 
 import pytest
 
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.dist.steps import Steps
@@ -34,8 +34,8 @@ def difference_of_parts(ends, batch: int) -> float:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mimo_train.model.attention import SdpaAttention
-    from mimo_train.model.documents import documents_of
+    from mimo_train.models.attention import SdpaAttention
+    from mimo_train.models.documents import documents_of
     from mimo_train.parallel.context import gather_sequence, own_part
 
     groups = ProcessGroupCollection(cp=dist.group.WORLD)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from mimo_train.config.compose import load
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 
 
@@ -75,12 +75,12 @@ def test_megatron_core_can_be_imported_behind_the_stand_in():
 def _call_without_stand_in() -> str:
     import torch
 
-    from mimo_train.parallel import cuda_stand_in, device
+    from mimo_train.parallel import cpu_backend, device
 
     device.install("cpu")
     try:
         torch.cuda.mem_get_info()
-    except cuda_stand_in.MissingStandIn as error:
+    except cpu_backend.MissingStandIn as error:
         return str(error)
     return "no error"
 
@@ -205,7 +205,7 @@ def test_stages_do_not_wait_for_the_device_after_each_message():
     """Needed no longer where Megatron-Core's default is False."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from mimo_train.model.transformer_config import language_config
+    from mimo_train.models.transformer_config import language_config
 
     cfg = load("gpt_tiny")
     assert ModelParallelConfig().batch_p2p_sync and not language_config(cfg, resolve(cfg).layout).batch_p2p_sync

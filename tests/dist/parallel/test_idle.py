@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve, train_rank
 

@@ -17,8 +17,8 @@ def _start(cfgs, folder):
     import torch.distributed as dist
 
     from mimo_train.config.fault import UserError
-    from mimo_train.parallel import one_run
-    from mimo_train.parallel.agreement import agreed
+    from mimo_train.parallel import run_identity
+    from mimo_train.parallel.collective_errors import agreed
     from mimo_train.training.parts import start_processes
     from mimo_train.training.setup import setup
 
@@ -31,15 +31,15 @@ def _start(cfgs, folder):
         said.append(str(error))
     own = Path(folder) / f"of_{rank}"
     own.mkdir(parents=True, exist_ok=True)
-    start = one_run.Start.of(cfgs[0])
+    start = run_identity.Start.of(cfgs[0])
     start = dataclasses.replace(start, host=f"node{rank}")
     for place in (own, Path(folder)):
         with agreed(start) as starts:
             if rank == 0:
                 (place / "lock").write_text(start.mark)
         try:
-            one_run.require_one_config(cfgs[0], starts)
-            one_run.require_one_folder(place / "lock", starts, patience=0.0)
+            run_identity.require_one_config(cfgs[0], starts)
+            run_identity.require_one_folder(place / "lock", starts, patience=0.0)
         except UserError as error:
             said.append(str(error))
     return said
@@ -60,7 +60,7 @@ def test_other_configs_and_folders_that_are_not_shared_are_refused_on_every_rank
 
 def test_two_ranks_with_one_cuda_device_are_refused_by_name():
     from mimo_train.config.fault import UserError
-    from mimo_train.parallel.one_run import Start, require_own_devices
+    from mimo_train.parallel.run_identity import Start, require_own_devices
 
     own = [Start("same", host="node0", device=f"GPU-{number}") for number in range(3)]
     require_own_devices(own)

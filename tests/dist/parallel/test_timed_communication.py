@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
-from data.step_plan import plan_in_order
-from mimo_train.plan.run import resolve
+from data.order.step_plan import plan_in_order
+from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -23,7 +23,7 @@ def test_the_bridge_and_the_stages_are_timed_by_name(tmp_path):
 
 def one_microbatch_forward(cfg):
     """Names of the intervals of this rank."""
-    from mimo_train.model.transformer_config import language_config
+    from mimo_train.models.transformer_config import language_config
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.bridge.communicator import ModuleCommunicator
     from mimo_train.parallel.bridge.shapes import StepShapes

@@ -3,9 +3,9 @@
 import json
 import math
 
-from data.build import Settings, build_shards
-from data.building.columns import Columns
-from data.building.find import find_source
+from data.build.build import Settings, build_shards
+from data.build.columns import Columns
+from data.build.find import find_source
 from tests.dist.runs import config, curve, train_on_ranks
 from tests.unit.data.helpers import encode_picture
 

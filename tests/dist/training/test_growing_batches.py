@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.plan.batch import Batch
+from mimo_train.layout.batch import Batch
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 
 RAMP = ("train.global_batch_size=16", "train.micro_batch_size=2", "train.rampup_batch_size=[4, 4, 40]")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure
 from tests.dist.runs import TOLERANCE, config, train_on_ranks
 

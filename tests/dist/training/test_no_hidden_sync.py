@@ -22,9 +22,9 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from mimo_train.step.forward_step import record_losses
     from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
+    from mimo_train.training.step.forward_step import record_losses
     from tests.dist.steps import Steps
 
     copies = {getattr(torch.Tensor, name): name for name in HOST_COPIES}
@@ -95,7 +95,7 @@ def test_a_logging_interval_costs_one_message_and_one_copy(layout, digits, tmp_p
 def _count_steps_with_megatron_cores_join(cfg):
     from megatron.core.models.mimo.model.base import MimoModel
 
-    from mimo_train.model.mimo import PlacedMimoModel
+    from mimo_train.models.mimo import PlacedMimoModel
 
     PlacedMimoModel.get_text_embeddings = MimoModel.get_text_embeddings
     PlacedMimoModel.align_embeddings_by_token_positions = MimoModel.align_embeddings_by_token_positions

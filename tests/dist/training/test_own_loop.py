@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TINY, TINY_ENCODER, TOLERANCE, config, train_on_ranks
 
@@ -87,8 +87,8 @@ def _samples_and_timers(cfg) -> str:
     from mimo_train.bridge.training.train import train
     from mimo_train.config.fault import UserError
     from mimo_train.dataset import open_dataset
-    from mimo_train.step import mimo_step
-    from mimo_train.step.state import GlobalState
+    from mimo_train.training.step import mimo_step
+    from mimo_train.training.step.state import GlobalState
 
     run, dataset, steps = setup(cfg), open_dataset(cfg), []
     data = run.train_data_iterator

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mimo_train.config.compose import load
-from mimo_train.metrics.sinks.jsonl import read_metrics
-from tests.dist.checkpoint.hf.models import make_llama
+from mimo_train.logging.sinks.jsonl import read_metrics
+from tests.dist.hf.models import make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import train_rank
 from tests.unit.data.helpers import encode_picture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
@@ -92,7 +92,7 @@ def test_another_order_of_samples_is_refused(digits, tmp_path):
 
 def train_and_note_messages(cfg, file: Path) -> int:
     """One rank of a run, whose messages on the console are lines of `file`."""
-    from mimo_train.metrics.console import Console
+    from mimo_train.logging.console import Console
     from mimo_train.training.pretrain import pretrain
 
     def note(_: Console, text: str) -> None:

@@ -11,8 +11,8 @@ def _losses(cfg) -> tuple[list[float], object]:
     """Of three steps of a run, which stays open."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train_step
-    from mimo_train.step.forward_step import prepare_forward_step_func
-    from mimo_train.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import prepare_forward_step_func
+    from mimo_train.training.step.mimo_step import forward_step
 
     run, losses = setup(cfg), []
     step = prepare_forward_step_func(forward_step, run.state)

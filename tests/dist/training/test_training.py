@@ -68,9 +68,9 @@ def _train_frozen(cfg) -> dict[str, float]:
     """Largest change of the parameters of each part over a run."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train_step
-    from mimo_train.model.names import modules_of
-    from mimo_train.step.forward_step import prepare_forward_step_func
-    from mimo_train.step.mimo_step import forward_step
+    from mimo_train.models.names import modules_of
+    from mimo_train.training.step.forward_step import prepare_forward_step_func
+    from mimo_train.training.step.mimo_step import forward_step
 
     run = setup(cfg)
     named = {
@@ -179,7 +179,7 @@ def _answer_with_placeholders() -> tuple[list[int], list]:
     """Ids of a sample whose model answers with placeholders alone, and the answer."""
     import torch
 
-    from data.tokens import build_tokenizer
+    from data.text.tokens import build_tokenizer
     from mimo_train.evaluation.greedy import _OpenAnswers
 
     tokenizer = build_tokenizer("bytes", ["<image>"])

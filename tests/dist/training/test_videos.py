@@ -5,9 +5,9 @@ import io
 import pytest
 from PIL import Image
 
-from data.frames import Sampling
 from data.media.video import decode_video
 from data.media.video_headers import parse_video_header_bytes
+from data.samples.frames import Sampling
 from tests.dist.runs import TOLERANCE, config, curve, train_on_ranks
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture

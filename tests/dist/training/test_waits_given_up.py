@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
+from mimo_train.logging.sinks.jsonl import read_metrics
 from mimo_train.training.callbacks import Callback
 from tests.dist.ranks import run_ranks, started_ranks
 from tests.dist.runs import config, curve
@@ -53,9 +53,9 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
     """Run one rank as `mimo-train train` does. On ranks `stalls` no sample behind step `ends_at` can be read. When one
     of them has waited in that step for long enough to look whether to go on, it leaves a file, at which the ranks
     `signalled` signal themselves."""
-    from data.outlined import OutlinedSamples
     from data.pace import Pace
-    from data.samples import Samples
+    from data.samples.protocol import Samples
+    from data.samples.reading_samples import OutlinedSamples
     from data.waiting import LOOK_SECONDS, Wait, WaitGivenUp
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
@@ -152,7 +152,7 @@ def test_a_run_that_waits_for_its_samples_saves_and_ends(
 def _evaluating_rank(cfg, hangs_on: int, signalled: int) -> int:
     """One rank as `mimo-train train` runs it. On rank `hangs_on` no held-out text is read, and while it waits rank
     `signalled` signals itself."""
-    from data.outlined import OutlinedSamples
+    from data.samples.reading_samples import OutlinedSamples
     from mimo_train.commands.train import main
     from mimo_train.evaluation.held_out import HeldOut
 

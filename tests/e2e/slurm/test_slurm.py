@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.metrics.job_end import events_of
+from mimo_train.logging.job_end import events_of
 from tests.e2e.fake_python import REPOSITORY
 from tests.e2e.slurm.cluster import Cluster, missing, until
 

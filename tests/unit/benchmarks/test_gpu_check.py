@@ -203,7 +203,7 @@ def test_layers_are_chosen_whatever_is_installed(jobs):
 
 def choose() -> list[bool]:
     """What the setup of a run finds once `torch` layers, or those of Transformer Engine, have been chosen."""
-    from mimo_train.model import layers
+    from mimo_train.models import layers
     from mimo_train.training import setup
 
     sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = SimpleNamespace(pytorch=None)

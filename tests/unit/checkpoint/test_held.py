@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from mimo_train.checkpoint.held import held_of
+from mimo_train.checkpoint.local_shards import held_of
 from mimo_train.config.fault import UserError
 
 

@@ -7,8 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mimo_train.checkpoint.hf.adapters import named_in_hub
-from mimo_train.checkpoint.hf.peft import (
+from mimo_train.config.fault import UserError
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.adapter import BIN_WEIGHTS
+from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
+from mimo_train.hf.adapters import named_in_hub
+from mimo_train.hf.peft import (
     CONFIG,
     WEIGHTS,
     Adapted,
@@ -17,13 +22,8 @@ from mimo_train.checkpoint.hf.peft import (
     write_adapter,
     write_adapters,
 )
-from mimo_train.config.fault import UserError
-from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.adapter import BIN_WEIGHTS
-from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
-from mimo_train.model.fused_rows import FusedRows
-from mimo_train.plan.adapters import WHOLE, adapted_linears, linears
+from mimo_train.layout.adapters import WHOLE, adapted_linears, linears
+from mimo_train.models.fused_rows import FusedRows
 
 SPEC = LlmSpec(num_layers=2, hidden_size=12, num_attention_heads=6, num_query_groups=2, ffn_hidden_size=10)
 LINEARS = linears(LANGUAGE, ModuleConfig(llm=SPEC), 12)

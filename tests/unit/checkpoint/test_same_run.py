@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from data.sources import fingerprint_of
-from mimo_train.checkpoint.same_run import begun_otherwise, continued_otherwise, resume_faults
+from data.order.sources import fingerprint_of
+from mimo_train.checkpoint.resume.config_diff import BEGAN, BY_CONTENT, BY_MODULE, FREE, FREE_OF_SPECS, REFUSED
+from mimo_train.checkpoint.resume.model_diff import MAY_CHANGE, SPECS
+from mimo_train.checkpoint.resume.same_run import begun_otherwise, continued_otherwise, resume_faults
 from mimo_train.config import compose
 from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.config.schema_mix import SourceConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
-from mimo_train.plan.inputs import tokenizer_of
-from mimo_train.plan.model_changes import MAY_CHANGE, SPECS
-from mimo_train.plan.otherwise import BEGAN, BY_CONTENT, BY_MODULE, FREE, FREE_OF_SPECS, REFUSED
+from mimo_train.inputs.inputs import tokenizer_of
 from tests.unit.configs import changed, load
 from tests.unit.data.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from data.storage.url import Url
-from mimo_train.checkpoint import fallback, folders, inspection
+from mimo_train.checkpoint import folders, inspection
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
-from mimo_train.checkpoint.same_run import resume_faults
+from mimo_train.checkpoint.resume import fallback
+from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.config.compose import load, to_dict
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema_mix import SourceConfig

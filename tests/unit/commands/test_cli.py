@@ -19,7 +19,7 @@ from mimo_train.commands import export, generate, train
 from mimo_train.commands.arguments import about_files
 from mimo_train.config import compose
 from mimo_train.config.fault import UserError
-from mimo_train.generation.options import Sampling
+from mimo_train.evaluation.generation.options import Sampling
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
 

@@ -16,7 +16,7 @@ from mimo_train.config.fault import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.run import config_faults, layout_faults, resolve, with_config_faults
+from mimo_train.layout.run import config_faults, layout_faults, resolve, with_config_faults
 
 CONFIGS = compose.shipped_configs()
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))

@@ -21,7 +21,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.plan.run import config_faults
+from mimo_train.layout.run import config_faults
 
 NAN, INF, ESCAPE = math.nan, math.inf, "\x1b[31mred\x1b[0m"
 KINDS = (None, True, -1, 0, 1, 0.5, 1.5, -0.5, NAN, INF, 1e300, 10**20, "abc", "", ESCAPE, [], [-1], [NAN], {"a": 1})

@@ -4,7 +4,7 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from encoders.registry import FAMILIES as ENCODERS
-from mimo_train.checkpoint.hf.directory import _BOTH_KINDS
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained import fill_in
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.pretrained.language_families import FAMILIES
+from mimo_train.hf.directory import _BOTH_KINDS
 
 SIZES = {
     "hidden_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 20, "intermediate_size": 70,

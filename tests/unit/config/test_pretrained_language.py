@@ -13,7 +13,7 @@ from mimo_train.config.pretrained.language import (
     model_types,
 )
 from mimo_train.config.rope_spec import RopeScaling
-from mimo_train.plan.run import config_faults
+from mimo_train.layout.run import config_faults
 from tests.unit.configs import changed
 
 ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -9,8 +9,8 @@ import pytest
 from mimo_train.config.compose import load, to_dict, to_yaml
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.pretrained.fill_in import pretrained_folders
-from tests.unit.check.shards import write_weights
 from tests.unit.config.test_pretrained import LLAMA
+from tests.unit.preflight.check.shards import write_weights
 
 TOWER = {
     "model_type": "clip_vision_model", "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 4,

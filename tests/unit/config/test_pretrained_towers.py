@@ -9,7 +9,7 @@ from encoders.registry import FAMILIES
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.pretrained.fill_in import CHOICES
-from mimo_train.plan.run import resolve
+from mimo_train.layout.run import resolve
 
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

@@ -6,7 +6,7 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
-from mimo_train.plan.run import config_faults
+from mimo_train.layout.run import config_faults
 
 LANGUAGE = {
     "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 80,

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from data.build import Settings, build_shards
-from data.building.columns import Columns
-from data.building.find import find_source
-from data.catalogue.catalogue import open_index
-from data.shards import find_shards
+from data.build.build import Settings, build_shards
+from data.build.columns import Columns
+from data.build.find import find_source
+from data.index.catalogue import open_index
+from data.index.shards import find_shards
+from data.samples.verify import check_sample
 from data.storage.local import ShardReader
-from data.verify import check_sample
 from tests.unit.data.helpers import encode_picture
 
 TALK = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "Ein Hügel."}]

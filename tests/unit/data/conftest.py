@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.pipeline import Dataset
-from data.tokens import build_tokenizer
+from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.chat_templates import save_tokenizer
 from tests.unit.data.helpers import chat, encode_picture, images

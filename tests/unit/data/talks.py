@@ -2,7 +2,7 @@
 
 import json
 
-from data.records import parse_record
+from data.records.records import parse_record
 
 SCHEMA = {"type": "function", "function": {"name": "count", "description": 'of "things"', "parameters": {}}}
 

@@ -18,11 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.mixture import whole_weights
-from data.packing import Packing
+from data.order.mixture import whole_weights
+from data.order.packing import Packing
 from data.pipeline import Batching, Dataset, MixedOrder, Padding, Reader, Source, StepLoader, TextLengths
-from data.tokens import build_tokenizer
-from mimo_train.plan.batch import Batch
+from data.text.tokens import build_tokenizer
+from mimo_train.layout.batch import Batch
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data.bad_samples import BadSample, BadSamples, require_budget
 from data.errors import TooManyBadSamples
+from data.samples.bad_samples import BadSample, BadSamples, require_budget
 
 
 def bad(number: int) -> BadSample:

@@ -10,10 +10,10 @@ import tarfile
 
 import pytest
 
-from data.build import Settings
-from data.catalogue.catalogue import open_index
+from data.build.build import Settings
 from data.errors import DataError
-from data.shards import find_shards
+from data.index.catalogue import open_index
+from data.index.shards import find_shards
 from data.storage.whole_read import pread_all
 from tests.tars import write_tar
 from tests.unit.data.building import (
@@ -114,11 +114,11 @@ def test_a_build_that_is_killed_goes_on_to_the_same_shards(tmp_path):
 
 
 def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypatch):
-    import data.build
+    import data.build.build
 
     file = written(tmp_path, RECORDS)
-    monkeypatch.setattr(data.build, "_write_shards", lambda *_: (media / "two.png").write_bytes(picture(9)))
-    monkeypatch.setattr(data.build, "os", None)
+    monkeypatch.setattr(data.build.build, "_write_shards", lambda *_: (media / "two.png").write_bytes(picture(9)))
+    monkeypatch.setattr(data.build.build, "os", None)
     with pytest.raises(AttributeError):
         build(file, tmp_path / "out", media=media)
     monkeypatch.undo()

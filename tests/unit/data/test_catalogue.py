@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.catalogue import file as catalogue_file
-from data.catalogue.catalogue import open_catalogue, open_index
-from data.catalogue.file import Part, load_catalogue, write_catalogue
-from data.catalogue.journal import Journal, opened_journal
-from data.catalogue.places import catalogue_path
 from data.errors import DataError, ShardError
-from data.index import MEMBER, SAMPLE, Codes, build_index, pack_keys
-from data.shards import find_shards
+from data.index import file as catalogue_file
+from data.index.catalogue import open_catalogue, open_index
+from data.index.file import Part, load_catalogue, write_catalogue
+from data.index.journal import Journal, opened_journal
+from data.index.locations import catalogue_path
+from data.index.shard_index import MEMBER, SAMPLE, Codes, build_index, pack_keys
+from data.index.shards import find_shards
 from data.storage.place_list import PlaceList
 from data.storage.url import Url
 from data.storage.version import ShardVersion
@@ -49,7 +49,7 @@ def built(monkeypatch):
         names.append(shard.name)
         return build_index(shard, retries)
 
-    monkeypatch.setattr("data.catalogue.folder.build_index", build)
+    monkeypatch.setattr("data.index.folder.build_index", build)
     return names
 
 
@@ -113,7 +113,7 @@ def test_after_a_kill_the_rest_is_built_and_the_file_is_that_of_one_go(folder, b
         return build_index(shard, retries)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("data.catalogue.folder.build_index", killed)
+        patch.setattr("data.index.folder.build_index", killed)
         open_catalogue(shards)
     journal.write_bytes(journal.read_bytes() + tail)
     write_tar(shards[1], [("other.txt", b"other")])
@@ -304,7 +304,7 @@ def test_an_index_that_others_write_over_is_there_as_soon_as_one_attempt_succeed
         if len(writes) > lost:
             write_catalogue(path, parts)
 
-    monkeypatch.setattr("data.catalogue.folder.write_catalogue", write)
+    monkeypatch.setattr("data.index.folder.write_catalogue", write)
     if lost == 3:
         with pytest.raises(DataError, match="other processes write this index too"):
             open_catalogue(shards)

@@ -8,7 +8,7 @@ import pytest
 from data.collate import encode_prompt
 from data.errors import RecordError
 from data.pipeline import Dataset
-from data.tokens import build_tokenizer
+from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.chat_templates import (
     CHATML,

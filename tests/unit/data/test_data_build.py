@@ -10,10 +10,10 @@ from datetime import date
 import pytest
 import webdataset
 
-from data.build import Settings
-from data.building.columns import Columns
+from data.build.build import Settings
+from data.build.columns import Columns
 from data.errors import DataError
-from data.shards import find_shards
+from data.index.shards import find_shards
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.building import (

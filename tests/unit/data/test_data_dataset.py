@@ -14,7 +14,7 @@ from PIL import Image
 from data.errors import DataError, ShardError, TooManyBadSamples
 from data.media.resize import Resize
 from data.pipeline import Dataset, Media
-from data.tokens import build_tokenizer
+from data.text.tokens import build_tokenizer
 from mimo_train.evaluation.shown_media import shown_media
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images
@@ -132,7 +132,7 @@ def test_keep_text(dataset):
 
 
 def test_more_shards_than_open_indexes(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.dataset._OPEN_INDEXES", 2)
+    monkeypatch.setattr("data.samples.dataset._OPEN_INDEXES", 2)
     for n in range(5):
         write_tar(tmp_path / f"{n}.tar", [(f"{n}{at}.txt", b"x") for at in range(n)])  # the first shard is empty
     data = Dataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8, shuffle=False)

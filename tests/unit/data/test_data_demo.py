@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from data.catalogue.catalogue import open_index
 from data.demo import make as demo
 from data.demo.digits import load_scans
 from data.demo.make import ensure_demo, make_demo, make_text_demo
 from data.errors import DataError
+from data.index.catalogue import open_index
+from data.index.shards import find_shards
 from data.pipeline import Batching, Dataset, Reader, StepLoader
-from data.shards import find_shards
-from data.tokens import build_tokenizer
+from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, images

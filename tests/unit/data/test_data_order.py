@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.order import GlobalOrder
+from data.order.order import GlobalOrder
 
 
 def rows(order, numbers):

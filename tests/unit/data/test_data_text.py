@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from data.collate import collate, encode_prompt, stand_in, to_sample
-from data.conversation import Conversation, Part, Turn
 from data.errors import DataError, RecordError
-from data.records import parse_record
-from data.tokens import build_tokenizer
+from data.records.conversation import Conversation, Part, Turn
+from data.records.records import parse_record
+from data.text.tokens import build_tokenizer
 
 BYTES = build_tokenizer("bytes", ["<image>", "<dino>"])
 IMAGE, DINO = BYTES.placeholder_id("<image>"), BYTES.placeholder_id("<dino>")

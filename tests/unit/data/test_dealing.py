@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.dealing import deal
+from data.order.load_balance import deal
 from tests.unit.data.test_packing import PAIR, text
 
 

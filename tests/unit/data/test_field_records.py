@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from data.catalogue.catalogue import open_index
 from data.errors import DataError, NotDownloaded, RecordError
-from data.fields import read_fields
-from data.records import parse_fields, parse_record
-from data.shards import find_shards
+from data.index.catalogue import open_index
+from data.index.shards import find_shards
+from data.records.fields import read_fields
+from data.records.records import parse_fields, parse_record
+from data.samples.verify import check_sample
 from data.storage.local import ShardReader
-from data.verify import check_sample
 from tests.tars import write_tar
 from tests.unit.data.building import ORDERED, build, found, picture
 

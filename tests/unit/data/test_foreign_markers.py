@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from data.building.columns import MARKED, Columns
-from data.conversation import MARKERS, Part
+from data.build.columns import MARKED, Columns
 from data.errors import RecordError
-from data.fields import read_fields
-from data.frames import Picture
-from data.records import parse_fields, parse_record
+from data.records.conversation import MARKERS, Part
+from data.records.fields import read_fields
+from data.records.records import parse_fields, parse_record
+from data.samples.frames import Picture
 
 IMAGE = (
     "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|><|image_pad|>",

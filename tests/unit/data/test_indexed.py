@@ -11,9 +11,9 @@ from data.errors import DataError, ShardError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed, is_indexed
 from data.indexed.split import split_parts
-from data.packing import Packing
+from data.order.packing import Packing
 from data.pipeline import Batching, Reader, Source, StepLoader, TokenDataset
-from data.tokens import build_tokenizer
+from data.text.tokens import build_tokenizer
 from tests.indexed import END, texts, write_indexed
 
 BYTES = build_tokenizer("bytes")

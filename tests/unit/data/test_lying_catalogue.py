@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from data.catalogue import file as catalogue_file
-from data.catalogue.catalogue import open_catalogue
-from data.catalogue.journal import opened_journal
-from data.catalogue.places import catalogue_path
 from data.errors import DataError
-from data.index import MEMBER, SAMPLE
-from data.shards import find_shards
+from data.index import file as catalogue_file
+from data.index.catalogue import open_catalogue
+from data.index.journal import opened_journal
+from data.index.locations import catalogue_path
+from data.index.shard_index import MEMBER, SAMPLE
+from data.index.shards import find_shards
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 

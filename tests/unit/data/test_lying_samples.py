@@ -14,16 +14,16 @@ import soundfile
 import torch
 from torchaudio.functional import resample
 
-from data.bad_samples import BadSample
-from data.bounds import Bounds
 from data.errors import DecodeError, MemoryShortage, ReadError, RecordError
+from data.media.bounds import Bounds
 from data.media.decode import decode_audio, decode_picture, decode_resized, decode_tiles
 from data.media.headers import parse_audio_header, parse_header_bytes
 from data.media.orientation import last_png_chunks
 from data.media.resample import _evaluated, resampled
 from data.media.resize import Resize
-from data.outline import count_tokens
-from data.records import parse_record
+from data.records.records import parse_record
+from data.samples.bad_samples import BadSample
+from data.samples.sample_meta import count_tokens
 from data.storage import retry
 from mimo_train.cli import main
 from tests.tars import write_tar
@@ -143,7 +143,7 @@ def test_whatever_a_decoder_or_an_encoder_raises_is_a_bad_sample(dataset, monkey
 
     data = dataset(max_bad_samples=20, shuffle=False)
     with monkeypatch.context() as patch:
-        patch.setattr("data.outlined.decode_media", fails)
+        patch.setattr("data.samples.reading_samples.decode_media", fails)
         items, bad = data.read_media(0, "images")
         assert not items[0].any() and "member .0.png" in bad.reason and type(error).__name__ in bad.reason
         assert "a-000000.tar, key '0000'" in str(bad)

@@ -8,11 +8,11 @@ import tarfile
 
 import pytest
 
-from data.catalogue.catalogue import open_index
-from data.catalogue.places import catalogue_path
 from data.errors import DataError, ReadError, ShardError
-from data.index import build_index
-from data.shards import find_shards
+from data.index.catalogue import open_index
+from data.index.locations import catalogue_path
+from data.index.shard_index import build_index
+from data.index.shards import find_shards
 from data.storage import retry
 from data.storage.local import ShardReader
 from data.storage.tar import walk_tar
@@ -262,7 +262,7 @@ def test_a_copied_shard_keeps_its_index(tmp_path, monkeypatch):
     shard = write_tar(tmp_path / "s.tar", [("a.txt", b"x")])
     built = open_index(shard)
     dated_back(shard, os.stat(shard))
-    monkeypatch.setattr("data.catalogue.folder.build_index", lambda *args: pytest.fail("built again"))
+    monkeypatch.setattr("data.index.folder.build_index", lambda *args: pytest.fail("built again"))
     for _ in range(2):
         again = open_index(shard)
         assert again.version.content == built.version.content and again.version.ctime_ns > built.version.ctime_ns

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from data.build import Settings
-from data.catalogue.catalogue import open_index
+from data.build.build import Settings
 from data.errors import DataError
+from data.index.catalogue import open_index
+from data.index.shards import find_shards
 from data.media.decode import decode_audio
-from data.shards import find_shards
 from data.storage.local import ShardReader
 from mimo_train.cli import main
 from tests.tars import write_tar

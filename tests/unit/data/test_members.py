@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from data.catalogue.catalogue import open_index
-from data.conversation import Part
 from data.errors import DataError, NothingToLearn, RecordError
-from data.fields import NO_FIELDS, read_fields
-from data.members import arrange, named_unread, unread
-from data.records import parse_fields, parse_record
+from data.index.catalogue import open_index
+from data.records.conversation import Part
+from data.records.fields import NO_FIELDS, read_fields
+from data.records.members import arrange, named_unread, unread
+from data.records.records import parse_fields, parse_record
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 

@@ -12,7 +12,7 @@ from data.storage.remote import RemoteReader
 from data.storage.url import Url
 from data.storage.version import ShardVersion
 from mimo_train.config.compose import load
-from mimo_train.plan.inputs import members_cache
+from mimo_train.inputs.inputs import members_cache
 from tests.hang import HANG_SECONDS
 from tests.unit.data.test_remote_shards import CONTENT, server  # noqa: F401
 

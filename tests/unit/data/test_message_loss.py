@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from data.building.samples import checked
+from data.build.samples import checked
 from data.collate import to_sample
 from data.errors import NothingToLearn, RecordError
-from data.fields import read_fields
-from data.records import parse_fields
-from data.tokens import build_tokenizer
+from data.records.fields import read_fields
+from data.records.records import parse_fields
+from data.text.tokens import build_tokenizer
 from tests.unit.data.chat_templates import CHATML, GEMMA, LLAMA, LLAVA, QWEN3, QWEN_VL, TOOLS, marked
 from tests.unit.data.talks import learned, messages, parse
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
-from data.mixture import MOST_IN_TABLE, Mixture, Phases, whole_weights
-from data.packing import Packing
+from data.order.mixture import MOST_IN_TABLE, Mixture, Phases, whole_weights
+from data.order.packing import Packing
+from data.order.sources import MixedOrder, Part, Source, fingerprint_of, held_rows
 from data.pipeline import Batching, Reader, StepLoader
-from data.sources import MixedOrder, Part, Source, fingerprint_of, held_rows
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, images
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing import Packing, plan_in_packs
-from data.step_plan import StepPlan
+from data.order.packing import Packing, plan_in_packs
+from data.order.step_plan import StepPlan
 
 
 def plan(lengths, replicas=1, **options) -> StepPlan:

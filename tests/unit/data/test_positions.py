@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.positions import axis_positions
+from data.text.positions import axis_positions
 
 PICTURE, CLIP = 50, 51
 

@@ -12,10 +12,10 @@ from PIL import Image
 
 from data.media.decode import Resize, decode_resized
 from encoders.errors import EncoderError
+from encoders.native.vit.model import VisionTransformer
+from encoders.native.vit.picture import PictureSpec
 from encoders.pretrained import preprocessor_config
 from encoders.registry import FAMILIES
-from encoders.vit.model import VisionTransformer
-from encoders.vit.picture import PictureSpec
 
 SIZES = [(97, 131), (300, 61), (48, 48), (230, 517)]
 """(height, width) of pictures."""

@@ -15,7 +15,7 @@ from data.errors import DecodeError, MissingLibrary
 from data.media.audio_headers import parse_audio_header
 from data.media.decode import decode_audio, decode_picture
 from data.media.headers import parse_header_bytes
-from data.members import AUDIO
+from data.records.members import AUDIO
 from tests.unit.data.helpers import encode_picture
 
 STEPS = {"PCM_S8": 1 / 64, "PCM_U8": 1 / 64, "ULAW": 0.02, "ALAW": 0.02, "DPCM_8": 0.02}

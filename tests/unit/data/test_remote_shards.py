@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from data.announce import expect_samples, expect_texts
-from data.catalogue.catalogue import open_index
-from data.catalogue.places import catalogue_path
 from data.errors import DataError, ReadError, ShardError
-from data.fields import read_fields
+from data.index.catalogue import open_index
+from data.index.locations import catalogue_path
+from data.index.remote_shards import find_remote
+from data.index.shards import find_shards
 from data.pipeline import Batching, Reader, StepLoader
-from data.remote_shards import find_remote
-from data.shards import find_shards
+from data.prefetch import expect_samples, expect_texts
+from data.records.fields import read_fields
 from data.storage import io_thread, retry
 from data.storage.local import ShardReader
 from data.storage.remote import RemoteReader
@@ -258,7 +258,7 @@ def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, mo
             assert mine is None or torch.equal(mine["images"]["pixels"], others["images"]["pixels"])
     assert there.reader._remote._bytes == 0, "all that was announced was read"
 
-    monkeypatch.setattr("data.index._build", lambda *arguments: pytest.fail("built again"))
+    monkeypatch.setattr("data.index.shard_index._build", lambda *arguments: pytest.fail("built again"))
     again = dataset(shards=str(remote), cache_dir=None)
     shard = again.shards[0]
     store_of(shard).put(shard, (small / shard.name).read_bytes()[::-1])

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from data.fields import read_fields
-from data.placeholders import Placeholder
-from data.records import parse_fields, parse_record
-from data.tokenizer_directory import write_tokenizer
-from data.tokens import build_tokenizer
+from data.records.fields import read_fields
+from data.records.records import parse_fields, parse_record
+from data.text.placeholders import Placeholder
+from data.text.tokenizer_directory import write_tokenizer
+from data.text.tokens import build_tokenizer
 from tests.unit.data.chat_templates import CHATML, QWEN_VL, TEXTS, save_tokenizer
 
 LLAVA_15 = """{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}{# Render all images first #}{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.shown import plural
+from data.text_format import plural
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import re
 import pytest
 
 from data.errors import DataError
-from data.fields import read_fields
+from data.order.sources import Source, found_shards
 from data.pipeline import TextLengths
-from data.sources import Source, found_shards
-from mimo_train.checkpoint.same_run import resume_faults
+from data.records.fields import read_fields
+from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict
-from mimo_train.plan.inputs import OneShard, build_dataset, held_out_sets, tokenizer_of
+from mimo_train.inputs.inputs import OneShard, build_dataset, held_out_sets, tokenizer_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from data.errors import DataError
-from data.records import parse_record
-from data.tokens import build_tokenizer
+from data.records.records import parse_record
+from data.text.tokens import build_tokenizer
 from tests.unit.data.chat_templates import CHATML, QWEN_VL, save_tokenizer
 from tests.unit.data.talks import learned, parse
 
@@ -49,7 +49,7 @@ def test_admitted_tokens_are_those_of_transformers_and_others_stay_text(given, g
 
 
 def test_a_tokenizer_of_transformers_cannot_make_a_special_token_an_ordinary_one(grounded):
-    """Else `data/special_text.py` need not replace its Rust core."""
+    """Else `data/text/special_text.py` need not replace its Rust core."""
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
 

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.bounds import Bounds
-from data.catalogue.catalogue import open_catalogue
-from data.fields import NO_FIELDS, read_fields
-from data.order import GlobalOrder
-from data.outline import Media
+from data.index.catalogue import open_catalogue
+from data.media.bounds import Bounds
+from data.order.order import GlobalOrder
+from data.order.step_plan import Padding, plan_by_length, plan_in_order
 from data.pipeline import Dataset
-from data.sample_table import SampleTable
-from data.step_plan import Padding, plan_by_length, plan_in_order
-from data.tokens import build_tokenizer
+from data.records.fields import NO_FIELDS, read_fields
+from data.samples.sample_batch_meta import SampleTable
+from data.samples.sample_meta import Media
+from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 
@@ -88,7 +88,7 @@ def test_the_arrays_of_a_step_are_those_of_its_outlines(tmp_path, fields):
 
 def test_equal_hashes_of_unequal_rows_are_told_apart(tmp_path, monkeypatch):
     """Every number mixed with 0 is 0: all rows have one hash."""
-    monkeypatch.setattr("data.sample_table._MIX", np.uint64(0))
+    monkeypatch.setattr("data.samples.sample_batch_meta._MIX", np.uint64(0))
     tables = []
     catalogue = open_catalogue(sorted(odd_samples(tmp_path).glob("*.tar")))
     rows = catalogue.rows(np.repeat([0, 1], catalogue.counts), np.concatenate([*map(np.arange, catalogue.counts)]))

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.utils import infer_storage_options
 
 from data.errors import DataError
-from data.shards import find_shards
+from data.index.shards import find_shards
 from data.storage import other, retry
 from data.storage.io_thread import read_range, start_read
 from data.storage.remote import WholeObject

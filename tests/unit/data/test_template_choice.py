@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from data.errors import DataError
-from data.placeholders import Placeholder
-from data.tokens import build_tokenizer
+from data.text.placeholders import Placeholder
+from data.text.tokens import build_tokenizer
 from tests.unit.data.chat_templates import (
     CHATML,
     GEMMA,

@@ -8,8 +8,8 @@ import pytest
 from data.collate import to_sample
 from data.errors import DataError, RecordError
 from data.pipeline import Dataset
-from data.placeholders import Placeholder
-from data.tokens import build_tokenizer
+from data.text.placeholders import Placeholder
+from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.chat_templates import (
     CHATML,

@@ -8,14 +8,14 @@ import pickle
 import numpy as np
 import pytest
 
-from data.catalogue import lengths_file
-from data.catalogue.lengths_file import LengthsFile, load_lengths
 from data.errors import DataError, RecordError
-from data.fields import NO_FIELDS
+from data.index import lengths_file
+from data.index.lengths_file import LengthsFile, load_lengths
+from data.index.text_lengths import _count_one
 from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader, TextLengths
-from data.text_lengths import _count_one
+from data.records.fields import NO_FIELDS
 from mimo_train.config.compose import load
-from mimo_train.plan.inputs import OneShard
+from mimo_train.inputs.inputs import OneShard
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images
 

@@ -7,11 +7,11 @@ import torch
 from PIL import Image
 
 from data.media.decode import Resize, decode_tiles
-from encoders.clip.spec import ClipSpec
+from encoders.base import joint_faults
+from encoders.native.clip.spec import ClipSpec
+from encoders.native.siglip.spec import SiglipSpec
+from encoders.native.vit.tiles import UNCUT
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
-from encoders.siglip.spec import SiglipSpec
-from encoders.spec import joint_faults
-from encoders.vit.tiles import UNCUT
 from tests.unit.data.test_preprocessing import embedder, picture
 
 PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]

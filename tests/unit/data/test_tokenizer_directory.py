@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from data.conversation import Conversation, Part, Turn
 from data.errors import DataError
-from data.placeholders import Placeholder
-from data.tokenizer_directory import make_readable_by_version_4, write_tokenizer
-from data.tokens import build_tokenizer
+from data.records.conversation import Conversation, Part, Turn
+from data.text.placeholders import Placeholder
+from data.text.tokenizer_directory import make_readable_by_version_4, write_tokenizer
+from data.text.tokens import build_tokenizer
 from tests.unit.data.chat_templates import CHATML, LLAMA, save_tokenizer
 
 PICTURE = Placeholder("<image>", "image")
@@ -134,7 +134,7 @@ def test_what_version_5_has_saved_is_spelt_as_version_4_reads_it_too(tmp_path):
 def test_a_tokenizer_of_sentence_piece_names_the_package_that_reads_it(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr("data.tokens.find_spec", lambda name: None)
+    monkeypatch.setattr("data.text.tokens.find_spec", lambda name: None)
     with pytest.raises(
         DataError, match="tokenizer.model is SentencePiece's, which is not .* pip install sentencepiece"
     ):

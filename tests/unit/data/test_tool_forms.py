@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from data.chat_jinja import ChatJinja
 from data.errors import RecordError
-from data.tool_forms import ToolForms
+from data.text.chat_jinja import ChatJinja
+from data.text.tool_forms import ToolForms
 from tests.unit.data.chat_templates import CHATML, TOOLS, unmarked
 
 AS_TEXT = """{%- for m in messages -%}{{ m.role }}:{{ m.content or '' }}

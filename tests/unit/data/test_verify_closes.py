@@ -1,7 +1,7 @@
 """`shards verify CONFIG` closes what it reads, also where a set cannot be read."""
 
 from data.errors import ShardError
-from mimo_train.check import verify_run as module
+from mimo_train.preflight.check import verify_run as module
 from tests.unit.configs import load
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.bounds import Bounds
 from data.errors import DecodeError, MissingLibrary
-from data.fields import read_fields
-from data.frames import Sampling
+from data.media.bounds import Bounds
 from data.media.video import decode_video
 from data.media.video_headers import parse_video_header_bytes
+from data.records.fields import read_fields
+from data.samples.frames import Sampling
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images

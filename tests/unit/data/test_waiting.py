@@ -11,8 +11,8 @@ import pytest
 import data.waiting
 from data.pipeline import Batching, Dataset, Reader, StepLoader, WaitGivenUp
 from data.storage import io_thread
+from data.text.tokens import build_tokenizer
 from data.threads import ReadingThreads, still_reading
-from data.tokens import build_tokenizer
 from data.waiting import Wait, never
 from tests.hang import HANG_SECONDS
 from tests.http_server import serving

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from data.catalogue.catalogue import open_index
-from data.shards import find_shards
+from data.index.catalogue import open_index
+from data.index.shards import find_shards
 from mimo_train.cli import main
 from tests.indexed import texts, write_indexed
 from tests.tars import write_tar

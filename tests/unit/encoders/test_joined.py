@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from encoders.dino.spec import Dinov3Spec
+from encoders.base import joined_width, num_tokens
 from encoders.joined.spec import JoinedSpec
+from encoders.native.dino.spec import Dinov3Spec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import joined_width, num_tokens
 from mimo_train.config.compose import from_dict, load, to_dict
 from mimo_train.config.fault import ConfigError
-from mimo_train.plan.memory import stage_memory
-from mimo_train.plan.parameters import encoder_parameters
-from mimo_train.plan.products import Media, encoder_products
-from mimo_train.plan.run import resolve
+from mimo_train.estimate.memory import stage_memory
+from mimo_train.estimate.parameters import encoder_parameters
+from mimo_train.layout.matmuls import Media, encoder_products
+from mimo_train.layout.run import resolve
 
 ENCODER = "modules.images.encoder"
 PICKED = (f"encoder@{ENCODER}=clip_dinov2", "data.sequence_length=1024")

@@ -2,14 +2,14 @@
 
 import pytest
 
+from encoders.base import joined_width, most_tokens, num_tokens
+from encoders.native.qwen_audio.spec import QwenAudioSpec
+from encoders.native.vit.spec import VisionSpec
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
-from encoders.qwen_audio.spec import QwenAudioSpec
-from encoders.spec import joined_width, most_tokens, num_tokens
-from encoders.vit.spec import VisionSpec
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
-from mimo_train.plan.products import Media, encoder_products
-from mimo_train.plan.run import resolve
+from mimo_train.layout.matmuls import Media, encoder_products
+from mimo_train.layout.run import resolve
 
 SEVEN = ResamplerSpec(
     latents=7, num_layers=2, num_attention_heads=4, num_query_groups=2, head_size=5, activation="gelu"

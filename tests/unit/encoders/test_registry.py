@@ -132,7 +132,7 @@ def test_entry_points_name_families_and_clashes_are_named(module, tmp_path):
 
 
 def test_a_spec_of_layers_is_built_by_its_staged_encoder(module):
-    from encoders.vit.model import VisionTransformer
+    from encoders.native.vit.model import VisionTransformer
 
     family = family_of(f"{module}:Deep")
     assert not family.is_plain and family.load() is VisionTransformer

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoders.clip.spec import ClipSpec
-from encoders.dino.spec import Dinov2Spec, Dinov3Spec
+from encoders.base import attention_pairs, built_layers, layer_parameters, patches_of
 from encoders.errors import EncoderError
+from encoders.native.clip.spec import ClipSpec
+from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
+from encoders.native.qwen_vit.model import _patch_order, _window_lengths
+from encoders.native.qwen_vit.spec import QwenVitSpec
+from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
+from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.qwen_vit.model import _patch_order, _window_lengths
-from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.registry import FAMILIES
-from encoders.siglip.spec import Siglip2Spec, SiglipSpec
-from encoders.spec import attention_pairs, built_layers, layer_parameters, patches_of
-from encoders.whisper.spec import WhisperSpec
-from mimo_train.plan.activations import layer_activations
-from mimo_train.plan.parameters import encoder_parameters
-from mimo_train.plan.products import Media, encoder_products
+from mimo_train.estimate.activations import layer_activations
+from mimo_train.estimate.parameters import encoder_parameters
+from mimo_train.layout.matmuls import Media, encoder_products
 
 ONE, TWO = ProjectorSpec(kind="linear"), ProjectorSpec(merge=2)
 QWEN = QwenVitSpec(patch_size=7, window_size=28, min_pixels=100, max_pixels=20000, num_layers=4, full_attention=[1])
@@ -128,8 +128,8 @@ def test_windows_of_a_picture():
 
 
 def test_window_attention_is_attention_under_a_mask():
-    from mimo_train.model.documents import documents_of_media
-    from mimo_train.model.window_attention import WindowAttention
+    from mimo_train.models.documents import documents_of_media
+    from mimo_train.models.window_attention import WindowAttention
 
     pictures, windows = torch.tensor([7, 5]), torch.tensor([3, 2, 2, 4, 1])
     query, key, value = torch.randn(3, 12, 1, 4, 5)

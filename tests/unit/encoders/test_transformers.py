@@ -11,13 +11,13 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from encoders.base import picture_transform
 from encoders.errors import EncoderError
 from encoders.plain.model import dropout_rates
-from encoders.spec import picture_transform
 from encoders.transformers.directory import KNOWN, tower_config
 from encoders.transformers.model import AudioTower, VisionTower
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
-from mimo_train.checkpoint.hf.plain import plain_model
+from mimo_train.hf.plain import plain_model
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 PIXELS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7], "rescale_factor": 1 / 255}

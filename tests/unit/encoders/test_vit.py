@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from encoders.base import inner_tokens, input_size, joint_faults, num_tokens
+from encoders.native.vit.patches import gather_patches, token_by_token
+from encoders.native.vit.positions import interpolate, position_taps
+from encoders.native.vit.spec import VisionSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import inner_tokens, input_size, joint_faults, num_tokens
-from encoders.vit.patches import gather_patches, token_by_token
-from encoders.vit.positions import interpolate, position_taps
-from encoders.vit.spec import VisionSpec
 
 NATIVE = VisionSpec(resize="native", image_size=64, patch_size=8, min_pixels=1024, max_pixels=16384, class_token=True)
 
@@ -145,7 +145,7 @@ class Doubled(torch.nn.Module):
 
 
 def test_pictures_keep_their_order_and_do_not_mix():
-    from encoders.vit.model import VisionTransformer
+    from encoders.native.vit.model import VisionTransformer
 
     class Stage(VisionTransformer):
         def __init__(self, first: bool, last: bool):

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from encoders.base import inner_tokens, input_size, num_tokens
 from encoders.errors import EncoderError
+from encoders.native.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters
+from encoders.native.whisper.positions import sinusoids
+from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import inner_tokens, input_size, num_tokens
-from encoders.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters
-from encoders.whisper.positions import sinusoids
-from encoders.whisper.spec import WhisperSpec
 
 SPEC = WhisperSpec(sample_rate=16000, max_seconds=4, hidden_size=6, num_mels=20, num_attention_heads=2)
 """Frames of 320 samples."""

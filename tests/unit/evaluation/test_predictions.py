@@ -5,8 +5,8 @@ import json
 import torch
 
 from data.collate import collate, to_sample
-from data.records import parse_record
-from data.tokens import build_tokenizer
+from data.records.records import parse_record
+from data.text.tokens import build_tokenizer
 from mimo_train.evaluation.predictions import predictions_of
 
 TOKENIZER = build_tokenizer("bytes")

@@ -6,8 +6,8 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError, Fault
-from mimo_train.launch import handed_on
-from mimo_train.launch.handed_on import config_of_node
+from mimo_train.launch import config_broadcast
+from mimo_train.launch.config_broadcast import config_of_node
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def test_a_rank_waits_for_the_first(node, monkeypatch):
     found = []
     waits = threading.Thread(target=lambda: found.append(node(1)))
     sleeping = threading.Event()
-    pause = handed_on.time.sleep
-    monkeypatch.setattr(handed_on.time, "sleep", lambda seconds: sleeping.set() or pause(seconds))
+    pause = config_broadcast.time.sleep
+    monkeypatch.setattr(config_broadcast.time, "sleep", lambda seconds: sleeping.set() or pause(seconds))
     waits.start()
     assert sleeping.wait(30)
     first = node(0)
@@ -60,7 +60,7 @@ def test_every_rank_finds_a_fault_by_itself(node):
 
 
 def test_a_rank_does_not_wait_for_ever(node, monkeypatch):
-    monkeypatch.setattr(handed_on, "PATIENCE", 0.1)
+    monkeypatch.setattr(config_broadcast, "PATIENCE", 0.1)
     assert node(1).train.iters == node(0).train.iters
     assert node.composed == [1, 0]
 

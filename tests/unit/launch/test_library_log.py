@@ -8,7 +8,7 @@ import pytest
 
 from mimo_train.launch import library_log
 from mimo_train.launch.library_log import is_library
-from mimo_train.parallel import cuda_stand_in
+from mimo_train.parallel import cpu_backend
 from tests.hang import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +41,7 @@ logging.getLogger("mine").info("nobody asked for it")
 
 
 def test_the_stand_in_for_cuda_is_where_it_was():
-    assert is_library(cuda_stand_in.__file__) and not is_library(library_log.__file__)
+    assert is_library(cpu_backend.__file__) and not is_library(library_log.__file__)
 
 
 def run(tmp_path: Path, log: Path | str, more: str = "") -> str:

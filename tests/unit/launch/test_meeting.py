@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mimo_train.config.fault import UserError
-from mimo_train.launch import meeting
+from mimo_train.launch import rendezvous
 from tests.hang import HANG_SECONDS
 
 
@@ -22,7 +22,7 @@ def said_by(*nodes: tuple[int, int], port: int, again: bool = False, leaving: tu
 
     def join(size: int, node: int) -> str:
         try:
-            return meeting.meet("localhost", port, size, node, again=again, leaves=node in leaving)
+            return rendezvous.meet("localhost", port, size, node, again=again, leaves=node in leaving)
         except UserError as error:
             return str(error)
 
@@ -42,7 +42,7 @@ def test_all_nodes_meet_and_the_port_is_free_again():
 
 
 def test_a_port_in_use_ends_all_nodes(monkeypatch):
-    monkeypatch.setattr(meeting, "ANSWER", 0.5)
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.5)
     with socket.create_server(("", 0)) as holder:
         port = holder.getsockname()[1]
         first, other = said_by((2, 0), (2, 1), port=port)
@@ -76,7 +76,7 @@ def test_different_numbers_of_nodes_are_told():
 
 
 def test_a_node_that_does_not_come_is_told(monkeypatch):
-    monkeypatch.setattr(meeting, "LONGEST_MEETING", 0.2)
+    monkeypatch.setattr(rendezvous, "LONGEST_MEETING", 0.2)
     port = free_port()
     assert said_by((2, 0), port=port) == ["nodes [1] of 2 did not start within 0.2 s"]
     (said,) = said_by((2, 1), port=port)
@@ -94,12 +94,12 @@ def test_after_a_failure_all_start_again_or_none(leaving):
 
 def test_a_node_that_is_early_waits_for_what_node_0_still_has_at_the_port(monkeypatch):
     """The store of the attempt before, which answers nobody: those that come are told nothing, and come again."""
-    monkeypatch.setattr(meeting, "ANSWER", 5.0)
+    monkeypatch.setattr(rendezvous, "ANSWER", 5.0)
     with ThreadPoolExecutor(2) as pool, socket.create_server(("", 0)) as store:
         port = store.getsockname()[1]
-        early = pool.submit(meeting.meet, "localhost", port, 2, 1, again=True)
+        early = pool.submit(rendezvous.meet, "localhost", port, 2, 1, again=True)
         store.accept()[0].close()
-        first = pool.submit(meeting.meet, "localhost", port, 2, 0, again=True)
+        first = pool.submit(rendezvous.meet, "localhost", port, 2, 0, again=True)
         store.accept()[0].close()
         store.close()
         assert early.result(HANG_SECONDS) == first.result(HANG_SECONDS)

@@ -8,7 +8,7 @@ from mimo_train.flight.layout import ERROR
 from mimo_train.flight.recorder import Recorder
 from mimo_train.launch.requeue import AGAIN, Ended, decide, failed, stopped
 from mimo_train.launch.restarts import STOPPED_CODE, Failure, Restarts, require_resume, stopped_code
-from mimo_train.metrics import progress
+from mimo_train.logging import progress
 
 BROKEN = Failure(1, 7, "RuntimeError: broken")
 

@@ -8,9 +8,9 @@ import pytest
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.flight.layout import ERROR
 from mimo_train.flight.recorder import Recorder
-from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.restarts import RESTARTS, Failure, Restarts, failure_of, first_wait, require_resume, run_dir_of
-from mimo_train.launch.scratch import FLIGHT
+from mimo_train.launch.shutdown import grace_seconds
+from mimo_train.launch.temp_dir import FLIGHT
 from mimo_train.launch.torchrun import _report
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from mimo_train.flight.processes import process, runs
-from mimo_train.launch import scratch
+from mimo_train.launch import temp_dir
 from mimo_train.launch.supervisor import main
 from tests.hang import HANG_SECONDS
 
@@ -34,7 +34,7 @@ def test_ranks_of_a_launcher_that_has_said_so_are_left_alone(tmp_path):
 
 HOLDER = """
 import sys, time
-from mimo_train.launch.scratch import scratch_folder
+from mimo_train.launch.temp_dir import scratch_folder
 with scratch_folder() as folder:
     print(folder, flush=True)
     time.sleep(1000)
@@ -49,12 +49,12 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(tmp_path, mo
     )
     theirs = Path(held.stdout.readline().strip())
     assert theirs.parent == tmp_path
-    with scratch.scratch_folder() as own:
+    with temp_dir.scratch_folder() as own:
         assert theirs.exists() and own.exists()  # it lives
     assert not own.exists()
     held.kill()
     held.communicate()
-    with scratch.scratch_folder():
+    with temp_dir.scratch_folder():
         deadline = time.monotonic() + HANG_SECONDS
         while theirs.exists() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.launch import watched as module
+from mimo_train.launch import rank_monitor as module
 
 
 @pytest.mark.parametrize("writable", [True, False])

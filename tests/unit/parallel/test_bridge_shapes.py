@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mimo_train.layout.layout import ModuleLayout
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns, giving_replicas, parts_of, routes, taking_replicas
-from mimo_train.plan.layout import ModuleLayout
 
 
 def module(name: str, tp: int, dp: int, first_rank: int) -> ModuleLayout:

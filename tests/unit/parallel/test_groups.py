@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mimo_train.config.compose import load
+from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.run import resolve
 from mimo_train.parallel import device
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.plan.layout import RunLayout
-from mimo_train.plan.run import resolve
 
 SIZES = {64: (4, 3, 4), 512: (4, 7, 16), 2176: (8, 8, 32)}
 """World -> tp, pp and dp of the language model; the encoder has tp 2 and what is left."""

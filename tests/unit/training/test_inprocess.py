@@ -3,7 +3,7 @@
 import pytest
 
 from mimo_train.config import installed
-from mimo_train.plan.run import config_faults
+from mimo_train.layout.run import config_faults
 from tests.unit.configs import load
 
 

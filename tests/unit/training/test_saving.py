@@ -8,10 +8,10 @@ import pytest
 from mimo_train.checkpoint import in_flight
 from mimo_train.checkpoint.failed_save import SaveFailed
 from mimo_train.checkpoint.in_flight import InFlight
-from mimo_train.step.state import TrainState
 from mimo_train.training import saving
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.saving import Saver
+from mimo_train.training.step.state import TrainState
 from tests.unit.configs import load
 
 

@@ -22,10 +22,10 @@ from mimo_train.bridge.training.utils.reductions import (
 )
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.metrics import memory_stats
-from mimo_train.metrics.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording
-from mimo_train.metrics.runtime import report_runtime, report_throughput
-from mimo_train.model.heads import (
+from mimo_train.logging import memory_stats
+from mimo_train.logging.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording
+from mimo_train.logging.runtime import report_runtime, report_throughput
+from mimo_train.models.heads import (
     LinearForLastLayer,
     ModelHook,
     ModelList,
@@ -36,9 +36,13 @@ from mimo_train.model.heads import (
     freeze_moe_router,
     make_value_model,
 )
-from mimo_train.step.forward_step import maybe_inject_state, needs_global_state_injection, prepare_forward_step_func
 from mimo_train.training.interval import add_step
 from mimo_train.training.log import StepNumbers, is_logging_step
+from mimo_train.training.step.forward_step import (
+    maybe_inject_state,
+    needs_global_state_injection,
+    prepare_forward_step_func,
+)
 
 __all__ = [
     "MEMORY_KEYS",
@@ -168,6 +172,6 @@ def reduce_max_memory_across_pp_group(
 
     Returns:
         A new dict, or `memory_report` itself where there is nothing to reduce; see
-        `mimo_train.metrics.memory_stats.largest_over`.
+        `mimo_train.logging.memory_stats.largest_over`.
     """
     return memory_stats.largest_over(memory_report, pp_group)

@@ -4,7 +4,7 @@ model. Imports no torch."""
 from collections.abc import Mapping
 from typing import Any
 
-from data.shown import plural
+from data.text_format import plural
 from encoders.errors import EncoderError
 from encoders.pretrained import ConfigFile
 from encoders.weight_map import Rule, Spelling, WeightMap, same, with_biases

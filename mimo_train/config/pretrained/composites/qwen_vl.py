@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from encoders.qwen3_vit import weights as qwen3_vit
-from encoders.qwen_vit import weights as qwen_vit
-from encoders.spec import joined_width
+from encoders.base import joined_width
+from encoders.native.qwen3_vit import weights as qwen3_vit
+from encoders.native.qwen_vit import weights as qwen_vit
 from encoders.weight_map import Spelling, WeightMap
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites.base import Composite

@@ -1,0 +1,1 @@
+"""Shards from JSON, tables, folders and datasets."""

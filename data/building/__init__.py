@@ -1,1 +1,0 @@
-"""Shards from what people have: tables, JSON and folders of media, tars. See `data.build`."""

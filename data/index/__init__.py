@@ -1,0 +1,1 @@
+"""Shards: where they are, and what is in each of them without reading it again."""

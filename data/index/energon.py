@@ -1,0 +1,253 @@
+"""Datasets of Megatron-Energon on disk: folders with `.nv-meta`, and metadatasets, which blend such folders.
+
+Of WebDataset kinds what is read are the tars of a split (`split.yaml`), which member is what (`dataset.yaml`), and the
+counts of samples (`.info.yaml`, `.info.json`). What has no counterpart here is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from data.index.braces import expand_braces
+from data.records.fields import read_fields
+
+FOLDER = ".nv-meta"
+_FIELDS = {
+    "image": "image",
+    "audio": "audio",
+    "caption": "caption",
+    "text": "text",
+    "context": "question",
+    "answers": "answer",
+    "label": "label",
+    "label_name": "label",
+}
+"""Of a field map -> of `data.fields`."""
+_CLASSES = ("CaptioningSample", "VQASample", "TextSample", "ImageClassificationSample", "CrudeWebdataset")
+"""Kinds that are read; of each also its data set and its factory."""
+_ENDING = re.compile(r"(Sample|Webdataset|WebdatasetFactory)$")
+_REFERENCE = (
+    "path",
+    "split_part",
+    "weight",
+    "subflavor",
+    "subflavors",
+    "split_config",
+    "dataset_config",
+    "repetitions",
+)
+
+
+@dataclass(frozen=True)
+class Blended:
+    """A source of a metadataset. `shards`: as in `data.shards`; weight None: as many as it has samples."""
+
+    name: str
+    shards: str
+    weight: float | None
+
+
+def energon_part(text: str) -> tuple[Path, str] | None:
+    """(folder, split) of `FOLDER` or `FOLDER:SPLIT` with an energon dataset in it, the split empty if not given; None
+    of anything else."""
+    folder, colon, split = text.rpartition(":")
+    for path, name in ((Path(text).expanduser(), ""), (Path(folder).expanduser(), split if colon else "")):
+        if (path / FOLDER).is_dir() and (name or str(path) != folder):
+            return path, name
+    return None
+
+
+def energon_shards(folder: Path, split: str = "") -> list[Path]:
+    """The tars of a split, in the order of `split.yaml`; of all splits if none is given.
+
+    Raises:
+        DataError: there is no such split, or samples are excluded one by one.
+    """
+    place = folder / FOLDER / "split.yaml"
+    plain = _mapping(place)
+    _only(plain, ("split_parts", "exclude"), place)
+    parts, left_out = plain.get("split_parts"), plain.get("exclude") or []
+    if not isinstance(parts, dict) or not all(isinstance(one, list) for one in (*parts.values(), left_out)):
+        raise DataError(f"{place}: split_parts must have a list of tars for every split, and exclude be a list")
+    if split and split not in parts:
+        raise DataError(f"{place}: no split {split!r}; it has {', '.join(map(str, parts)) or 'none'}")
+    if single := [one for one in left_out if ".tar/" in str(one)]:
+        raise DataError(f"{place}: exclude names the sample {single[0]}: only whole tars are left out")
+    without = {name for one in left_out for name in expand_braces(str(one))}
+    named = [
+        name
+        for part, own in parts.items()
+        if part == split or not split
+        for one in own
+        for name in expand_braces(str(one))
+    ]
+    found = [folder / name for name in dict.fromkeys(named) if name not in without]
+    if not found:
+        raise DataError(f"{place}: no tar in {f'the split {split!r}' if split else 'any split'}")
+    return found
+
+
+def energon_fields(folder: Path) -> dict[str, Any]:
+    """What `data.fields` has to say of it.
+
+    Raises:
+        DataError: its kind, or something of its field map, has no counterpart.
+    """
+    place = folder / FOLDER / "dataset.yaml"
+    plain = _mapping(place)
+    kind = plain.get("sample_type", plain)
+    name = kind.get("__class__", "") if isinstance(kind, dict) else ""
+    _only(plain, ("__module__", "__class__", "sample_type", "field_map", "subflavors", "subflavor"), place)
+    stem = _ENDING.sub("", str(name))
+    if stem not in {_ENDING.sub("", one) for one in _CLASSES} or (
+        isinstance(kind, dict) and kind.get("__module__") != "megatron.energon"
+    ):
+        known = ", ".join(_CLASSES)
+        whole = f"{kind.get('__module__', '')}.{name}" if isinstance(kind, dict) else kind
+        raise DataError(f"{place}: the kind {whole} is not read; read are {known} of megatron.energon")
+    mapped = plain.get("field_map")
+    if stem == "Crude" or mapped is None:
+        if stem == "Crude" and mapped is None:
+            return {}
+        raise DataError(f"{place}: {'a field_map of crude samples' if mapped else 'no field_map'}: not read")
+    if not isinstance(mapped, dict):
+        raise DataError(f"{place}: field_map must say of every field where it is")
+    if unknown := [one for one in mapped if one not in _FIELDS]:
+        raise DataError(f"{place}: field_map: the field {unknown[0]!r} is not read; read are {', '.join(_FIELDS)}")
+    if "label" in mapped and "label_name" in mapped:
+        mapped = {one: value for one, value in mapped.items() if one != "label"}
+    fields = {_FIELDS[one]: value for one, value in mapped.items()}
+    try:
+        read_fields(fields)
+    except DataError as error:
+        raise DataError(f"{place}: field_map: {error}") from error
+    return fields
+
+
+def read_metadataset(path: Path, split: str) -> list[Blended]:
+    """The sources of a split of a metadataset, those of metadatasets inside of it too.
+
+    Raises:
+        DataError: the split is not there, or it has what has no counterpart.
+    """
+    plain = _mapping(path)
+    known = ("Metadataset", "MetadatasetV2")
+    if plain.get("__class__") not in known or plain.get("__module__") != "megatron.energon":
+        raise DataError(f"{path}: no metadataset of megatron.energon: __class__ must be {' or '.join(known)}")
+    _only(plain, ("__module__", "__class__", "splits"), path)
+    splits = plain.get("splits")
+    if not isinstance(splits, dict) or split not in splits:
+        has = ", ".join(map(str, splits)) if isinstance(splits, dict) else "none"
+        raise DataError(f"{path}: no split {split!r}; it has {has}")
+    found = _blended(splits[split], path, split, plain["__class__"] == "Metadataset")
+    weights = [one.weight for one in found]
+    if any(weight is None for weight in weights) and not all(weight is None for weight in weights):
+        raise DataError(f"{path}: splits.{split}: some sources have weights and others are concatenated: not read")
+    again = [one.name for one in found]
+    return [
+        Blended(one.name if again.count(one.name) == 1 else f"{one.name}-{at}", one.shards, one.weight)
+        for at, one in enumerate(found)
+    ]
+
+
+def _blended(given: Any, path: Path, split: str, is_old: bool) -> list[Blended]:
+    if not isinstance(given, dict):
+        raise DataError(f"{path}: splits.{split} must be a path or a blend of paths, is {given!r}")
+    kinds = [name for name in ("path", "blend", "concatenate", "blend_epochized", "datasets") if name in given]
+    if len(kinds) != 1:
+        others = ", ".join(map(str, given)) or "nothing"
+        raise DataError(f"{path}: splits.{split} has {others}: read are path, blend, blend_epochized and concatenate")
+    kind = kinds[0]
+    if kind == "path":
+        return _referred(given, path, split)
+    _only(given, (kind, "weight", "repetitions"), path)
+    if not isinstance(given[kind], list) or not given[kind]:
+        raise DataError(f"{path}: splits.{split}.{kind} must be a list of sources")
+    if kind == "datasets" and not is_old:
+        raise DataError(f"{path}: splits.{split}.datasets is of the older Metadataset: write blend")
+    found: list[Blended] = []
+    for one in given[kind]:
+        inner = _blended(one, path, split, is_old)
+        if kind in ("blend", "datasets"):
+            weight = _number(one, "weight", 1.0, path)
+            sizes = [1.0 if len(inner) == 1 else inside.weight for inside in inner]
+            # A concatenation has its samples by their number.
+            whole = [_count(inside) if size is None else size for inside, size in zip(inner, sizes, strict=True)]
+            found += [
+                Blended(inside.name, inside.shards, weight * size / math.fsum(whole))
+                for inside, size in zip(inner, whole, strict=True)
+            ]
+        elif kind == "blend_epochized":
+            again = _number(one, "repetitions", 1.0, path)
+            if len(inner) > 1:
+                raise DataError(f"{path}: splits.{split}: a blend inside of blend_epochized is not read")
+            found += [Blended(inside.name, inside.shards, again * _count(inside)) for inside in inner]
+        else:
+            found += inner
+    return found
+
+
+def _referred(given: Mapping[str, Any], path: Path, split: str) -> list[Blended]:
+    """The dataset or metadataset at a path."""
+    _only(given, _REFERENCE, path)
+    for name in ("split_config", "dataset_config"):
+        if given.get(name) not in (None, "split.yaml" if name == "split_config" else "dataset.yaml"):
+            raise DataError(f"{path}: {name} {given[name]!r}: only the usual file is read")
+    at = str(given["path"])
+    if re.match(r"[a-z][a-z0-9+.-]*://", at):
+        raise DataError(f"{path}: {at}: metadatasets are read of local folders: copy it, or name its tars in data.mix")
+    own = given.get("split_part") or split
+    place = (path.parent / at).resolve()
+    if place.is_file():
+        return read_metadataset(place, own)
+    if not (place / FOLDER).is_dir():
+        raise DataError(f"{path}: {place} is no energon dataset: it has no folder {FOLDER}")
+    return [Blended(re.sub(r"[^A-Za-z0-9_.-]", "_", place.name), f"{place}:{own}", None)]
+
+
+def _count(source: Blended) -> float:
+    """Samples of a source, as its information file counts them."""
+    folder, _, split = source.shards.rpartition(":")
+    base = Path(folder) / FOLDER
+    place = next((base / name for name in (".info.yaml", ".info.json") if (base / name).exists()), base / ".info.yaml")
+    counts = _mapping(place).get("shard_counts")
+    try:
+        assert isinstance(counts, dict)
+        return float(sum(int(counts[str(one.relative_to(folder))]) for one in energon_shards(Path(folder), split)))
+    except (KeyError, AssertionError, ValueError, TypeError) as error:
+        raise DataError(f"{place}: shard_counts does not count every tar of the split {split!r}") from error
+
+
+def _number(given: Mapping[str, Any], name: str, default: float, path: Path) -> float:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or not math.isfinite(value):
+        raise DataError(f"{path}: {name} must be a number above 0, is {value!r}")
+    return float(value)
+
+
+def _only(plain: Mapping[str, Any], known: Sequence[str], place: Path) -> None:
+    """Raises DataError for a key that would have no effect."""
+    if others := [name for name in plain if name not in known]:
+        raise DataError(f"{place}: {others[0]} is not read: {', '.join(known)} are")
+
+
+def _mapping(place: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        text = place.read_text(encoding="utf-8")
+        plain = json.loads(text) if place.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise DataError(f"{place}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DataError(f"{place}: is no {place.suffix[1:].upper()}: {error}") from error
+    if not isinstance(plain, dict):
+        raise DataError(f"{place}: has no keys")
+    return plain

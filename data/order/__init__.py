@@ -1,0 +1,1 @@
+"""Which samples a step has: the global order, mixtures, packing, and each rank's share."""

@@ -1,0 +1,269 @@
+"""Mixtures of sources: place in the stream -> (source, item of the source), by arithmetic.
+
+Sources of whole weights w_i, W in sum, share the places so that after n of them source i has had n w_i / W items, off
+by less than one, at every n. That is so if and only if item j of source i has a place between floor(j W / w_i) and
+ceil((j + 1) W / w_i) - 1, its window. Who takes of the items whose window is open the one whose window closes first
+gives every item a place in its window (Baruah, Cohen, Plaxton, Varvel 1996, for one processor).
+
+Such a pattern repeats after W places, and ranks read fixed parts of a microbatch: with weights 1:1:1:1 and four ranks
+each would see one source only. So the stream is cut into blocks of whole patterns, and each block has a pattern of its
+own: one of `VARIANTS`, in which items have changed places within their windows, by a keyed hash.
+
+Where W is too large for a table (the sizes of the sources as their weights), the items that a source has had before a
+block come from a tree of rounded splits in two, which needs no table: off by less than 1.5, and exact after W places,
+at the end of an epoch of every source. Within the block there is a pattern as above; in all off by less than 3.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from data.order.order import splitmix, splitmix_all
+
+MOST_IN_TABLE = 65_536
+"""Largest sum of the reduced weights for which a pattern is a table."""
+BLOCK = 1024
+"""Least places of a block, but for `TREE_BLOCK` of a tree."""
+TREE_BLOCK = 4096
+VARIANTS = 16
+"""Patterns of the same weights."""
+ROUNDS, TREE_ROUNDS = 256, 16
+"""Most rounds in which neighbours change places; a pattern of a table is made once."""
+_LARGEST_SUM = 2**31
+"""Above it a product of two weights is no int64: larger ones are rounded to this sum, shares by less than 1e-9."""
+_FAR = 2**62
+"""No run gets there."""
+
+Phase = tuple[int, tuple[int, ...]]
+"""(first place, reduced weights) from that place on."""
+
+
+def whole_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
+    """Weights as whole numbers in lowest terms; decimals as they are written, 0.1 is one tenth.
+
+    Args:
+        weights: at least 0, not all 0.
+    """
+    exact = [weight if isinstance(weight, int | Fraction) else Fraction(str(weight)) for weight in weights]
+    assert exact and min(exact) >= 0 and sum(exact) > 0, weights
+    scale = math.lcm(*(Fraction(weight).denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    if sum(whole) > _LARGEST_SUM:
+        total = sum(whole)
+        whole = [-(-weight * _LARGEST_SUM // total) for weight in whole]
+        whole[whole.index(max(whole))] -= sum(whole) - _LARGEST_SUM
+    common = math.gcd(*whole)
+    return tuple(weight // common for weight in whole)
+
+
+class Mixture:
+    """Places of sources with fixed weights.
+
+    Attributes:
+        weights: whole, in lowest terms.
+    """
+
+    def __init__(self, weights: Sequence[int], seed: int = 0):
+        self.weights, self._seed = tuple(weights), seed
+        total = sum(self.weights)
+        self._tree = None if total <= MOST_IN_TABLE else _tree(self.weights)
+        # A cycle is what repeats; its last block may be shorter than the others.
+        repeats = 1 if self._tree else -(-BLOCK // total)
+        self._cycle = repeats * total
+        self._of_cycle = [repeats * weight for weight in self.weights]
+        self._block = TREE_BLOCK if self._tree else self._cycle
+        self._rounds = TREE_ROUNDS if self._tree else ROUNDS
+        self._before = lru_cache(maxsize=8)(self._counts_before)
+
+    def counts(self, places: int) -> list[int]:
+        """Items of every source in the first `places` places."""
+        cycle, block, rest = self._at(places)
+        base = self._before(cycle, block)
+        if not rest:
+            return list(base)
+        own = np.bincount(self._pattern(cycle, block)[0][:rest], minlength=len(base))
+        return [before + int(count) for before, count in zip(base, own, strict=True)]
+
+    def item(self, place: int) -> tuple[int, int]:
+        """(source, item of it) of a place."""
+        cycle, block, rest = self._at(place)
+        sources, items = self._pattern(cycle, block)
+        source = int(sources[rest])
+        return source, self._before(cycle, block)[source] + int(items[rest])
+
+    def items(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, items of them) of places, int64."""
+        places = np.asarray(places, dtype=np.int64)
+        cycles, rests = np.divmod(places, self._cycle)
+        firsts = places - rests % self._block
+        sources, items = np.empty_like(places), np.empty_like(places)
+        for first in np.unique(firsts).tolist():
+            of_block = firsts == first
+            cycle, block, _ = self._at(first)
+            pattern, numbers = self._pattern(cycle, block)
+            rest = places[of_block] - first
+            own = pattern[rest]
+            sources[of_block] = own
+            items[of_block] = np.asarray(self._before(cycle, block), dtype=np.int64)[own] + numbers[rest]
+        return sources, items
+
+    def _at(self, place: int) -> tuple[int, int, int]:
+        """(cycle, block of the cycle, place in the block) of a place."""
+        cycle, rest = divmod(place, self._cycle)
+        return cycle, *divmod(rest, self._block)
+
+    def _counts_before(self, cycle: int, block: int) -> list[int]:
+        """Items of every source before a block."""
+        counts = [cycle * count for count in self._of_cycle]
+        if self._tree is not None:
+            _count(self._tree, min(block * self._block, self._cycle), counts)
+        return counts
+
+    def _pattern(self, cycle: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._tree is None:
+            counts = tuple(self._of_cycle)
+        else:
+            before, after = self._before(cycle, block), self._before(cycle, block + 1)
+            counts = tuple(end - start for start, end in zip(before, after, strict=True))
+        key = splitmix(splitmix(splitmix(self._seed & (1 << 64) - 1) + cycle) + block)
+        return _pattern(counts, key % VARIANTS, self._rounds)
+
+
+class Phases:
+    """Places of sources whose weights change: from a place on others hold, and each source goes on where it is."""
+
+    def __init__(self, phases: Sequence[Phase], seed: int = 0):
+        """
+        Args:
+            phases: the first begins at 0, each further one behind the one before.
+        """
+        self.phases = [(start, tuple(weights)) for start, weights in phases]
+        self._starts = [start for start, _ in self.phases]
+        assert self._starts[0] == 0 and all(a < b for a, b in zip(self._starts, self._starts[1:], strict=False)), phases
+        self._mixtures = [Mixture(weights, seed) for _, weights in self.phases]
+        self._before = [[0] * len(self.phases[0][1])]
+        for number, start in enumerate(self._starts[1:]):
+            counts = self._mixtures[number].counts(start - self._starts[number])
+            self._before.append([a + b for a, b in zip(self._before[-1], counts, strict=True)])
+
+    def weights(self, place: int) -> tuple[int, ...]:
+        """Reduced weights at a place."""
+        return self.phases[self._at(place)][1]
+
+    def counts(self, places: int) -> list[int]:
+        """Items of every source in the first `places` places."""
+        at = self._at(places)
+        own = self._mixtures[at].counts(places - self._starts[at])
+        return [before + count for before, count in zip(self._before[at], own, strict=True)]
+
+    def item(self, place: int) -> tuple[int, int]:
+        """(source, item of it) of a place."""
+        at = self._at(place)
+        source, item = self._mixtures[at].item(place - self._starts[at])
+        return source, self._before[at][source] + item
+
+    def items(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, items of them) of places, int64."""
+        places = np.asarray(places, dtype=np.int64)
+        phases = np.searchsorted(self._starts, places, side="right") - 1
+        sources, items = np.empty_like(places), np.empty_like(places)
+        for at in np.unique(phases).tolist():
+            of_phase = phases == at
+            own, numbers = self._mixtures[at].items(places[of_phase] - self._starts[at])
+            sources[of_phase] = own
+            items[of_phase] = np.asarray(self._before[at], dtype=np.int64)[own] + numbers
+        return sources, items
+
+    def places_of(self, source: int, items: int) -> int | None:
+        """Least number of places with `items` items of a source; None if it never has as many."""
+        low, high = 0, 1
+        while self.counts(high)[source] < items:
+            paused = high >= self._starts[-1] and not self.phases[-1][1][source]  # for good
+            if paused or high >= _FAR:
+                return None
+            low, high = high, 2 * high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.counts(middle)[source] >= items else (middle + 1, high)
+        return low
+
+    def _at(self, place: int) -> int:
+        assert place >= 0, place
+        return bisect_right(self._starts, place) - 1
+
+
+@lru_cache(maxsize=2 * VARIANTS)
+def _pattern(counts: tuple[int, ...], variant: int, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+    """One block with so many items of every source: (source, item of it within the block) of every place.
+
+    Every item draws a place of its window that it wants. Neighbours in the wrong order change places where both stay in
+    their windows, in `rounds` rounds of odd-even transposition.
+    """
+    sources, opens, closes = _by_due(counts)
+    size = len(sources)
+    hashes = splitmix_all(np.arange(size, dtype=np.uint64) + np.uint64(splitmix(variant)))
+    wanted = opens + (hashes % (closes - opens + 1).astype(np.uint64)).astype(np.int64)
+    item, place = np.arange(size), np.arange(size)
+    for turn in range(min(rounds, 2 * int((closes - opens).max()))):
+        left, right = item[turn % 2 : size - 1 : 2], item[turn % 2 + 1 :: 2]
+        at = place[turn % 2 : size - 1 : 2]
+        swap = (wanted[left] > wanted[right]) & (closes[left] > at) & (opens[right] <= at)
+        left[swap], right[swap] = right[swap], left[swap]  # views of `item`; the right side is copied first
+    own = sources[item]
+    numbers = np.empty(size, dtype=np.int64)
+    by_source = np.argsort(own, kind="stable")
+    numbers[by_source] = place - np.repeat(np.cumsum(counts) - counts, counts)
+    return own, numbers
+
+
+@lru_cache(maxsize=4)
+def _by_due(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every place of a block: its source, and where the window of its item opens and closes."""
+    size = sum(counts)
+    sources = np.repeat(np.arange(len(counts)), counts)
+    item = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
+    share = np.repeat(counts, counts)
+    opens, closes = item * size // share, -(-(item + 1) * size // share) - 1
+    by_opening = np.argsort(opens, kind="stable")
+    waiting = list(zip(opens[by_opening].tolist(), (closes * size + np.arange(size))[by_opening].tolist(), strict=True))
+    heap: list[int] = []
+    taken, following = [], 0
+    for place in range(size):
+        while following < size and waiting[following][0] <= place:
+            heapq.heappush(heap, waiting[following][1])
+            following += 1
+        taken.append(heapq.heappop(heap) % size)
+    return sources[taken], opens[taken], closes[taken]
+
+
+_Node = int | tuple["_Node", "_Node", int, int]
+"""A source, or (left, right, weight of the left, weight of both)."""
+
+
+def _tree(weights: Sequence[int]) -> _Node:
+    """Huffman's tree (1952): the two lightest are joined until there is one."""
+    heap: list[tuple[int, int, _Node]] = [(weight, at, at) for at, weight in enumerate(weights) if weight]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        light, at, one = heapq.heappop(heap)
+        heavy, _, other = heapq.heappop(heap)
+        heapq.heappush(heap, (light + heavy, at, (one, other, light, light + heavy)))
+    return heap[0][2]
+
+
+def _count(node: _Node, places: int, counts: list[int]) -> None:
+    """Adds the items of every source in the first `places` places below a node."""
+    if isinstance(node, int):
+        counts[node] += places
+        return
+    left, right, light, both = node
+    own = (2 * places * light + both) // (2 * both)
+    _count(left, own, counts)
+    _count(right, places - own, counts)

@@ -1,0 +1,134 @@
+"""Packing: which samples of a step stand in one row, and which data-parallel rank has the row. Arithmetic on planned
+lengths, the same on every rank; imports no torch.
+
+The samples of a step are those of the same step unpacked, so that its losses and gradients are too, and a run goes on
+at any sample number. Only how many microbatches it takes follows from the lengths.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.order.load_balance import deal, whole_work
+from data.order.step_plan import Share, StepPlan
+
+Pack = list[int]
+"""Places in the step of the samples of one row, ascending; empty: a row of padding."""
+
+
+ROUNDED = 32
+"""Rows come in few lengths, so that memory of earlier rows can be used again: 0.5 % of padding in rows of 3,000."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How rows of several samples are made.
+
+    budget: most tokens of the samples of a row; unit: rows are multiples of it, as parallel ranks that split sequences
+    need; microbatches: their number is a multiple of it; equal: the rows of a microbatch are as long on every
+    data-parallel rank; pair: see `deal`.
+    """
+
+    budget: int
+    unit: int = 1
+    microbatches: int = 1
+    equal: bool = False
+    pair: float = 0.0
+
+    def row_length(self, tokens: int) -> int:
+        """Positions of a row of so many tokens."""
+        step = self.unit * -(-ROUNDED // self.unit)
+        return step * max(1, -(-tokens // step))
+
+
+def plan_in_packs(
+    first: int,
+    lengths: np.ndarray,
+    replicas: int,
+    packing: Packing,
+    documents: Sequence[np.ndarray] | None = None,
+) -> StepPlan:
+    """The plan of a step in packed rows, by `pack_step`.
+
+    Args:
+        lengths: [size], planned tokens.
+        replicas: data-parallel ranks of the language model.
+        documents: of each sample the tokens of its documents; None: it is one.
+    """
+    lengths = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # no document is empty; a stand-in without media is
+    tokens, squares = lengths.tolist(), lengths**2
+    if documents is not None:
+        squares = np.array([(of_sample**2).sum() for of_sample in documents], dtype=np.int64)
+    shares = []
+    for packs in pack_step(lengths, squares, replicas, packing):
+        rows = [packing.row_length(sum(map(tokens.__getitem__, pack))) for pack in packs]
+        rows = [max(rows)] * replicas if packing.equal else rows
+        places = (np.array(pack, dtype=np.int64) for pack in packs)
+        shares.append(tuple(map(Share, places, rows)))
+    return StepPlan(first, len(tokens), tuple(shares), lengths, packed=True, documents=documents)
+
+
+def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Packing) -> list[list[Pack]]:
+    """The packs of a step: microbatch -> data-parallel rank -> pack. Every sample is in one pack.
+
+    Samples are dealt to ranks by `deal`. Each rank has as many packs, as few as hold what any of them has. They are
+    filled evenly, the longest sample first, each into the emptiest pack (Graham 1969, longest processing time first),
+    so that a row need not be padded to the budget. The packs of a microbatch are about as costly on all ranks.
+
+    Args:
+        lengths: int64 [samples], tokens of every sample of the step.
+        squares: see `deal`.
+        ranks: data-parallel ranks of the language model.
+    """
+    budget, multiple = packing.budget, packing.microbatches
+    assert 0 < int(lengths.max()) <= budget and min(ranks, multiple) > 0, (lengths.max(), packing, ranks)
+    tokens = lengths.tolist()
+    own = [
+        sorted(places, key=tokens.__getitem__, reverse=True) for places in deal(lengths, squares, ranks, packing.pair)
+    ]
+    # Of those longer than half a pack, none stand together.
+    least = max(
+        max(-(-sum(of_rank) // budget), sum(2 * length > budget for length in of_rank))
+        for of_rank in ([tokens[place] for place in places] for places in own)
+    )
+    count = multiple * -(-least // multiple)
+    while (packs := _all_spread(tokens, own, count, budget)) is None:
+        count += multiple
+    work = whole_work(lengths, squares, packing.pair).tolist()
+    for of_rank in packs:
+        of_rank.sort(key=lambda pack: sum(map(work.__getitem__, pack)), reverse=True)
+    return [[sorted(of_rank[number]) for of_rank in packs] for number in range(count)]
+
+
+def _all_spread(
+    tokens: Sequence[int], own: Sequence[Sequence[int]], count: int, budget: int
+) -> list[list[Pack]] | None:
+    """`count` packs of each rank; None where a sample fits into none.
+
+    Args:
+        own: samples of each rank, the longest first.
+    """
+    found = []
+    for places in own:
+        packs = _spread(tokens, places, count, budget)
+        if packs is None:
+            return None
+        found.append(packs)
+    return found
+
+
+def _spread(tokens: Sequence[int], places: Sequence[int], count: int, budget: int) -> list[Pack] | None:
+    """The same of one rank."""
+    packs: list[Pack] = [[] for _ in range(count)]
+    emptiest = [(0, number) for number in range(count)]
+    for place in places:
+        load, number = emptiest[0]
+        if load + tokens[place] > budget:
+            return None
+        packs[number].append(place)
+        heapq.heapreplace(emptiest, (load + tokens[place], number))
+    return packs

@@ -1,0 +1,284 @@
+"""Sources of samples: which rows of the shards each has, and the order of all, by the weights of a mixture.
+
+A source's item number is its own sample number: each source has its own `GlobalOrder` and its own epochs. What is held
+out of a source is a function of the shard's content and the row alone, so that more shards, or another order of them,
+move no sample to the other side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from data.errors import DataError
+from data.index.shards import find_shards
+from data.order.mixture import Phase, Phases, whole_weights
+from data.order.order import GlobalOrder, splitmix, splitmix_all
+from data.records.fields import Fields
+from data.storage.place_list import PlaceList
+from data.storage.url import Url
+from data.text_format import plural
+
+Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Shards that are mixed with others.
+
+    name: in metrics and messages; shards: see `find_shards`; key: of the config, for messages; weight: its share, over
+    the sum of the weights; None: its number of samples, so that every source ends with the epoch; fields: its own
+    `data.fields`; None: those of the dataset.
+    """
+
+    name: str
+    shards: Shards
+    key: str = "data.shards"
+    weight: float | None = None
+    fields: Fields | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one source, [first, first + rows) without or with only `held`, ascending, counted from `first`."""
+
+    first: int
+    rows: int
+    held: np.ndarray | None = None
+    only_held: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        if self.held is None:
+            return self.rows
+        return len(self.held) if self.only_held else self.rows - len(self.held)
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Rows of all shards at places below `size`."""
+        if self.held is None:
+            return self.first + places
+        if self.only_held:
+            return self.first + self.held[places]
+        # held[j] - j rows stand before the j-th that is held out.
+        before = np.searchsorted(self.held - np.arange(len(self.held)), places, side="right")
+        return self.first + places + before
+
+
+class MixedOrder:
+    """Order of several sources, as `GlobalOrder` has it of one.
+
+    Attributes:
+        size: samples of all sources together, an epoch.
+        parts: of the sources.
+        phases: which weights hold from which number on.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], phases: Sequence[Phase], seed: int = 0, shuffle: bool = True, block: int = 1
+    ):
+        """
+        Args:
+            phases: with a weight for each part; empty: their sizes are their weights.
+            seed, shuffle, block: of the order of each source, see `GlobalOrder`.
+        """
+        self.parts, self.size = tuple(parts), sum(part.size for part in parts)
+        self._seed, self._shuffle, self._block = seed, shuffle, block
+        self._places = Phases(phases or [(0, whole_weights([part.size for part in parts]))], seed)
+        # The first source has the order that it has alone.
+        seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(len(parts))]
+        self._orders = [GlobalOrder(part.size, own, shuffle, block) for part, own in zip(parts, seeds, strict=True)]
+
+    @property
+    def phases(self) -> list[Phase]:
+        """(first sample number, reduced weights), from the start on."""
+        return self._places.phases
+
+    def with_phases(self, phases: Sequence[Phase]) -> MixedOrder:
+        """The same sources with other weights."""
+        return MixedOrder(self.parts, phases, self._seed, self._shuffle, self._block)
+
+    def row(self, number: int) -> int:
+        """Row of all shards for sample `number` (>= 0)."""
+        source, item = self._places.item(number)
+        return int(self.parts[source].at(np.asarray([self._orders[source].row(item)]))[0])
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """`row` of each of `numbers`, int64."""
+        sources, items = self._places.items(numbers)
+        rows = np.empty_like(items)
+        for source in np.unique(sources).tolist():
+            of_source = sources == source
+            rows[of_source] = self.parts[source].at(self._orders[source].rows(items[of_source]))
+        return rows
+
+    def source(self, number: int) -> int:
+        """Which source sample `number` is of."""
+        return self._places.item(number)[0]
+
+    def sources(self, numbers: np.ndarray) -> np.ndarray:
+        """`source` of each of `numbers`, int64."""
+        return self._places.items(numbers)[0]
+
+    def counts(self, numbers: int) -> list[int]:
+        """Samples of every source among the first `numbers`."""
+        return self._places.counts(numbers)
+
+    def exhausted(self) -> tuple[int, int] | None:
+        """(source, numbers): the source of which a sample is the first to be drawn a second time, and how many numbers
+        come before that; None if none ever is."""
+        found = [(self._places.places_of(at, part.size + 1), at) for at, part in enumerate(self.parts)]
+        ends = [(end - 1, at) for end, at in found if end is not None]
+        return min(ends)[::-1] if ends else None
+
+
+def sources_of(shards: Shards | Sequence[Source]) -> tuple[Source, ...]:
+    """Sources as they are; shards as one without a name."""
+    if not isinstance(shards, str | os.PathLike):
+        sources = [one for one in shards if isinstance(one, Source)]
+        if sources:
+            assert len(sources) == len(shards), "sources, or shards"
+            return tuple(sources)
+    return (Source("", cast(Shards, shards)),)
+
+
+def found_shards(source: Source) -> PlaceList:
+    """The shards of a source. Raises DataError as `find_shards`, with the source's key."""
+    try:
+        return find_shards(source.shards)
+    except DataError as error:
+        remedy = ""
+        if source.key == "data.validation_shards":
+            remedy = "; to hold out a share of data.shards: data.validation_shards= data.validation_fraction=0.01; "
+            remedy += "to hold out none: data.validation_shards="
+        raise type(error)(str(error).replace("data.shards", source.key, 1) + remedy) from error
+
+
+def parts_of(
+    sources: Sequence[Source],
+    ends: Sequence[int],
+    counts: Sequence[int],
+    contents: Sequence[str],
+    held_fraction: float,
+    only_held: bool,
+) -> list[Part]:
+    """The rows of every source.
+
+    Args:
+        ends: behind the last shard of each source.
+        counts: samples of the shards; contents: of them.
+        held_fraction: share that is held out; only_held: the rows are those, and not the others.
+
+    Raises:
+        DataError: a source has none.
+    """
+    parts, begin, first = [], 0, 0
+    for source, end in zip(sources, ends, strict=True):
+        rows, held = sum(counts[begin:end]), None
+        if held_fraction:
+            starts = np.cumsum([0, *counts[begin:end]])
+            of_shards = zip(starts, contents[begin:end], counts[begin:end], strict=False)
+            held = np.concatenate(
+                [start + held_rows(content, count, held_fraction) for start, content, count in of_shards]
+            )
+        part = Part(first, rows, held, only_held)
+        if not part.size:
+            holds, change = ("none", "raise it") if only_held else ("all", "lower it")
+            why = f": data.validation_fraction {held_fraction:g} holds out {holds} of them: {change}" if rows else ""
+            raise DataError(f"{source.key}: no sample is left of the {rows} in {plural(end - begin, 'shard')}{why}")
+        parts.append(part)
+        begin, first = end, first + rows
+    return parts
+
+
+def phases_of(sources: Sequence[Source]) -> list[Phase]:
+    """By the weights of the sources; empty: by their sizes."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    return [(0, whole_weights(weights))] if len(weights) == len(sources) else []
+
+
+def order_of(
+    sources: Sequence[Source],
+    ends: Sequence[int],
+    counts: Sequence[int],
+    contents: Sequence[str],
+    seed: int,
+    shuffle: bool,
+    block: int,
+    held_fraction: float,
+    only_held: bool,
+) -> GlobalOrder | MixedOrder:
+    """The order of all samples; arguments and errors as of `parts_of` and `GlobalOrder`."""
+    if len(sources) == 1 and not held_fraction:
+        return GlobalOrder(sum(counts), seed, shuffle, block)
+    parts = parts_of(sources, ends, counts, contents, held_fraction, only_held)
+    return MixedOrder(parts, phases_of(sources), seed, shuffle, block)
+
+
+class SourcesView:
+    """What a dataset knows of its sources."""
+
+    sources: tuple[Source, ...]
+    """Where the samples are from: one without a name, or those that are mixed."""
+    order: GlobalOrder | MixedOrder
+    """Sample number -> row of all shards. A `MixedOrder` if there are several sources or some samples are held out;
+    other weights of it may be set before readers begin."""
+
+    @property
+    def source_sizes(self) -> list[int]:
+        """Samples of each of `sources`."""
+        return [part.size for part in self.order.parts] if isinstance(self.order, MixedOrder) else [self.order.size]
+
+    def sources_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Which of `sources` samples are of, int64."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        return self.order.sources(numbers) if isinstance(self.order, MixedOrder) else np.zeros_like(numbers)
+
+    def source_counts(self, numbers: int) -> list[int]:
+        """Samples of each of `sources` among the first `numbers`."""
+        return self.order.counts(numbers) if isinstance(self.order, MixedOrder) else [numbers]
+
+    def exhausted(self) -> tuple[int, int]:
+        """(source, numbers): which of `sources` is the first to have a sample drawn a second time, and how many numbers
+        come before that."""
+        ends = self.order.exhausted() if isinstance(self.order, MixedOrder) else (0, self.order.size)
+        assert ends is not None, "some source has a weight"
+        return ends
+
+    def set_phases(self, phases: Sequence[Phase]) -> None:
+        """Other weights of the sources, before readers begin."""
+        if isinstance(self.order, MixedOrder):
+            self.order = self.order.with_phases(phases)
+
+
+def fingerprint_of(shards: Sequence[tuple[str, int, str, int]], ends: Sequence[int], held_fraction: float) -> str:
+    """A hash of what the order of samples follows from, but for seed and weights.
+
+    Args:
+        shards: (name, bytes, content, samples) of each; ends: behind the last shard of each source.
+    """
+    names: list = [*shards]
+    names += [list(ends)] if len(ends) > 1 else []
+    names += [held_fraction] if held_fraction else []
+    # Thousands of lists, none of which can be within itself.
+    return hashlib.sha256(json.dumps(names, check_circular=False).encode()).hexdigest()[:32]
+
+
+def held_rows(content: str, rows: int, fraction: float) -> np.ndarray:
+    """Rows of a shard that are held out: those whose hash is below `fraction` of all hashes.
+
+    Args:
+        content: the shard's.
+        rows: how many it has.
+    """
+    key = 0
+    for byte in content.encode():
+        key = splitmix(key ^ byte)
+    hashes = splitmix_all(np.arange(rows, dtype=np.uint64) ^ np.uint64(key))
+    return np.flatnonzero(hashes < np.uint64(fraction * 2.0**64))

@@ -1,0 +1,180 @@
+"""The plan of a step: which samples make which microbatch, which replica of the language model has them, and how long
+its rows are. Arithmetic on planned lengths alone, so that every rank of every module has the same plan and no message
+announces a shape.
+
+A *place* is a position in the step: place p is sample number first + p. The samples of a step never depend on the plan,
+only their order in it: losses are sums over the step, divided by its tokens, and stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from data.order.split import Span
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one data-parallel rank of the language model has of a microbatch."""
+
+    places: np.ndarray
+    """int64 [samples]: their places in the step, in the order of the rows."""
+    length: int
+    """Positions of a row."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How a step is cut. Lists over the samples of a microbatch (token counts, loads) are in the order of `places`, and
+    every module divides them in that order."""
+
+    first: int
+    """Number of the step's first sample."""
+    size: int
+    """Samples of the step, over all data-parallel ranks."""
+    shares: tuple[tuple[Share, ...], ...]
+    """By microbatch, and by data-parallel rank of the language model."""
+    lengths: np.ndarray | None = None
+    """int64 [size]: planned tokens of each sample by its place, as many as its text has; None if they are not known,
+    and rows are as long as any sample may be."""
+    packed: bool = False
+    """Whether the samples of a share stand in one row, one behind the other; else each has a row."""
+    documents: Sequence[np.ndarray] | None = None
+    """Of packed samples of several documents each, by place: their tokens, int64; None: each sample is one."""
+
+    def places(self, microbatch: int) -> np.ndarray:
+        """Places in the step of all samples of a microbatch, those of the first data-parallel rank first."""
+        return self._places[microbatch]
+
+    def spans(self, microbatch: int) -> list[Span]:
+        """Of `places`, those of each data-parallel rank of the language model."""
+        return self._spans[microbatch]
+
+    def lengths_in_row(self, numbers: np.ndarray, row_length: int) -> list[int]:
+        """Of a packed row, the tokens of its samples, and of the padding behind them if there is any.
+
+        Args:
+            numbers: of the samples.
+        """
+        assert self.lengths is not None, "packs follow from lengths"
+        found = self.lengths[numbers - self.first].tolist()
+        rest = row_length - sum(found)
+        return [*found, rest] if rest else found
+
+    def rows(self, microbatch: int, replica: int) -> int:
+        """Rows of a share."""
+        return 1 if self.packed else len(self.shares[microbatch][replica].places)
+
+    @cached_property
+    def rows_of_length(self) -> dict[int, int]:
+        """Rows of the step by their length, over all data-parallel ranks."""
+        found: Counter[int] = Counter()
+        for microbatch, of_ranks in enumerate(self.shares):
+            for replica, share in enumerate(of_ranks):
+                found[share.length] += self.rows(microbatch, replica)
+        return dict(found)
+
+    @cached_property
+    def texts_of_length(self) -> dict[int, int]:
+        """By its length, whatever attends within itself alone: rows, or of packed ones their samples' documents and the
+        padding behind them."""
+        found: Counter[int] = Counter()
+        for of_rank in self.texts_of_ranks():
+            found.update(of_rank)
+        return dict(found)
+
+    def texts_of_ranks(self) -> list[Counter[int]]:
+        """`texts_of_length` of each data-parallel rank of the language model."""
+        found = [Counter[int]() for _ in self.shares[0]]
+        for microbatch in range(len(self.shares)):
+            for replica, texts in enumerate(found):
+                texts.update(self.texts_of(microbatch, replica))
+        return found
+
+    def texts_of(self, microbatch: int, replica: int) -> Counter[int]:
+        """`texts_of_length` of one share."""
+        share = self.shares[microbatch][replica]
+        if not self.packed:
+            return Counter({share.length: len(share.places)})
+        assert self.lengths is not None, "packs follow from lengths"
+        lengths = self.lengths[share.places]
+        if self.documents is None:
+            texts = Counter(lengths.tolist())
+        else:
+            texts = Counter(length for place in share.places for length in self.documents[place].tolist())
+        if rest := share.length - int(lengths.sum()):
+            texts[rest] += 1
+        return texts
+
+    @cached_property
+    def positions(self) -> int:
+        """Positions of all rows of the step, padding included: what the language model computes."""
+        return sum(length * rows for length, rows in self.rows_of_length.items())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step's samples, without padding; with it where their lengths are not known."""
+        return self.positions if self.lengths is None else int(self.lengths.sum())
+
+    @cached_property
+    def _places(self) -> list[np.ndarray]:
+        return [np.concatenate([share.places for share in of_ranks]) for of_ranks in self.shares]
+
+    @cached_property
+    def _spans(self) -> list[list[Span]]:
+        ends = [np.cumsum([0, *(len(share.places) for share in of_ranks)]).tolist() for of_ranks in self.shares]
+        return [list(zip(of[:-1], of[1:], strict=True)) for of in ends]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How microbatches of similar lengths are made.
+
+    unit: rows are multiples of it, as parallel ranks that split sequences need; equal: all rows of a step are as long
+    as its longest sample.
+    """
+
+    unit: int = 8
+    equal: bool = False
+
+
+def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length: int) -> StepPlan:
+    """Samples in their order, `microbatch` of them in each microbatch over `replicas` data-parallel ranks; all rows of
+    `length`."""
+    cut = np.arange(size, dtype=np.int64).reshape(-1, replicas, microbatch // replicas)
+    shares = tuple(tuple(Share(places, length) for places in of_ranks) for of_ranks in cut)
+    return StepPlan(first, size, shares)
+
+
+def plan_by_length(
+    first: int, lengths: np.ndarray, microbatch: int, replicas: int, longest: int, padding: Padding
+) -> StepPlan:
+    """Samples sorted by their planned length, the longest first and equal ones in their order: microbatches hold
+    similar lengths, and rows are as long as the longest sample of their share.
+
+    Which samples make a microbatch does not depend on the number of replicas. Each replica gets a run of neighbours of
+    it, and the longest run goes to the replica with the fewest positions so far.
+
+    Args:
+        lengths: [size], planned tokens.
+        longest: positions of the longest row: `sequence_length`.
+    """
+    order = np.argsort(-lengths, kind="stable").astype(np.int64)
+    cut = order.reshape(-1, replicas, microbatch // replicas)
+    tops = np.minimum(-(-lengths[cut[:, :, 0]] // padding.unit) * padding.unit, longest)
+    tops = np.maximum(tops, min(padding.unit, longest))
+    if padding.equal:
+        tops = np.broadcast_to(tops[:1, :1], tops.shape)
+    load = np.zeros(replicas, dtype=np.int64)
+    shares = []
+    for runs, top in zip(cut, tops, strict=True):
+        ranks = np.argsort(load, kind="stable")  # the least loaded one first, for the longest run
+        load[ranks] += top
+        placed = np.argsort(ranks)
+        shares.append(tuple(Share(runs[run], int(top[run])) for run in placed))
+    return StepPlan(first, len(lengths), tuple(shares), np.asarray(lengths, dtype=np.int64))

@@ -1,0 +1,1 @@
+"""Records of samples as users write them, read as conversations."""

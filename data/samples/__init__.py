@@ -1,0 +1,1 @@
+"""One sample: its metadata from the index, and its tokens and media."""

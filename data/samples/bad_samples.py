@@ -1,0 +1,118 @@
+"""Bad samples (samples that cannot be read): each is told of once, with shard and key, and more than
+`data.max_bad_samples` end the run.
+
+There is one rule, `require_budget`, and two that count for it. A dataset counts the samples that its own process has
+read. A run of several ranks counts over all ranks and all its starts, each sample of a step once, whoever read it; an
+evaluation counts the held-out samples in the same way, apart from those. The count of a rank is never above that of the
+run, so it is right whichever is the first to end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from data.errors import TooManyBadSamples
+from data.storage.url import Place
+from data.text_format import shown
+
+_log = logging.getLogger(__name__)
+
+
+class BadSample(NamedTuple):
+    """A sample that cannot be read: its global number, where it is, why, and its source in a mixture."""
+
+    number: int
+    shard: Place
+    key: str
+    reason: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        source = f" of {self.source}" if self.source else ""
+        return f"{self.shard}{source}, key {self.key!r}: {shown(self.reason)}"
+
+
+def require_budget(count: int, allowed: int, example: BadSample | None = None) -> None:
+    """Ends the run if more samples are bad than `data.max_bad_samples` allows.
+
+    Args:
+        count: bad samples so far.
+        allowed: `data.max_bad_samples`.
+        example: one of them, where this process knows one.
+
+    Raises:
+        TooManyBadSamples: `count` is above `allowed`.
+    """
+    if count <= allowed:
+        return
+    raise TooManyBadSamples(
+        f"data.max_bad_samples: {count} bad {'sample' if count == 1 else 'samples'}, {allowed} allowed"
+        f"{'' if example is None else f', for example {example}'}. Repair the shards (`mimo-train shards verify` lists "
+        "every bad sample), or raise data.max_bad_samples"
+    )
+
+
+def allowed_of(limit: float, samples: int) -> int:
+    """How many of `samples` may be bad: `data.max_bad_samples`, a number or, below 1, a fraction."""
+    return math.floor(limit * samples) if 0 < limit < 1 else int(limit)
+
+
+class BadSamples:
+    """The bad samples that this process has found, each once. Safe to use from several threads.
+
+    Attributes:
+        is_quiet: whether somebody else tells people of them (`take`); else each is logged.
+        on_excess: is called with those that nobody has taken before too many end the run.
+    """
+
+    def __init__(self, allowed: int, row_of: Callable[[int], int] = lambda number: number) -> None:
+        """
+        Args:
+            row_of: number of a sample -> its row, the same in every epoch.
+        """
+        assert allowed >= 0, allowed
+        self.is_quiet = False
+        self.on_excess: Callable[[list[BadSample]], None] = lambda new: None
+        self._allowed, self._row_of = allowed, row_of
+        self._found: dict[int, BadSample] = {}
+        self._new: list[BadSample] = []
+        self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        """How many were found so far."""
+        return len(self._found)
+
+    def __contains__(self, number: int) -> bool:
+        return self._row_of(number) in self._found
+
+    @property
+    def latest(self) -> BadSample | None:
+        """The one found last; None if there is none."""
+        with self._lock:
+            return next(reversed(self._found.values()), None)
+
+    def take(self) -> list[BadSample]:
+        """Those found since the last call."""
+        with self._lock:
+            taken, self._new = self._new, []
+        return taken
+
+    def record(self, bad: BadSample) -> None:
+        """Counts one that is new, of whatever epoch. Raises TooManyBadSamples as `require_budget` does."""
+        row = self._row_of(bad.number)
+        with self._lock:
+            if row in self._found:
+                return
+            self._found[row] = bad
+            self._new.append(bad)
+            count = len(self._found)
+        if not self.is_quiet:
+            _log.warning("bad sample: %s", bad)
+        if count > self._allowed:
+            self.on_excess(self.take())
+        require_budget(count, self._allowed, bad)

@@ -1,0 +1,231 @@
+"""The dataset: global sample number -> tokens, pictures, or just counts, each read on its own, by the index.
+
+What the index says (token counts, sizes) is the same on every rank and costs no read. What is read of a sample:
+`data.outlined`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from data import collate
+from data.errors import DataError
+from data.index.catalogue import open_catalogue
+from data.index.shard_index import Member, ShardIndex
+from data.media.background import WHITE, Colour
+from data.media.bounds import BOUNDS, Bounds
+from data.order.mixture import Phase
+from data.order.order import GlobalOrder
+from data.order.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
+from data.records.fields import NO_FIELDS, Fields
+from data.samples.bad_samples import BadSamples, allowed_of
+from data.samples.frames import SAMPLING, Sampling
+from data.samples.reading_samples import OutlinedSamples
+from data.samples.sample_batch_meta import SampleTable, StepSamples, lengths_key
+from data.samples.sample_meta import Media, SampleOutline
+from data.storage.file_cache import FileCache
+from data.storage.local import ShardReader
+from data.storage.place_list import PlaceList
+from data.storage.retry import RETRIES
+from data.storage.url import Place
+from data.storage.version import ShardVersion
+from data.text.tokens import Tokenizer
+from data.text_format import plural
+
+_OPEN_INDEXES = 256  # whose keys may be unpacked
+_RECENT = 512  # outlines and versions that are kept: a sample is asked for by several readers of its step
+
+
+class Dataset(OutlinedSamples):
+    """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
+
+    shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each
+    module's placeholder; sequence_length: S; media: the encoder modules (several may take one kind: then each
+    picture expands to the tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`;
+    cache_dir: folder for indexes, instead of beside the shards; blind: pixels and waveforms are zeros and are not
+    read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry their
+    questions too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
+    ground: see `decode_picture`; fields: `data.fields`; sampling: of videos; skip_null: samples whose answers are null
+    or blank have no loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`;
+    only_held: the samples are these, and not the others. Methods may be called from several threads. members_cache:
+    keeps what is read of remote shards.
+
+    Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
+    read), ReadError (an I/O error that does not pass).
+    """
+
+    order: GlobalOrder | MixedOrder
+    shards: PlaceList
+
+    def __init__(
+        self,
+        shards: Shards | Sequence[Source],
+        *,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        media: Sequence[Media] = (),
+        seed: int = 0,
+        shuffle: bool = True,
+        shuffle_block: int = 1,
+        cache_dir: str | os.PathLike[str] | None = None,
+        blind: bool = False,
+        max_bad_samples: float = 0,
+        keep_text: bool = False,
+        read_retries: int = RETRIES,
+        bounds: Bounds = BOUNDS,
+        ground: Colour | None = WHITE,
+        fields: Fields = NO_FIELDS,
+        sampling: Sampling = SAMPLING,
+        skip_null: bool = False,
+        held_fraction: float = 0.0,
+        only_held: bool = False,
+        members_cache: FileCache | None = None,
+    ) -> None:
+        assert sequence_length > 0, sequence_length
+        self.sources = sources_of(shards)
+        found = [found_shards(source) for source in self.sources]
+        self.shards = PlaceList.joined(found)
+        super().__init__(tokenizer, sequence_length, media, blind, keep_text, bounds, ground, skip_null, sampling)
+        self._fields = [fields if source.fields is None else source.fields for source in self.sources]
+        self.reader = ShardReader(read_retries, cache=members_cache)
+        self.cache_dir = cache_dir
+        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._lock = threading.Lock()
+        self._recent = lru_cache(_RECENT)(lambda number: self.outline_at(*self._place(number), number))
+        self._version = lru_cache(_RECENT)(lambda shard: self._catalogue.version(shard))
+        self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
+        read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
+        self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
+        self.is_remote = self.shards.is_remote
+        """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
+        self.is_at_hand = not self.is_remote
+        self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
+        counts = self._catalogue.counts.tolist()
+        self._ends = np.cumsum(self._catalogue.counts)
+        self._begins = self._ends - self._catalogue.counts
+        if not self._ends[-1]:
+            raise DataError(
+                f"data.shards: no sample in {plural(len(self.shards), 'shard')}, for example {self.shards[0]}"
+            )
+        self._source_ends = np.cumsum([len(paths) for paths in found])
+        sizes, contents = self._catalogue.contents()
+        of_shards = self._source_ends.tolist(), counts, contents
+        self.order = order_of(self.sources, *of_shards, seed, shuffle, shuffle_block, held_fraction, only_held)
+        self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
+        self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
+        names = list(zip(self.shards.names, sizes, contents, counts, strict=True))
+        self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
+        """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
+        of, and the share that is held out; it does not change when the folder moves."""
+
+    def locate(self, number: int) -> tuple[Place, str]:
+        """(shard, key) of a global sample number, of any epoch."""
+        shard, row = self._place(number)
+        return self.shards[shard], self.index(shard).key(row)
+
+    def identity(self, number: int) -> str:
+        """A unique identity of what is read of its media, over all runs: shard with size, modification time and a
+        sample of its content, row, and which members `data.fields` names."""
+        shard, row = self._place(number)
+        version, named = self.version(shard), self.fields_of(shard).named_media
+        place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"
+        return f"{place}|{row}{named}"
+
+    def version(self, shard: int) -> ShardVersion:
+        """What a shard was when it was indexed."""
+        return self._version(shard)
+
+    def plan_step(self, first: int, size: int) -> StepSamples:
+        """What the index says of samples [first, first + size), all at once; reads no member."""
+        rows = self.order.rows(np.arange(first, first + size))
+        lengths = None if self.lengths is None else self.lengths[rows].astype(np.int64)
+        shards = np.searchsorted(self._ends, rows, side="right")
+        sources = np.searchsorted(self._source_ends, shards, side="right")
+        fields = [(own, np.flatnonzero(sources == at)) for at, own in enumerate(self._fields) if own != NO_FIELDS]
+        return self._table.of(self._catalogue.rows(shards, rows - self._begins[shards]), lengths, fields)
+
+    def fields_of(self, shard: int) -> Fields:
+        """`data.fields` of a shard's source."""
+        return self._fields[self._source_of(shard)]
+
+    def lengths_keys(self) -> list[tuple[str, range]]:
+        """What the lengths of texts follow from, beside their shards (`data.text_lengths`): of the shards of each
+        source."""
+        begins = [0, *self._source_ends.tolist()]
+        return [(key, range(*begins[at : at + 2])) for at, key in enumerate(self._lengths_keys)]
+
+    def stamps(self) -> np.ndarray:
+        """`Catalogue.stamps`."""
+        return self._catalogue.stamps()
+
+    def samples_of(self, shard: int) -> int:
+        """Samples of one shard."""
+        return int(self._catalogue.counts[shard])
+
+    def length_of(self, shard: int, row: int) -> int:
+        """Tokens that a sample, or its stand-in, takes in the sequence; reads the json or txt member only."""
+        outline = self.outline_at(shard, row)
+        tokens = outline.media_tokens(self.modules, self._placeholders)
+        try:
+            conversation = self._conversation(outline)
+            self._require_words(conversation)
+            return collate.length_of(conversation, self.tokenizer, tokens, self.sequence_length, outline.key)
+        except Exception as error:
+            self._reason(outline, error)
+            return len(collate.placeholders_in(tokens))
+
+    def outline(self, number: int) -> SampleOutline:
+        """What the index says of a sample; reads no member."""
+        return self._recent(number)
+
+    def set_phases(self, phases: Sequence[Phase]) -> None:
+        """Other weights of the sources, before readers begin."""
+        super().set_phases(phases)
+        self._recent.cache_clear()
+
+    def outline_at(self, shard: int, row: int, number: int = -1) -> SampleOutline:
+        """`outline` of a row of a shard."""
+        return self._outlines.of(self.index(shard), shard, row, number)
+
+    def unread_members(self) -> Counter[tuple[str, str]]:
+        """How many members of all samples are not read, by (extension, what they are)."""
+        found: Counter[tuple[str, str]] = Counter()
+        for shard in range(len(self.shards)):
+            found += self.index(shard).unread()
+        return found
+
+    def close(self) -> None:
+        """Closes the shard files."""
+        self.reader.close()
+
+    def _read(self, outline: SampleOutline, member: Member) -> bytes:
+        shard, version = self.shards[outline.shard], self.version(outline.shard)
+        return self.reader.read(shard, member.offset, member.size, member.extension, version)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        row = self.order.row(number)
+        shard = int(np.searchsorted(self._ends, row, side="right"))
+        return shard, row - int(self._begins[shard])
+
+    def index(self, shard: int) -> ShardIndex:
+        """Of a shard, read as its source's `data.fields` says."""
+        with self._lock:
+            index = self._indexes.get(shard)
+            if index is None:
+                index = self._indexes[shard] = self._catalogue.index(shard).with_fields(self.fields_of(shard))
+                if len(self._indexes) > _OPEN_INDEXES:
+                    self._indexes.popitem(last=False)
+            self._indexes.move_to_end(shard)
+            return index
+
+    def _source_name(self, shard: int) -> str:
+        return self.sources[self._source_of(shard)].name
+
+    def _source_of(self, shard: int) -> int:
+        return int(np.searchsorted(self._source_ends, shard, side="right"))

@@ -1,0 +1,68 @@
+"""Videos as pictures: which of a video's frames are read, from its length alone. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.index.shard_index import Frame, Member
+
+_ROUNDING = 1e-9
+"""More than what the products of lengths and rates are off by."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`data.video`: how many pictures a video becomes. They are those in the middle of so many equal parts of it."""
+
+    frames_per_second: float = 1.0
+    """Pictures of a second."""
+    max_frames: int = 32
+    """Most pictures of a video, of which longer ones have fewer a second."""
+
+    def count(self, milliseconds: int) -> int:
+        """Pictures of a video of this length, at least one."""
+        return int(self.counts(np.array([milliseconds], dtype=np.int64))[0])
+
+    def counts(self, milliseconds: np.ndarray) -> np.ndarray:
+        """`count` of many, int64."""
+        # Bounded before they become whole numbers; 0.3 a second of 10 seconds are 3, and not 2.9999.
+        found = np.minimum(milliseconds * self.frames_per_second / 1000, self.max_frames)
+        return np.maximum((found + _ROUNDING).astype(np.int64), 1)
+
+
+SAMPLING = Sampling()
+"""That a config begins with."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What stands at one place of a sample that pictures are read from: a picture, or a video."""
+
+    extension: str
+    frames: int
+    """Pictures of a video; 0: it is a picture."""
+
+
+def pictures_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
+    """The members that pictures are read from, each video once for every picture of it; one without a readable header
+    once."""
+    found: list[Member] = []
+    for member in members:
+        if member.kind == "image" or (member.kind == "video" and not member.milliseconds):
+            found.append(member)
+        elif member.kind == "video":
+            count = sampling.count(member.milliseconds)
+            found += [member._replace(frame=Frame(number, count)) for number in range(count)]
+    return found
+
+
+def places_of(pictures: Sequence[Member]) -> tuple[Picture, ...]:
+    """The pictures and videos behind what `pictures_of` gives, in their order."""
+    return tuple(
+        Picture(member.extension, member.frame.of if member.frame else 0)
+        for member in pictures
+        if member.frame is None or member.frame.number == 0
+    )

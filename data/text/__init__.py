@@ -1,0 +1,1 @@
+"""Conversations as tokens: tokenizers, chat templates, placeholders."""

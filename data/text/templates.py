@@ -1,0 +1,173 @@
+"""Chat templates: conversation -> tokens, which of them are learned, and where a prompt ends. Ours is here; those of
+Hugging Face tokenizers are in `jinja_template.py`.
+
+Ours is neutral, the same for every tokenizer:
+
+    [begin] then for each turn: [role marker] text and placeholders [end of turn]
+
+Learned are the tokens of assistant turns and the end-of-turn token that closes each; of a plain text, which has no
+roles and no template, all. Placeholders never are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from data.errors import RecordError
+from data.records.conversation import Conversation
+from data.text.placeholders import Placeholder
+
+MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, int]]]]
+"""kind -> per member, in order -> (placeholder id, number of tokens) of each module that takes this kind."""
+
+
+@dataclass
+class Encoded:
+    """A conversation as tokens."""
+
+    tokens: list[int]
+    learned: list[bool]
+    """Whether each is a target of the loss."""
+    media_end: int = 0
+    """Behind the last placeholder; 0 without any."""
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    """(position of the first learned token, number of the turn) of each learned turn."""
+
+    def add(self, ids: Sequence[int], learned: bool) -> None:
+        """Tokens at the end."""
+        self.tokens.extend(ids)
+        self.learned.extend([learned] * len(ids))
+
+
+class Template(Protocol):
+    """How conversations become tokens. May be called from several threads."""
+
+    name: str
+    """For people: whose it is."""
+    is_own: bool
+    """True for our own format."""
+    notes: tuple[str, ...]
+    """What `mimo-train check` should say of it."""
+    stop_ids: frozenset[int]
+    """Tokens that end an answer."""
+    identity: str
+    """A text that changes with whatever the tokens of a conversation follow from, besides the vocabulary."""
+
+    def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
+        """Tokens of a whole conversation. Raises RecordError for one that the template cannot render."""
+
+    def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
+        """Tokens up to where the assistant's next answer begins. Raises RecordError as `encode` does."""
+
+
+class Vocabulary(Protocol):
+    """What our template needs of a tokenizer."""
+
+    begin_id: int | None
+    end_of_turn_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text."""
+
+    def role_ids(self, role: str) -> list[int]:
+        """Marker that opens a turn of `role`."""
+
+
+def encode_plain(conversation: Conversation, vocabulary: Vocabulary) -> Encoded | None:
+    """The tokens of a text without roles, which no template changes; None for a conversation."""
+    if conversation.turns[0].role != "plain":
+        return None
+    found = Encoded([], [])
+    found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
+    found.answers.append((len(found.tokens), 0))
+    found.add(vocabulary.encode(conversation.turns[0].text), True)
+    found.add([vocabulary.end_of_turn_id], True)
+    return found
+
+
+OWN = "our own"
+"""Name of our own format."""
+
+
+class OwnTemplate:
+    """Our own format, piece by piece: of tokenizers whose tokens do not reach across the end of a piece (bytes), and of
+    those that are not fast."""
+
+    name, is_own = OWN, True
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        placeholders: Sequence[Placeholder] = (),
+        around: Mapping[int, tuple[list[int], list[int]]] | None = None,
+    ) -> None:
+        """
+        Args:
+            around: id of a pad -> ids of its start and end, where it has any.
+        """
+        self._vocabulary = vocabulary
+        self._around = {pad: pair for pad, pair in (around or {}).items() if any(pair)}
+        self.stop_ids = frozenset([vocabulary.end_of_turn_id])
+        self.identity = f"own {read_as(placeholders)}"
+
+    def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
+        """See `Template.encode`. Tools, calls of tools and reasoning have no place in it; a developer is the system."""
+        plain = encode_plain(conversation, self._vocabulary)
+        if plain is not None:
+            return plain
+        require_place(conversation)
+        vocabulary, found = self._vocabulary, Encoded([], [])
+        remaining = {kind: iter(members) for kind, members in media.items()}
+        found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
+        for number, turn in enumerate(conversation.turns):
+            learns = turn.is_learned
+            found.add(vocabulary.role_ids("system" if turn.role == "developer" else turn.role), False)
+            if learns:
+                found.answers.append((len(found.tokens), number))
+            for part in turn.parts:
+                if part.kind == "text":
+                    found.add(vocabulary.encode(part.text), learns)
+                    continue
+                for pad, count in next(remaining[part.kind]):
+                    start, end = self._around.get(pad, _NOTHING)
+                    if start:
+                        found.add(start, False)
+                    found.add([pad] * count, False)
+                    found.media_end = len(found.tokens)
+                    if end:
+                        found.add(end, False)
+            found.add([vocabulary.end_of_turn_id], learns)
+        return found
+
+    def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
+        """See `Template.prompt`."""
+        return self.encode(conversation, media).tokens + self._vocabulary.role_ids("assistant")
+
+
+_NOTHING: tuple[list[int], list[int]] = ([], [])
+_NO_PLACE = (
+    "for which our own conversation format has no place: take a tokenizer with a chat template that has one, and "
+    "data.chat_template=auto"
+)
+_OF_TOOLS = ("tool", "function")
+_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+
+
+def require_place(conversation: Conversation) -> None:
+    """Raise RecordError for what our own format would leave out. Other fields, such as a `name`, are ignored."""
+    if conversation.tools:
+        raise RecordError(f"the record has tools, {_NO_PLACE}")
+    for turn in conversation.turns:
+        for name in _CONTENT if turn.fields else ():
+            if turn.fields.get(name):
+                raise RecordError(f"a message has {name}, {_NO_PLACE}")
+        if turn.role in _OF_TOOLS:
+            raise RecordError(f"the record has a message of the role {turn.role!r}, {_NO_PLACE}")
+
+
+def read_as(placeholders: Sequence[Placeholder]) -> str:
+    """What changes with the tokens that records with media become: the placeholders, and how markers are read."""
+    return f"{list(placeholders)} without separators" if placeholders else "[]"

@@ -1,0 +1,366 @@
+"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer; each with its template of conversations.
+
+The template is the tokenizer's own Jinja template (`jinja_template.py`) or ours (`own_format.py`; of bytes
+`templates.py`). In ours the byte tokenizer has one special id for each marker. With a Hugging Face tokenizer begin is
+its BOS token (left out if it has none), end of turn its EOS token, and a role marker is the special token `<|user|>`,
+`<|assistant|>` or `<|system|>` where the vocabulary has all three, else the plain text "user:", "assistant:" or
+"system:" and a line break. Text is not read as special tokens, so that a record cannot forge a marker or a placeholder,
+but for the tokens that `data.special_tokens_in_text` admits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from data.errors import DataError
+from data.text.chat_renderer import ChatRenderer
+from data.text.jinja_template import JinjaTemplate
+from data.text.own_format import own_chat_template
+from data.text.placeholders import Placeholder, as_placeholders, place_texts, resolved
+from data.text.special_text import SpecialText, admit
+from data.text.templates import OwnTemplate, Template
+from data.text.tokenizer_files import files_fingerprint, require_plain_files
+
+ROLES = ("user", "assistant", "system")
+
+
+class Tokenizer(Protocol):
+    """What the data path needs of a tokenizer.
+
+    Attributes:
+        vocab_size: one more than the largest id, without any padding.
+        text_size: the same of ids that text has: all but those of placeholders.
+        special_text: finds special tokens in texts that are read as plain text.
+    """
+
+    pad_id: int
+    begin_id: int | None
+    end_of_turn_id: int
+    vocab_size: int
+    text_size: int
+    template: Template
+    special_text: SpecialText
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the vocabulary, the template and the placeholders: with another one texts have other tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; no special id among them."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special ids are left out."""
+
+    def shown(self, ids: Iterable[int]) -> str:
+        """Text of the ids for people; special ids by their names."""
+
+    def role_ids(self, role: str) -> list[int]:
+        """Marker that opens a turn of `role`: user, assistant or system."""
+
+    def placeholder_id(self, name: str) -> int:
+        """Id that stands for a token of features at a placeholder such as `<image>`. Raises DataError for a name that
+        the tokenizer was not built with."""
+
+    def as_text(self, token: int) -> int:
+        """The token where the model wrote it: padding in the place of a placeholder, which would ask for features."""
+
+    @property
+    def vocabulary_fingerprint(self) -> str:
+        """Of how text becomes ids: weights that were trained with another one mean nothing here."""
+
+
+def build_tokenizer(
+    name: str | os.PathLike[str],
+    placeholders: Iterable[str | Placeholder] = (),
+    *,
+    chat_template: str = "auto",
+    template_variables: Mapping[str, Any] | None = None,
+    special_in_text: str | Sequence[str] = (),
+) -> Tokenizer:
+    """The tokenizer of a run.
+
+    Args:
+        name: `data.tokenizer`: "bytes", or a folder with a Hugging Face tokenizer. Nothing is looked up in a network.
+        placeholders: one per media module, e.g. ["<image>"].
+        chat_template: `data.chat_template`: "auto" (the tokenizer's own, ours if it has none), "own" (ours), or a file
+            with a Jinja template.
+        template_variables: `data.template_variables`: what the Jinja template may use beside the conversation.
+        special_in_text: `data.special_tokens_in_text`: special tokens that texts may have, see `special_text.admit`.
+
+    Raises:
+        DataError: it cannot be loaded, or its template cannot be used; with the config key.
+    """
+    own = chat_template == "own" or (name == "bytes" and chat_template == "auto")
+    if own and template_variables:
+        raise DataError(
+            f"data.template_variables: {sorted(template_variables)} are for a tokenizer's chat template, and our own "
+            "format takes none: remove them"
+        )
+    found = as_placeholders(placeholders)
+    if name != "bytes":
+        return HuggingFaceTokenizer(name, found, chat_template, template_variables or {}, special_in_text)
+    if special_in_text:
+        raise DataError(
+            "data.special_tokens_in_text: the tokenizer `bytes` has no special tokens for texts. Remove the key"
+        )
+    if not own:
+        raise DataError(
+            f"data.chat_template: is {chat_template!r}, and the tokenizer `bytes` has our own format only: give "
+            "data.tokenizer=FOLDER of a Hugging Face tokenizer, or data.chat_template=auto"
+        )
+    return ByteTokenizer(found)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; then pad, begin, end of turn, user, assistant, system, and the placeholders."""
+
+    def __init__(self, placeholders: Sequence[Placeholder] = ()) -> None:
+        placeholders = resolved(placeholders, _unwritten)
+        self.pad_id, self.end_of_turn_id = 256, 258
+        self.begin_id: int | None = 257
+        self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
+        first = 259 + len(ROLES)
+        self._placeholders = {item.name: first + at for at, item in enumerate(placeholders)}
+        self.vocab_size, self.text_size = first + len(placeholders), first
+        around = {
+            self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
+        }
+        # A pad is called by the name of its placeholder, see `shown`.
+        self.places = place_texts([replace(item, pad=item.name) for item in placeholders])
+        self.template: Template = OwnTemplate(self, placeholders, around)
+        self.special_text = SpecialText(())
+        self.vocabulary_fingerprint = "bytes"
+
+    @property
+    def fingerprint(self) -> str:
+        return _fingerprint(self.vocabulary_fingerprint, self.template.identity)
+
+    def encode(self, text: str) -> list[int]:
+        # JSON may hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(token) for token in ids if 0 <= int(token) < 256).decode("utf-8", "replace")
+
+    def shown(self, ids: Iterable[int]) -> str:
+        names = {self.pad_id: "[pad]", self.begin_id: "[begin]", self.end_of_turn_id: "[end]"}
+        names |= {token: f"[{role}]" for role, token in self._roles.items()}
+        names |= {token: name for name, token in self._placeholders.items()}
+        runs = groupby(ids, key=lambda token: token < 256)
+        return "".join(
+            self.decode(run) if is_text else "".join(names.get(int(token), "[unused]") for token in run)
+            for is_text, run in runs
+        )
+
+    def role_ids(self, role: str) -> list[int]:
+        return [self._roles[role]]
+
+    def placeholder_id(self, name: str) -> int:
+        return _lookup(self._placeholders, name)
+
+    def as_text(self, token: int) -> int:
+        return self.pad_id if token in self._placeholders.values() else token
+
+
+class HuggingFaceTokenizer:
+    """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
+
+    Attributes:
+        own_source: our own format as a Jinja template.
+        places: kind -> text at the place of a medium, with one pad of each module.
+        template_is_its_own: whether conversations take the template of its files, if these have one.
+        template_variables: `data.template_variables`.
+
+    Raises DataError (names `data.tokenizer`) if it cannot be loaded or has no EOS token.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        placeholders: Sequence[Placeholder] = (),
+        chat_template: str = "auto",
+        template_variables: Mapping[str, Any] | None = None,
+        special_in_text: str | Sequence[str] = (),
+    ) -> None:
+        """See `build_tokenizer`."""
+        require_plain_files(path)
+        from transformers import AutoTokenizer
+
+        try:
+            # Neither the network nor code of the folder, and no question on a terminal whether to run it.
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a damaged file makes a class of transformers raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+            remedy = "Use 'bytes' or a Hugging Face tokenizer"
+            if _is_sentence_piece(Path(path)):
+                reason, remedy = "its tokenizer.model is SentencePiece's, which is not installed", _INSTALL
+            raise DataError(f"data.tokenizer: cannot load {str(path)!r}: {reason}. {remedy}") from error
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
+            )
+        renderer = _renderer(self._tokenizer, path, chat_template, template_variables or {})
+        self._renderer = renderer
+        self.template_is_its_own = chat_template == "auto"
+        self.template_variables = dict(template_variables or {})
+        placeholders = resolved(placeholders, renderer.written if renderer else _unwritten)
+        reserved = {text for item in placeholders for text in (item.pad, item.mark)}
+        self._admitted = admit(self._tokenizer, special_in_text, reserved)
+        known = self._tokenizer.get_vocab()
+        # Also those that the vocabulary has: only as special tokens are they kept apart from text.
+        marks = [text for item in placeholders for text in (item.pad, item.mark) if text]
+        roles = {role: f"<|{role}|>" for role in ROLES}
+        has_roles = known.keys() >= {*roles.values()}
+        marks += roles.values() if has_roles and renderer is None else ()
+        self._tokenizer.add_tokens(list(dict.fromkeys(marks)), special_tokens=True)
+        vocabulary = self._tokenizer.get_vocab()
+        self.special_text = SpecialText(
+            token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special
+        )
+        self._placeholders = {item.name: vocabulary[item.pad] for item in placeholders}
+        self.end_of_turn_id: int = self._tokenizer.eos_token_id
+        self.begin_id: int | None = self._tokenizer.bos_token_id
+        pad = self._tokenizer.pad_token_id
+        self.pad_id: int = self.end_of_turn_id if pad is None else pad
+        # Not their number: the ids of a vocabulary may have gaps.
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.text_size = 1 + max({*vocabulary.values()} - {*self._placeholders.values()})
+        if has_roles:
+            self._roles = {role: [known[marker]] for role, marker in roles.items()}
+        else:
+            roles = {role: f"{role}:\n" for role in ROLES}
+            self._roles = {role: self.encode(marker) for role, marker in roles.items()}
+        around = {vocabulary[item.pad]: (self._special(item.start), self._special(item.end)) for item in placeholders}
+        self.vocabulary_fingerprint = files_fingerprint(self._tokenizer, path)
+        # The first call sets options of the shared Rust object, which must not happen while another thread encodes.
+        self.encode("")
+        self.places = place_texts(placeholders)
+        begin = self._tokenizer.bos_token or ""
+        self.own_source = own_chat_template(begin, roles, self._tokenizer.eos_token, self.places)
+        is_fast = getattr(self._tokenizer, "backend_tokenizer", None) is not None
+        if renderer is None and not is_fast:
+            self.template: Template = OwnTemplate(self, placeholders, around)
+        else:
+            used = renderer or ChatRenderer({"default": self.own_source}, {}, "our own format")
+            self.template = JinjaTemplate(used, self._tokenizer, self, placeholders, is_own=renderer is None)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        vocabulary = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return _fingerprint(
+            self.vocabulary_fingerprint, json.dumps(vocabulary), self.template.identity, *self._admitted
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # A model may answer with an id of its padding, which has no text.
+        kept = [int(token) for token in ids if 0 <= int(token) < self.vocab_size]
+        text = self._tokenizer.decode(kept, skip_special_tokens=True)
+        assert isinstance(text, str), type(text)  # a list only for several sequences
+        return text
+
+    def shown(self, ids: Iterable[int]) -> str:
+        text = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        assert isinstance(text, str), type(text)  # as above
+        return text
+
+    def role_ids(self, role: str) -> list[int]:
+        return list(self._roles[role])
+
+    def placeholder_id(self, name: str) -> int:
+        return _lookup(self._placeholders, name)
+
+    def as_text(self, token: int) -> int:
+        return self.pad_id if token in self._placeholders.values() else token
+
+    @property
+    def template_sources(self) -> Mapping[str, str]:
+        """name -> Jinja template of conversations; empty with our own."""
+        return self._renderer.sources if self._renderer else {}
+
+    def writes(self, kind: str) -> str | None:
+        """What the Jinja template writes for a picture or a clip; None if it knows none."""
+        return self._renderer.written(kind) if self._renderer else None
+
+    def _special(self, text: str) -> list[int]:
+        """Ids of text in which special tokens are what they are."""
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
+
+
+_INSTALL = "pip install sentencepiece, or save the tokenizer as tokenizer.json"
+
+
+def _is_sentence_piece(folder: Path) -> bool:
+    """Whether a tokenizer is read by a package that is not here."""
+    alone = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
+    return alone and find_spec("sentencepiece") is None
+
+
+def _renderer(
+    tokenizer: Any, path: str | os.PathLike[str], chat_template: str, variables: Mapping[str, Any]
+) -> ChatRenderer | None:
+    """The Jinja template that conversations are rendered with; None for our own."""
+    if chat_template == "own":
+        return None
+    if chat_template == "auto":
+        sources, origin = _templates_of(tokenizer, path), f"data.tokenizer {str(path)!r}"
+    else:
+        origin = chat_template
+        try:
+            sources = {"default": Path(chat_template).expanduser().read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"data.chat_template: cannot read the file {chat_template}: {error}. Give a file with a Jinja "
+                "template, auto or own"
+            ) from error
+    if not sources:
+        if variables:
+            raise DataError(
+                f"data.template_variables: {sorted(variables)} are for a chat template, and {origin} has none: remove "
+                "them, or give data.chat_template=FILE"
+            )
+        return None
+    # As transformers gives them: a template names its special tokens by these variables.
+    return ChatRenderer(sources, {**tokenizer.special_tokens_map, **variables}, origin)
+
+
+def _templates_of(tokenizer: Any, path: str | os.PathLike[str]) -> dict[str, str]:
+    """name -> template of a folder's tokenizer; empty without any."""
+    folder = Path(path)
+    older = folder / "chat_template.json"
+    if older.is_file() and not (folder / "chat_template.jinja").is_file():
+        # Where older processors keep theirs; it knows media, which the tokenizer's need not.
+        try:
+            found = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"data.tokenizer: {older} holds no chat_template ({error!r}): repair it") from error
+    else:
+        found = tokenizer.chat_template
+    if not found:
+        return {}
+    return dict(found) if isinstance(found, Mapping) else {"default": found}
+
+
+def _unwritten(kind: str) -> None:
+    """Our own template has no marks of its own."""
+
+
+def _fingerprint(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _lookup(placeholders: dict[str, int], name: str) -> int:
+    if name not in placeholders:
+        raise DataError(f"the tokenizer has no placeholder {name!r}; it was built with {sorted(placeholders)}")
+    return placeholders[name]

@@ -1,0 +1,1 @@
+"""Encoders whose layers are built here, a folder for each family."""

@@ -1,0 +1,111 @@
+"""The vision tower of CLIP in a directory of `transformers`: its config, and its weights by name. Imports no torch."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from encoders.native.clip.spec import ClipSpec
+from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules, unread
+from encoders.pretrained import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ConfigFile,
+    Published,
+    part_of,
+    picture_values,
+    preprocessor_config,
+    tower_config,
+    unread_norm,
+)
+from encoders.weight_map import WeightMap, same
+
+LAYERS = LayerNames(
+    at="encoder.layers.{}.",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    output="self_attn.out_proj",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    norms=("layer_norm1", "layer_norm2"),
+)
+"""Of CLIP and SigLIP."""
+
+OTHER_TENSORS = (
+    "*embeddings.position_ids",
+    "text_model.*",
+    "text_projection.weight",
+    "visual_projection.weight",
+    "logit_scale",
+    "logit_bias",
+)
+"""Of CLIP and SigLIP: what a vision tower does not read."""
+
+_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "attention_dropout": 0.0,
+}
+_PREPROCESSING = {
+    "do_resize": True,
+    "size": {"shortest_edge": 224},
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+}
+
+
+def tower_values(file: ConfigFile) -> dict[str, Any]:
+    """Fields of the sizes that CLIP and SigLIP name alike."""
+    file.require(num_channels=3, attention_dropout=0.0)
+    return {
+        "patch_size": file.side("patch_size"),
+        "hidden_size": file["hidden_size"],
+        "num_layers": file["num_hidden_layers"],
+        "num_attention_heads": file["num_attention_heads"],
+        "ffn_hidden_size": file["intermediate_size"],
+        "layernorm_epsilon": file["layer_norm_eps"],
+        "activation": file.activation(),
+    }
+
+
+def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`; of CLIP, or of its vision tower alone."""
+    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    pictures = picture_values(preprocessor, _PREPROCESSING, file.side("image_size"))
+    return {"family": "clip", **tower_values(file), **pictures}
+
+
+def published(spec: ClipSpec) -> Published:
+    """See `encoders.registry.Family.published`."""
+    sizes = {"image_size": spec.image_size, "patch_size": spec.patch_size}
+    config = tower_config(spec, **sizes, model_type="clip_vision_model", architectures=["CLIPVisionModel"])
+    return Published(config, preprocessor_config(spec), unread_norm(spec, "vision_model.post_layernorm"))
+
+
+def weight_map(spec: ClipSpec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`."""
+    hidden, positions = spec.hidden_size, math.prod(spec.position_grid) + 1
+    rules = [
+        *patch_rules(spec, "embeddings.patch_embedding"),
+        same("position_embedding", "embeddings.position_embedding.weight", positions),
+        same("class_token", "embeddings.class_embedding", hidden),
+        *norm_rules("pre_norm", "pre_layrnorm", hidden),
+        *layer_rules(spec, LAYERS),
+    ]
+    if spec.final_norm:
+        rules += norm_rules("layers.final_layernorm", "post_layernorm", hidden)
+    carried = (*OTHER_TENSORS, *unread(spec, LAYERS.at, "post_layernorm"))
+    return WeightMap(tuple(rules), carried=carried, prefixes=("vision_model.", ""))

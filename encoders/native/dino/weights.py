@@ -1,0 +1,249 @@
+"""DINOv2 and DINOv3 in a directory of `transformers`: config, and weights by name. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from encoders.base import GATED
+from encoders.errors import EncoderError
+from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
+from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules, unread
+from encoders.pretrained import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ConfigFile,
+    Published,
+    picture_values,
+    preprocessor_config,
+    tower_config,
+    unread_norm,
+)
+from encoders.weight_map import WeightMap, same
+
+_DEFAULTS = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "mlp_ratio": 4,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "layer_norm_eps": 1e-6,
+    "image_size": 224,
+    "patch_size": 14,
+    "num_channels": 3,
+    "qkv_bias": True,
+    "layerscale_value": 1.0,
+    "drop_path_rate": 0.0,
+    "use_swiglu_ffn": False,
+    "num_register_tokens": 4,
+}
+_DEFAULTS_3 = {
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "hidden_act": "gelu",
+    "attention_dropout": 0.0,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "image_size": 224,
+    "patch_size": 16,
+    "num_channels": 3,
+    "query_bias": True,
+    "key_bias": False,
+    "value_bias": True,
+    "proj_bias": True,
+    "mlp_bias": True,
+    "layerscale_value": 1.0,
+    "drop_path_rate": 0.0,
+    "use_gated_mlp": False,
+    "num_register_tokens": 0,
+}
+_PIXELS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+_PREPROCESSING = _PIXELS | {
+    "size": {"shortest_edge": 224},
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "resample": 3,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+}
+_PREPROCESSING_3 = _PIXELS | {
+    "size": {"height": 224, "width": 224},
+    "resample": 2,
+    "image_mean": IMAGENET_MEAN,
+    "image_std": IMAGENET_STD,
+}
+
+_LAYERS = LayerNames(
+    at="encoder.layer.{}.",
+    query="attention.attention.query",
+    key="attention.attention.key",
+    value="attention.attention.value",
+    output="attention.output.dense",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    norms=("norm1", "norm2"),
+    scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+)
+_LAYERS_3 = LayerNames(
+    at="layer.{}.",
+    query="attention.q_proj",
+    key="attention.k_proj",
+    value="attention.v_proj",
+    output="attention.o_proj",
+    up=("mlp.up_proj",),
+    down="mlp.down_proj",
+    norms=("norm1", "norm2"),
+    scales=_LAYERS.scales,
+    key_bias=False,
+)
+
+
+def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`; of DINOv2, with register tokens or without."""
+    with_registers = config["model_type"] == "dinov2_with_registers"
+    file = ConfigFile("config.json", config, _DEFAULTS | ({"patch_size": 16} if with_registers else {}))
+    file.require(num_channels=3, qkv_bias=True, drop_path_rate=0.0)
+    file.require(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    activation = GATED if file["use_swiglu_ffn"] else file.activation()
+    side = file.side("image_size")
+    pictures = picture_values(preprocessor, _PREPROCESSING, side, any_size=True)
+    return {
+        "family": "dinov2",
+        "ffn_hidden_size": _ffn_size(file["hidden_size"], file["mlp_ratio"], activation),
+        "activation": activation,
+        "position_size": side // file.side("patch_size") * file.side("patch_size"),
+        "register_tokens": file["num_register_tokens"] if with_registers else 0,
+        **_values(file),
+        **pictures,
+    }
+
+
+def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`; of DINOv3's vision transformers."""
+    file = ConfigFile("config.json", config, _DEFAULTS_3)
+    file.require(num_channels=3, attention_dropout=0.0, drop_path_rate=0.0)
+    file.require(query_bias=True, key_bias=False, value_bias=True, proj_bias=True, mlp_bias=True)
+    activation = file.activation()
+    if file["use_gated_mlp"]:
+        if activation != "silu":
+            raise EncoderError(f"config.json: hidden_act is {activation!r} with use_gated_mlp, only silu can be built")
+        activation = GATED
+    pictures = picture_values(preprocessor, _PREPROCESSING_3, file.side("image_size"), any_size=True)
+    return {
+        "family": "dinov3",
+        "ffn_hidden_size": file["intermediate_size"],
+        "activation": activation,
+        "rotary_base": file["rope_theta"],
+        "register_tokens": file["num_register_tokens"],
+        **_values(file),
+        **pictures,
+    }
+
+
+def _values(file: ConfigFile) -> dict[str, Any]:
+    return {
+        "patch_size": file.side("patch_size"),
+        "hidden_size": file["hidden_size"],
+        "num_layers": file["num_hidden_layers"],
+        "num_attention_heads": file["num_attention_heads"],
+        "layernorm_epsilon": file["layer_norm_eps"],
+        "layer_scale": float(file["layerscale_value"]),
+    }
+
+
+def _ffn_size(hidden: int, ratio: float, activation: str) -> int:
+    """Return the width of DINOv2's feed-forward block; a gated one has two thirds of it, rounded up to a multiple of
+    8."""
+    ffn = int(hidden * ratio)
+    return -(-int(ffn * 2 / 3) // 8) * 8 if activation == GATED else ffn
+
+
+def published(spec: Dinov2Spec) -> Published:
+    """See `encoders.registry.Family.published`; of DINOv2."""
+    hidden, registers = spec.hidden_size, spec.register_tokens
+    widths = {_ffn_size(hidden, ratio, spec.activation): ratio for ratio in range(64, 0, -1)}
+    if spec.ffn_hidden_size not in widths:
+        near = min(widths, key=lambda width: abs(width - spec.ffn_hidden_size))
+        raise EncoderError(
+            f"ffn_hidden_size is {spec.ffn_hidden_size}, and Dinov2Model has whole multiples of hidden_size {hidden} "
+            f"only (mlp_ratio): set ffn_hidden_size={near}"
+        )
+    kind, name = ("dinov2_with_registers", "Dinov2WithRegisters") if registers else ("dinov2", "Dinov2")
+    config = _config(
+        spec,
+        model_type=kind,
+        architectures=[f"{name}Model"],
+        image_size=spec.position_size or spec.image_size,
+        mlp_ratio=widths[spec.ffn_hidden_size],
+        use_swiglu_ffn=spec.activation == GATED,
+    )
+    mask = {"embeddings.mask_token": ((1, hidden), 0.0)}
+    return Published(config, preprocessor_config(spec), mask | unread_norm(spec, "layernorm"))
+
+
+def published_3(spec: Dinov3Spec) -> Published:
+    """See `encoders.registry.Family.published`; of DINOv3."""
+    config = _config(
+        spec,
+        model_type="dinov3_vit",
+        architectures=["DINOv3ViTModel"],
+        image_size=spec.image_size,
+        rope_theta=spec.rotary_base,
+        use_gated_mlp=spec.activation == GATED,
+    )
+    unread = {"embeddings.mask_token": ((1, 1, spec.hidden_size), 0.0), **unread_norm(spec, "norm")}
+    if not spec.register_tokens:
+        unread["embeddings.register_tokens"] = ((1, 0, spec.hidden_size), 0.0)
+    return Published(config, preprocessor_config(spec), unread)
+
+
+def _config(spec: Dinov2Spec | Dinov3Spec, **keys: Any) -> dict[str, Any]:
+    """Return config.json. The gate of a gated block is always SiLU."""
+    named = replace(spec, activation="silu") if spec.activation == GATED else spec
+    sizes = {"patch_size": spec.patch_size, "layerscale_value": spec.layer_scale}
+    return tower_config(named, **sizes, num_register_tokens=spec.register_tokens, **keys)
+
+
+def weight_map(spec: Dinov2Spec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`; of DINOv2."""
+    hidden, names = spec.hidden_size, _LAYERS
+    if spec.activation == GATED:
+        names = replace(names, up=("mlp.weights_in",) * 2, down="mlp.weights_out")
+    rules = [
+        *patch_rules(spec, "embeddings.patch_embeddings.projection"),
+        same("position_embedding", "embeddings.position_embeddings", 1, tail=(prod(spec.position_grid) + 1, hidden)),
+        same("class_token", "embeddings.cls_token", 1, tail=(1, hidden)),
+    ]
+    if spec.register_tokens:
+        rules.append(same("register_tokens", "embeddings.register_tokens", 1, tail=(spec.register_tokens, hidden)))
+    rules += layer_rules(spec, names)
+    if spec.final_norm:
+        rules += norm_rules("layers.final_layernorm", "layernorm", hidden)
+    carried = ("embeddings.mask_token", "classifier.*", *unread(spec, names.at, "layernorm"))
+    return WeightMap(tuple(rules), carried=carried, prefixes=("", "dinov2.", "dinov2_with_registers."), is_renamed=True)
+
+
+def weight_map_3(spec: Dinov3Spec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`; of DINOv3."""
+    hidden, names = spec.hidden_size, _LAYERS_3
+    if spec.activation == GATED:
+        names = replace(names, up=("mlp.gate_proj", "mlp.up_proj"))
+    rules = [
+        *patch_rules(spec, "embeddings.patch_embeddings"),
+        same("class_token", "embeddings.cls_token", 1, tail=(1, hidden)),
+    ]
+    if spec.register_tokens:
+        rules.append(same("register_tokens", "embeddings.register_tokens", 1, tail=(spec.register_tokens, hidden)))
+    rules += layer_rules(spec, names)
+    if spec.final_norm:
+        rules += norm_rules("layers.final_layernorm", "norm", hidden)
+    carried = ("embeddings.mask_token", *unread(spec, names.at, "norm"))
+    if not spec.register_tokens:
+        carried = (*carried, "embeddings.register_tokens")  # a tensor of none
+    return WeightMap(tuple(rules), carried=carried, is_renamed=True)

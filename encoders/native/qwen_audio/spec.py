@@ -1,0 +1,101 @@
+"""Sizes of the audio transformer of Qwen2-Audio, and the arithmetic derived from them. Imports no torch."""
+
+from dataclasses import dataclass
+
+from encoders.errors import EncoderError
+from encoders.native.whisper.spec import WhisperSpec
+from encoders.ranges import MOST_LAYERS, MOST_WIDTH, key
+
+POOLED = 2
+"""Frames whose mean is one feature."""
+
+
+@dataclass
+class QwenAudioSpec(WhisperSpec):
+    """The audio transformer of Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759, section 2): Whisper's encoder, which
+    sees a clip and no silence behind it, then the mean of every two frames, then the final norm. A last frame without a
+    neighbour is seen by the others and has no feature of its own."""
+
+    name: str = "qwen_audio"
+    """Free name, shown in tables."""
+    family: str = "qwen_audio"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    pad_clips: bool = False
+    """`false`, the only one: a clip keeps its length."""
+    padded_seconds: float = key(30.0, above=0, at_most=86400)
+    """Seconds up to which the spectrogram has silence behind a clip; no layer sees it, but the convolutions at the end
+    of a clip do. At least `max_seconds`."""
+    num_mels: int = key(128, at_least=1, at_most=4096)
+    """Mel bands of the spectrogram."""
+    hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
+    """Width of the residual stream. Must be even."""
+    num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
+    """Transformer layers."""
+    num_attention_heads: int = key(20, at_least=1, at_most=MOST_WIDTH)
+    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    ffn_hidden_size: int = key(5120, at_least=1, at_most=MOST_WIDTH)
+    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
+    key_bias: bool = False
+    """Whether keys have a bias. The published model's have none, which changes no output."""
+
+    def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
+        """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
+        with silence behind it up to a whole frame; up to a whole token where `merge` features are one.
+
+        Raises:
+            EncoderError: it is longer than `max_seconds`, or too short for a token.
+        """
+        unit = 1 if merge == 1 else self.joined(merge)
+        length, rate_here = super().input_size(samples, rate, unit)
+        if length // self.frame < POOLED:
+            raise EncoderError(
+                f"its {length // self.frame} frame of {self.frame} samples makes no token, which is the mean of "
+                f"{POOLED}: leave the clip out"
+            )
+        return length, rate_here
+
+    def num_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
+        """Tokens that a clip takes in the sequence: `merge` features each. Raises EncoderError as `input_size` does."""
+        return self.inner_tokens(samples, rate, merge) // self.joined(merge)
+
+    def joined(self, merge: int) -> int:
+        """Frames that make one token of the sequence."""
+        return POOLED * merge
+
+    def joined_width(self, merge: int) -> int:
+        """Width of the features that the projector reads."""
+        return self.hidden_size * merge
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the longest clip."""
+        return self.most_inner_tokens(merge) // self.joined(merge)
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Tokens inside the encoder of the longest clip."""
+        return self.input_size(self.max_samples, self.sample_rate, merge)[0] // self.frame
+
+    def token_unit(self, merge: int = 1) -> int:
+        """What divides the number of tokens that any clip has inside the encoder; of pairs of frames, so that a rank
+        that has a part of the sequence has both frames of a pair."""
+        return merge
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a clip is read, its frames and its tokens, in words."""
+        read_as, frames, _ = super().describe_input(merge)
+        per_second = self.sample_rate / self.frame / self.joined(merge)
+        return read_as, frames, f"{per_second:g} a second, up to {self.most_tokens(merge)}"
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = super().faults()
+        if found:
+            return found
+        if self.pad_clips:
+            found.append(("pad_clips", "must be false: silence behind a clip takes no tokens in this family"))
+        if self.max_samples <= self.frame:
+            text = f"{self.max_seconds:g} seconds are not {POOLED} frames of {self.frame} samples: raise it"
+            found.append(("max_seconds", text))
+        if self.padded_seconds < self.max_seconds:
+            text = f"{self.padded_seconds:g} is below max_seconds {self.max_seconds:g}: raise it to at least that"
+            found.append(("padded_seconds", text))
+        return found

@@ -1,0 +1,137 @@
+"""Sizes of the vision transformer of Qwen2.5-VL, and the arithmetic derived from them. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+
+from encoders.errors import EncoderError
+from encoders.native.vit.picture import PictureSpec
+from encoders.pretrained import CLIP_MEAN, CLIP_STD
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
+
+LONGEST = 200
+"""Most times that a picture may be longer than wide, or wider than long."""
+
+
+@dataclass
+class QwenVitSpec(PictureSpec):
+    """The vision transformer of Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): pictures keep their
+    aspect ratio, queries and keys are rotated by row and column, most layers attend inside windows. Its patch merger is
+    the final norm with a projector `{kind: mlp, merge: 2, activation: gelu}` of the merged width behind it."""
+
+    name: str = "qwen_vit"
+    """Free name, shown in tables."""
+    family: str = "qwen_vit"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    resize: str = "native"
+    """`native`, the only one: a picture keeps its aspect ratio; sides become the nearest multiples of `patch_size *
+    merge`."""
+    image_size: int = key(1008, at_least=1, at_most=MOST_PIXELS)
+    """Its square is the largest area in pixels where `max_pixels` is 0."""
+    min_pixels: int = key(3136, at_least=0)
+    """Smaller pictures are enlarged to at least this area in pixels."""
+    max_pixels: int = key(1003520, at_least=0)
+    """Larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
+    patch_size: int = key(14, at_least=1, at_most=MOST_PIXELS)
+    """Height and width of one patch in pixels. Must divide `image_size` and `window_size`."""
+    window_size: int = key(112, at_least=1, at_most=MOST_PIXELS)
+    """Height and width in pixels of the windows inside which layers attend."""
+    full_attention: list[int] = key(factory=lambda: [7, 15, 23, 31], at_least=0)
+    """Layers, counted from 0, that attend to the whole picture."""
+    hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
+    """Width of the residual stream."""
+    num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
+    """Transformer layers."""
+    num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
+    """Attention heads, of a multiple of 4. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    ffn_hidden_size: int = key(3420, at_least=1, at_most=MOST_WIDTH)
+    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
+    activation: str = "swiglu"
+    """As in family `vit`."""
+    rotary_base: float = key(10000.0, above=0)
+    """Base of the frequencies of positions."""
+    pixel_mean: list[float] = key(factory=lambda: list(CLIP_MEAN), at_least=-1e6, at_most=1e6)
+    """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
+    pixel_std: list[float] = key(factory=lambda: list(CLIP_STD), above=0, at_most=1e6)
+    """Standard deviation per channel, of pixels scaled to [0, 1]."""
+
+    normalization = "RMSNorm"
+    patch_bias = False
+    patch_frames = 2
+    learned_positions = False
+    rotary_positions = True
+
+    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """See `nearest_size`."""
+        return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
+
+    def window_tokens(self, rows: int, columns: int, merge: int) -> list[int]:
+        """Tokens in each window of a picture of `rows` x `columns` patches, row by row."""
+        side = self.window_size // self.patch_size // merge
+        heights, widths = (
+            [min(side, count // merge - at) for at in range(0, count // merge, side)] for count in (rows, columns)
+        )
+        return [height * width * merge**2 for height in heights for width in widths]
+
+    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
+        """Pairs of tokens of a picture that attend to each other, in a layer on average."""
+        rows, columns = self.grid(height, width, merge)
+        whole = len(self.full_attention)
+        windows = sum(tokens**2 for tokens in self.window_tokens(rows, columns, merge))
+        return (whole * (rows * columns) ** 2 + (self.num_layers - whole) * windows) // self.num_layers
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = super().faults()
+        if self.resize != "native":
+            found.append(("resize", f"must be native, is {self.resize!r}"))
+        if self.patch_size > 0 and (self.window_size < self.patch_size or self.window_size % self.patch_size):
+            text = f"{self.window_size} is no multiple of patch_size {self.patch_size}: change one of them"
+            found.append(("window_size", text))
+        if set(self.full_attention) - set(range(self.num_layers)) or len(set(self.full_attention)) != len(
+            self.full_attention
+        ):
+            text = f"must name layers from 0 to {self.num_layers - 1}, each once, is {self.full_attention}"
+            found.append(("full_attention", text))
+        heads = self.num_attention_heads
+        if heads > 0 and self.hidden_size % (4 * heads) and not self.hidden_size % heads:
+            text = f"rotation on two axes needs heads of a multiple of 4, {self.hidden_size} / {heads} is none"
+            found.append(("num_attention_heads", f"{text}: change one of them"))
+        if self.rotary_base <= 0:
+            found.append(("rotary_base", f"must be above 0, is {self.rotary_base:g}"))
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+        found = super().joint_faults(merge)
+        if self.window_size // self.patch_size < merge:
+            text = f"a window of {self.window_size} pixels holds no token of {merge} x {merge} patches: raise it"
+            found.append(("encoder.window_size", text))
+        return found
+
+
+def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """(height, width) in pixels that a picture of `height` x `width` is resized to: the nearest multiples of `unit`;
+    outside of the bounds both are scaled alike first.
+
+    Args:
+        least, most: bounds of the area in pixels.
+
+    Raises:
+        EncoderError: it is too long for its width, or does not fit the largest area with a token at its side.
+    """
+    if max(height, width) > LONGEST * min(height, width):
+        raise EncoderError(f"a picture of {height} x {width} pixels is more than {LONGEST} times longer than wide")
+    # Halves go to the even number, as in the published preprocessing.
+    rows, columns = round(height / unit), round(width / unit)
+    if rows * columns * unit**2 > most:
+        scale = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
+    elif rows * columns * unit**2 < least:
+        scale = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
+    if not rows * columns or rows * columns * unit**2 > most:
+        raise EncoderError(
+            f"a picture of {height} x {width} pixels becomes {rows * unit} x {columns * unit}, and encoder."
+            f"max_pixels is {most}: raise it, or leave the picture out"
+        )
+    return rows * unit, columns * unit

@@ -1,0 +1,122 @@
+"""The vision transformer of Qwen2.5-VL in a directory of `transformers`: config, and weights by name. Imports no
+torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from encoders.base import GATED
+from encoders.errors import EncoderError
+from encoders.native.qwen_vit.spec import QwenVitSpec
+from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules
+from encoders.pretrained import CLIP_MEAN, CLIP_STD, ConfigFile, part_of, picture_values
+from encoders.weight_map import WeightMap, same, with_biases
+
+_LAYERS = LayerNames(
+    at="blocks.{}.",
+    query="attn.qkv",
+    key="attn.qkv",
+    value="attn.qkv",
+    output="attn.proj",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    norms=("norm1", "norm2"),
+    fused=True,
+)
+_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "rope_parameters": {},
+}
+_PREPROCESSING = {
+    "do_resize": True,
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+
+
+def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`; of Qwen2.5-VL, or of its vision part."""
+    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    file.require(in_channels=3, temporal_patch_size=2)
+    if file.activation() != "silu":
+        raise EncoderError(f"config.json: hidden_act is {file['hidden_act']!r}, and only silu can be built")
+    rope = file["rope_parameters"]
+    return {
+        "family": "qwen_vit",
+        "patch_size": file.side("patch_size"),
+        "window_size": file["window_size"],
+        "full_attention": list(file["fullatt_block_indexes"]),
+        "hidden_size": file["hidden_size"],
+        "num_layers": file["depth"],
+        "num_attention_heads": file["num_heads"],
+        "ffn_hidden_size": file["intermediate_size"],
+        "activation": GATED,
+        "rotary_base": float(rope.get("rope_theta", 10000.0)),
+        **preprocessing(preprocessor, file.side("patch_size"), file["spatial_merge_size"]),
+    }
+
+
+def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> dict[str, Any]:
+    """Fields of the spec that a preprocessor's config gives.
+
+    Args:
+        preprocessor: as for `encoders.registry.Family.read`.
+        patch: side of the encoder's patches.
+        merge: side of the squares of them that make a token.
+
+    Raises:
+        EncoderError: it does something that our data path does not, or is of another encoder.
+    """
+    preprocessor = preprocessor.get("image_processor") or preprocessor
+    defaults = _PREPROCESSING if preprocessor else _PREPROCESSING | {"patch_size": patch, "merge_size": merge}
+    own = ConfigFile("preprocessor_config.json", preprocessor, defaults)
+    own.require(patch_size=patch, temporal_patch_size=2, merge_size=merge)
+    size = own["size"]
+    pixels = {name: value for name, value in preprocessor.items() if name not in ("size", "do_center_crop")}
+    square = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}  # of no effect
+    pictures = picture_values(pixels, _PREPROCESSING | square, 0, any_size=True)
+    return {
+        "min_pixels": own.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"],
+        "max_pixels": own.get("max_pixels") or size.get("longest_edge") or size["max_pixels"],
+        **{name: pictures[name] for name in ("interpolation", "pixel_mean", "pixel_std")},
+    }
+
+
+def weight_map(spec: QwenVitSpec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`. The norm of the patch merger is the encoder's last, its two linear
+    layers are those of the projector."""
+    rules = [
+        *patch_rules(spec, "patch_embed.proj"),
+        *layer_rules(spec, _LAYERS),
+        *norm_rules("layers.final_layernorm", "merger.ln_q", spec.hidden_size, bias=False),
+    ]
+    return WeightMap(tuple(rules), prefixes=("visual.", "model.visual.", ""))
+
+
+def merger_map(width: int, language_width: int) -> WeightMap:
+    """The linear layers of the patch merger, as a projector's.
+
+    Args:
+        width: of the merged patches, and between the two layers.
+        language_width: of the language model.
+    """
+    sizes = {"encoder.linear_fc1": ("merger.mlp.0", width), "encoder.linear_fc2": ("merger.mlp.2", language_width)}
+    rules = with_biases(same(f"{ours}.weight", f"{name}.weight", rows) for ours, (name, rows) in sizes.items())
+    return WeightMap(tuple(rules), prefixes=("visual.", "model.visual.", ""))

@@ -1,0 +1,104 @@
+"""Sizes of the vision towers of SigLIP and SigLIP 2. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from encoders.native.vit.tower import TowerSpec
+from encoders.ranges import MOST_PIXELS, key
+
+
+@dataclass
+class SiglipSpec(TowerSpec):
+    """The vision tower of SigLIP (Zhai et al. 2023, arXiv 2303.15343), and of SigLIP 2 for pictures of one size. Its
+    pooling head is not built: patches are read."""
+
+    name: str = "siglip"
+    """Free name, shown in tables."""
+    family: str = "siglip"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
+    """Height and width of one patch in pixels. What it leaves of `image_size` at the right and lower edge is not read,
+    of 384 pixels 6 with patches of 14."""
+    activation: str = "gelu_tanh"
+    """As in family `vit`."""
+
+    whole_patches = False
+
+
+@dataclass
+class Siglip2Spec(TowerSpec):
+    """The vision tower of SigLIP 2 NaFlex (Tschannen et al. 2025, arXiv 2502.14786): every picture keeps its aspect
+    ratio and has nearly `max_patches` patches, small ones too."""
+
+    name: str = "siglip2"
+    """Free name, shown in tables."""
+    family: str = "siglip2"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    resize: str = "native"
+    """`native`, the only one: a picture keeps its aspect ratio; sides are multiples of `patch_size * merge`."""
+    image_size: int = key(256, at_least=1, at_most=MOST_PIXELS)
+    """Height and width, in pixels, of the grid of learned positions."""
+    max_patches: int = key(256, at_least=1, at_most=2**24)
+    """Most patches of a picture. It is made as large as this allows, whatever its size."""
+    interpolation: str = "bilinear"
+    """As in family `vit`."""
+    activation: str = "gelu_tanh"
+    """As in family `vit`."""
+
+    channels_last = True
+    position_resize = "bilinear"
+    position_antialias = True
+
+    @property
+    def largest_area(self) -> int:
+        """Pixels of the largest picture that layers see."""
+        return self.max_patches * self.patch_size**2
+
+    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(height, width) in pixels in which the encoder gets a picture of `height` x `width`: scaled by the largest
+        factor with which its sides, rounded up to multiples of patch_size * merge, hold at most `max_patches`."""
+        unit = self.patch_size * merge
+        rows, columns = _largest_grid(height, width, unit, self.max_patches // merge**2)
+        return rows * unit, columns * unit
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = super().faults()
+        if self.resize != "native":
+            found.append(("resize", f"must be native, is {self.resize!r}: pictures of one size are family siglip"))
+        if self.max_patches < 1:
+            found.append(("max_patches", f"must be at least 1, is {self.max_patches}"))
+        found += [
+            (name, f"is {getattr(self, name)}, and the size of pictures follows from max_patches: set it to 0")
+            for name in ("min_pixels", "max_pixels")
+            if getattr(self, name)
+        ]
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+        if self.max_patches < merge**2:
+            text = f"{self.max_patches} patches make no token of {merge} x {merge} (projector.merge): raise it"
+            return [("encoder.max_patches", text)]
+        return []
+
+
+@lru_cache(maxsize=65536)
+def _largest_grid(height: int, width: int, unit: int, most: int) -> tuple[int, int]:
+    """(rows, columns) of a picture, see `Siglip2Spec.input_size`.
+
+    The factor is found by bisection between 1e-6 and 100 to 1e-5, as the published preprocessing does: at another
+    precision some pictures get another grid.
+    """
+
+    def grid(scale: float) -> tuple[int, int]:
+        rows, columns = (max(1, ceil(side * scale / unit)) for side in (height, width))
+        return rows, columns
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        middle = (low + high) / 2
+        rows, columns = grid(middle)
+        low, high = (middle, high) if rows * columns <= most else (low, middle)
+    return grid(low)

@@ -1,0 +1,107 @@
+"""The vision towers of SigLIP and SigLIP 2 in a directory of `transformers`: config, and weights by name. Imports no
+torch."""
+
+from collections.abc import Mapping
+from math import isqrt, prod
+from typing import Any
+
+from encoders.errors import EncoderError
+from encoders.native.clip.weights import LAYERS, OTHER_TENSORS, tower_values
+from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
+from encoders.native.vit.spec import VisionSpec
+from encoders.native.vit.weights import layer_rules, norm_rules, patch_rules, unread
+from encoders.pretrained import (
+    ConfigFile,
+    Published,
+    part_of,
+    picture_values,
+    pixel_keys,
+    preprocessor_config,
+    tower_config,
+    unread_norm,
+)
+from encoders.weight_map import WeightMap, same, with_biases
+
+_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "num_patches": 256,
+}
+_PREPROCESSING = {
+    "do_resize": True,
+    "size": {"height": 224, "width": 224},
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+_NORM = "vision_model.post_layernorm"
+
+
+def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`; of SigLIP, or of its vision tower alone."""
+    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    pictures = picture_values(preprocessor, _PREPROCESSING, file.side("image_size"))
+    return {"family": "siglip", **tower_values(file), **pictures}
+
+
+def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`; of SigLIP 2 NaFlex, or of its vision tower alone."""
+    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    side = isqrt(file["num_patches"])
+    if side**2 != file["num_patches"]:
+        raise EncoderError(f"config.json: num_patches is {file['num_patches']}, and only squares can be built")
+    values = tower_values(file)
+    defaults = _PREPROCESSING | {"resample": 2, "patch_size": 16, "max_num_patches": 256}
+    if not preprocessor:
+        defaults["patch_size"] = values["patch_size"]
+    own = ConfigFile("preprocessor_config.json", preprocessor.get("image_processor") or preprocessor, defaults)
+    own.require(patch_size=values["patch_size"])
+    pictures = picture_values({**preprocessor, "resample": own["resample"]}, defaults, 0, any_size=True)
+    picked = {name: pictures[name] for name in ("interpolation", "pixel_mean", "pixel_std")}
+    sizes = {"image_size": side * values["patch_size"], "max_patches": own["max_num_patches"]}
+    return {"family": "siglip2", **values, **sizes, **picked}
+
+
+def published(spec: SiglipSpec | VisionSpec) -> Published:
+    """See `encoders.registry.Family.published`; of `siglip`, and of those of `vit` that compute the same."""
+    if spec.class_token or spec.normalization != "LayerNorm":
+        raise EncoderError("it has a class token without a position, or RMSNorm: no vision tower of transformers does")
+    sizes = {"image_size": spec.image_size, "patch_size": spec.patch_size, "vision_use_head": False}
+    config = tower_config(spec, **sizes, model_type="siglip_vision_model", architectures=["SiglipVisionModel"])
+    return Published(config, preprocessor_config(spec), unread_norm(spec, _NORM))
+
+
+def published_native(spec: Siglip2Spec) -> Published:
+    """See `encoders.registry.Family.published`; of `siglip2`."""
+    sizes = {"num_patches": prod(spec.position_grid), "patch_size": spec.patch_size, "vision_use_head": False}
+    config = tower_config(spec, **sizes, model_type="siglip2_vision_model", architectures=["Siglip2VisionModel"])
+    sizes = {"patch_size": spec.patch_size, "max_num_patches": spec.max_patches}
+    return Published(config, pixel_keys(spec, "Siglip2ImageProcessorFast", **sizes), unread_norm(spec, _NORM))
+
+
+def weight_map(spec: SiglipSpec | Siglip2Spec | VisionSpec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`."""
+    # NaFlex cuts pictures into patches before it embeds them: its weight is that of a linear layer.
+    linear = same("patch_embedding.weight", "embeddings.patch_embedding.weight", spec.hidden_size)
+    rules = [
+        *(with_biases([linear]) if spec.channels_last else patch_rules(spec, "embeddings.patch_embedding")),
+        same("position_embedding", "embeddings.position_embedding.weight", prod(spec.position_grid)),
+        *layer_rules(spec, LAYERS),
+    ]
+    if spec.final_norm:
+        rules += norm_rules("layers.final_layernorm", "post_layernorm", spec.hidden_size)
+    carried = (*OTHER_TENSORS, "head.*", *unread(spec, LAYERS.at, "post_layernorm"))
+    return WeightMap(tuple(rules), carried=carried, prefixes=("vision_model.", ""))

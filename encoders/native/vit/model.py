@@ -1,0 +1,178 @@
+"""Vision transformers of Megatron-Core layers: patches + positions -> layers -> final norm.
+
+One class for all families that differ in nothing but what `PictureSpec` names.
+
+Shape suffixes: N pictures, C channels, P patches of all pictures, T tokens of one inside the encoder (class token,
+register tokens, patches), H hidden size, R rows: tokens of all pictures.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from encoders.base import is_tiled
+from encoders.copies import to_device
+from encoders.drawing import bare_layer, draw_weights, drawn
+from encoders.native.vit.patches import Grid, gather_patches, token_by_token
+from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.positions import position_taps
+from encoders.native.vit.rotary import relative_angles
+from encoders.native.vit.tower import TowerSpec
+from encoders.staged import Size, StagedEncoder
+
+
+class VisionTransformer(StagedEncoder):
+    """Pictures -> features per patch, joined `merge` x `merge`: what one pipeline stage has of it."""
+
+    spec: PictureSpec
+
+    def forward(
+        self,
+        pixels: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        sizes: Sequence[Size] | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What this stage makes of the pictures.
+
+        Args:
+            pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each picture; of one that
+                is cut into tiles [tiles, 3, height, width].
+            sizes: on later stages, and of pictures that are cut into tiles on all: (height, width) of each picture.
+            hidden_states: on later stages: what the stage before returned.
+
+        Returns:
+            Rows of one picture after the other, and of its tiles. On the last stage features [N * P / merge^2, H *
+            merge^2]; before it the tokens inside the encoder, [R, H].
+        """
+        if is_tiled(self.spec):
+            assert sizes, "how many tiles a picture has follows from its own size"
+            assert isinstance(self.spec, TowerSpec)
+            tiles = sum(self.spec.tiling(*size).tiles for size in sizes)
+            pixels = None if pixels is None else torch.cat(list(pixels))
+            sizes = [(self.spec.image_size, self.spec.image_size)] * tiles
+        elif not sizes:
+            assert pixels is not None, "the first stage gets pictures, the others their sizes"
+            sizes = [(picture.shape[-2], picture.shape[-1]) for picture in pixels]
+        return self._run(pixels, sizes, hidden_states)
+
+    def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """The patches of each token side by side, behind the class token where it is kept: then a patch is a token."""
+        return rows_RH.unflatten(0, (-1, self.merge**2)).flatten(1)
+
+    def _tokens(self, size: Size) -> int:
+        return math.prod(self._grid(size)) + self.spec.leading_tokens
+
+    def _kept(self, size: Size) -> torch.Tensor | None:
+        leading, kept = self.spec.leading_tokens, self.spec.kept_tokens
+        if leading == kept:
+            return None
+        return torch.cat([torch.arange(kept), torch.arange(leading, self._tokens(size))])
+
+    def _layer_inputs(self, sizes: Sequence[Size]) -> dict[str, Any]:
+        if not self.spec.rotary_positions:
+            return {}
+        angles = [self._angles(size).repeat(count, 1) for size, count in Counter(sizes).items()]
+        return {"rotary_pos_emb": to_device(torch.cat(angles)[:, None, None], next(self.parameters()).device)}
+
+    def _angles(self, size: Size) -> torch.Tensor:
+        """Angles of rotary positions of a picture's tokens inside the encoder, [T, size of a head]."""
+        spec, grid = self.spec, self._grid(size)
+        patches = relative_angles(spec.hidden_size // spec.num_attention_heads, spec.rotary_base, *grid)
+        return F.pad(patches[self._order(grid)], (0, 0, spec.leading_tokens, 0))
+
+    def _order(self, grid: Grid) -> torch.Tensor:
+        """Places in the picture, row by row, of the patches of a grid as they stand inside the encoder: those of a
+        token are neighbours, tokens are row by row."""
+        return token_by_token(*grid, self.merge)
+
+    def _build_embeddings(self) -> None:
+        spec, config = self.spec, self.config
+        torch.manual_seed(config.init_seed)
+        positions = math.prod(spec.position_grid) + spec.class_position
+        options = {"bias": spec.patch_bias, "dtype": config.params_dtype}
+        self.patch_embedding = bare_layer(torch.nn.Linear, spec.patch_width, spec.hidden_size, **options)
+        rows, dims = (1,) * (spec.embedding_dims - 2), spec.class_token_dims
+        hidden, registers = spec.hidden_size, spec.register_tokens
+        self.position_embedding = _normal((*rows, positions, hidden), config) if spec.learned_positions else None
+        self.class_token = _normal((1,) * (dims - 1) + (hidden,), config) if spec.class_token else None
+        self.register_tokens = _normal((*rows, registers, hidden), config) if registers else None
+        self.pre_norm = None
+        if spec.pre_norm:
+            self.pre_norm = torch.nn.LayerNorm(spec.hidden_size, eps=spec.layernorm_epsilon, dtype=config.params_dtype)
+        draw_weights(self.patch_embedding, spec.init_std, config)
+        # In steps of a pixel's 255 values.
+        self.register_buffer("pixel_mean", 255 * _channels(spec.pixel_mean), persistent=False)
+        self.register_buffer("pixel_std", 255 * _channels(spec.pixel_std), persistent=False)
+
+    def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
+        """Pictures, those of one size neighbours -> the input of the first layer, [R, H]."""
+        grids = Counter(map(self._grid, sizes))
+        assert len(grids) == len(set(sizes)), "pictures of one grid are neighbours"
+        hidden_PH = self.patch_embedding(self._patches(media, grids))
+        class_H: torch.Tensor | None = self.class_token
+        if self.position_embedding is not None:
+            learned_H = self.position_embedding.view(-1, self.spec.hidden_size)
+            if self.spec.class_position:
+                assert class_H is not None, "the first position is that of a class token"
+                class_H, learned_H = class_H + learned_H[0], learned_H[1:]
+            hidden_PH = hidden_PH + self._positions(learned_H, grids)
+        leading = [
+            tokens.view(-1, self.spec.hidden_size) for tokens in (class_H, self.register_tokens) if tokens is not None
+        ]
+        if leading:
+            each = torch.cat(leading).expand(len(sizes), -1, -1)
+            patches = hidden_PH.split([math.prod(grid) for grid in grids.elements()])
+            hidden_PH = torch.cat([part for picture in zip(each.unbind(), patches, strict=True) for part in picture])
+        return hidden_PH if self.pre_norm is None else self.pre_norm(hidden_PH)
+
+    def _positions(self, learned_H: torch.Tensor, grids: Counter[Grid]) -> torch.Tensor:
+        """Positions of the patches of all pictures, so many of each grid, [P, H], from those of the grid that is
+        learned."""
+        spec = self.spec
+        options = (spec.position_grid, spec.position_resize, spec.position_antialias, spec.position_corners)
+        places, weights, counts = [], [], []
+        for grid, count in grids.items():
+            taps, order = position_taps(*grid, *options), self._order(grid)
+            places.append(taps.places[order].flatten().repeat(count))
+            weights.append(taps.weights[order].flatten().repeat(count))
+            counts.append(torch.full((len(order) * count,), taps.places.size(1)))
+        ends = torch.cat(counts).cumsum(0)
+        device = learned_H.device
+        # Its gradient is the same at every run, which that of torch's interpolation is not on CUDA.
+        positions_PH = F.embedding_bag(
+            to_device(torch.cat(places), device),
+            learned_H.float(),
+            to_device(ends - torch.cat(counts), device),
+            mode="sum",
+            per_sample_weights=to_device(torch.cat(weights), device),
+        )
+        return positions_PH.to(learned_H.dtype)
+
+    def _grid(self, size: Sequence[int]) -> Grid:
+        """(rows, columns) of patches of a picture of `size` pixels, (height, width)."""
+        return size[0] // self.spec.patch_size, size[1] // self.spec.patch_size
+
+    def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Counter[Grid]) -> torch.Tensor:
+        """Normalised pixels of each patch, [P, values of a patch], in the order in which patches stand inside the
+        encoder."""
+        spec = self.spec
+        values_PCAA = gather_patches(media, grids, {grid: self._order(grid) for grid in grids}, spec.patch_size)
+        values_PCAA = (values_PCAA.float() - self.pixel_mean) / self.pixel_std
+        if spec.channels_last:
+            values_PCAA = values_PCAA.permute(0, 2, 3, 1)
+        if spec.patch_frames > 1:  # a still picture: P, C, frames, side, side
+            values_PCAA = values_PCAA.unsqueeze(2).expand(-1, -1, spec.patch_frames, -1, -1)
+        return values_PCAA.flatten(1).to(self.patch_embedding.weight.dtype)
+
+
+def _normal(shape: tuple[int, ...], config: TransformerConfig) -> torch.nn.Parameter:
+    return drawn(shape, config.init_method_std, config)
+
+
+def _channels(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1)

@@ -1,0 +1,347 @@
+"""Sizes of transformers over the patches of pictures, and the arithmetic derived from them. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from encoders.base import PictureTransform, built_layers, layer_faults, layer_parameters
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
+
+
+@dataclass
+class PictureSpec(FixedKeys):
+    """The base of the specs of all transformers over patches: their common keys. What a family has and others lack are
+    the attributes without an annotation; a family that lets the user choose has a field of that name."""
+
+    name: str = "vit"
+    """Free name, shown in tables."""
+    family: str = "vit"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    resize: str = "fixed"
+    """`fixed`: every picture is resized to `image_size` x `image_size`, its aspect ratio is not kept. `crop`: its
+    shorter side becomes `shortest_edge`, and the middle `image_size` x `image_size` is cut out. `native`: it keeps its
+    aspect ratio; sides become the nearest multiples of `patch_size * merge`, and learned positions are interpolated to
+    its grid."""
+    image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
+    """Height and width, in pixels, of the grid of learned positions; with `resize: fixed` or `crop`, of every
+    picture."""
+    shortest_edge: int = key(0, at_least=0, at_most=MOST_PIXELS)
+    """With `resize: crop`: pixels of the shorter side before the middle is cut out. 0: `image_size`."""
+    interpolation: str = "bicubic"
+    """How pictures are resized: `bicubic` or `bilinear`, both with antialiasing."""
+    min_pixels: int = key(0, at_least=0)
+    """With `resize: native`: smaller pictures are enlarged to about this area in pixels. 0: no bound."""
+    max_pixels: int = key(0, at_least=0)
+    """With `resize: native`: larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
+    patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
+    """Height and width of one patch in pixels. Must divide `image_size`."""
+    hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
+    """Width of the residual stream."""
+    num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
+    """Transformer layers."""
+    num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
+    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
+    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
+    layernorm_epsilon: float = key(1e-6, above=0, below=1)
+    """Epsilon of every norm."""
+    activation: str = "gelu"
+    """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
+    dropout: float = key(0.0, at_least=0, below=1)
+    """Dropout probability of hidden states and attention."""
+    init_std: float = key(0.02, at_least=0, at_most=1000)
+    """Standard deviation of the initial weights."""
+    pixel_mean: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], at_least=-1e6, at_most=1e6)
+    """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
+    pixel_std: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], above=0, at_most=1e6)
+    """Standard deviation per channel, of pixels scaled to [0, 1]."""
+
+    resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native")
+    """What `resize` may be."""
+    rounded_pixels = True
+    """Whether resized pixels are whole numbers, as in the published preprocessing of most families."""
+    normalization = "LayerNorm"
+    whole_patches = True
+    """Whether patches cover a picture; otherwise pixels that are left over at its right and lower edge are not read."""
+    pre_norm = False
+    """A norm in front of the first layer."""
+    patch_bias = True
+    patch_frames = 1
+    """How often a picture is repeated: the kernel over patches spans so many frames."""
+    channels_last = False
+    """Whether the values of a patch are in the order (row, column, channel), instead of (channel, row, column)."""
+    class_token = False
+    class_token_dims = 2
+    """Dimensions of the class token, all of length 1 but the last: those of the published weights."""
+    embedding_dims = 2
+    """Dimensions of positions and register tokens: 3 where the first has length 1."""
+    keep_class_token = False
+    register_tokens = 0
+    """Learned tokens between the class token and the patches; they are dropped behind the layers."""
+    learned_positions = True
+    class_position = False
+    """Whether the class token has a position, in front of those of the grid."""
+    position_size = 0
+    """Pixels of the side of the grid of learned positions; 0: `image_size`."""
+    position_resize = "bicubic"
+    """How positions are read at another grid: `bicubic` or `bilinear`."""
+    position_antialias = False
+    """Whether positions of a finer grid are averaged on their way to a coarser one."""
+    position_corners = False
+    """Whether the corners of another grid are those of the learned one, instead of their patches' outer edges."""
+    rotary_positions = False
+    rotary_base = 100.0
+    layer_scale = 0.0
+    """Initial factor of the learned scale behind attention and feed-forward block; 0: none."""
+    key_bias = True
+    feature_layer = -1
+    final_norm = True
+
+    @property
+    def kind(self) -> str:
+        """Kind of media this encoder reads."""
+        return "image"
+
+    @property
+    def medium(self) -> str:
+        """What one of them is called."""
+        return "picture"
+
+    @property
+    def placeholder(self) -> str:
+        """Marker in a record's text at the place of a picture."""
+        return "<image>"
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+        return self.resize == "native"
+
+    @property
+    def transform(self) -> PictureTransform:
+        """How a picture becomes one of `input_size`."""
+        edge = (self.shortest_edge or self.image_size) if self.resize == "crop" else 0
+        return PictureTransform(self.interpolation, shortest_edge=edge, rounded=self.rounded_pixels)
+
+    @property
+    def position_grid(self) -> tuple[int, int]:
+        """(rows, columns) of learned positions."""
+        side = (self.position_size or self.image_size) // self.patch_size
+        return side, side
+
+    @property
+    def leading_tokens(self) -> int:
+        """Tokens of each picture in front of its patches, inside the encoder."""
+        return self.class_token + self.register_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of each picture in front of its patches, in the sequence."""
+        return int(self.keep_class_token)
+
+    @property
+    def largest_area(self) -> int:
+        """Pixels of the largest picture that layers see."""
+        return self.max_pixels or self.image_size**2
+
+    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(height, width) in pixels in which the encoder gets a picture of `height` x `width`.
+
+        With resize native, sides are the nearest multiples of patch_size * merge; outside of the bounds both are scaled
+        alike first. A side is at least one multiple, so that a very long picture loses some of its length.
+        """
+        if self.resize != "native":
+            return self.image_size, self.image_size
+        unit, largest = self.patch_size * merge, self.largest_area
+        rows, columns = (max(1, math.floor(side / unit + 0.5)) for side in (height, width))
+        if rows * columns * unit**2 < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width)) / unit
+            rows, columns = math.ceil(height * scale), math.ceil(width * scale)
+        if rows * columns * unit**2 > largest:
+            scale = math.sqrt(largest / (height * width)) / unit
+            rows, columns = (max(1, math.floor(side * scale)) for side in (height, width))
+            most = largest // unit**2
+            rows, columns = min(rows, most // columns or 1), min(columns, most // rows or 1)
+        return rows * unit, columns * unit
+
+    def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(rows, columns) of patches of a picture of `height` x `width` pixels, before it is resized."""
+        height, width = self.input_size(height, width, merge)
+        return height // self.patch_size, width // self.patch_size
+
+    def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes inside the encoder: patches, class and register tokens."""
+        return math.prod(self.grid(height, width, merge)) + self.leading_tokens
+
+    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
+        """Pairs of tokens of a picture that attend to each other: all."""
+        return self.inner_tokens(height, width, merge=merge) ** 2
+
+    def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes in the sequence: patches / merge^2, and the class token where it is kept."""
+        rows, columns = self.grid(height, width, merge)
+        return (rows // merge) * (columns // merge) + self.kept_tokens
+
+    def token_grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(rows, columns) of the tokens in the sequence that come of the patches of a picture."""
+        rows, columns = self.grid(height, width, merge)
+        return rows // merge, columns // merge
+
+    def joined(self, merge: int) -> int:
+        """Patches that make one token of the sequence."""
+        return merge**2
+
+    def most_patches(self, merge: int = 1) -> int:
+        """Patches of the largest picture that layers see."""
+        if self.resize != "native":
+            return (self.image_size // self.patch_size) ** 2
+        return self.largest_area // (self.patch_size * merge) ** 2 * merge**2
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the largest picture."""
+        return self.most_patches(merge) // merge**2 + self.kept_tokens
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Tokens inside the encoder of the largest picture."""
+        return self.most_patches(merge) + self.leading_tokens
+
+    def patches_of(self, tokens: float, merge: int = 1) -> float:
+        """Patches of pictures that take `tokens` in the sequence, all together."""
+        share = 1.0
+        if self.kept_tokens:  # then all pictures are alike, see `joint_faults`
+            share = 1 - self.kept_tokens / self.most_tokens(merge)
+        return tokens * share * self.joined(merge)
+
+    def token_unit(self, merge: int = 1) -> int:
+        """What divides the number of tokens that any picture has inside the encoder."""
+        if self.resize != "native":
+            return self.most_inner_tokens()
+        return math.gcd(merge**2, self.leading_tokens)
+
+    @property
+    def token_unit_fields(self) -> tuple[str, ...]:
+        """Fields of the module that `token_unit` follows from."""
+        own = ("encoder.class_token",) if self.family == "vit" else ()
+        return own + (("projector.merge",) if self.resize == "native" else ("encoder.image_size", "encoder.patch_size"))
+
+    def embedding_products(self) -> dict[str, int]:
+        """Parameters in front of the layers: multiplications with each for one patch."""
+        products = {"patch_embedding.weight": self.patch_width * self.hidden_size}
+        looked_up = {
+            "position_embedding": self.learned_positions,
+            "class_token": self.class_token,
+            "register_tokens": self.register_tokens,
+        }
+        return products | {name: 0 for name, there in looked_up.items() if there}
+
+    @property
+    def patch_width(self) -> int:
+        """Values of one patch."""
+        return 3 * self.patch_frames * self.patch_size**2
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a picture is read, its patches and its tokens, in words."""
+        if self.resize != "native":
+            pixels, side = f"{self.image_size} x {self.image_size} pixels", self.image_size // self.patch_size
+            return pixels, f"{side} x {side} patches", f"{self.most_tokens(merge)}"
+        return (
+            f"its own ratio, {self.min_pixels} to {self.largest_area} pixels",
+            f"up to {self.most_patches(merge)} patches",
+            f"up to {self.most_tokens(merge)}",
+        )
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = layer_faults(self)
+        if found:
+            return found
+        for name in ("image_size", "position_size"):
+            if getattr(self, name) % self.patch_size and (self.whole_patches or self.resize == "native"):
+                found.append(
+                    ("patch_size", f"{self.patch_size} does not divide {name} {getattr(self, name)}: change one")
+                )
+            elif 0 < getattr(self, name) < self.patch_size:
+                found.append(("patch_size", f"{self.patch_size} is above {name} {getattr(self, name)}: lower it"))
+        if self.resize not in self.resizes:
+            *others, last = self.resizes
+            found.append(("resize", f"must be {', '.join(others)} or {last}, is {self.resize!r}"))
+        if self.interpolation not in ("bicubic", "bilinear"):
+            found.append(("interpolation", f"must be bicubic or bilinear, is {self.interpolation!r}"))
+        found += self._bound_faults()
+        for name in ("pixel_mean", "pixel_std"):
+            if len(getattr(self, name)) != 3:
+                found.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
+        return found
+
+    def _bound_faults(self) -> list[tuple[str, str]]:
+        bounds = {name: getattr(self, name) for name in ("min_pixels", "max_pixels")}
+        found = []
+        if self.shortest_edge and self.resize != "crop":
+            text = f"is {self.shortest_edge}, and resize {self.resize} cuts nothing: set it to 0"
+            found.append(("shortest_edge", text))
+        elif self.shortest_edge and self.shortest_edge < self.image_size:
+            found.append(
+                (
+                    "shortest_edge",
+                    f"a square of image_size {self.image_size} cannot be cut out of a side of {self.shortest_edge} "
+                    "pixels: raise it",
+                )
+            )
+        if self.resize != "native":
+            return found + [
+                (
+                    name,
+                    f"is {value}, and with resize {self.resize} every picture has image_size {self.image_size}: set it "
+                    "to 0",
+                )
+                for name, value in bounds.items()
+                if value
+            ]
+        if self.min_pixels > self.largest_area:
+            found.append(
+                (
+                    "min_pixels",
+                    f"{self.min_pixels} is above the largest area {self.largest_area} (max_pixels, or image_size "
+                    f"{self.image_size} squared): lower it, or raise max_pixels",
+                )
+            )
+        return found
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters, biases and norms included."""
+        hidden = self.hidden_size
+        layer, norm = layer_parameters(self)
+        embeddings = self.patch_width * hidden + (hidden if self.patch_bias else 0)
+        if self.learned_positions:
+            embeddings += (math.prod(self.position_grid) + self.class_position) * hidden
+        embeddings += self.leading_tokens * hidden
+        return embeddings + norm * (self.pre_norm + self.final_norm) + built_layers(self) * layer
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+        unit, side = self.patch_size * merge, self.image_size // self.patch_size
+        if self.keep_class_token and (merge > 1 or self.resize == "native"):
+            return [
+                (
+                    "encoder.keep_class_token",
+                    "a class token in the sequence needs pictures of one size and patches that are not joined, resize "
+                    f"is {self.resize} and projector.merge {merge}: set it to false",
+                )
+            ]
+        if self.resize == "native" and self.largest_area < unit**2:
+            return [
+                (
+                    "encoder.max_pixels",
+                    f"the largest area is {self.largest_area} pixels, and a picture has at least {unit} x {unit} "
+                    f"(patch_size {self.patch_size} x projector.merge {merge}): raise it to {unit**2}",
+                )
+            ]
+        if self.resize != "native" and side % merge:
+            return [
+                (
+                    "projector.merge",
+                    f"{merge} does not divide the patch grid {side} x {side} "
+                    f"(image_size {self.image_size} / patch_size {self.patch_size}): change one of the three",
+                )
+            ]
+        return []

@@ -1,0 +1,175 @@
+"""Sizes of published vision towers: a layer of them is read, and pictures may be cut into tiles. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from encoders.base import PictureTransform, is_tiled
+from encoders.errors import EncoderError
+from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.tiles import POOLED_FROM, UNCUT, Tiling, best_canvas, tiling
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, key
+
+
+@dataclass
+class TowerSpec(PictureSpec):
+    """The base of the specs of published encoders: what of them is read, and of what."""
+
+    feature_layer: int = key(-1, at_least=-MOST_LAYERS, at_most=-1)
+    """The layer whose output is read, counted from the last one: -1 is the last, -2 the one before it. Layers behind it
+    are not built."""
+    final_norm: bool = True
+    """Whether the norm that the encoder has behind its last layer is applied to what is read."""
+    grid_pinpoints: list[list[int]] = key(factory=list, at_least=1, at_most=MOST_PIXELS)
+    """With `resize: tiles`, which reads a picture as `fixed` does and then cut into tiles of `image_size` too: (height,
+    width) in pixels of the canvases that pictures are fitted into and cut from, multiples of `image_size`. The canvas
+    that keeps most of a picture's pixels is taken, and of several the one with the smallest border. Needs
+    `projector.newline`."""
+    max_tiles: int = key(0, at_least=0, at_most=10_000, zero_means="none are")
+    """With `resize: tiles`: features of clearly more tiles than so many are averaged to about so many. 0: none are."""
+    cut_several: bool = True
+    """With `resize: tiles`: whether pictures of a sample that has several are cut too; else each is read once, in a
+    square of the mean colour."""
+
+    resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native", "tiles")
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+        return is_tiled(self) or super().sizes_vary
+
+    @property
+    def transform(self) -> PictureTransform:
+        """How a picture becomes one of `input_size`."""
+        if not is_tiled(self):
+            return super().transform
+        red, green, blue = (int(255 * mean) for mean in self.pixel_mean)
+        ground = red, green, blue
+        return PictureTransform(
+            self.interpolation, tile=self.image_size, background=ground, rounded=self.rounded_pixels
+        )
+
+    def canvas(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels of what is cut into tiles; `UNCUT` if nothing is.
+
+        Raises:
+            EncoderError: a picture so long that nothing of it would be left.
+        """
+        if (height, width) == UNCUT:
+            return UNCUT
+        found = best_canvas(height, width, self.grid_pinpoints)
+        if found == UNCUT:
+            raise EncoderError(f"a picture of {height} x {width} pixels is too long for every one of grid_pinpoints")
+        return found
+
+    def tiling(self, height: int, width: int) -> Tiling:
+        """How a picture of `height` x `width` pixels is cut into tiles. Raises EncoderError as `canvas`."""
+        canvas = self.canvas(height, width)
+        if canvas == UNCUT:
+            return Tiling(0, 0, self._side)
+        found = tiling(height, width, canvas, self.image_size, self._side, self.max_tiles)
+        if found.pooled and min(found.pooled) < 1:
+            raise EncoderError(f"a picture of {height} x {width} pixels is too long: no line of features would be left")
+        return found
+
+    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """As in `PictureSpec`; with resize tiles the picture's own, from which its `tiling` follows."""
+        if not is_tiled(self):
+            return super().input_size(height, width, merge)
+        self.tiling(height, width)
+        return height, width
+
+    def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """As in `PictureSpec`; with resize tiles, of a tile."""
+        return (self._side, self._side) if is_tiled(self) else super().grid(height, width, merge)
+
+    def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes inside the encoder, of all tiles together."""
+        tokens = super().inner_tokens(height, width, merge)
+        return tokens * self.tiling(height, width).tiles if is_tiled(self) else tokens
+
+    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
+        """Pairs of tokens of a picture that attend to each other: those of a tile, where there are tiles."""
+        if not is_tiled(self):
+            return super().attention_pairs(height, width, merge)
+        return self.inner_tokens(height, width) * self.token_unit()
+
+    def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes in the sequence."""
+        return self.tiling(height, width).tokens if is_tiled(self) else super().num_tokens(height, width, merge)
+
+    def most_features(self, merge: int = 1) -> int:
+        """Features of the largest picture in front of the projector."""
+        return self._most_tiles * self._side**2 if is_tiled(self) else self.most_tokens(merge)
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the largest picture; with resize tiles a bound of them."""
+        if not is_tiled(self):
+            return super().most_tokens(merge)
+        tile, found = self._side**2, []
+        bound = POOLED_FROM**2 * self.max_tiles * tile if self.max_tiles else math.inf
+        for height, width in self.grid_pinpoints:
+            rows, columns = height // self.image_size, width // self.image_size
+            found.append(tile + math.floor(min(rows * columns * tile, bound)) + rows * self._side)
+        return max(found)
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Tokens inside the encoder of the largest picture."""
+        return self._most_tiles * self.token_unit() if is_tiled(self) else super().most_inner_tokens(merge)
+
+    def token_unit(self, merge: int = 1) -> int:
+        """What divides the number of tokens that any picture has inside the encoder: with tiles, that of one."""
+        return self._side**2 + self.leading_tokens if is_tiled(self) else super().token_unit(merge)
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a picture is read, its patches and its tokens, in words."""
+        if not is_tiled(self):
+            return super().describe_input(merge)
+        return (
+            f"whole and in up to {self._most_tiles - 1} tiles of {self.image_size} x {self.image_size} pixels",
+            f"{self._side} x {self._side} patches of a tile",
+            f"up to {self.most_tokens()}",
+        )
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = super().faults()
+        if not is_tiled(self):
+            is_set = {"grid_pinpoints": bool(self.grid_pinpoints), "max_tiles": self.max_tiles != 0}
+            is_set["cut_several"] = not self.cut_several
+            return found + [
+                (name, f"is {getattr(self, name)}, and resize {self.resize} cuts no tiles: remove it")
+                for name, there in is_set.items()
+                if there
+            ]
+        if not self.grid_pinpoints:
+            found.append(
+                ("grid_pinpoints", "is empty, and resize is tiles: give sizes such as [[336, 672], [672, 336]]")
+            )
+        for size in self.grid_pinpoints:
+            if len(size) != 2 or min(size) < 1 or any(side % self.image_size for side in size):
+                text = f"has {size}, and tiles of {self.image_size} x {self.image_size} pixels (image_size) make "
+                found.append(("grid_pinpoints", f"{text}multiples of that, (height, width): change it"))
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+        if is_tiled(self) and merge > 1:
+            return [
+                ("projector.merge", f"is {merge}, and with encoder.resize tiles patches are not joined: set it to 1")
+            ]
+        if is_tiled(self) and self.keep_class_token:
+            text = "a class token in the sequence needs pictures in one piece, resize is tiles: set it to false"
+            return [("encoder.keep_class_token", text)]
+        return super().joint_faults(merge)
+
+    @property
+    def _side(self) -> int:
+        """Features on a line of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def _most_tiles(self) -> int:
+        """Tiles of the largest canvas, and that of the whole picture."""
+        areas: list[int] = [height * width for height, width in self.grid_pinpoints]
+        return 1 + max(areas) // self.image_size**2

@@ -1,0 +1,98 @@
+"""Rules of the weights that all transformers over patches share. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from encoders.base import GATED, EncoderSpec, built_layers, has_final_norm
+from encoders.native.vit.picture import PictureSpec
+from encoders.weight_map import Rows, Rule, heads, same, stacked, with_biases
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Names in a directory, in front of `.weight` and `.bias`; `{}` is the number of a layer."""
+
+    at: str
+    """In front of all others."""
+    query: str
+    key: str
+    value: str
+    output: str
+    up: tuple[str, ...]
+    """Of what is in front of the activation function: one, or gate and up of a gated block."""
+    down: str
+    norms: tuple[str, str]
+    """In front of attention, and of the feed-forward block."""
+    scales: tuple[str, ...] = ()
+    """Whole names of the scales behind attention and behind the feed-forward block."""
+    key_bias: bool = True
+    fused: bool = False
+    """Whether all queries, then all keys, then all values are rows of one tensor, `query`."""
+
+
+def layer_rules(spec: EncoderSpec, names: LayerNames) -> Iterator[Rule]:
+    """Rules of all layers that are built."""
+    for number in range(built_layers(spec)):
+        yield from _one_layer(spec, names, f"layers.layers.{number}", names.at.format(number))
+
+
+def unread(spec: EncoderSpec, at: str, norm: str) -> tuple[str, ...]:
+    """Patterns of the tensors of layers behind the one that is read, and of the last norm if it is not applied.
+
+    Args:
+        at: beginning of a layer's names, `{}` for its number.
+        norm: name of the norm.
+    """
+    layers = [f"{at.format(number)}*" for number in range(built_layers(spec), spec.num_layers)]
+    return (*layers, *(() if has_final_norm(spec) else (f"{norm}.*",)))
+
+
+def norm_rules(ours: str, theirs: str, width: int, *, bias: bool = True) -> Iterator[Rule]:
+    """Rules of a norm: names without `.weight` and `.bias`."""
+    for part in ("weight", "bias") if bias else ("weight",):
+        yield same(f"{ours}.{part}", f"{theirs}.{part}", width)
+
+
+def patch_rules(spec: PictureSpec, theirs: str) -> Iterator[Rule]:
+    """Rules of the embedding of patches, a convolution: the name without `.weight` and `.bias`."""
+    side, frames = spec.patch_size, spec.patch_frames
+    tail = (3, *((frames,) if frames > 1 else ()), side, side)
+    rules = [same("patch_embedding.weight", f"{theirs}.weight", spec.hidden_size, tail=tail)]
+    yield from with_biases(rules) if spec.patch_bias else rules
+
+
+def _one_layer(spec: EncoderSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    bias = spec.normalization == "LayerNorm"
+    for norm, name in zip(("input_layernorm", "pre_mlp_layernorm"), names.norms, strict=True):
+        yield from norm_rules(f"{ours}.{norm}", f"{theirs}{name}", hidden, bias=bias)
+    yield from _attention(spec, names, f"{ours}.self_attention.linear_qkv", theirs)
+    assert len(names.up) == (2 if spec.activation == GATED else 1), names.up
+    yield from with_biases(
+        [
+            same(f"{ours}.self_attention.linear_proj.weight", f"{theirs}{names.output}.weight", hidden),
+            stacked(f"{ours}.mlp.linear_fc1.weight", _up(theirs, names, ffn)),
+            same(f"{ours}.mlp.linear_fc2.weight", f"{theirs}{names.down}.weight", hidden),
+        ]
+    )
+    for branch, name in zip(("self_attn_bda", "mlp_bda"), names.scales, strict=False):
+        yield same(f"{ours}.{branch}.scale", f"{theirs}{name}", hidden)
+
+
+def _up(theirs: str, names: LayerNames, ffn: int) -> list[tuple[str, int]]:
+    """(name, rows) of the weights in front of the activation function. Where gate and up are one tensor, both have its
+    name."""
+    parts = [f"{theirs}{name}.weight" for name in names.up]
+    return [(parts[0], len(parts) * ffn)] if len(set(parts)) == 1 else [(part, ffn) for part in parts]
+
+
+def _attention(spec: EncoderSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
+    hidden, count = spec.hidden_size, spec.num_attention_heads
+    sizes = {"groups": count, "per_group": 1, "size": hidden // count}
+    firsts = (0, hidden, 2 * hidden) if names.fused else ()
+    parts = [f"{theirs}{name}" for name in (names.query, names.key, names.value)]
+    query, key, value = (f"{part}.weight" for part in parts)
+    yield heads(f"{ours}.weight", query, key, value, **sizes, firsts=firsts)
+    query, key, value = (f"{part}.bias" for part in parts)
+    rule = heads(f"{ours}.bias", query, key if names.key_bias else "", value, **sizes, firsts=firsts)
+    yield Rule(rule.ours, tuple(row if row.name else Rows("", row.count) for row in rule.rows))

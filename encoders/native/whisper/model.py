@@ -1,0 +1,115 @@
+"""An audio transformer of Megatron-Core layers: log-mel spectrogram -> two convolutions + positions -> layers -> norm.
+
+The shape is that of Whisper (Radford et al. 2022, arXiv 2212.04356; github.com/openai/whisper, audio.py and model.py),
+but clips keep their length: those of equal length are embedded together, and none sees another's padding.
+
+Shape suffixes: N clips, W samples, B frequency or mel bands, F windows, T frames inside the encoder, H hidden size, R
+rows: frames of all clips.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torchaudio.functional import melscale_fbanks
+
+from encoders.drawing import bare_layer, draw_weights
+from encoders.native.whisper.positions import sinusoids
+from encoders.native.whisper.spec import WhisperSpec
+from encoders.staged import Size, StagedEncoder, by_size, stacked
+
+LEAST_POWER = 1e-10
+"""Powers are clamped to this before the logarithm."""
+
+DYNAMIC_RANGE = 8.0
+"""Powers of ten below a clip's loudest value at which the spectrogram ends."""
+
+
+class WhisperEncoder(StagedEncoder):
+    """Clips -> features per frame, joined `merge` by `merge`: what one pipeline stage has of it."""
+
+    spec: WhisperSpec
+
+    def forward(
+        self,
+        waveforms: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        sizes: Sequence[Size] | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What this stage makes of the clips.
+
+        Args:
+            waveforms: on the first stage: float32 [N, W], or [W] of each clip, of `WhisperSpec.input_size` samples.
+            sizes: on later stages: (samples, samples per second) of each clip.
+            hidden_states: on later stages: what the stage before returned.
+
+        Returns:
+            Rows of one clip after the other. On the last stage features [N * T / merge, H * merge]; before it the
+            frames inside the encoder, [R, H].
+        """
+        if not sizes:
+            assert waveforms is not None, "the first stage gets clips, the others their sizes"
+            sizes = [(len(wave), self.spec.sample_rate) for wave in waveforms]
+        return self._run(waveforms, sizes, hidden_states)
+
+    def _build_embeddings(self) -> None:
+        spec, config = self.spec, self.config
+        torch.manual_seed(config.init_seed)
+        options = {"kernel_size": 3, "padding": 1, "dtype": config.params_dtype}
+        self.conv1 = bare_layer(torch.nn.Conv1d, spec.num_mels, spec.hidden_size, **options)
+        self.conv2 = bare_layer(torch.nn.Conv1d, spec.hidden_size, spec.hidden_size, stride=2, **options)
+        for convolution in (self.conv1, self.conv2):
+            draw_weights(convolution, spec.init_std, config)
+        self.register_buffer("window", torch.hann_window(spec.window), persistent=False)
+        self.register_buffer("mel_filters", mel_filters(spec), persistent=False)
+
+    def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
+        """Clips, those of one length neighbours -> the input of the first layer, [R, H]."""
+        if isinstance(media, torch.Tensor):
+            return self._embed_alike(media).flatten(0, 1)
+        alike = [stacked([media[member] for member in members]) for members in by_size(sizes).values()]
+        return torch.cat([self._embed_alike(waves_NW).flatten(0, 1) for waves_NW in alike])
+
+    def _embed_alike(self, waves_NW: torch.Tensor) -> torch.Tensor:
+        """Clips of one length, [N, W] -> the input of the first layer, [N, T, H]."""
+        mels_NBF = log_mel_spectrogram(waves_NW, self.window, self.mel_filters, self.spec.hop)
+        hidden_NHT = F.gelu(self.conv2(F.gelu(self.conv1(mels_NBF.to(self.conv1.weight.dtype)))))
+        hidden_NTH = hidden_NHT.transpose(1, 2)
+        positions_TH = sinusoids(hidden_NTH.size(1), hidden_NTH.size(2), hidden_NTH.device)
+        return hidden_NTH + positions_TH.to(hidden_NTH.dtype)
+
+    def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """Each `merge` neighbouring frames side by side."""
+        return rows_RH.unflatten(0, (-1, self.merge)).flatten(1)
+
+    def _tokens(self, size: Size) -> int:
+        return size[0] // self.spec.frame
+
+
+def mel_filters(spec: WhisperSpec) -> torch.Tensor:
+    """Weights [window / 2 + 1, num_mels] of frequencies in mel bands: Slaney's scale, bands of equal area."""
+    return melscale_fbanks(
+        spec.window // 2 + 1,
+        f_min=0.0,
+        f_max=spec.sample_rate / 2,
+        n_mels=spec.num_mels,
+        sample_rate=spec.sample_rate,
+        norm="slaney",
+        mel_scale="slaney",
+    )
+
+
+def log_mel_spectrogram(waves_NW: torch.Tensor, window: torch.Tensor, filters: torch.Tensor, hop: int) -> torch.Tensor:
+    """Spectrogram of clips of one length, in float32: [N, mel bands, W / hop].
+
+    As Whisper's `log_mel_spectrogram`: power of the Fourier transform in Hann windows around every `hop`-th sample (the
+    ends are mirrored, the last window is dropped), in mel bands, log10, at most `DYNAMIC_RANGE` below each clip's own
+    loudest value, then (x + 4) / 4.
+    """
+    spectrum_NBF = torch.stft(
+        waves_NW.float(), len(window), hop, window=window, center=True, pad_mode="reflect", return_complex=True
+    )
+    power_NBF = spectrum_NBF[..., :-1].abs().square()
+    mels_NBF = (filters.T @ power_NBF).clamp(min=LEAST_POWER).log10()
+    mels_NBF = torch.maximum(mels_NBF, mels_NBF.amax(dim=(1, 2), keepdim=True) - DYNAMIC_RANGE)
+    return (mels_NBF + 4) / 4

@@ -1,0 +1,178 @@
+"""Sizes of a Whisper encoder, and the arithmetic derived from them. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+
+from encoders.base import layer_faults, layer_parameters
+from encoders.errors import EncoderError
+from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
+
+
+@dataclass
+class WhisperSpec(FixedKeys):
+    """A transformer over the log-mel spectrogram of a clip: two convolutions, the second with stride 2, sinusoidal
+    positions, pre-norm layers, a final norm (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
+
+    name: str = "whisper"
+    """Free name, shown in tables."""
+    family: str = "whisper"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    sample_rate: int = key(16000, at_least=1, at_most=2**20)
+    """Samples per second that every clip is resampled to."""
+    max_seconds: float = key(30.0, above=0, at_most=86400)
+    """Longest clip, in seconds. A sample with a longer one is bad."""
+    pad_clips: bool = False
+    """Whether every clip gets silence behind it up to `max_seconds`, as Whisper was trained; otherwise it keeps its
+    length."""
+    num_mels: int = key(80, at_least=1, at_most=4096)
+    """Mel bands of the spectrogram."""
+    window: int = key(400, at_least=1, at_most=2**20)
+    """Samples of one window of the Fourier transform. Must be below 4 times `hop`."""
+    hop: int = key(160, at_least=1, at_most=2**20)
+    """Samples from one window to the next; the layers see one frame for every two windows."""
+    hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
+    """Width of the residual stream. Must be even."""
+    num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
+    """Transformer layers."""
+    num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
+    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
+    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
+    normalization: str = "LayerNorm"
+    """`LayerNorm` or `RMSNorm`."""
+    layernorm_epsilon: float = key(1e-5, above=0, below=1)
+    """Epsilon of every norm."""
+    activation: str = "gelu"
+    """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
+    key_bias: bool = True
+    """Whether keys have a bias. Whisper's have none, which changes no output."""
+    dropout: float = key(0.0, at_least=0, below=1)
+    """Dropout probability of hidden states and attention."""
+    init_std: float = key(0.02, at_least=0, at_most=1000)
+    """Standard deviation of the initial weights."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of media this encoder reads."""
+        return "audio"
+
+    @property
+    def medium(self) -> str:
+        """What one of them is called."""
+        return "clip"
+
+    @property
+    def placeholder(self) -> str:
+        """Marker in a record's text at the place of a clip."""
+        return "<audio>"
+
+    @property
+    def frame(self) -> int:
+        """Samples of one frame, as the layers see it."""
+        return 2 * self.hop
+
+    @property
+    def max_samples(self) -> int:
+        """Samples of the longest clip."""
+        return math.floor(round(self.max_seconds * self.sample_rate, 6))  # 1.1 * 1600 is a little above 1760
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+        return not self.pad_clips
+
+    def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
+        """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
+        with silence behind it up to a whole number of tokens.
+
+        Raises:
+            EncoderError: it is longer than `max_seconds`.
+        """
+        length = -(-samples * self.sample_rate // rate)
+        if length > self.max_samples:
+            raise EncoderError(
+                f"its {samples / rate:.2f} seconds ({samples} samples at {rate} Hz) are more than "
+                f"encoder.max_seconds {self.max_seconds:g}: cut the clip, or raise it"
+            )
+        unit = self.frame * merge
+        if self.pad_clips:
+            length = self.max_samples
+        return max(1, -(-length // unit)) * unit, self.sample_rate
+
+    def inner_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
+        """Tokens that a clip takes inside the encoder: frames. Raises EncoderError as `input_size` does."""
+        return self.input_size(samples, rate, merge)[0] // self.frame
+
+    def num_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
+        """Tokens that a clip takes in the sequence: `merge` frames each. Raises EncoderError as `input_size` does."""
+        return self.inner_tokens(samples, rate, merge) // merge
+
+    def joined(self, merge: int) -> int:
+        """Frames that make one token of the sequence."""
+        return merge
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the longest clip."""
+        return max(1, -(-self.max_samples // (self.frame * merge)))
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Tokens inside the encoder of the longest clip."""
+        return self.most_tokens(merge) * merge
+
+    def token_unit(self, merge: int = 1) -> int:
+        """What divides the number of tokens that any clip has inside the encoder."""
+        return self.most_inner_tokens(merge) if self.pad_clips else merge
+
+    @property
+    def token_unit_fields(self) -> tuple[str, ...]:
+        """Fields of the module that `token_unit` follows from."""
+        own = ("encoder.pad_clips", "encoder.max_seconds") if self.pad_clips else ()
+        return (*own, "projector.merge")
+
+    def embedding_products(self) -> dict[str, int]:
+        """Parameters in front of the layers: multiplications with each for one frame."""
+        hidden = self.hidden_size
+        # Two windows make a frame, and a convolution sees three neighbours.
+        return {"conv1.weight": 2 * 3 * self.num_mels * hidden, "conv2.weight": 3 * hidden * hidden}
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a clip is read, its frames and its tokens, in words."""
+        per_second, most = self.sample_rate / self.frame, self.most_tokens(merge)
+        return (
+            f"{self.sample_rate} samples a second, {'' if self.pad_clips else 'up to '}{self.max_seconds:g} s",
+            f"{per_second:g} frames a second",
+            f"always {most}" if self.pad_clips else f"{per_second / merge:g} a second, up to {most}",
+        )
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = [
+            (name, f"must be at least 1, is {getattr(self, name)}")
+            for name in ("sample_rate", "num_mels", "window", "hop")
+            if getattr(self, name) < 1
+        ]
+        found += layer_faults(self)
+        if self.max_seconds <= 0:
+            found.append(("max_seconds", f"must be above 0, is {self.max_seconds}"))
+        if found:
+            return found
+        if self.hidden_size % 2:
+            found.append(("hidden_size", f"sinusoidal positions need an even width, it is {self.hidden_size}"))
+        if self.window >= 4 * self.hop:
+            # A clip of one frame has 2 * hop samples, and is mirrored by half a window at its ends.
+            found.append(("window", f"{self.window} samples must be below 4 times hop {self.hop}: change one of them"))
+        if self.num_mels > self.window // 2:
+            found.append(
+                ("num_mels", f"{self.num_mels} bands are more than half of window {self.window}: change one of them")
+            )
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector: any merge will do."""
+        return []
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters, biases and norms included."""
+        layer, norm = layer_parameters(self)
+        convolutions = 3 * self.num_mels * self.hidden_size + 3 * self.hidden_size**2 + 2 * self.hidden_size
+        return convolutions + self.num_layers * layer + norm

@@ -1,0 +1,180 @@
+"""`checkpoint.load_modules`: weights of single modules of a new run, from checkpoints of other runs at any layout."""
+
+from collections.abc import Collection, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from data.storage.url import Place, place_of
+from data.text_format import plural
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import damage_named
+from mimo_train.checkpoint.folders import LEFT_OUT
+from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
+from mimo_train.checkpoint.format.read import Reader
+from mimo_train.checkpoint.integrity import opened, told
+from mimo_train.checkpoint.local_shards import Held, held_tensors
+from mimo_train.checkpoint.resume.chosen import chosen_by_first
+from mimo_train.checkpoint.resume.same_run import module_faults
+from mimo_train.checkpoint.weights import fill_weights
+from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.parts import PARTS, is_adapter
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_load import LoadConfig
+from mimo_train.models.lora import start_magnitudes
+from mimo_train.parallel.collective_errors import agreed
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a module of a new run has got from a checkpoint; names of parameters and buffers in the module here."""
+
+    module: str
+    folder: Place
+    source: str
+    """Name of the module there."""
+    taken: int
+    """Number of parameters and buffers."""
+    new: list[str]
+    """Not there: they keep the values that they had."""
+    unused: list[str]
+    """There, without a place here, or not asked for; as they would be called here."""
+    changes: list[str]
+    """How the model there differs."""
+
+    def __str__(self) -> str:
+        text = f"modules.{self.module}: {plural(self.taken, 'tensor')} of {self.source} in {self.folder}"
+        for what, names in (("new", self.new), ("unused", self.unused), ("changed", self.changes)):
+            text += f"\n  {what}: {', '.join(names)}" if names else ""
+        return text
+
+
+def load_modules(cfg: ConfigContainer, model: list[MegatronModule], vocabulary_fingerprint: str) -> list[Loaded]:
+    """Fill the modules of `checkpoint.load_modules`. Collective.
+
+    Args:
+        vocabulary_fingerprint: of this run's tokenizer.
+
+    Raises:
+        UserError: a checkpoint is damaged or of another model or tokenizer, a pattern matches nothing, a shape differs;
+            with `strict` also where something is new or has no place. On every rank, before anything is changed in
+            that module.
+    """
+    return [_load_module(name, cfg, model, vocabulary_fingerprint) for name in cfg.checkpoint.load_modules]
+
+
+def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], vocabulary: str) -> Loaded:
+    load, key = cfg.checkpoint.load_modules[name], f"checkpoint.load_modules.{name}"
+    folder = chosen_by_first(lambda: folders.in_folder(place_of(load.path), f"{key}.path"), f"{key}.path")
+    assert folder is not None
+    with agreed():
+        record = folders.read_record(folder, "config")
+        faults, changes = module_faults(folder, record, cfg, name, vocabulary_fingerprint=vocabulary)
+        if faults:
+            raise ConfigError(faults)
+    with closing(opened(folder)[0]) as reader:
+        held = [one for one in held_tensors(model) if one.module == name]
+        names = _names_there(reader, load.source(name), name)
+        wanted = [one for one in held if _is_asked_for(one.name, load.only)]
+        everyone = _over_ranks([one.name for one in held])
+        asked = {one for one in everyone if _is_asked_for(one, load.only)}
+        report = Loaded(
+            module=name,
+            folder=folder,
+            source=load.source(name),
+            taken=len(asked & names.keys()),
+            new=sorted(asked - names.keys()),
+            unused=sorted(names.keys() - asked),
+            changes=changes,
+        )
+        taken = [one for one in wanted if one.name in names]
+        with agreed():
+            if LEFT_OUT in record:
+                _require_trained(report, key)
+            _require_matches(load, key, names, folder)
+            _require_shapes(key, taken, names, reader)
+            if load.strict:
+                _require_all(report, load, key)
+        with agreed(), damage_named(folder):
+            fill_weights(reader, [(one, names[one.name]) for one in taken])
+    _start_adapters(name, model, held, {id(one.tensor) for one in taken})
+    return report
+
+
+def _names_there(reader: Reader, source: str, name: str) -> dict[str, Key]:
+    """Where weights of a module there are, by their names here: those of an encoder have its module's name in them."""
+    found = {}
+    for key in reader.index.pieces:
+        if key.module == source and key.state == WEIGHT and not is_of_rank(key):
+            first, own, rest = key.name.partition(f"encoders.{source}.")
+            found[f"encoders.{name}.{rest}" if own and not first else key.name] = key
+    return found
+
+
+def _is_asked_for(name: str, only: Collection[str]) -> bool:
+    return not only or any(fnmatchcase(name, PARTS.get(pattern, pattern)) for pattern in only)
+
+
+def _over_ranks(names: list[str]) -> set[str]:
+    """The names of all ranks. Collective."""
+    everyone: list[Any] = [names]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, names)
+    return set().union(*everyone)
+
+
+def _require_matches(load: LoadConfig, key: str, there: Collection[str], folder: Place) -> None:
+    idle = [pattern for pattern in load.only if not any(_is_asked_for(name, [pattern]) for name in there)]
+    if idle:
+        raise UserError(f"{key}.only: {', '.join(idle)} matches nothing in checkpoint {folder}: remove or correct it")
+
+
+def _require_trained(report: Loaded, key: str) -> None:
+    """What a checkpoint of trained weights leaves out came from a checkpoint that may have gone, or from a seed."""
+    if missing := [name for name in report.new if not is_adapter(name)]:
+        raise UserError(
+            f"{key}: checkpoint {report.folder} has trained weights only (checkpoint.trained_only), and not "
+            f"{len(missing)} of {report.source} ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): "
+            f"choose what it has with {key}.only, or give a whole one, as its run writes with "
+            "checkpoint.trained_only=false"
+        )
+
+
+def _require_shapes(key: str, taken: list[Held], names: dict[str, Key], reader: Reader) -> None:
+    others = {}
+    for one in taken:
+        was, now = reader.index.shape(names[one.name]), one.boxes[0][1].shape
+        if was != now:
+            others[one.name] = f"has shape {was} there and {now} here"
+    if others:
+        raise UserError(f"{key}: {told(others)}; give the same config of the module, or leave it out by {key}.only")
+
+
+def _require_all(report: Loaded, load: LoadConfig, key: str) -> None:
+    new = [name for name in report.new if not is_adapter(name)]
+    lost = [name for name in report.unused if _is_asked_for(name, load.only)]
+    said = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (("here are not in it", new), ("in it have no place here", lost))
+        if names
+    ]
+    if said:
+        raise UserError(
+            f"{key}: of the weights of {report.source} in checkpoint {report.folder} {' and '.join(said)}; choose with "
+            f"{key}.only, or take what fits: {key}.strict=false"
+        )
+
+
+def _start_adapters(name: str, model: list[MegatronModule], held: list[Held], taken: set[int]) -> None:
+    """Magnitudes of adapters that are new are those of the weights that were loaded."""
+    new = {id(one.tensor) for one in held if is_adapter(one.name) and id(one.tensor) not in taken}
+    for chunk in map(unwrap_model, model):
+        parameters: Iterable[tuple[str, torch.nn.Parameter]] = chunk.named_parameters()
+        start_magnitudes(chunk, [one for one, value in parameters if id(value) in new])

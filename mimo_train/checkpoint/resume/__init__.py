@@ -1,0 +1,1 @@
+"""Which checkpoint a run resumes from, and whether it fits the run."""

@@ -1,0 +1,108 @@
+"""`checkpoint.resume=auto`: of the newest checkpoints of a run the first that can be read; damaged ones are set aside.
+
+All ranks try the same one, and give it up together. A folder gets another name only when an older checkpoint was read
+whole: a file system that fails for a while moves none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from data.storage.url import Place, Url
+from mimo_train.checkpoint import folder_changes, folders
+from mimo_train.checkpoint.damage import all_damaged, damage_in
+from mimo_train.config.fault import UserError
+from mimo_train.parallel.collective_errors import agreed
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged checkpoint that a run did not continue from."""
+
+    folder: Place
+    """As it was called."""
+    now: Place
+    """As it is called now; in object storage, the mark that says that it is damaged."""
+    why: str
+
+    def __str__(self) -> str:
+        what = "its mark" if isinstance(self.now, Url) else "it"
+        return f"checkpoint {self.folder} is damaged: {self.why}; {what} is now {self.now}"
+
+
+def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Place | None, list[SetAside]]:
+    """Load the newest checkpoint of a run, or the one before it where that is damaged, and so on. Collective.
+
+    Args:
+        load: loads one; collective. What it has changed when it raises does not matter: the next one replaces it.
+
+    Returns:
+        The checkpoint that was loaded, None for a new run; and what was set aside.
+
+    Raises:
+        UserError: every checkpoint is damaged, and none was moved; or one cannot be loaded for another reason. On every
+            rank alike.
+    """
+    given_up: list[tuple[Place, UserError]] = []
+    for folder in _candidates(run_dir):
+        try:
+            _require_whole(folder, folders.key_of(run_dir))
+            load(folder)
+        except UserError as error:
+            if damage_in(folder, error):
+                given_up.append((folder, error))
+                continue
+            if not given_up:
+                raise
+            before = "\n".join(str(found) for _, found in given_up)
+            raise UserError(f"{before}\nand of the one before: {error}") from error
+        return folder, _set_aside(given_up)
+    if given_up:
+        raise all_damaged(run_dir, folders.key_of(run_dir), [error for _, error in given_up])
+    return None, []
+
+
+def _candidates(run_dir: Place) -> list[Place]:
+    """Folders named as checkpoints, the newest first, as rank 0 finds them. Collective."""
+    box = list[list[Place]]([[]])
+    with agreed():
+        if dist.get_rank() == 0:
+            folder_changes.finish_renames(run_dir)
+            box = [folders.newest_first(run_dir)]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _require_whole(folder: Place, key: str) -> None:
+    """Rank 0 finds a checkpoint complete, and every other rank finds it. Collective.
+
+    Raises:
+        UserError: not so, with `key`; on every rank.
+    """
+    with agreed():
+        if dist.get_rank() == 0:
+            folders.require_complete(folder)
+    with agreed():
+        folders.require_seen(folder, key)
+
+
+def _renamed(folder: Place, damage: UserError) -> Place:
+    try:
+        return folder_changes.set_aside(folder)
+    except OSError as error:
+        raise UserError(f"{damage}\nand it cannot be renamed ({error}): rename or remove it") from error
+
+
+def _set_aside(given_up: list[tuple[Place, UserError]]) -> list[SetAside]:
+    """Rename them. Collective."""
+    if not given_up:
+        return []
+    found = []
+    with agreed():
+        if dist.get_rank() == 0:
+            for folder, error in given_up:
+                found.append(SetAside(folder, _renamed(folder, error), damage_in(folder, error)))
+    box = [found]
+    dist.broadcast_object_list(box)
+    return box[0]

@@ -1,0 +1,323 @@
+"""Whether a checkpoint is of the run that asks for it: model, tokenizer, shards and order of samples. Imports no torch.
+
+`train` and `mimo-train check` ask here, so that neither accepts what the other refuses.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from data.media.background import colour_of
+from data.storage.url import Place
+from data.text_format import plural
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import damaged
+from mimo_train.checkpoint.resume.config_diff import changed_numbers, unread_weights
+from mimo_train.checkpoint.resume.model_diff import model_changes, module_changes
+from mimo_train.config.fault import Fault
+from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
+from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.inputs.mixture import Mixing
+
+
+def resume_faults(
+    folder: Place,
+    record: dict[str, Any],
+    cfg: ConfigContainer,
+    *,
+    data_fingerprint: str | None,
+    text_fingerprint: str | None,
+    data_size: tuple[int, int] | None = None,
+    mixing: Mixing | None = None,
+) -> list[Fault]:
+    """Why a run cannot continue from a checkpoint.
+
+    Args:
+        record: of the checkpoint in `folder`.
+        data_fingerprint: of this run's shards; None: not known, and not compared.
+        data_size: (shards, samples) of this run, likewise.
+        text_fingerprint: of this run's tokenizer, chat template and placeholders, likewise.
+        mixing: the weights of this run's sources, likewise.
+
+    Raises:
+        UserError: the record holds no config.
+    """
+    home = "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
+    key = home if cfg.checkpoint.resume == "auto" else "checkpoint.resume"
+    before, found = _config(folder, record), []
+    changes = _changes(folder, before, cfg, new_run=False)
+    if changes:
+        found.append(
+            Fault(
+                key,
+                f"checkpoint {folder} is of another model: {changes}; give the config that it was saved with, or begin "
+                f"a new run in another {home} (with what fits of its weights: checkpoint.weights={folder})",
+            )
+        )
+    found += _other_text(
+        "tokenizer, chat template or placeholders are not those",
+        folder,
+        record.get("text_fingerprint"),  # one of before it was recorded has none
+        text_fingerprint,
+        "give the same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder. If they "
+        "are the same, an earlier version saved it, which read records with media as other tokens: continue with that "
+        f"version, or begin a new run in another {home} with its weights: checkpoint.weights={folder}",
+    )
+    was = record.get("data_fingerprint")
+    if data_fingerprint is not None and data_fingerprint != was:
+        found.append(
+            Fault(
+                "data.mix" if cfg.data.mix else "data.shards",
+                f"the shards are not those of checkpoint {folder}: {_other_shards(before, record, cfg, data_size)}, so "
+                "the order of samples would not continue: give the same shards, or begin a new run with these in "
+                f"another {home}, with its weights: checkpoint.weights={folder}{_cut(before, cfg)}",
+            )
+        )
+    elif data_fingerprint is not None and mixing is not None and (fault := mixing.fault(record)) is not None:
+        found.append(fault)
+    for name, old, new in (
+        ("run.seed", before["run"]["seed"], cfg.run.seed),
+        ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
+        # Records of before the key was there were in an order without blocks.
+        ("data.shuffle_block", before["data"].get("shuffle_block", 1), cfg.data.shuffle_block),
+    ):
+        if old != new:
+            found.append(
+                Fault(
+                    name,
+                    f"is {new}, and checkpoint {folder} was trained with {old}, so the order of samples would not "
+                    f"continue: set {name}={str(old).lower()}, or give another {home}",
+                )
+            )
+    found += _other_samples(folder, before["data"], cfg, home)
+    return found + list(_other_stages(folder, before["modules"], cfg, home))
+
+
+def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
+    """A sentence with the weights that a run is told to begin with and does not, since it continues with those of the
+    checkpoint. Empty: none. Arguments and errors as of `resume_faults`, which has found none."""
+    _config(folder, record)
+    unread = _found(unread_weights, folder, record, cfg)
+    if not unread:
+        return ""
+    home = "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
+    return (
+        f"{', '.join(unread)}: not read, since this run continues with its own weights; in another {home} a run begins "
+        "with them"
+    )
+
+
+def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
+    """What a run that continues does otherwise than before, key by key: its numbers are others from there on. Empty:
+    nothing. Arguments and errors as of `resume_faults`, which has found none."""
+    return "; ".join(_found(changed_numbers, folder, _config(folder, record), cfg))
+
+
+def _found(
+    look: Callable[[Mapping[str, Any], ConfigContainer], Iterator[str]],
+    folder: Place,
+    before: Mapping[str, Any],
+    cfg: ConfigContainer,
+) -> list[str]:
+    try:
+        return [*look(before, cfg)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{folders.RECORD} holds no config of a run ({error!r})") from error
+
+
+def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
+    """Keys by which the same shards have other samples.
+
+    Args:
+        before: `data` of the checkpoint's config. A key that it lacks was added later, and means its default.
+    """
+    now = asdict(cfg.data)
+    before = asdict(DataConfig()) | before
+    for at, (old, new) in enumerate(zip(_fields_of(before), _fields_of(now), strict=False)):
+        if old != new:
+            key = f"data.mix[{at}].fields" if now["mix"] and now["mix"][at]["fields"] else "data.fields"
+            yield _samples_fault(key, folder, old, new, home)
+    for name in ("video", "null_captions", "background", "blind", "separate_documents"):
+        old, new = before[name], now[name]
+        same = _ground(old) == _ground(new) if name == "background" else old == new
+        if not same:
+            yield _samples_fault(f"data.{name}", folder, old, new, home)
+
+
+def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
+    """Moments and counts of updates are those of the stages that a run began with, and of the parts that it trained.
+
+    Args:
+        before: `modules` of the checkpoint's config.
+    """
+    for name, module in cfg.modules.items():
+        was = before.get(name, {}).get("freeze") or []
+        freed = [part for part in parts_of(name) if part in was and part not in module.freeze]
+        # Which parameters a pattern leaves, and adapters, is known when the model is built.
+        if freed and module.lora.rank == 0 and all(entry in PARTS for entry in module.freeze):
+            yield Fault(
+                f"modules.{name}.freeze",
+                f"is {module.freeze}, and checkpoint {folder} was trained with {was}, so that it has no optimizer "
+                f"states of {' and '.join(freed)}: set it to that, or begin a new run in another {home} with its "
+                f"weights: checkpoint.weights={folder}",
+            )
+        old, new = before.get(name, {}).get("freeze_until") or {}, module.freeze_until
+        if old != new:
+            yield Fault(
+                f"modules.{name}.freeze_until",
+                f"is {new}, and checkpoint {folder} was trained with {old}: set it to that, or begin a new run in "
+                f"another {home} with its weights: checkpoint.weights={folder}",
+            )
+
+
+def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every source."""
+    return [one.get("fields") or data.get("fields") or {} for one in data.get("mix") or [{}]]
+
+
+def _ground(said: Any) -> Any:
+    """The colour that `data.background` names; of a record it may be none."""
+    try:
+        return colour_of(said)
+    except (DataError, TypeError):
+        return said
+
+
+def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fault:
+    return Fault(
+        key,
+        f"is {new}, and checkpoint {folder} was trained with {old}, so the samples would be others: give the same, or "
+        f"another {home}",
+    )
+
+
+def _other_shards(
+    before: dict[str, Any], record: dict[str, Any], cfg: ConfigContainer, size: tuple[int, int] | None
+) -> str:
+    """What is known of how the shards differ: where they are, how many they are, how many samples they hold."""
+    said, was = [], record.get("data_size")
+    for name in ("shards", "mix", "validation_fraction"):
+        old, new = before["data"].get(name), asdict(cfg.data)[name]
+        if old != new:
+            said.append(f"data.{name} was {old or 'empty'}, is {new or 'empty'}")
+    if size is not None and isinstance(was, list) and len(was) == 2:
+        had, have = (f"{plural(shards, 'shard')} with {plural(samples, 'sample')}" for shards, samples in (was, size))
+        same = f"there are {have} as before, and names, sizes or contents are others"
+        said.append(same if had == have else f"there were {had}, and are {have}")
+    return "; ".join(said) or "names, sizes, contents or counts of samples are others"
+
+
+def _cut(before: dict[str, Any], cfg: ConfigContainer) -> str:
+    """Keys of which the samples of .bin and .idx files are others, where they have changed."""
+    now = {"sequence_length": cfg.data.sequence_length, "split": cfg.data.split}
+    was = {name: before["data"].get(name, value) for name, value in now.items()}
+    said = [f"data.{name} was {was[name] or 'empty'}" for name, value in now.items() if was[name] != value]
+    return f"; of .bin and .idx files, samples are cut by it: {', '.join(said)}" if said else ""
+
+
+def left_behind(cfg: ConfigContainer) -> list[Fault]:
+    """The fault of a run that would begin anew in `checkpoint.dir`, while `run.dir` has its checkpoints of before."""
+    if not cfg.checkpoint.dir or cfg.checkpoint.resume != "auto":
+        return []
+    found = folders.newest(Path(cfg.run.dir))
+    if found is None:
+        return []
+    return [
+        Fault(
+            "checkpoint.dir",
+            f"{cfg.checkpoint.dir} has no checkpoint, and run.dir has {found}: continue from there with "
+            f"checkpoint.resume={cfg.run.dir}, or begin a new run in another run.dir",
+        )
+    ]
+
+
+def weights_faults(
+    folder: Place, record: dict[str, Any], cfg: ConfigContainer, *, vocabulary_fingerprint: str | None
+) -> list[Fault]:
+    """Why a new run cannot begin with the weights of a checkpoint (`checkpoint.weights`). Arguments and errors as of
+    `resume_faults`; the fingerprint is that of the tokenizer's vocabulary alone."""
+    found = []
+    changes = _changes(folder, _config(folder, record), cfg, new_run=True)
+    if changes:
+        found.append(
+            Fault(
+                "checkpoint.weights",
+                f"checkpoint {folder} is of another model: {changes}; give the config that it was saved with",
+            )
+        )
+    remedy = "give the tokenizer that these weights were trained with"
+    was = record.get("vocabulary_fingerprint")
+    return found + _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
+
+
+def module_faults(
+    folder: Place,
+    record: dict[str, Any],
+    cfg: ConfigContainer,
+    name: str,
+    *,
+    vocabulary_fingerprint: str | None,
+) -> tuple[list[Fault], list[str]]:
+    """What keeps a module from beginning with the weights of a checkpoint (`checkpoint.load_modules`).
+
+    Args:
+        name: of the module here. Others as of `weights_faults`.
+
+    Returns:
+        Faults; and how the models differ, which is a fault where `strict` is set.
+    """
+    load, key = cfg.checkpoint.load_modules[name], f"checkpoint.load_modules.{name}"
+    before, source = _config(folder, record), load.source(name)
+    if source not in before["modules"]:
+        there = ", ".join(before["modules"])
+        return [Fault(f"{key}.module", f"checkpoint {folder} has no module {source!r}, it has {there}")], []
+    try:
+        changes = list(module_changes(before, source, cfg.modules[name], f"modules.{name}"))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
+    found = []
+    if changes and load.strict:
+        found.append(
+            Fault(
+                key,
+                f"checkpoint {folder} is of another model: {'; '.join(changes)}; give the same config of the module, "
+                f"or take what fits: {key}.strict=false",
+            )
+        )
+    if name == LANGUAGE:
+        remedy = "give the tokenizer that these weights were trained with"
+        was = record.get("vocabulary_fingerprint")
+        found += _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
+    return found, changes
+
+
+def _changes(folder: Place, before: dict[str, Any], cfg: ConfigContainer, *, new_run: bool) -> str:
+    try:
+        return "; ".join(model_changes(before, cfg, new_run=new_run))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
+
+
+def _other_text(what: str, folder: Place, was: str | None, now: str | None, remedy: str) -> list[Fault]:
+    if was is None or now is None or was == now:
+        return []
+    return [
+        Fault(
+            "data.tokenizer",
+            f"{what} of checkpoint {folder} (fingerprint {now}, was {was}), so the same text would be other tokens: "
+            f"{remedy}",
+        )
+    ]
+
+
+def _config(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
+    """The config in a record, of which every version has written these keys."""
+    config = record.get("config")
+    if not isinstance(config, dict):
+        raise damaged(folder, f"{folders.RECORD} holds no config")
+    for section, name in (("run", "seed"), ("data", "shuffle"), ("modules", "language")):
+        if not isinstance(config.get(section), dict) or name not in config[section]:
+            raise damaged(folder, f"{folders.RECORD} has no config.{section}.{name}")
+    return config

@@ -1,0 +1,177 @@
+"""Code of users that a config names: where Python looks for it, what is said before it is imported, and whose word
+counts. Imports no torch."""
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from encoders.joined.spec import PARTS as JOINED
+from encoders.registry import is_path, registered
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.schema_train import TrainConfig
+
+CALLBACKS, FORWARD_STEP = "train.callbacks", "train.forward_step"
+
+
+def search_working_directory() -> None:
+    """Let modules of the working directory be found, behind everything else, so that they hide no installed package.
+    The scripts and the `mimo-train` command leave it off Python's path."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was removed
+        return
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+
+
+def code_named(plain: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What is imported when a config is built and run, by key; nothing is imported here. Values of wrong types, which
+    are faults of their own, name nothing.
+
+    Args:
+        plain: nested dicts, as `compose.from_dict` takes them.
+    """
+    named: dict[str, list[str]] = {}
+    modules = plain.get("modules")
+    for name, module in modules.items() if isinstance(modules, Mapping) else ():
+        if isinstance(module, Mapping):
+            named |= {key: [family] for key, family in _families(module.get("encoder"), f"modules.{name}.encoder")}
+    train = plain.get("train")
+    callbacks = train.get("callbacks") if isinstance(train, Mapping) else None
+    if isinstance(callbacks, (list, tuple)) and callbacks:
+        named[CALLBACKS] = [str(entry) for entry in callbacks]
+    forward_step = train.get("forward_step") if isinstance(train, Mapping) else None
+    if isinstance(forward_step, str) and forward_step:
+        named[FORWARD_STEP] = [forward_step]
+    return named
+
+
+def _families(encoder: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    if not isinstance(encoder, Mapping):
+        return
+    family = str(encoder.get("family", ""))
+    if is_path(family) or registered(family):
+        yield f"{prefix}.family", family
+    for part in JOINED:
+        yield from _families(encoder.get(part), f"{prefix}.{part}")
+
+
+def say_imports(plain: Mapping[str, Any]) -> None:
+    """Say on standard error what code of users is about to be imported; on rank 0, and once."""
+    if os.environ.get("RANK", "0") == "0":
+        for key, names in code_named(plain).items():
+            _say(f"{key} names code that is imported: " + ", ".join(f"{name}{_origin(name)}" for name in names))
+
+
+@cache
+def _say(line: str) -> None:
+    # `data` may be another package until `mimo_train.launch.import_guard` has looked, which imports `config`.
+    from data.text_format import shown
+
+    sys.stderr.write(f"notice: {shown(line)}\n")
+    sys.stderr.flush()
+
+
+def _origin(name: str) -> str:
+    return "" if is_path(name) else "".join(f" ({where})" for where in registered(name))
+
+
+def require_trusted(plain: Mapping[str, Any], whose: str, trusted: Collection[str], remedy: str) -> None:
+    """What an installed package has registered is taken: whoever installed it has chosen it.
+
+    Args:
+        plain: a config that the user has not written.
+        whose: the file that it is from, for the message.
+        trusted: paths that the user has named too.
+        remedy: the end of the message.
+
+    Raises:
+        UserError: it names code by a path, which building it would import.
+    """
+    for key, names in code_named(plain).items():
+        refused = [name for name in names if is_path(name) and name not in trusted]
+        if refused:
+            raise UserError(
+                f"{key}: {whose} names the code {', '.join(refused)}, which would be imported and run: {remedy}"
+            )
+
+
+def load_code(key: str, entry: str) -> Any:
+    """Return what an entry `package.module:name` names; the working directory is searched last.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such name.
+    """
+    search_working_directory()
+    module, _, name = entry.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
+        raise ConfigError([unusable_code(key, entry, error)]) from error
+
+
+def unusable_code(key: str, entry: str, error: BaseException) -> Fault:
+    """The config error of an entry whose use has raised `error`."""
+    kind = "" if isinstance(error, (ImportError, AttributeError, TypeError)) else f"{type(error).__name__}: "
+    return Fault(key, f"{entry!r} cannot be used: {kind}{error}")
+
+
+def missing_code(train: TrainConfig) -> Iterator[Fault]:
+    """Entries of `train` whose module or name does not exist, as far as can be seen without importing the module."""
+    entries = [(CALLBACKS, entry) for entry in train.callbacks]
+    entries += [(FORWARD_STEP, train.forward_step)] if train.forward_step else []
+    for key, entry in entries:
+        module, _, name = entry.partition(":")
+        for why in _why_not_there(module, name):
+            yield Fault(key, f"{entry!r} cannot be used: {why}. {_REMEDY}")
+
+
+_REMEDY = (
+    "Correct the name, or make the module importable: install it, or put it in the working directory or PYTHONPATH"
+)
+
+
+def _why_not_there(module: str, name: str) -> Iterator[str]:
+    """Why a class cannot be loaded, from the source of its module, which is not run: what it does when it is imported,
+    and the names that it makes then, stay unknown."""
+    search_working_directory()
+    importlib.invalidate_caches()
+    try:
+        spec = find_spec(module)
+    except (Exception, SystemExit) as error:  # its packages are imported: whatever they raise
+        yield f"{type(error).__name__}: {error}"
+        return
+    if spec is None:
+        yield f"No module named {module!r}"
+        return
+    try:
+        source = getattr(spec.loader, "get_source", lambda _: None)(module)
+        body = None if source is None else ast.parse(source, spec.origin or module).body
+    except (SyntaxError, UnicodeDecodeError, ImportError) as error:
+        yield f"{type(error).__name__}: {error}"
+        return
+    # Only a module of plain statements shows all of its names.
+    plain = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Expr, ast.Assign)
+    if body is None or not all(isinstance(one, (*plain, ast.AnnAssign)) for one in body):
+        return
+    names = {found for one in body for found in _names(one)}
+    if not names & {name, "*", "__getattr__"}:
+        yield f"module {module!r} ({spec.origin}) has no {name!r}"
+
+
+def _names(statement: ast.stmt) -> Iterator[str]:
+    """Names that a statement gives a module."""
+    if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield statement.name
+    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Name) and node.id in ("exec", "globals", "setattr"):
+            yield "*"  # anything may come of it

@@ -1,0 +1,195 @@
+"""Non-finite values after a bad step: gradients, weights, losses and inputs, with their ranks and samples.
+
+Non-finite values spread: one picture makes the loss of its microbatch and every gradient NaN. So inputs and weights are
+checked too: if they are at fault, they identify the module. Otherwise, `train.on_nan=bisect` finds the origin.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data.pipeline import MEDIA
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.models.names import global_names, modules_of
+from mimo_train.training.step.batches import StepIterator
+from mimo_train.training.step.losses import StepLosses
+from mimo_train.training.step.schedule import Pipeline
+
+NAMES = 3
+"""Most parameter names that a message gives for a module and rank."""
+
+PLACES = 4
+"""Most modules, ranks and microbatches that a message gives for a kind of finding; the replay file has all."""
+
+SAMPLES = 8
+"""Most samples that a message gives for a microbatch and rank."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A training sample: its number in the order of the run, and where it is."""
+
+    number: int
+    shard: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.shard).name} {self.key} (number {self.number})"
+
+
+@dataclass(frozen=True)
+class BadTensors:
+    """Parameters of a module on a rank whose gradients or weights are not finite: how many, and a few names."""
+
+    module: str
+    rank: int
+    number: int
+    names: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.module} on rank {self.rank} ({_counted(self.number)}: {_some(self.names, self.number)})"
+
+
+@dataclass(frozen=True)
+class BadMicrobatch:
+    """A rank's part of a microbatch whose loss or input is not finite, and its samples."""
+
+    module: str
+    rank: int
+    microbatch: int
+    values: dict[str, str]
+    """Losses by name, or the name of the input with the word `input`."""
+    samples: list[Sample]
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name} {value}" for name, value in self.values.items())
+        samples = _some([str(sample) for sample in self.samples[:SAMPLES]], len(self.samples))
+        return f"{self.module} on rank {self.rank}, microbatch {self.microbatch} ({values}): {samples}"
+
+
+@dataclass
+class Findings:
+    """The non-finite values. Gradients are those after the sum over data-parallel ranks; losses are each rank's own."""
+
+    gradients: list[BadTensors] = field(default_factory=list)
+    weights: list[BadTensors] = field(default_factory=list)
+    losses: list[BadMicrobatch] = field(default_factory=list)
+    inputs: list[BadMicrobatch] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """A line for each kind, causes first."""
+        for what in ("inputs", "weights", "losses", "gradients"):
+            if places := getattr(self, what):
+                yield f"{what} not finite: " + _some([str(place) for place in places[:PLACES]], len(places), "; ")
+        if not (self.inputs or self.weights or self.losses):
+            yield "inputs, weights and the losses of all microbatches are finite: backward is at fault"
+
+
+def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findings:
+    """Check the last step, and exchange the findings with all ranks. Collective; the same on every rank."""
+    own = Findings(
+        _on_this_rank(bad_gradients(pipeline.model)),
+        _on_this_rank(bad_weights(pipeline.model)),
+        bad_losses(losses, data),
+        list(_bad_inputs(data)),
+    )
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return Findings(
+        *([place for each in found for place in getattr(each, what)] for what in Findings.__dataclass_fields__)
+    )
+
+
+def bad_gradients(model: list) -> dict[str, list[str]]:
+    """Names of this rank's parameters whose gradients are not finite, by module."""
+    gradients = {}
+    for module, parameters in _parameters(model).items():
+        gradients[module] = {
+            name: gradient
+            for name, value in parameters.items()
+            if (gradient := getattr(value, "main_grad", None)) is not None  # frozen parameters have none
+        }
+    return _bad_names(gradients)
+
+
+def bad_weights(model: list) -> dict[str, list[str]]:
+    """Names of this rank's parameters that are not finite, by module."""
+    return _bad_names(_parameters(model))
+
+
+def bad_losses(losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
+    """Losses of this rank that are not finite, with the samples of its part of their microbatches."""
+    found = []
+    for microbatch, report in enumerate(losses.reports):
+        sums = dict(zip(report, torch.stack([value[0] for value in report.values()]).tolist(), strict=True))
+        bad = {name: str(value) for name, value in sums.items() if not math.isfinite(value)}
+        if bad:
+            numbers = data.current.numbers[microbatch][LANGUAGE]
+            found.append(BadMicrobatch(LANGUAGE, dist.get_rank(), microbatch, bad, _samples(data, numbers)))
+    return found
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """For each tensor, whether all its values are finite; one copy to the host."""
+    flags = [tensor.detach().isfinite().all() for tensor in tensors]
+    return torch.stack(flags).tolist() if flags else []
+
+
+def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
+    """Non-finite pictures or clips that this rank read, with their samples."""
+    sizes = data.dataset.input_sizes
+    for microbatch, batch in enumerate(data.current.microbatches):
+        for module, inputs in batch.get("modality_inputs", {}).items():
+            tensors = dict((inputs or {}).get(module, {}))
+            media = tensors.pop(MEDIA, None)
+            known = {sample.number for sample in media.samples if sample.features is not None} if media else ()
+            for name, values in tensors.items():
+                if not isinstance(values[0], torch.Tensor):
+                    continue  # later stages of an encoder have sizes alone
+                numbers = data.current.numbers[microbatch][module]
+                # One item for each picture or clip that was read, in the order of the samples.
+                owners = [number for number in numbers if number not in known for _ in sizes(number, module)]
+                bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
+                if bad:
+                    samples = _samples(data, dict.fromkeys(bad))
+                    yield BadMicrobatch(module, dist.get_rank(), microbatch, {name: "input"}, samples)
+
+
+def _samples(data: StepIterator, numbers: Iterable[int]) -> list[Sample]:
+    located = ((number, *data.dataset.locate(number)) for number in numbers)
+    return [Sample(number, str(shard), key) for number, shard, key in located]
+
+
+def _parameters(model: list) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters of this rank by module and global name; local names of different chunks may be equal."""
+    return {
+        module: {name: parameter for chunk in chunks for name, parameter in global_names(chunk).items()}
+        for module, chunks in modules_of(model).items()
+    }
+
+
+def _bad_names(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[str]]:
+    return {
+        module: bad
+        for module, named in tensors.items()
+        if (bad := [name for name, good in zip(named, are_finite(named.values()), strict=True) if not good])
+    }
+
+
+def _on_this_rank(names: dict[str, list[str]]) -> list[BadTensors]:
+    return [BadTensors(module, dist.get_rank(), len(bad), bad[:NAMES]) for module, bad in names.items()]
+
+
+def _counted(number: int) -> str:
+    return f"{number} parameter{'s' if number > 1 else ''}"
+
+
+def _some(names: list[str], number: int, between: str = ", ") -> str:
+    """The names, which are the first of `number`."""
+    more = f" and {number - len(names)} more" if number > len(names) else ""
+    return between.join(names) + more

@@ -1,0 +1,118 @@
+"""Handling of a step with a non-finite gradient: `train.on_nan`.
+
+The optimizer has updated nothing, and every rank has the same norm, so all ranks act alike without communication.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+from mimo_train.config.fault import UserError
+from mimo_train.debug.bisect import Origin, bisect
+from mimo_train.debug.nan_findings import gather
+from mimo_train.debug.replay import FOLDER, write_replay
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.parallel import device
+from mimo_train.training.step.batches import StepIterator
+from mimo_train.training.step.forward_backward import ForwardBackward
+from mimo_train.training.step.losses import StepLosses
+from mimo_train.training.step.result import StepResult
+from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.state import GlobalState
+
+MOST_IN_A_ROW = 10
+"""Bad steps in a row after which `train.on_nan=skip` ends the run: a fault in every step is not caused by samples."""
+
+
+class NonFiniteStep(UserError):
+    """A gradient was not finite, and `train.on_nan` ends the run. The same on every rank."""
+
+
+class NanPolicy:
+    """Checks the steps of a loop. A good step costs neither a message nor a copy from the device.
+
+    Attributes:
+        forward_backward: runs the microbatches of the next step; `train.on_nan=bisect` runs them again.
+    """
+
+    def __init__(
+        self,
+        state: GlobalState,
+        pipeline: Pipeline,
+        optimizer: ModuleOptimizer,
+        losses: StepLosses,
+        forward_backward: ForwardBackward,
+        save: Callable[[Path, str], Path],
+    ):
+        """
+        Args:
+            save: called as (folder, reason); saves the run and returns the checkpoint's folder. Collective.
+        """
+        self._state, self._pipeline, self._optimizer, self._losses = state, pipeline, optimizer, losses
+        self.forward_backward, self._save = forward_backward, save
+        self._in_a_row = 0
+        self._generators: dict[str, Any] = {}
+        self._scale: torch.Tensor | None = None
+
+    def start_step(self) -> None:
+        """Record the state that a replay needs and a step changes: the generators, and the loss scale."""
+        self._generators = device.get_rng_state()
+        if isinstance(self._optimizer.grad_scaler, DynamicGradScaler):
+            # An update replaces this tensor by a new one.
+            self._scale = self._optimizer.grad_scaler.scale
+
+    def end_step(self, result: StepResult, data: StepIterator) -> None:
+        """Apply `train.on_nan` if the step was bad. Collective in that case.
+
+        Raises:
+            NonFiniteStep: by raise and bisect; by skip at the tenth bad step in a row.
+        """
+        if not result.skipped_iter:
+            self._in_a_row = 0
+        elif not result.should_exit and not self._scale_was_lowered():
+            self._bad_step(result.grad_norm, data)
+
+    def _scale_was_lowered(self) -> bool:
+        """Whether fp16 lowered its loss scale, which is not a fault; at the smallest scale it is."""
+        scaler = self._optimizer.grad_scaler
+        return isinstance(scaler, DynamicGradScaler) and bool(self._scale > scaler.min_scale)
+
+    def _bad_step(self, norm: float | None, data: StepIterator) -> None:
+        state, policy = self._state, self._state.cfg.train.on_nan
+        step = state.train_state.step + 1
+        self._in_a_row += 1
+        found = gather(self._pipeline, self._losses, data)
+        nothing = f"step {step}: a gradient is not finite (norm {norm}), nothing was updated"
+        if policy == "skip" and self._in_a_row < MOST_IN_A_ROW:
+            state.console.message("\n  ".join([f"train.on_nan=skip: {nothing}", *found.lines()]))
+            return
+        if policy == "skip":
+            nothing += f", as in the {MOST_IN_A_ROW - 1} steps before it"
+        norms = self._optimizer.module_grad_norms
+        device.set_rng_state(self._generators)
+        checkpoint = self._save(state.run_dir / FOLDER, f"before step {step}, whose gradient is not finite")
+        origin = self._bisect(data) if policy == "bisect" else None
+        file, command = write_replay(state, data, norms, found, origin, checkpoint)
+        lines = [
+            f"train.on_nan={policy}: {nothing}",
+            *found.lines(),
+            *([] if policy != "bisect" else [_told(origin)]),
+            f"the state before this step is checkpoint {checkpoint}, the findings are in {file}",
+            f"make the step again, and bisect it: {command}",
+        ]
+        raise NonFiniteStep("\n".join(lines))
+
+    def _bisect(self, data: StepIterator) -> Origin | None:
+        device.set_rng_state(self._generators)
+        return bisect(self.forward_backward, self._pipeline, self._losses, data)
+
+
+def _told(origin: Origin | None) -> str:
+    if origin is not None:
+        return f"bisect: {origin}"
+    return (
+        "bisect: every microbatch alone is finite: their sum overflows, or the fault was a transient one of the machine"
+    )

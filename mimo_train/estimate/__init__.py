@@ -1,0 +1,1 @@
+"""Parameters, memory and FLOPs, from sizes alone."""

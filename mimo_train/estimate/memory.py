@@ -1,0 +1,340 @@
+"""Estimates of memory per rank, from sizes alone. Imports no torch.
+
+Counted: weights, gradients, optimizer states, the activations that the backward pass needs, and the work at the fullest
+moment (`mimo_train.estimate.activations` has the formulas). Not counted: the CUDA context, buffers of NCCL, workspaces of
+kernels, fragmentation. Every position of a text counts as learned, and every row as full. Norms are those of a GPU,
+unless the run is on the CPU.
+"""
+
+import math
+from dataclasses import dataclass
+
+from encoders.base import (
+    GATED,
+    EncoderSpec,
+    built_layers,
+    deepstack_layers,
+    encoders_in,
+    joined_width,
+    layer_options,
+    most_features,
+)
+from encoders.plain.spec import PlainSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.estimate.activations import (
+    BYTES,
+    KEPT_SCORES,
+    WIDEST_HEAD,
+    expert_activations,
+    expert_work,
+    layer_activations,
+    layer_work,
+    output_work,
+    probability_activations,
+    score_activations,
+    stack_activations,
+)
+from mimo_train.estimate.parameters import ParameterCount, module_parameters
+from mimo_train.layout.fp8 import fp8_weight_bytes
+from mimo_train.layout.layout import layers_of_stage, stage_layers
+from mimo_train.layout.padding import pack_length
+from mimo_train.layout.run import Run
+from mimo_train.layout.stages import in_flight
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """What is kept for the backward pass."""
+    work: int = 0
+    """What is there besides at the fullest moment."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.work
+
+    def __add__(self, other: "Memory") -> "Memory":
+        """Of two modules on one rank, which work one after the other."""
+        return Memory(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.activations + other.activations,
+            max(self.work, other.work),
+        )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of every rank of one pipeline stage of one module."""
+
+    module: str
+    stage: int
+    """From 0, within the module."""
+    ranks: tuple[int, ...]
+    memory: Memory
+
+
+def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
+    """Weights, gradients and optimizer states of the parameters of one rank, whose states are divided over `dp` ranks.
+
+    Bytes per trained parameter with Megatron-Core's distributed optimizer and Adam (its "Distributed Optimizer" page):
+    fp32 4 + 4 + 8 / dp (two moments); bf16 2 + 4 + 12 / dp (fp32 gradients; fp32 master weights and two moments).
+    Without the distributed optimizer dp is 1.
+    A frozen parameter is a weight and nothing else.
+    """
+    states = 8 if precision == "fp32" else 12
+    return Memory(
+        weights=count.total * BYTES[precision],
+        gradients=count.trainable * 4,
+        optimizer=math.ceil(count.trainable * states / dp),
+    )
+
+
+def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0) -> list[StageMemory]:
+    """Memory of each pipeline stage of one module.
+
+    Args:
+        vocab: rows of the embedding (see `padded_vocab_size`).
+        media_per_sample: pictures of this module in one sample, on average.
+    """
+    module = run.layout.modules[name]
+    return [
+        StageMemory(
+            name, stage, tuple(module.stage_ranks(stage)), memory_of_stage(run, name, stage, vocab, media_per_sample)
+        )
+        for stage in range(module.pp)
+    ]
+
+
+def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sample: float = 1.0) -> Memory:
+    """Memory of a rank of one pipeline stage of one module; arguments as those of `stage_memory`."""
+    cfg, module = run.cfg, run.layout.modules[name]
+    sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
+    sizes |= {"stage": stage, "stages": module.pp}
+    counts = module_parameters(cfg, name, vocab, **sizes)
+    experts = counts.pop("experts", ParameterCount(0, 0))
+    dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
+    memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
+    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
+    copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
+    memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))
+    if name == LANGUAGE:
+        return memory + _language_activations(run, stage, vocab)
+    return memory + _encoder_activations(run, name, stage, media_per_sample)
+
+
+def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
+    """Memory of each rank, over all modules on it."""
+    total: dict[int, Memory] = {}
+    for stage in stages:
+        for rank in stage.ranks:
+            total[rank] = total.get(rank, Memory()) + stage.memory
+    return dict(sorted(total.items()))
+
+
+def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
+    cfg, sizes, recompute = run.cfg, run.layout.language, run.cfg.recompute_of(LANGUAGE)
+    llm, train, frozen = cfg.llm, cfg.train, "llm" in cfg.language.freeze
+    size, length = BYTES[train.precision], cfg.data.sequence_length
+    row = pack_length(cfg) if cfg.data.pack else length * train.micro_batch_size
+    samples, tokens = math.ceil(row / length), row // sizes.cp
+    scores = 0
+    if llm.attention_softcap:
+        scores = score_activations(length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
+    elif _keeps_probabilities(cfg, sizes.cp):
+        scores = probability_activations(length, samples, llm.num_attention_heads, sizes.tp)
+    own = stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)
+    kinds = [llm.has_experts(layer) for layer in own]
+    each = {kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds)}
+    layer = -(-sum(each[kind] for kind in kinds) // len(kinds)) + (scores if recompute != "selective" else 0)
+    boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
+    flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
+    kept = stack_activations(len(own) // sizes.vpp, layer, boundary, flying, recompute)
+    # The outputs that were sent stay until their gradients have come; interleaved, those of all chunks but the last.
+    kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
+    work = max(_layer_work(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds))
+    work += scores if recompute == "selective" else 0
+    work += layer if recompute == "full" else 0
+    if last:
+        end = output_work(
+            tokens,
+            llm.hidden_size,
+            vocab,
+            train.precision,
+            tp=sizes.tp,
+            sp=sizes.sp,
+            chosen=train.logits == "learned",
+            frozen=frozen,
+        )
+        end += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # their tanh
+        work = max(work, end)
+    # What comes from the stage before, ahead of its use, and what goes back to it.
+    kept += 2 * boundary if sizes.pp > 1 and last else 0
+    return Memory(activations=kept, work=work)
+
+
+def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
+    """Of one layer of the language model, scores left out."""
+    cfg, llm, train, sizes = run.cfg, run.cfg.llm, run.cfg.train, run.layout.language
+    kept = layer_activations(
+        tokens,
+        llm.hidden_size,
+        0 if experts else llm.ffn_hidden_size,
+        train.precision,
+        # With fewer key heads than tensor-parallel ranks, each rank has one.
+        key_width=llm.head_width * max(llm.key_heads, sizes.tp),
+        query_width=llm.query_width,
+        gated=llm.is_gated,
+        rope=llm.position == "rope",
+        dropout=llm.dropout > 0,
+        post_norms=llm.post_norms,
+        head_norms=llm.qk_norm,
+        fused_norms=_has_fused_norms(cfg, llm.normalization),
+        frozen=frozen,
+        plain=not llm.post_norms and _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout),
+        whole_rows=_has_row_kernel(cfg),
+        tp=sizes.tp,
+        sp=sizes.sp,
+        cp=sizes.cp,
+    )
+    if experts:
+        kept += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
+    return kept
+
+
+def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
+    llm, precision, sizes = run.cfg.llm, run.cfg.train.precision, run.layout.language
+    if experts:
+        return expert_work(tokens, llm, precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
+    frozen, gated = frozen or run.cfg.language.lora.rank > 0, llm.is_gated
+    return layer_work(
+        tokens, llm.hidden_size, llm.ffn_hidden_size, precision, gated=gated, frozen=frozen, tp=sizes.tp, sp=sizes.sp
+    )
+
+
+def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
+    """Torch has a kernel for RMSNorm on CUDA alone, and `mimo_train.models.rms_norm` keeps as little in fp32."""
+    return normalization == "LayerNorm" or cfg.run.device != "cpu" or cfg.train.precision == "fp32"
+
+
+def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
+    """Whether dense layers of a module, without norms or learned scales behind their parts, are computed by
+    `mimo_train.models.dense_layer`."""
+    module = cfg.modules[name]
+    return tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
+
+
+def _has_row_kernel(cfg: ConfigContainer) -> bool:
+    """Whether one kernel takes all documents of a packed row, see `SdpaAttention`."""
+    llm, half = cfg.llm, cfg.train.precision != "fp32" and cfg.run.device != "cpu"
+    return cfg.data.pack and half and not llm.attention_softcap and not llm.dropout and llm.head_width <= WIDEST_HEAD
+
+
+def _keeps_probabilities(cfg: ConfigContainer, cp: int) -> bool:
+    """Whether attention is that of `mimo_train.models.kept_scores`."""
+    llm, is_fp32 = cfg.llm, cfg.run.device == "cpu" and cfg.train.precision == "fp32"
+    is_plain = not cfg.data.pack and not llm.window and not llm.dropout and llm.key_heads == llm.num_attention_heads
+    return is_fp32 and is_plain and cp == 1 and cfg.data.sequence_length in KEPT_SCORES
+
+
+def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:
+    """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes. Media of different
+    sizes count as the largest."""
+    cfg, sizes = run.cfg, run.layout.modules[name]
+    module, train = cfg.modules[name], cfg.train
+    encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
+    media = math.ceil(run.batch.microbatch_samples / sizes.dp * media_per_sample)
+    flying = in_flight(run, name, stage)
+    if isinstance(encoder, PlainSpec):
+        module_kept = media * encoder.activations() * size
+        kept = 0 if "encoder" in module.freeze else module_kept * (1 if cfg.recompute_of(name) == "full" else flying)
+        return Memory(activations=kept + _projector_activations(cfg, name, media, sizes.tp) * flying)
+    memory = Memory()
+    for part in encoders_in(encoder).values():
+        memory += _layers_activations(run, name, stage, part, media * part.most_inner_tokens(projector.merge))
+    if stage < sizes.pp - 1:
+        return memory
+    return memory + Memory(activations=_projector_activations(cfg, name, media, sizes.tp) * flying)
+
+
+def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, tokens: int) -> Memory:
+    """Bytes that the layers of an encoder on one rank of a stage keep of `tokens` in each microbatch, and work with."""
+    cfg, sizes = run.cfg, run.layout.modules[name]
+    module, precision = cfg.modules[name], cfg.train.precision
+    size, hidden, gated = BYTES[precision], encoder.hidden_size, encoder.activation == GATED
+    frozen, flying, recompute = _keeps_nothing(module), in_flight(run, name, stage), cfg.recompute_of(name)
+    scaled = layer_options(encoder)["layer_scale"] > 0
+    layer = layer_activations(
+        tokens,
+        hidden,
+        encoder.ffn_hidden_size,
+        precision,
+        gated=gated,
+        rope=getattr(encoder, "rotary_positions", False),
+        scaled=scaled,
+        dropout=encoder.dropout > 0,
+        fused_norms=_has_fused_norms(cfg, encoder.normalization),
+        plain=not scaled and _is_plain(cfg, name, sizes.tp, encoder.dropout),
+        tp=sizes.tp,
+        sp=sizes.sp,
+    )
+    layers = layers_of_stage(built_layers(encoder), stage, sizes.pp)
+    # What the patches are cut from comes in fp32, and is copied when it is cut and rounded.
+    inputs = tokens * sum(encoder.embedding_products().values()) // hidden if stage == 0 else 0
+    if frozen:
+        return Memory(work=max(layer if layers else 0, inputs * (2 * 4 + size)))
+    boundary = tokens * hidden * size // (sizes.tp if sizes.sp else 1)
+    kept = stack_activations(layers, layer, boundary, flying, recompute) + inputs * size * flying
+    kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients have come
+    adapted = module.lora.rank > 0
+    work = layer_work(
+        tokens, hidden, encoder.ffn_hidden_size, precision, gated=gated, frozen=adapted, tp=sizes.tp, sp=sizes.sp
+    )
+    work += layer if recompute == "full" else 0
+    return Memory(activations=kept, work=max(work, inputs * 2 * 4))
+
+
+def _keeps_nothing(module: ModuleConfig) -> bool:
+    """Whether no gradient passes the encoder of a module."""
+    return "encoder" in module.freeze and module.lora.rank == 0
+
+
+def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int) -> int:
+    """Bytes that the projector of module `name` keeps of one microbatch: its input and output, and inside an mlp; of
+    each layer of a resampler its normalised features, keys and values, and what a layer keeps of the latents."""
+    module, width, size = cfg.modules[name], cfg.llm.hidden_size, BYTES[cfg.train.precision]
+    encoder, projector, resampler = module.encoder, module.projector, module.projector.resampler
+    joined = joined_width(encoder, projector)
+    per_token = joined + width + (joined if projector.norm else 0)
+    if projector.kind == "mlp":
+        per_token += (5 if projector.gated else 2) * (projector.ffn_hidden_size or width) // tp
+    # Mergers of states keep their input, and what is behind norm, first linear layer and activation.
+    per_token += deepstack_layers(encoder) * (4 * joined + width)
+    kept = most_features(encoder, projector) * per_token * size
+    if resampler.latents:
+        head = resampler.head_width(width)
+        keys = resampler.key_heads * head
+        layer = layer_activations(
+            resampler.latents,
+            width,
+            resampler.ffn_width(width),
+            cfg.train.precision,
+            key_width=keys,
+            query_width=resampler.num_attention_heads * head,
+            gated=resampler.activation == GATED,
+            tp=tp,
+        )
+        features = most_features(encoder, projector) * (2 * width + 2 * keys // tp) * size
+        kept += resampler.num_layers * (layer + features)
+    return media * kept

@@ -1,0 +1,176 @@
+"""Numbers of parameters, of whole modules and of one rank, from sizes alone. Imports no torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from data.text_format import plural
+from encoders.base import (
+    EncoderSpec,
+    built_layers,
+    encoders_in,
+    has_final_norm,
+    joined_width,
+    layer_parameters,
+    split_parameters,
+)
+from encoders.plain.spec import PlainSpec
+from encoders.projectors.spec import ProjectorSpec
+from mimo_train.config.fault import Fault
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.layout.adapters import adapted_linears, adapter_parameters, adapts_projector
+from mimo_train.layout.layout import layers_of_stage, stage_layers
+
+VOCAB_MULTIPLE = 128
+"""Vocabularies are padded to a multiple of this, whatever the layout: with a padding that depends on tp, a checkpoint
+would not fit another layout."""
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Rows of the embedding for a vocabulary of `vocab_size` tokens."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def embedding_rows(llm: LlmSpec, tokens: int) -> int:
+    """Rows of the embedding, padding included, for a tokenizer of `tokens` tokens."""
+    return padded_vocab_size(llm.vocab_size or tokens)
+
+
+def vocabulary_faults(llm: LlmSpec, tokens: int) -> Iterator[Fault]:
+    """A tokenizer whose texts have `tokens` tokens that the model's embedding has no row for. Placeholders of media
+    need none: features take their places."""
+    if 0 < llm.vocab_size < tokens:
+        yield Fault(
+            f"modules.{LANGUAGE}.llm.vocab_size",
+            f"the embedding has {plural(llm.vocab_size, 'row')} and the tokenizer {plural(tokens, 'token')} of text: "
+            "set it to at least "
+            f"{tokens}, or change data.tokenizer",
+        )
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a part, by whether they are trained."""
+
+    total: int
+    trainable: int
+
+    def __add__(self, other: "ParameterCount") -> "ParameterCount":
+        return ParameterCount(self.total + other.total, self.trainable + other.trainable)
+
+
+def language_parameters(
+    llm: LlmSpec, vocab: int, sequence_length: int, *, tp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
+) -> int:
+    """Parameters of a language model on one rank of pipeline stage `stage` (from 0) of `stages`, without its experts.
+
+    Attention and feed-forward matrices are divided over tp; norms, routers and the biases behind row-parallel layers
+    are not.
+    The first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both
+    when these are two stages.
+    """
+    hidden, norm = llm.hidden_size, 2 if llm.normalization == "LayerNorm" else 1
+    layers = stage_layers(llm.num_layers, stage, stages, chunks)
+    count = sum(_layer_parameters(llm, llm.has_experts(layer), tp) for layer in layers)
+    first, last = stage == 0, stage == stages - 1
+    if first:
+        count += sequence_length * hidden if llm.position == "learned" else 0
+    if last:
+        count += hidden * norm
+    tables = 1 if llm.tie_embeddings else first + last
+    return count + (tables if first or last else 0) * math.ceil(vocab / tp) * hidden
+
+
+def _layer_parameters(llm: LlmSpec, experts: bool, tp: int) -> int:
+    """Of one layer on one rank, without its experts."""
+    hidden, qkv, query = llm.hidden_size, llm.qkv_width, llm.query_width
+    ffn = llm.shared_expert_ffn_hidden_size if experts else llm.ffn_hidden_size
+    up = (2 if llm.is_gated else 1) * ffn
+    norm = 2 if llm.normalization == "LayerNorm" else 1
+    split = hidden * qkv + query * hidden + hidden * up + ffn * hidden
+    whole = (4 if llm.post_norms else 2) * hidden * norm + (2 * llm.head_width * norm if llm.qk_norm else 0)
+    whole += hidden * (llm.num_experts + llm.shared_expert_gate) if experts else 0
+    split += qkv if llm.bias or llm.qkv_bias else 0
+    whole += hidden if llm.bias or llm.proj_bias else 0
+    if llm.bias:
+        split, whole = split + up, whole + hidden
+    return split // tp + whole
+
+
+def expert_parameters(
+    llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
+) -> int:
+    """Parameters of the experts on one rank of a pipeline stage: dealt to ep ranks, each cut over etp."""
+    matrices = 3 if llm.is_gated else 2
+    layers = sum(llm.has_experts(layer) for layer in stage_layers(llm.num_layers, stage, stages, chunks))
+    return layers * llm.num_experts // ep * matrices * llm.hidden_size * llm.expert_width // etp
+
+
+def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
+    """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
+
+    The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one
+    the final norm.
+    """
+    if isinstance(encoder, PlainSpec):
+        return encoder.num_parameters()
+    if len(parts := encoders_in(encoder)) > 1:
+        return sum(encoder_parameters(part, tp=tp, stage=stage, stages=stages) for part in parts.values())
+    (layer, norm), split, layers = layer_parameters(encoder), split_parameters(encoder), built_layers(encoder)
+    last = norm if has_final_norm(encoder) else 0
+    count = layers_of_stage(layers, stage, stages) * (layer - split + split // tp)
+    if stage == 0:
+        count += encoder.num_parameters() - layers * layer - last
+    return count + (last if stage == stages - 1 else 0)
+
+
+def projector_parameters(projector: ProjectorSpec, width: int, language_width: int, *, tp: int = 1) -> int:
+    """Parameters on one rank of a projector of features of `width`."""
+    split, whole = projector.parameters(width, language_width)
+    return whole + split // tp
+
+
+def freeze_patterns(module: ModuleConfig) -> list[str]:
+    """The entries of `freeze` that are shell patterns of parameter names. Counts here take them as trained."""
+    return [entry for entry in module.freeze if entry not in PARTS]
+
+
+def module_parameters(
+    cfg: ConfigContainer,
+    name: str,
+    vocab: int,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    stage: int = 0,
+    stages: int = 1,
+    vpp: int = 1,
+) -> dict[str, ParameterCount]:
+    """Parameters on one rank by part: encoder and projector, or llm and its experts, and the adapters of either. With
+    the defaults, those of the whole module."""
+    module, place = cfg.modules[name], {"stage": stage, "stages": stages}
+    if name == LANGUAGE:
+        chunks = vpp if stages > 1 else 1
+        counts = {"llm": language_parameters(cfg.llm, vocab, cfg.data.sequence_length, tp=tp, **place, chunks=chunks)}
+        if cfg.llm.num_experts:
+            counts["experts"] = expert_parameters(cfg.llm, ep=ep, etp=etp, **place, chunks=chunks)
+    else:
+        width = cfg.llm.hidden_size
+        counts = {"encoder": encoder_parameters(module.encoder, tp=tp, **place)}
+        if stage == stages - 1:
+            counts["projector"] = projector_parameters(
+                module.projector, joined_width(module.encoder, module.projector), width, tp=tp
+            )
+    frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
+    if module.lora.rank:
+        frozen += ["llm", "experts", "encoder"]
+        frozen += ["projector"] if adapts_projector(adapted_linears(name, module, cfg.llm.hidden_size)) else []
+    parts = {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
+    if module.lora.rank and not isinstance(module.encoder, PlainSpec):
+        adapters = adapter_parameters(name, module, cfg.llm.hidden_size, tp=tp, **place, vpp=vpp)
+        parts["adapters"] = ParameterCount(adapters, adapters)
+    return parts

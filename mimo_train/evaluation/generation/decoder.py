@@ -1,0 +1,104 @@
+"""A model that continues one sequence, token by token, with the keys and values of earlier positions kept.
+
+The cache is Megatron-Core's `StaticInferenceContext` (0.19.2), which its attention fills and reads as it is, on the CPU
+too. Its engines are not used: they serve batches of requests for texts alone.
+
+Shape suffixes: S sequence, B batch of 1, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.utils import unwrap_model
+
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.evaluation.generation.prompts import Prompt
+from mimo_train.models.names import modules_of
+from mimo_train.parallel.device import to_device
+from mimo_train.training.step.schedule import Pipeline
+
+
+class Decoder:
+    """The model of one process. Gives the logits of the next token, after a prompt and after every token."""
+
+    def __init__(self, pipeline: Pipeline):
+        """
+        Args:
+            pipeline: with every module on this rank; its model is put into evaluation mode.
+        """
+        self._pipeline, self._model = pipeline, pipeline.model[0].eval()
+        (language,) = modules_of(pipeline.model)[LANGUAGE]
+        self._language = unwrap_model(language)
+        self._cache: StaticInferenceContext | None = None
+        self._positions = torch.empty(0)
+
+    @torch.no_grad()
+    def begin(self, prompt: Prompt, length: int) -> torch.Tensor:
+        """Start a sequence with a prompt, in one pass of all modules; logits [V] behind it.
+
+        Args:
+            length: positions to keep, the prompt's among them.
+        """
+        self._cache = StaticInferenceContext(max_batch_size=1, max_sequence_length=length)
+        self._positions = _positions(prompt, length).to(self._pipeline.device)
+        ids_BS, own = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]
+        batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": own}
+        if prompt.inputs:
+            batch |= {"modality_inputs": prompt.inputs}
+        # One microbatch of one sample; on one rank loads are not needed.
+        rows = {name: [[number]] for name, number in prompt.rows.items()}
+        self._pipeline.shapes.begin(rows, rows)
+        # A MimoModel gives its language model no cache (mimo/model/base.py:700).
+        hook = self._language.register_forward_pre_hook(self._with_cache, with_kwargs=True)
+        try:
+            output = self._model(**to_device(batch, self._pipeline.device), attention_mask=None)
+        finally:
+            hook.remove()
+        return self._behind(len(prompt.ids), output[0] if isinstance(output, tuple) else output)
+
+    @torch.no_grad()
+    def step(self, token: int) -> torch.Tensor:
+        """Add a token; logits [V] behind it."""
+        assert self._cache is not None, "begin comes first"
+        at = self._cache.sequence_len_offset
+        # All of them: keys that are kept have been turned, and Megatron-Core looks up the last.
+        positions = self._positions[..., : at + 1]
+        id_BS = torch.tensor([[token]], device=self._pipeline.device)
+        embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[..., at:])
+        arguments = {"input_ids": None, "position_ids": positions, "attention_mask": None}
+        output = self._language(**arguments, decoder_input=embedding_SBH, **self._cache_arguments())
+        return self._behind(1, output)
+
+    def _behind(self, added: int, logits_V: torch.Tensor) -> torch.Tensor:
+        assert self._cache is not None
+        self._cache.sequence_len_offset += added
+        return logits_V
+
+    def _with_cache(self, _module: torch.nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
+        return arguments, {**options, **self._cache_arguments()}
+
+    def _cache_arguments(self) -> dict[str, Any]:
+        return {"inference_context": self._cache, "output_processor": _last_logits}
+
+
+def _positions(prompt: Prompt, length: int) -> torch.Tensor:
+    """Positions of a prompt and of what follows it, which is text: [1, length], or [3, 1, length] on three axes."""
+    if prompt.positions is None:
+        return torch.arange(length)[None]
+    rest = prompt.positions.max() + 1 + torch.arange(length - len(prompt.ids))
+    return torch.cat([prompt.positions, rest.expand(3, -1)], dim=1)[:, None]
+
+
+def _last_logits(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    scale_logits: Callable[[torch.Tensor], torch.Tensor],
+    **_others: object,
+) -> torch.Tensor:
+    """Logits [V] of the last position alone: those of a long prompt would take much memory."""
+    logits_SBV, _ = output_layer(hidden_states[-1:], weight=output_weight)
+    return scale_logits(logits_SBV)[0, 0]

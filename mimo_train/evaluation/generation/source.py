@@ -1,0 +1,134 @@
+"""Where a model comes from: a run, one of its checkpoints, or a directory of `transformers`. Imports torch only to load
+weights."""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.storage.url import Place, Url
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.resume.recorded_config import recorded_config
+from mimo_train.config.pretrained.alone import config_of_directory, is_directory_of_a_model
+from mimo_train.config.pretrained.fill_in import parts_there
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_log import LogConfig, ProfilingConfig
+from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, ModuleConfig
+from mimo_train.config.schema_placement import PlacementConfig
+
+if TYPE_CHECKING:
+    from data.text.tokens import Tokenizer
+    from mimo_train.training.step.schedule import Pipeline
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be built and loaded."""
+
+    cfg: ConfigContainer
+    """What to build, on one process."""
+    load: Callable[["Pipeline", "Tokenizer"], None]
+    """Reads the weights into a model built from `cfg`, and merges its adapters."""
+    run_dir: Path | None
+    """The run that wrote the weights, where libraries' warnings go; None if they were moved out of it, or are in object
+    storage."""
+    undrawn: Set[tuple[str, str]] = frozenset()
+    """Parts whose initial weights need not be drawn, see `model.build.build_model`."""
+
+
+def open_source(path: Place, *, trust_code: bool = False) -> Source:
+    """The model in the folder of a run, whose newest checkpoint it is, of a checkpoint, or of a model of
+    `transformers`.
+
+    Args:
+        trust_code: import encoders that the config of a checkpoint names by their paths.
+
+    Raises:
+        UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, or the directory's
+            model cannot be built.
+    """
+    if not isinstance(path, Url) and is_directory_of_a_model(path):
+        alone = on_one_process(config_of_directory(path))
+        return Source(alone, partial(_load_directory, alone), None, parts_there(alone))
+    folder = folders.in_folder(path, "CHECKPOINT")
+    alone = on_one_process(recorded_config(folder, trust_code=trust_code))
+    run_dir = folders.run_of(folder)
+    return Source(alone, partial(_load, folder, alone), None if isinstance(run_dir, Url) else run_dir)
+
+
+def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+    """Read the weights of a checkpoint into a model whose weights are initial. Collective; errors as of
+    `store.load_checkpoint`."""
+    from mimo_train.checkpoint.folders import LEFT_OUT
+    from mimo_train.checkpoint.load_modules import load_modules
+    from mimo_train.checkpoint.store import load_base, load_checkpoint
+    from mimo_train.estimate.parameters import embedding_rows
+    from mimo_train.hf.load import load_pretrained
+    from mimo_train.models.start_weights import load_start_weights
+
+    if LEFT_OUT in folders.read_record(folder, "config"):
+        # As the run began: the checkpoint has what was trained alone.
+        load_pretrained(cfg, pipeline.model, pipeline.groups, embedding_rows(cfg.llm, tokenizer.vocab_size))
+        load_start_weights(pipeline.model)
+        load_base(folder, pipeline.layout, pipeline.model)
+        load_modules(cfg, pipeline.model, tokenizer.vocabulary_fingerprint)
+    load_checkpoint(folder, pipeline.layout, pipeline.model)
+
+
+def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+    from mimo_train.models.lora import merge_lora
+
+    load_model(folder, cfg, pipeline, tokenizer)
+    merge_lora(pipeline.model)
+
+
+def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+    from mimo_train.estimate.parameters import embedding_rows
+    from mimo_train.hf.load import load_pretrained, load_start_adapters
+    from mimo_train.models.lora import merge_lora
+
+    rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
+    load_pretrained(cfg, pipeline.model, pipeline.groups, rows)
+    load_start_adapters(cfg, pipeline.model, rows)
+    merge_lora(pipeline.model)
+
+
+def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
+    """The same model with every module on one rank, and one sample at a time, on whatever device is here; without what
+    only training uses, such as trackers that are not installed here, or memory for gradients."""
+    return replace(
+        cfg,
+        modules={name: _untrained(module) for name, module in cfg.modules.items()},
+        placement=PlacementConfig(mode="shared"),
+        train=replace(
+            cfg.train,
+            global_batch_size=1,
+            micro_batch_size=1,
+            rampup_batch_size=[],
+            # One token at a time is no product for fp8, and few devices have it.
+            fp8="none",
+            num_layers_at_start_in_bf16=0,
+            num_layers_at_end_in_bf16=0,
+            compile="none",
+        ),
+        run=replace(cfg.run, device="auto", inprocess_restarts=0),
+        log=LogConfig(),
+        profiling=ProfilingConfig(),
+    )
+
+
+def _untrained(module: ModuleConfig) -> ModuleConfig:
+    # A parameter that is trained gets a buffer for its gradient, of four bytes a number. What has adapters is frozen
+    # already, and their buffers are small.
+    freeze = module.freeze if module.lora.rank else ["*"]
+    return replace(
+        module,
+        layout=LayoutConfig(),
+        freeze=freeze,
+        freeze_until={},
+        fp8="",
+        compile="",
+        feature_cache=FeatureCacheConfig(),
+        prefetch_microbatches=0,
+    )

@@ -1,0 +1,157 @@
+"""The files of an exported directory beside the weights: config, generation config, tokenizer, processor, template."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from data.text.tokenizer_directory import make_readable_by_version_4, write_tokenizer
+from data.text.tokens import Tokenizer
+from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.inputs.inputs import placeholders_of
+
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""As `transformers` names dtypes, by ours."""
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""Files of the directory that a run started from, which belong to a model besides its weights."""
+PROCESSOR = "processor_config.json"
+PROCESSORS = (PROCESSOR, "preprocessor_config.json")
+"""Of which a directory with a processor has one."""
+_BOTH_KINDS = ("Bit", "CLIP", "DINOv3ViT", "Llava", "LlavaNext", "LlavaOnevision", "Qwen2VL", "Siglip", "Siglip2")
+"""Image processors whose name has `Fast` at its end in version 4 where they are on torchvision; that of version 5 is
+one on Pillow there."""
+UNFINISHED = ".unfinished"
+"""File in a directory that is not whole yet, or never will be: whoever wrote it was killed."""
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
+
+
+@contextmanager
+def new_directory(folder: Path) -> Iterator[Path]:
+    """A folder for a model, for this process alone. Where the block raises, all that was made goes: half a model looks
+    like a whole one.
+
+    Raises:
+        UserError: it is there already, and not empty, or another process has it.
+    """
+    mark = folder / UNFINISHED
+    if mark.exists():
+        raise _unfinished(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--to: {folder} is there already: give a folder that is not, or an empty one")
+    made = list(takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise _unfinished(folder) from error
+    try:
+        yield folder
+        mark.unlink()
+    except BaseException:
+        with suppress(OSError):  # the first error counts; and another process may have begun to write beside it
+            for path in list(folder.iterdir()):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            for path in made:
+                path.rmdir()
+        raise
+
+
+def _unfinished(folder: Path) -> UserError:
+    return UserError(
+        f"--to: {folder} holds an export that is not whole: another process is writing it, or was killed: wait for it, "
+        "or remove the folder, or give another one"
+    )
+
+
+def copy_files(source: Path, to: Path) -> None:
+    """Copy what belongs to a model besides its weights and config.json, as it is, so that what reads the source reads
+    the copy; and what version 5 of `transformers` saved so that version 4 reads it too."""
+    for pattern in COPIED:
+        for path in sorted(source.glob(pattern)):
+            if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
+                shutil.copy2(path, to / path.name)
+    make_readable_by_version_4(to)
+    _name_image_processor(to)
+    _complete_processor(source, to)
+
+
+def _name_image_processor(to: Path) -> None:
+    """Name the class of an image processor that version 5 has saved, which is on torchvision there, so that version 4
+    takes the one on torchvision too; version 5 knows both names."""
+    file = to / PROCESSOR
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    inner = found.get("image_processor")
+    kind = inner.get("image_processor_type") if isinstance(inner, dict) else None
+    if isinstance(inner, dict) and kind in {f"{name}ImageProcessor" for name in _BOTH_KINDS}:
+        write_json(file, found | {"image_processor": inner | {"image_processor_type": f"{kind}Fast"}})
+
+
+def _complete_processor(source: Path, to: Path) -> None:
+    """Add the keys that the processor of a copy lacks, and that follow from the model: directories that older versions
+    saved have none of them."""
+    config, file = json.loads((source / "config.json").read_text()), to / PROCESSOR
+    composite = COMPOSITES.get(config.get("model_type"))
+    if composite is None or composite.processor is None or not any((to / name).is_file() for name in PROCESSORS):
+        return
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    missing = {key: value for key, value in composite.processor(config).items() if found.get(key) is None}
+    if missing:
+        file.write_text(json.dumps(found | missing, indent=2) + "\n")
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write one file."""
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_run_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
+    """Write the tokenizer of a run, with its chat template and the placeholders of its media."""
+    media: dict[str, list[int]] = {}
+    for module, name in placeholders_of(cfg).items():
+        media.setdefault(cfg.modules[module].encoder.kind, []).append(tokenizer.placeholder_id(name))
+    write_tokenizer(tokenizer, cfg.data.tokenizer, to, media)
+
+
+def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
+    """Write config.json, so that version 4 of `transformers` reads the same model from it as version 5.
+
+    Args:
+        config: of the directory that the run started from, or made for the model.
+        dtype: of the weights: fp32, bf16 or fp16.
+    """
+    write_json(to / "config.json", readable_by_both(config, DTYPE_NAMES[dtype]))
+
+
+def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config with the keys of both versions: where version 5 has `rope_parameters` and `dtype`, version 4 reads
+    `rope_theta`, `rope_scaling` and `torch_dtype`, and takes its defaults, without an error, where they are missing."""
+    both = {
+        key: readable_by_both(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
+        for key, value in config.items()
+    }
+    both |= {"dtype": dtype, "torch_dtype": dtype}
+    rope = both.get("rope_parameters")
+    if isinstance(rope, dict):
+        both |= _rope_of_version_4(rope)
+    for new, old in (("num_local_experts", "num_experts"),):
+        if new in both and both.get("model_type") == "qwen3_moe":
+            both.setdefault(old, both[new])
+    return both
+
+
+def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and, of models with two kinds of layers, `rope_local_base_freq`."""
+    if "full_attention" in rope or "sliding_attention" in rope:
+        found = _rope_of_version_4(rope.get("full_attention") or {})
+        local = rope.get("sliding_attention") or {}
+        return found | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    kind = scaling.get("rope_type", "default")
+    plain = kind == "default" and set(scaling) <= {"rope_type"}
+    found = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return found | {"rope_scaling": None if plain else {**scaling, "type": kind}}

@@ -1,0 +1,327 @@
+"""What a run is exported as: directories, each with parts of the run and the files beside their weights.
+
+One directory, where all modules came from one or make one LLaVA; else one for each part: as `transformers` has it, or,
+where it has no class for it, as our own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+
+from data.text.tokenizer_directory import COPIED as TOKENIZER_FILES
+from data.text.tokens import Tokenizer
+from encoders.base import joined_width
+from encoders.errors import EncoderError
+from encoders.native.whisper.positions import sinusoids
+from encoders.pretrained import Published
+from encoders.projectors.weights import connector
+from encoders.registry import FAMILIES
+from encoders.weight_map import WeightMap
+from mimo_train.config.fault import UserError
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES, Composite
+from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.language import language_config_json, model_types
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.hf.directory import copy_files, write_json, write_run_tokenizer
+from mimo_train.hf.fill import Reader
+from mimo_train.hf.llava_limits import published_encoder, why_no_family
+from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
+from mimo_train.hf.plain import plain_model
+from mimo_train.hf.tensors import TensorFolder
+from mimo_train.inputs.inputs import has_another_tokenizer
+from mimo_train.models.language.weights import language_map
+
+OWN = "mimo_train"
+"""Key of config.json of a part for which `transformers` has no class."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A tensor of a directory that no parameter of the run becomes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None: that of the directory."""
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part of a module as it is written."""
+
+    module: str
+    weights: WeightMap
+    """From our parameters; the first spelling is the one that is written."""
+    loaded: Any = ""
+    """How `transformers` 5 spells the names in memory, which is how PEFT names layers."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Rows of tensors, by their names in the map, that are written with more than the model has; see `grown`."""
+
+
+def grown(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A table of a vocabulary with more rows. Each is the mean of those that are there: the logit of such a token is
+    that of no answer, since a mean is never the largest."""
+    if rows <= len(tensor):
+        return tensor
+    mean = tensor.mean(0, keepdim=True, dtype=torch.float64).to(tensor.dtype)
+    return torch.cat([tensor, mean.expand(rows - len(tensor), -1)])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All parameters of a module that begin so, by their own names."""
+
+    module: str
+    begins: str
+    rename: Callable[[MegatronModule, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    """(module, its tensors without `begins`) -> the tensors that are written, all in memory; None: by their own
+    names."""
+
+
+@dataclass
+class Document:
+    """One directory."""
+
+    name: str
+    """Of its folder, where there are several."""
+    what: str
+    """For people: what is in it."""
+    config: dict[str, Any]
+    """config.json, without the dtype."""
+    parts: list[Written] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
+    whole: list[Whole] = field(default_factory=list)
+    write_files: Callable[[Path], None] = lambda to: None
+    """Writes what is beside weights and config.json."""
+    source: Path | None = None
+    """The directory that all of it came from; None if it was put together here."""
+    sources: list[Part] = field(default_factory=list)
+    """How its parts are in that directory."""
+    is_plain: bool = False
+    """Whether `transformers` has no class for it."""
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that it has parts of."""
+        return list(dict.fromkeys([*(part.module for part in self.parts), *(part.module for part in self.whole)]))
+
+
+def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Document]:
+    """A directory for each part of a run; parts that came from one directory go back to one.
+
+    Args:
+        rows: of the language model's embedding, with padding.
+    """
+    # Encoders that are joined in one are written as that one.
+    parts = [part for part in pretrained_parts(cfg, rows) if part.begins in ("", ENCODER, PROJECTOR)]
+    by_folder: dict[Path, list[Part]] = {}
+    for part in parts:
+        by_folder.setdefault(part.folder, []).append(part)
+    found = [as_it_came(own, cfg, tokenizer) for own in by_folder.values()]
+    from_folders = {(part.module, part.begins) for part in parts}
+    for name, module in cfg.modules.items():
+        if name == LANGUAGE:
+            if not module.pretrained:
+                found.append(_language(cfg, tokenizer, rows))
+            continue
+        if (name, ENCODER) not in from_folders:
+            found.append(_encoder(name, module))
+        if (name, PROJECTOR) not in from_folders:
+            found.append(_projector(name, module, cfg.llm.hidden_size))
+    return found
+
+
+def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) -> Document:
+    """Parts of one directory, which becomes what it was; a language model of its own gets the tokenizer of the run.
+
+    Raises:
+        UserError: the directory has other parts beside its language model, whose files count on another tokenizer.
+    """
+    source = parts[0].folder
+    folder = TensorFolder(source, parts[0].key)
+    readers = [Reader(folder, part.weights, part.key) for part in parts]
+    spelt = {name for part in parts for name in _names(part.written)}
+    made = {name for reader in readers for name in reader.read_names}
+    carried = {}
+    for name in folder.tensors:
+        new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
+        if name not in made and new not in spelt and not any(name in reader.copies for reader in readers):
+            carried[name] = new
+    directory = read_directory(str(source), parts[0].key)
+    config = dict(directory.config)
+    names = list(dict.fromkeys(part.module for part in parts))
+    composite = COMPOSITES.get(config["model_type"], Composite(""))
+    if LANGUAGE in names:
+        config = composite.with_vocabulary(config, cfg.llm.vocab_size)
+    write_files = partial(copy_files, source)
+    if LANGUAGE in names and has_another_tokenizer(directory, cfg, tokenizer):
+        if config["model_type"] in COMPOSITES:
+            raise UserError(
+                f"data.tokenizer: {cfg.data.tokenizer} is not the tokenizer of {source}, whose processor and "
+                "placeholders count on its own: a directory of this model cannot be written with another one"
+            )
+        config = config | special_ids(tokenizer)
+        write_files = partial(_write_with_tokenizer, source, cfg, tokenizer)
+    loaded = {part.begins: loaded_spelling(part.weights) for part in parts}
+    if composite.encoder_loaded is not None:
+        loaded |= dict.fromkeys((ENCODER, PROJECTOR) if composite.projector else (ENCODER,), composite.encoder_loaded)
+    return Document(
+        names[0],
+        f"{' and '.join(names)} ({config['model_type']})",
+        config,
+        [Written(part.module, part.written, loaded[part.begins]) for part in parts],
+        [carried_tensor(folder, name, new) for name, new in carried.items()],
+        write_files=write_files,
+        source=source,
+        sources=parts,
+    )
+
+
+def _write_with_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
+    copy_files(source, to)
+    for pattern in TOKENIZER_FILES:  # of the directory's own
+        for file in to.glob(pattern):
+            file.unlink()
+    write_run_tokenizer(cfg, tokenizer, to)
+    write_json(to / "generation_config.json", generation_config(tokenizer))
+
+
+def carried_tensor(folder: TensorFolder, name: str, to: str) -> Extra:
+    """A tensor of a directory as it is, by another name."""
+    stored = folder.tensors[name]
+    return Extra(to, stored.shape, stored.dtype, lambda: folder.whole(name))
+
+
+def class_tensors(published: Published, before: str = "") -> list[Extra]:
+    """Return the tensors of an encoder's class that no parameter of ours becomes.
+
+    Args:
+        before: in front of their names.
+    """
+    return [
+        Extra(before + name, shape, None, partial(_filled, shape, value))
+        for name, (shape, value) in published.unread.items()
+    ]
+
+
+def _filled(shape: tuple[int, ...], value: float | None) -> torch.Tensor:
+    if value is not None:
+        return torch.full(shape, value)
+    length, width = shape
+    return sinusoids(length, width, torch.device("cpu"))
+
+
+def with_sizes(cfg: ConfigContainer, tokenizer: Tokenizer) -> LlmSpec:
+    """The language model with the sizes that its run gives it."""
+    return replace(
+        cfg.llm,
+        vocab_size=cfg.llm.vocab_size or tokenizer.vocab_size,
+        max_positions=cfg.llm.max_positions or cfg.data.sequence_length,
+    )
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Keys of config.json and generation_config.json."""
+    ids = {"bos_token_id": tokenizer.begin_id, "pad_token_id": tokenizer.pad_id}
+    return ids | {"eos_token_id": tokenizer.end_of_turn_id}
+
+
+def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """generation_config.json of a model that was made here: it ends where `mimo-train generate` does."""
+    stops = sorted(tokenizer.template.stop_ids)
+    return special_ids(tokenizer) | {"eos_token_id": stops[0] if len(stops) == 1 else stops, "do_sample": False}
+
+
+def loaded_spelling(weights: WeightMap) -> Any:
+    """How transformers 5 spells names in memory: the last of the spellings that a map knows."""
+    return weights.prefixes[-1]
+
+
+def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
+    spec = with_sizes(cfg, tokenizer)
+    kinds = model_types(spec)
+    if not kinds:
+        document = _own(LANGUAGE, LANGUAGE, LANGUAGE, "", cfg.llm, why=why_no_family(spec))
+    else:
+        config = language_config_json(spec, kinds[0]) | special_ids(tokenizer)
+        weights = language_map(spec, rows, kinds[0])
+        document = Document(LANGUAGE, f"{LANGUAGE} ({kinds[0]})", config, [Written(LANGUAGE, weights)])
+
+    def write_files(to: Path) -> None:
+        write_run_tokenizer(cfg, tokenizer, to)
+        if kinds:
+            write_json(to / "generation_config.json", generation_config(tokenizer))
+
+    document.write_files = write_files
+    return document
+
+
+def _encoder(name: str, module: ModuleConfig) -> Document:
+    spec = module.encoder
+    plain = plain_model(name, spec)
+    if plain is not None:
+        config = dict(spec.model_config)
+        return Document(
+            name,
+            f"encoder of {name} ({config['model_type']})",
+            config,
+            whole=[Whole(name, plain.begins, plain.rename)],
+            write_files=lambda to: write_json(to / "preprocessor_config.json", plain.preprocessor),
+        )
+    try:
+        published = published_encoder(module)
+    except EncoderError as error:
+        return _own(name, f"encoder of {name}", name, ENCODER, spec, why=str(error))
+    weights = FAMILIES[spec.family].weight_map(spec).named(f"{ENCODER}{name}.")
+    return Document(
+        name,
+        f"encoder of {name} ({published.config['model_type']})",
+        published.config,
+        [Written(name, weights, "")],
+        class_tensors(published),
+        write_files=lambda to: write_json(to / "preprocessor_config.json", published.preprocessor),
+    )
+
+
+def _projector(name: str, module: ModuleConfig, language_width: int) -> Document:
+    """A projector by the names of a connector that computes the same, or by ours."""
+    place, what = f"{name}.projector", f"projector of {name}"
+    width = joined_width(module.encoder, module.projector)
+    published = connector(module.projector, width, language_width)
+    if published is None:
+        return _own(place, what, name, PROJECTOR, module.projector)
+    model, weights = published
+    return Document(
+        place,
+        f"{what} (safetensors by the names of {model}'s connector, transformers has no class for it alone)",
+        {OWN: asdict(module.projector) | {"connector": model}},
+        [Written(name, weights.named(f"{PROJECTOR}0."))],
+        is_plain=True,
+    )
+
+
+def _own(place: str, what: str, module: str, begins: str, spec: Any, why: str = "") -> Document:
+    """A part for which `transformers` has no class."""
+    because = f": {why}" if why else ""
+    return Document(
+        place,
+        f"{what} (safetensors by our names, transformers has no class for it{because})",
+        {OWN: asdict(spec)},
+        whole=[Whole(module, begins)],
+        is_plain=True,
+    )
+
+
+def _names(weights: WeightMap) -> Mapping[str, None]:
+    from encoders.weight_map import spelt
+
+    return {spelt(name, weights.prefixes[0]): None for name in weights.row_counts()}

@@ -1,0 +1,235 @@
+"""A checkpoint -> a directory as `transformers` saves it, on one process, a few tensors at a time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from data.storage.url import Place
+from encoders.weight_map import Rule, WeightMap, spelt
+from mimo_train.checkpoint.damage import damage_named
+from mimo_train.checkpoint.format.dtypes import TYPES
+from mimo_train.checkpoint.format.read import Reader, Wanted
+from mimo_train.checkpoint.local_shards import held_tensors
+from mimo_train.config.parts import is_adapter
+from mimo_train.hf.directory import write_config, write_json
+from mimo_train.hf.documents import Document, Whole, Written, grown
+from mimo_train.hf.tensors import Planned, write_tensors
+from mimo_train.models.lora import adapted_layers
+from mimo_train.models.names import modules_of
+from mimo_train.models.transformer_config import DTYPES
+
+
+class Stored:
+    """The tensors of a checkpoint, one at a time, by those of a model on one process.
+
+    Attributes:
+        modules: of the model, by name.
+    """
+
+    def __init__(self, chunk: MegatronModule, folder: Place | None):
+        """
+        Args:
+            chunk: the model; its tensors lend names and shapes.
+            folder: of the checkpoint; its tensors are read, the model's own values are not. None: the model holds the
+                values of the checkpoint.
+        """
+        self.modules = {name: unwrap_model(module) for name, (module,) in modules_of([chunk]).items()}
+        self._folder, self._reader = folder, None
+        if folder is not None:
+            with damage_named(folder):
+                self._reader = Reader(folder)
+        self._held = {id(one.tensor): one for one in held_tensors([chunk])}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the model is one of those that checkpoints have."""
+        return id(tensor) in self._held
+
+    def load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value that a tensor of the model has in the checkpoint, in the dtype in which it is stored.
+
+        Raises:
+            UserError: it is damaged there.
+        """
+        if self._folder is None or self._reader is None:
+            return tensor.detach().cpu()
+        held = self._held[id(tensor)]
+        value = torch.empty(tensor.shape, dtype=TYPES[self._reader.index.dtypes[held.key()]])
+        spans = held.spans(0, value.numel())
+        with damage_named(self._folder):
+            self._reader.fill(Wanted(held.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
+        return value
+
+
+class Weights:
+    """The tensors of one module in a checkpoint.
+
+    Attributes:
+        model: the module, whose tensors lend names and shapes.
+        tensors: parameters and stored buffers of the module by name. They lend names and shapes.
+    """
+
+    def __init__(self, stored: Stored, module: str, *, merge: bool = False):
+        """
+        Args:
+            module: its name.
+            merge: put adapters into the weights that they are beside.
+        """
+        self._stored, self.model = stored, stored.modules[module]
+        model = self.model
+        layers = adapted_layers(model) if merge else ()
+        self._adapted: dict[str, Any] = {f"{path}.weight": layer for path, layer in layers}
+        own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.tensors = {name: value for name, value in own if stored.has(value)}
+
+    def load(self, name: str) -> torch.Tensor:
+        """The value of a tensor."""
+        base = self._stored.load(self.tensors[name])
+        return self._merged(name, base) if name in self._adapted else base
+
+    @torch.no_grad()
+    def _merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """A weight with its adapters. The layer computes it, and holds the weight for as long."""
+        layer = self._adapted[name]
+        own, device = layer.weight.data, layer.weight.device
+        for _, _, parameter, _ in layer.named_adapters():
+            parameter.copy_(self._stored.load(parameter))
+        layer.weight.data = base.to(device)
+        try:
+            return layer.merged_weight().to(base.dtype).cpu()
+        finally:
+            layer.weight.data = own
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rules that name the same tensors of the directory, and so are written together."""
+
+    rules: tuple[Rule, ...]
+    tensors: tuple[str, ...]
+    """By their names in the map."""
+
+
+def groups_of(weights: WeightMap) -> list[Group]:
+    """The rules of a map in groups as small as can be, in the order of the map."""
+    by_tensor: dict[str, list[Rule]] = {}
+    for rule in weights.rules:
+        joined, tensors = [rule], {rows.name: None for rows in rule.rows if rows.name}
+        for name in list(tensors):
+            for other in by_tensor.get(name, []):
+                if other not in joined:
+                    joined.insert(-1, other)
+                    tensors |= {rows.name: None for rows in other.rows if rows.name}
+        for name in tensors:
+            by_tensor[name] = joined
+    found = {id(joined): joined for joined in by_tensor.values()}
+    return [
+        Group(tuple(rules), tuple(dict.fromkeys(rows.name for rule in rules for rows in rule.rows if rows.name)))
+        for rules in found.values()
+    ]
+
+
+def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> list[Planned]:
+    """What is written for a part of a model, in the order in which `tensors_of` gives it.
+
+    Args:
+        parameters: of the part, whole.
+    """
+    weights = part.weights
+    counts, spelling = weights.row_counts(), weights.prefixes[0]
+    counts |= {name: max(rows, counts[name]) for name, rows in part.rows.items() if name in counts}
+    planned = []
+    for group in groups_of(weights):
+        shapes: dict[str, tuple[int, ...]] = {}
+        for rule in group.rules:
+            for rows in rule.rows:
+                if rows.name:
+                    tail = rows.tail or tuple(parameters[rule.ours].shape[1:])
+                    shapes.setdefault(rows.name, (counts[rows.name], *tail))
+        planned += [Planned(spelt(name, spelling), shapes[name], dtype) for name in group.tensors]
+    return planned
+
+
+def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The tensors of a part of a model, one after the other; those of one group are in memory together."""
+    counts = part.weights.row_counts()
+    for group in groups_of(part.weights):
+        theirs: dict[str, torch.Tensor] = {}
+        for rule in group.rules:
+            _hand_out(rule, source.load(rule.ours), counts, theirs)
+        for name in group.tensors:
+            yield grown(theirs.pop(name).to(dtype), part.rows.get(name, 0))
+
+
+def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: dict[str, torch.Tensor]) -> None:
+    """Put the rows of one parameter into the tensors that they belong to."""
+    at = 0
+    for rows in rule.rows:
+        part = value[at : at + rows.count]
+        at += rows.count
+        if not rows.name:
+            continue
+        tail = rows.tail or tuple(value.shape[1:])
+        if rows.name not in theirs:
+            theirs[rows.name] = torch.empty(counts[rows.name], *tail, dtype=value.dtype)
+        theirs[rows.name][rows.first : rows.first + rows.count] = part.reshape(rows.count, *tail)
+    assert at == len(value), rule.ours
+
+
+def write_document(
+    document: Document,
+    stored: Stored,
+    to: Path,
+    *,
+    dtype: str,
+    largest_file: int,
+    merge: bool = False,
+) -> None:
+    """Write a directory: weights, config.json and the files beside them.
+
+    Args:
+        merge: see `Weights`.
+        dtype: of the weights: fp32, bf16 or fp16.
+        largest_file: in bytes.
+    """
+    sources = {name: Weights(stored, name, merge=merge) for name in document.modules}
+    kind = DTYPES[dtype]
+    planned: list[Planned] = []
+    for part in document.parts:
+        planned += planned_tensors(part, sources[part.module].tensors, kind)
+    own = [pair for whole in document.whole for pair in _whole(whole, sources[whole.module], kind)]
+    planned += [one for one, _ in own]
+    planned += [Planned(extra.name, extra.shape, extra.dtype or kind) for extra in document.extras]
+    values = chain(
+        *(tensors_of(part, sources[part.module], kind) for part in document.parts),
+        (load() for _, load in own),
+        (extra.load().to(extra.dtype or kind) for extra in document.extras),
+    )
+    document.write_files(to)
+    write_tensors(to, planned, values, largest_file)
+    if document.is_plain:
+        write_json(to / "config.json", document.config)
+    else:
+        write_config(to, document.config, dtype)
+
+
+def _whole(part: Whole, source: Weights, dtype: torch.dtype) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
+    """What is written for tensors by our own names, or as `Whole.rename` has them."""
+    if part.rename is not None:
+        names = [name for name in source.tensors if name.startswith(part.begins) and not is_adapter(name)]
+        own = {name.removeprefix(part.begins): source.load(name) for name in names}
+        for name, value in part.rename(source.model, own).items():
+            value = value.to(dtype) if value.is_floating_point() else value
+            yield Planned(name, tuple(value.shape), value.dtype), partial(lambda value: value, value)
+        return
+    for name, value in source.tensors.items():
+        if name.startswith(part.begins) and not is_adapter(name):
+            kind = dtype if value.is_floating_point() else value.dtype
+            load = partial(lambda name, kind: source.load(name).to(kind), name, kind)
+            yield Planned(name.removeprefix(part.begins), tuple(value.shape), kind), load

@@ -1,0 +1,161 @@
+"""Parameters of this rank from the tensors of a directory: only the ranges that the rank holds are read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from data.listed import listed
+from encoders.native.whisper.positions import sinusoids
+from encoders.normal import fill
+from encoders.weight_map import Rows, Rule, WeightMap, spelt
+from mimo_train.config.fault import UserError
+from mimo_train.hf.matching import SHOWN, MatchedPart
+from mimo_train.hf.tensors import TensorFolder
+from mimo_train.models.seeds import seed_for
+
+SINUSOID_ERROR = 0.01
+"""Largest difference of positions that were saved in bf16, and more."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What tensor parallelism leaves of a parameter on one rank."""
+
+    dim: int | None = None
+    """That is cut; None: nothing."""
+    stride: int = 1
+    """Equal sections of it, each of which is cut."""
+    rank: int = 0
+    ranks: int = 1
+
+    def ranges(self, rows: int) -> list[tuple[int, int]]:
+        """(first, last) of this rank's rows of a whole parameter with so many, in its order."""
+        if self.dim != 0:
+            return [(0, rows)]
+        section = rows // self.stride
+        part = section // self.ranks
+        return [(at * section + self.rank * part, at * section + (self.rank + 1) * part) for at in range(self.stride)]
+
+    def columns(self, width: int) -> tuple[int, int] | None:
+        """First and last of this rank's columns of a whole parameter with `width` columns; None: all."""
+        if self.dim != 1:
+            return None
+        return self.rank * width // self.ranks, (self.rank + 1) * width // self.ranks
+
+
+class Reader(MatchedPart):
+    """Reads a part of a model from a directory.
+
+    Raises:
+        UserError: the directory lacks tensors, has others than the part has, or of other shapes.
+    """
+
+    def __init__(self, folder: TensorFolder, of: WeightMap, key: str, seed: int = 0):
+        """
+        Args:
+            key: config key of the part, for errors.
+            seed: of rows that the directory does not have.
+        """
+        super().__init__(folder.folder, folder.tensors, of, key)
+        self._source, self._seed = folder, seed
+        self._rules = {rule.ours: rule for rule in of.rules}
+        for name in of.sinusoids:
+            self._require_sinusoids(spelt(name, self.spelling))
+
+    def require_equal_copies(self) -> None:
+        """
+        Raises:
+            UserError: a tensor differs from the one that it must be a copy of.
+        """
+        for copy, other in self.copies.items():
+            rows = self.tensors[copy].shape[0]
+            pairs = zip(self._source.rows(copy, 0, rows), self._source.rows(other, 0, rows), strict=True)
+            if not all(torch.equal(*pair) for pair in pairs):
+                raise UserError(
+                    f"{self._key}: {self.folder} has {copy} and {other} with different values, but config.json ties "
+                    "them (tie_word_embeddings): set tie_word_embeddings to false there, or copy the directory again"
+                )
+
+    def fill(self, parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> None:
+        """Write the values of parameters of this rank, by their names in the map, in place.
+
+        Args:
+            parameters: shape of each: this rank's part of it.
+            cuts: how each is cut.
+
+        Raises:
+            UserError: a parameter is not in the map, or has another shape than the directory's tensors give.
+        """
+        unknown = [name for name in parameters if name not in self._rules]
+        if unknown:
+            raise UserError(
+                f"{self._key}: {self.folder} has no tensor for {listed(unknown, SHOWN)}: the model has "
+                "parameters that its family has not; remove the keys that add them"
+            )
+        wrong = [said for name, value in parameters.items() if (said := self._mismatch(name, value, cuts[name]))]
+        if wrong:
+            raise UserError(f"{self._key}: {self.folder} does not fit the model: {'; '.join(wrong[:SHOWN])}")
+        with torch.no_grad():
+            for name, value in parameters.items():
+                self._fill(value, self._rules[name], cuts[name])
+
+    def _fill(self, parameter: torch.Tensor, rule: Rule, cut: Cut) -> None:
+        local = parameter.data.view(len(parameter), -1)
+        whole = local.size(1) * (cut.ranks if cut.dim == 1 else 1)
+        at = 0
+        for rows in _pieces(rule, cut):
+            parts: Iterator[torch.Tensor] = iter([self._new_rows(rule, rows, whole, cut)])
+            if rows.name:
+                parts = self._source.rows(self.stored_names[rows.name], rows.first, rows.count, cut.columns(whole))
+            for part in parts:
+                local[at : at + len(part)] = part.to(device=local.device, dtype=local.dtype)
+                at += len(part)
+        assert at == len(local), rule.ours
+
+    def _new_rows(self, rule: Rule, rows: Rows, width: int, cut: Cut) -> torch.Tensor:
+        """Rows that the directory does not have: the same at every layout."""
+        if not rows.std or rows.name:
+            return torch.zeros(rows.count, 1)
+        first, last = cut.columns(width) or (0, width)
+        drawn = torch.empty(rows.count, last - first)
+        fill(drawn, rows.std, seed_for(self._seed, "new rows", rule.ours), rows.first, first)
+        return drawn
+
+    def _mismatch(self, name: str, parameter: torch.Tensor, cut: Cut) -> str:
+        """What is wrong with the shape of a parameter; empty if nothing is."""
+        rule = self._rules[name]
+        rows = sum(last - first for first, last in cut.ranges(sum(rows.count for rows in rule.rows)))
+        named = next(rows.name for rows in rule.rows if rows.name)
+        stored = self._stored_shape(named)
+        columns = cut.columns(prod(stored[1:]))
+        width = prod(stored[1:]) if columns is None else columns[1] - columns[0]
+        if (len(parameter), parameter.numel() // len(parameter)) == (rows, width):
+            return ""
+        named_rows = dict.fromkeys(rows.name for rows in rule.rows if rows.name)
+        there = " and ".join(f"{one} {self._stored_shape(one)}" for one in named_rows)
+        here = f"{tuple(parameter.shape)}" + (f" on each of {cut.ranks} ranks" if cut.ranks > 1 else "")
+        return f"{there} there make {rows} x {width}, {name} here is {here}"
+
+    def _require_sinusoids(self, name: str) -> None:
+        if name not in self.tensors:
+            return
+        there = self._source.whole(name).float()
+        length, width = there.shape
+        if float((there - sinusoids(length, width, there.device)).abs().max()) > SINUSOID_ERROR:
+            raise UserError(
+                f"{self._key}: {name} of {self.folder} are no sinusoids, and positions are computed here: no "
+                "encoder of this family"
+            )
+
+
+def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:
+    """The rows of this rank's part of a parameter."""
+    for first, last in cut.ranges(sum(rows.count for rows in rule.rows)):
+        at = 0
+        for rows in rule.rows:
+            begin, end = max(first, at), min(last, at + rows.count)
+            if begin < end:
+                yield replace(rows, count=end - begin, first=rows.first + begin - at)
+            at += rows.count

@@ -1,0 +1,164 @@
+"""Which runs leave as one LLaVA of `transformers`, as far as the config shows: an export and `check` decide alike.
+
+Imports no torch.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from encoders.base import is_tiled
+from encoders.errors import EncoderError
+from encoders.pretrained import ACTIVATION_NAMES, Published
+from encoders.registry import FAMILIES
+from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
+from mimo_train.config.fault import ConfigError
+from mimo_train.config.keys import changed_fields
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.fill_in import has_projector
+from mimo_train.config.pretrained.language import language_config_json, model_types
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+
+TOWERS = {
+    "clip": "clip_vision_model",
+    "siglip": "siglip_vision_model",
+    "vit": "siglip_vision_model",
+    "dinov2": "dinov2",
+}
+"""`model_type` of the vision tower, by the family of the encoder."""
+_OTHERS = {
+    "siglip2": "Siglip2VisionModel requires spatial_shapes, which LLaVA does not pass",
+    "dinov3": "LLaVA reads no tower with register tokens",
+}
+"""Why a family is no tower of LLaVA, where the reason is known."""
+ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
+"""Names in transformers of activation functions, by ours."""
+SCALES_FEATURES = ("gemma2",)
+"""Language models that multiply features by sqrt(hidden size) too, where they are part of LLaVA; ours do not."""
+
+
+class NoLlava(Exception):
+    """Why the parts of a run make no LLaVA: a sentence."""
+
+
+def why_several(cfg: ConfigContainer) -> str:
+    """Return why an export of a run is several directories: a clause; empty where it is one."""
+    folders = {module.pretrained for module in cfg.modules.values()}
+    if (
+        not cfg.encoders
+        or LANGUAGE not in cfg.modules
+        or len(folders) == 1
+        and "" not in folders
+        and _projectors_come_along(cfg)
+    ):
+        return ""
+    try:
+        require_llava(cfg)
+    except NoLlava as error:
+        return "; ".join([str(error), *(_why_our_names(cfg, str(error)))])
+    return ""
+
+
+def _why_our_names(cfg: ConfigContainer, said: str) -> Iterator[str]:
+    """Yield why encoders that are made here are written by our names, unless `said` has the reason."""
+    for name, module in cfg.encoders.items():
+        if module.pretrained or isinstance(module.encoder, (TransformersSpec, TransformersAudioSpec)):
+            continue
+        try:
+            published_encoder(module)
+        except EncoderError as error:
+            if str(error) not in said:
+                yield f"the encoder of {name} is written by our names, since {error}"
+
+
+def published_encoder(module: ModuleConfig) -> Published:
+    """Return how `transformers` has the encoder of a module that is made here.
+
+    Raises:
+        EncoderError: it has no class that computes the same; with the reason.
+    """
+    encoder, merge = module.encoder, module.projector.merge
+    family = FAMILIES.get(encoder.family)
+    if family is None:
+        raise EncoderError("the encoder is of your own package")
+    published = family.published(encoder)
+    if merge > 1 and (encoder.sizes_vary or encoder.most_inner_tokens(merge) != encoder.most_inner_tokens()):
+        raise EncoderError(
+            f"projector.merge is {merge}, and a {encoder.medium} is resized to a multiple of it, which no processor of "
+            "transformers does"
+        )
+    return published
+
+
+def _projectors_come_along(cfg: ConfigContainer) -> bool:
+    folders = [Path(module.pretrained) for module in cfg.encoders.values()]
+    return all(not folder.is_dir() or has_projector(read_directory(str(folder), "pretrained")) for folder in folders)
+
+
+def require_llava(cfg: ConfigContainer) -> None:
+    """
+    Raises:
+        NoLlava: the parts of a run make no LLaVA.
+    """
+    if cfg.llm.mrope_section:
+        raise NoLlava("its language model has positions of several axes (mrope_section), and LLaVA's has one")
+    if len(cfg.encoders) != 1:
+        raise NoLlava(f"it has {len(cfg.encoders)} encoders, and LLaVA one")
+    ((name, module),) = cfg.encoders.items()
+    _require_parts(name, module, cfg.llm.hidden_size)
+    try:
+        FAMILIES[module.encoder.family].published(module.encoder)
+    except EncoderError as error:
+        raise NoLlava(f"modules.{name}.encoder: {error}") from error
+    if not cfg.modules[LANGUAGE].pretrained and not [one for one in model_types(cfg.llm) if one not in SCALES_FEATURES]:
+        raise NoLlava(f"transformers has no such language model: {why_no_family(cfg.llm)}")
+
+
+def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
+    """Raise NoLlava for parts that LLaVA lacks."""
+    encoder, projector, prefix = module.encoder, module.projector, f"modules.{name}"
+    if getattr(encoder, "kind", "") != "image":
+        raise NoLlava(f"{name} reads no pictures")
+    if encoder.family not in TOWERS:
+        reason = _OTHERS.get(encoder.family, "")
+        text = f"{prefix}.encoder.family is {encoder.family}, and towers of {', '.join(TOWERS)} are written"
+        raise NoLlava(f"{text}: {reason}" if reason else text)
+    if encoder.register_tokens:
+        raise NoLlava(
+            f"{prefix}.encoder.register_tokens is {encoder.register_tokens}, and LLaVA would keep them in the sequence"
+        )
+    if is_tiled(encoder):
+        raise NoLlava(f"{prefix}.encoder.resize is tiles, and LLaVA reads pictures in one piece")
+    if encoder.final_norm:
+        raise NoLlava(
+            f"{prefix}.encoder.final_norm is true, and LLaVA reads its tower without the norm behind the layers: "
+            "train with false"
+        )
+    wrong = {
+        "projector.kind": (projector.kind, "mlp"),
+        "projector.merge": (projector.merge, 1),
+        "projector.norm": (projector.norm, ""),
+        "projector.resampler.latents": (projector.latents, 0),
+        "projector.ffn_hidden_size": (projector.ffn_hidden_size or width, width),
+    }
+    for key, (value, needed) in wrong.items():
+        if value != needed:
+            raise NoLlava(f"{prefix}.{key} is {value}, and LLaVA's projector has {needed}")
+    known = {"name", "kind", "ffn_hidden_size", "activation", "merge", "bias"}
+    for one in changed_fields(projector):
+        if one not in known:
+            raise NoLlava(f"{prefix}.projector.{one} is set, which LLaVA's projector does not support")
+    if projector.activation not in ACTIVATIONS:
+        raise NoLlava(f"{prefix}.projector.activation is {projector.activation}, which transformers does not support")
+
+
+def why_no_family(spec: LlmSpec) -> str:
+    """Why no family of `transformers` has such a language model: what the first of them lacks."""
+    try:
+        language_config_json(spec, "llama")
+    except ConfigError as error:
+        fault = error.faults[0]
+        return f"{fault.key} {fault.message}"
+    return ""

@@ -1,0 +1,99 @@
+"""The weights of `modules.NAME.pretrained` into the model of a new run. Each rank reads what it holds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from mimo_train.config.parts import is_adapter
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.hf.fill import Cut, Reader
+from mimo_train.hf.matching import require_no_others
+from mimo_train.hf.parts import pretrained_parts
+from mimo_train.hf.places import start_adapter, start_places
+from mimo_train.hf.tensors import TensorFolder
+from mimo_train.models.lora import load_adapters, start_magnitudes
+from mimo_train.models.names import global_names, modules_of
+from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.groups import RunGroups
+
+
+def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: RunGroups, rows: int) -> bool:
+    """Fill the parameters of this rank from the directories of their modules, in place; adapters keep their initial
+    values. Collective over all ranks.
+
+    Args:
+        rows: of the language model's embedding, with padding.
+
+    Returns:
+        Whether any module has a directory.
+
+    Raises:
+        UserError: a directory does not fit the model; on every rank.
+    """
+    own = modules_of(model)
+    with agreed():
+        parts = pretrained_parts(cfg, rows)
+        folders = {part.folder: TensorFolder(part.folder, part.key) for part in parts}
+        readers = [(part, Reader(folders[part.folder], part.weights, part.key, cfg.run.seed)) for part in parts]
+        for part, reader in readers:
+            if part.module in own:
+                parameters = dict(_parameters(own[part.module], part.begins))
+                cuts = {name: _cut(value, groups, part.module) for name, value in parameters.items()}
+                reader.fill(parameters, cuts)
+        require_no_others(readers)
+        if dist.get_rank() == 0:
+            for _, reader in readers:
+                reader.require_equal_copies()
+    for name in {part.module for part in parts} & own.keys():
+        for chunk in own[name]:
+            start_magnitudes(unwrap_model(chunk))
+    return bool(parts)
+
+
+def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows: int) -> bool:
+    """Give the adapters of this rank the values of the adapters of PEFT that their modules start with. Collective over
+    all ranks. Arguments as of `load_pretrained`.
+
+    Returns:
+        Whether any module starts with one.
+
+    Raises:
+        UserError: an adapter cannot be read, is of another model, or has layers that the run's adapters have not.
+    """
+    folders = {name: Path(module.lora.adapter) for name, module in cfg.modules.items() if module.lora.adapter}
+    with agreed():
+        own = modules_of(model)
+        places = start_places(cfg, rows) if folders else {}
+        for name, folder in folders.items():
+            others = {
+                path
+                for other, same in folders.items()
+                if other != name and same == folder
+                for path in places[other].paths
+            }
+            adapters = start_adapter(cfg, name, folder, places[name], others)
+            if name in own:
+                load_adapters([unwrap_model(chunk) for chunk in own[name]], adapters)
+    return bool(folders)
+
+
+def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for chunk in chunks:
+        for name, parameter in global_names(chunk).items():
+            if name.startswith(begins) and not is_adapter(name):
+                yield name, parameter
+
+
+def _cut(parameter: torch.nn.Parameter, groups: RunGroups, module: str) -> Cut:
+    """How Megatron-Core has cut a parameter over the ranks of its module."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return Cut()
+    pgs = groups.collections[module]
+    # Weights of experts are cut over their own group.
+    group = pgs.tp if getattr(parameter, "allreduce", True) else pgs.expt_tp
+    dim, stride = (getattr(parameter, name) for name in ("partition_dim", "partition_stride"))
+    return Cut(dim, stride, group.rank(), group.size())

@@ -1,0 +1,161 @@
+"""The tensors of directories matched with the parts of a model, by names and rows: `check` and a run compare alike.
+
+Imports no torch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol
+
+from data.listed import listed
+from data.text_format import plural
+from encoders.weight_map import Spelling, WeightMap, spelt
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.hf.parts import ENCODER, Part
+
+SHOWN = 5
+"""Most tensors that a message names."""
+
+
+class Shaped(Protocol):
+    """A tensor, or its entry in a header."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+
+
+class MatchedPart:
+    """A part of a model whose tensors are all in a directory.
+
+    Attributes:
+        folder: the directory.
+        tensors: all tensors of the directory by name.
+        spelling: how the directory spells the names of the map.
+        stored_names: name in the map -> name in the directory.
+        copies: tensors of the directory that must equal another, with the name of that.
+
+    Raises:
+        UserError: the directory lacks tensors, or has them with another number of rows.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Shaped], of: WeightMap, key: str):
+        """
+        Args:
+            key: config key of the part, for errors.
+        """
+        self.folder, self.tensors, self._key = folder, tensors, key
+        self._counts = of.row_counts()
+        self._written = of.prefixes[0]
+        self.spelling = self._spelling(of)
+        self.stored_names = {name: spelt(name, self.spelling) for name in self._counts}
+        copies = {spelt(copy, self.spelling): self.stored_names[other] for copy, other in of.copies}
+        self.copies = {copy: other for copy, other in copies.items() if copy in tensors}
+        self._carried = [*of.carried]
+        if isinstance(self.spelling, str):
+            self._carried += [spelt(pattern, self.spelling) for pattern in of.carried]
+        self._require_tensors()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """What the names of this part, and of nothing else in a directory of several parts, begin with there."""
+        if self.spelling and isinstance(self.spelling, str):
+            return (self.spelling,)
+        return tuple({spelt(f"{name.partition('.')[0]}.", self.spelling): None for name in self._counts})
+
+    @property
+    def read_names(self) -> set[str]:
+        """Tensors of the directory that parameters are made of."""
+        return set(self.stored_names.values())
+
+    def uses(self, name: str) -> bool:
+        """Return whether a tensor of the directory belongs to this part: read, a copy of one, or carried along."""
+        return (
+            name in self.read_names
+            or name in self.copies
+            or any(fnmatchcase(name, pattern) for pattern in self._carried)
+        )
+
+    def written_name(self, name: str) -> str:
+        """Return the name by which a tensor that is carried along is written: spelt as the others are."""
+        here, written = self.spelling, self._written
+        if not isinstance(here, str) or not isinstance(written, str):
+            return name
+        return written + name.removeprefix(here) if name.startswith(here) and self.uses(name) else name
+
+    def _spelling(self, of: WeightMap) -> Spelling:
+        first = next(iter(self._counts))
+        for spelling in of.prefixes:
+            if spelt(first, spelling) in self.tensors:
+                return spelling
+        tried = " or ".join(spelt(first, spelling) for spelling in of.prefixes)
+        raise UserError(f"{self._key}: {self.folder} has no tensor {tried}; it has {listed(list(self.tensors), SHOWN)}")
+
+    def _require_tensors(self) -> None:
+        missing = [name for name in self.stored_names.values() if name not in self.tensors]
+        rows = {self.stored_names[name]: count for name, count in self._counts.items()}
+        rows |= {copy: rows[other] for copy, other in self.copies.items()}
+        faults = [
+            f"{name} has shape {self.tensors[name].shape} there, and {plural(count, 'row')} here"
+            for name, count in rows.items()
+            if name in self.tensors and self.tensors[name].shape[:1] != (count,)
+        ][:SHOWN]
+        if missing:
+            faults.insert(0, f"it lacks {listed(missing, SHOWN)}")
+        if faults:
+            raise UserError(f"{self._key}: {self.folder} does not fit the model: {'; '.join(faults)}")
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[self.stored_names[name]].shape
+
+
+def require_no_others(matched: Sequence[tuple[Part, MatchedPart]]) -> None:
+    """
+    Args:
+        matched: all parts that come from directories.
+
+    Raises:
+        UserError: a directory has tensors that no part of the model uses: it would not be the model that was saved.
+    """
+    for path in dict.fromkeys(part.folder for part, _ in matched):
+        of_folder = [(part, names) for part, names in matched if part.folder == path]
+        is_whole = all(part.is_whole for part, _ in of_folder) or len({part.module for part, _ in of_folder}) > 1
+        begins = ("",) if is_whole else tuple(name for part, names in of_folder for name in _begins(part, names))
+        require_all_used([names for _, names in of_folder], of_folder[0][0].key, begins=begins)
+
+
+def require_all_used(
+    parts: Sequence[MatchedPart], key: str, carried: Iterable[str] = (), begins: tuple[str, ...] = ("",)
+) -> None:
+    """
+    Args:
+        parts: all parts of one directory.
+        carried: shell patterns of tensors that no part reads.
+        begins: what the names of the tensors begin with that are looked at.
+
+    Raises:
+        UserError: the directory has tensors that no part uses.
+    """
+    carried = list(carried)
+    unexpected = [
+        name
+        for name in parts[0].tensors
+        if name.startswith(begins)
+        and not any(part.uses(name) for part in parts)
+        and not any(fnmatchcase(name, pattern) for pattern in carried)
+    ]
+    if unexpected:
+        raise UserError(
+            f"{key}: {parts[0].folder} has {listed(unexpected, SHOWN)}, for which the model has no place: it would not "
+            "be the model that was saved"
+        )
+
+
+def _begins(part: Part, names: MatchedPart) -> tuple[str, ...]:
+    """Return what the names of a part of a model of several begin with in its directory."""
+    if part.module == LANGUAGE:
+        # The output layer is part of it where ours has none too.
+        return (*names.begins, spelt("lm_head.", names.spelling))
+    return names.begins if part.begins == ENCODER else ()

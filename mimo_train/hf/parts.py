@@ -1,0 +1,85 @@
+"""The parts of a run that come from directories, with the names of their weights on both sides. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from encoders.base import EncoderSpec, encoders_in
+from encoders.registry import FAMILIES
+from encoders.weight_map import WeightMap
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES, Composite
+from mimo_train.config.pretrained.directory import Directory, read_directory
+from mimo_train.config.pretrained.fill_in import has_projector
+from mimo_train.config.pretrained.language import language_keys
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.models.language.weights import language_map
+
+ENCODER, PROJECTOR = "encoders.", "input_projections."
+"""What the names of an encoder module's parameters begin with."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a module whose weights are in a directory."""
+
+    module: str
+    begins: str
+    """What the names of its parameters begin with; empty: all of the module's."""
+    weights: WeightMap
+    """With names as in the module."""
+    written: WeightMap
+    """What an export writes: the same, but for rows that the directory does not have."""
+    folder: Path
+    key: str
+    """Config key that names the directory."""
+    is_whole: bool = True
+    """Whether the directory is of this part alone."""
+
+
+def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
+    """All parts of a run that come from directories.
+
+    Args:
+        rows: of the language model's embedding, with padding.
+    """
+    parts = []
+    for name, module in cfg.modules.items():
+        for part, spec in encoders_in(module.encoder).items():
+            folder = getattr(module.encoder, f"{part}_pretrained", "")
+            if folder:
+                directory = read_directory(folder, f"modules.{name}.encoder.{part}_pretrained")
+                parts.append(_encoder_part(name, spec, directory, part))
+        if not module.pretrained:
+            continue
+        directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
+        place = directory.folder, directory.key, directory.model_type not in COMPOSITES
+        composite = COMPOSITES.get(directory.model_type, Composite(""))
+        if name == LANGUAGE:
+            config = composite.part(directory.config, name)
+            kind, spellings = config["model_type"], composite.language_names or ("",)
+            stored = language_keys(config)["vocab_size"]
+            weights, written = (language_map(cfg.llm, rows, kind, there).under(*spellings) for there in (stored, 0))
+            parts.append(Part(name, "", weights, written, *place))
+            continue
+        parts.append(_encoder_part(name, module.encoder, directory))
+        if has_projector(directory):
+            assert composite.projector_weights is not None, directory.model_type
+            projector = composite.projector_weights(module, cfg.llm.hidden_size).named(f"{PROJECTOR}0.")
+            parts.append(Part(name, PROJECTOR, projector, projector, *place))
+    return parts
+
+
+def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str = "") -> Part:
+    """An encoder from a directory.
+
+    Args:
+        name: of its module.
+        part: of the encoders that are joined in the module's; empty: it is the module's.
+    """
+    place = f"{ENCODER}{name}." + (f"{part}." if part else "")
+    composite = COMPOSITES.get(directory.model_type, Composite(""))
+    weights = FAMILIES[spec.family].weight_map(spec)
+    names = [before + own for before in composite.encoder_names for own in weights.prefixes if isinstance(own, str)]
+    weights = weights.named(place).under(*names)
+    is_whole = directory.model_type not in COMPOSITES
+    return Part(name, place if part else ENCODER, weights, weights, directory.folder, directory.key, is_whole)

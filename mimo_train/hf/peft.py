@@ -1,0 +1,282 @@
+"""Adapters as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors` (checked with peft 0.21.2).
+
+PEFT has an adapter for each linear layer of a Hugging Face model, of which ours fuse several. Both ways are exact: an
+adapter beside a whole fused layer becomes one of each projection, with the same A and that projection's rows of B and
+of the magnitudes; PEFT's adapters become ours of each projection. Where their layer is fused too, in another order of
+rows, its adapter is ours of the whole layer with rows in our order.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from mimo_train.config.fault import UserError, nearest
+from mimo_train.config.parts import ADAPTERS
+from mimo_train.config.pretrained.adapter import (
+    CONFIG,
+    PREFIX,
+    TENSOR,
+    WEIGHTS,
+    adapted_paths,
+    read_config,
+    weights_file,
+)
+from mimo_train.config.schema_modules import LoraConfig
+from mimo_train.layout.adapters import WHOLE, Linear
+from mimo_train.models.fused_rows import FusedRows
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where PEFT has a linear layer of ours, or one of its projections."""
+
+    path: str
+    """Of the module in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`."""
+    rows: tuple[int, ...] = ()
+    """Of ours, in the order that they have there; empty: the same."""
+
+    def theirs(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What has our rows, with rows in their order."""
+        return tensor[list(self.rows)] if self.rows else tensor
+
+    def ours(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What has their rows, with rows in our order."""
+        return tensor[torch.tensor(self.rows).argsort()] if self.rows else tensor
+
+
+Places = Mapping[str, Mapping[str, Place]]
+"""Name of a linear layer in its module -> projection (`Linear.projections`), or WHOLE of a layer that is fused there
+too -> its place."""
+
+_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+
+
+def write_adapter(
+    folder: Path,
+    adapters: Mapping[str, torch.Tensor],
+    lora: LoraConfig,
+    linears: Sequence[Linear],
+    places: Places,
+    *,
+    base_model: str = "",
+    task_type: str = "CAUSAL_LM",
+) -> None:
+    """Write the adapters of one module into `folder`.
+
+    Args:
+        adapters: whole tensors by their names in the module, as `lora.whole_adapters` gives them.
+        linears: the linear layers of the module (`plan.adapters.linears`).
+        base_model: folder or name of the model that the adapters are for.
+
+    Raises:
+        UserError: a layer with adapters has no place in the Hugging Face model.
+    """
+    one = Adapted(adapters, lora, linears, places)
+    write_adapters(folder, [one], base_model=base_model, task_type=task_type)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The adapters of one module; see `write_adapter`."""
+
+    adapters: Mapping[str, torch.Tensor]
+    lora: LoraConfig
+    linears: Sequence[Linear]
+    places: Places
+    carried: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Other tensors by PEFT's names, which are written as they are."""
+
+
+def write_adapters(
+    folder: Path, modules: Sequence[Adapted], *, base_model: str = "", revision: str = "", task_type: str
+) -> None:
+    """Write the adapters of modules that are one Hugging Face model into `folder`. Rank and alpha may differ.
+
+    Args:
+        revision: of `base_model` in its hub; empty: any.
+
+    Raises:
+        UserError: as `write_adapter`; or PEFT has one value for what differs between the modules.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    ranks, alphas = {}, {}
+    first = modules[0].lora
+    for one in modules:
+        for name in ("dropout", "rslora", "dora"):
+            if getattr(one.lora, name) != getattr(first, name):
+                raise UserError(
+                    f"lora.{name} is {getattr(first, name)} of one module and {getattr(one.lora, name)} of another: an "
+                    "adapter of PEFT has one for the whole model: make them equal, or give --merge"
+                )
+        own = {**_tensors_of(one), **one.carried}
+        tensors |= own
+        for path in {key.removeprefix(PREFIX).partition(".lora_")[0] for key in own}:
+            if one.lora.rank != first.rank:
+                ranks[re.escape(path)] = one.lora.rank
+            if one.lora.alpha != first.alpha:
+                alphas[re.escape(path)] = _number(one.lora.alpha)
+    config = {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model or None,
+        "revision": revision or None,
+        "inference_mode": True,
+        "r": first.rank,
+        "lora_alpha": _number(first.alpha),
+        "lora_dropout": first.dropout,
+        # Whole paths: their last parts may also be names of layers without adapters, of a vision tower for example.
+        "target_modules": sorted({key.removeprefix(PREFIX).partition(".lora_")[0] for key in tensors}),
+        "rank_pattern": dict(sorted(ranks.items())),
+        "alpha_pattern": dict(sorted(alphas.items())),
+        "use_rslora": first.rslora,
+        "use_dora": first.dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    # A failing write is an OSError here, and an error of its own where safetensors writes.
+    (folder / WEIGHTS).write_bytes(save({key: value.clone() for key, value in tensors.items()}, {"format": "pt"}))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _tensors_of(module: Adapted) -> dict[str, torch.Tensor]:
+    """The adapters of a module by PEFT's names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for linear in module.linears:
+        places = module.places.get(linear.name, {})
+        for projection, adapter in _by_projection(linear, module.adapters, is_split=WHOLE not in places).items():
+            place = places.get(projection)
+            if place is None:
+                last = linear.name.rpartition(".")[2]
+                instead = f"name {last} in lora.targets instead" if places else "leave it out of lora.targets"
+                raise UserError(
+                    f"{linear.name} has an adapter of {projection}, and the Hugging Face model has no layer for it: "
+                    f"{instead}"
+                )
+            for name, tensor in adapter.items():
+                tensors[f"{PREFIX}{place.path}.{_NAMES[name]}"] = tensor if name == "lora_a" else place.theirs(tensor)
+    return tensors
+
+
+def _number(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+def read_adapter(
+    folder: Path, linears: Sequence[Linear], places: Places, others: Collection[str] = ()
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """The adapter in `folder`: the config of a module that has it, and whole tensors by their names in the module, for
+    `lora.load_adapters`. Arguments as of `write_adapter`.
+
+    Args:
+        others: layers of the Hugging Face model that are other modules', and are passed over.
+
+    Raises:
+        UserError: files are missing or cannot be read, a tensor is of no layer of this module or of another shape, or
+            the adapter does what ours cannot; by name.
+    """
+    read_config(folder, ())  # says what is wrong with it before the tensors are looked at
+    found = {path: parts for path, parts in _read_tensors(folder).items() if path not in others}
+    lora = read_config(folder, found)
+    of_path = {
+        place.path: (linear, name, place) for linear in linears for name, place in places.get(linear.name, {}).items()
+    }
+    adapters, targets = {}, set()
+    for path, parts in found.items():
+        if path not in of_path:
+            raise UserError(
+                f"{folder / WEIGHTS}: {path} is no layer that can have adapters here{nearest(path, of_path)}"
+            )
+        linear, projection, place = of_path[path]
+        own = projection if linear.fused else WHOLE
+        shapes = _shapes(linear, projection, lora)
+        if parts.keys() != shapes.keys():
+            what = " and ".join(_NAMES[name] for name in sorted(parts.keys() ^ shapes.keys()))
+            kind = "is missing" if parts.keys() < shapes.keys() else "does not belong there"
+            raise UserError(f"{folder / WEIGHTS}: {path}: {what} {kind}, with use_dora {str(lora.dora).lower()}")
+        for name, tensor in parts.items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise UserError(
+                    f"{folder / WEIGHTS}: {path}.{_NAMES[name]} has shape {tuple(tensor.shape)}, and {linear.name} "
+                    f"needs {shapes[name]} for it"
+                )
+            adapters[".".join(filter(None, (linear.name, own, name)))] = (
+                tensor if name == "lora_a" else place.ours(tensor)
+            )
+        targets.add((linear.name, own))
+    lora.targets = _targets(linears, targets)
+    return lora, adapters
+
+
+def _by_projection(
+    linear: Linear, adapters: Mapping[str, torch.Tensor], is_split: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Projection -> its adapter, of those that a linear layer has; `is_split`: never of the whole layer."""
+    names = [name for name, _ in linear.projections]
+    found = {}
+    for projection in (WHOLE, *names):
+        prefix = ".".join(filter(None, (linear.name, projection)))
+        own = {name: adapters[f"{prefix}.{name}"] for name in ADAPTERS if f"{prefix}.{name}" in adapters}
+        if not own:
+            continue
+        if projection != WHOLE or not is_split:
+            found[projection] = own
+            continue
+        rows = FusedRows(linear)
+        parts = {name: rows.split(own[name], names) for name in own if name != "lora_a"}
+        found |= {one: {"lora_a": own["lora_a"], **{name: parts[name][one] for name in parts}} for one in names}
+    return found
+
+
+def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    rows = linear.rows(projection)
+    shapes: dict[str, tuple[int, ...]] = {"lora_a": (lora.rank, linear.inputs), "lora_b": (rows, lora.rank)}
+    return shapes | ({"lora_magnitude": (rows,)} if lora.dora else {})
+
+
+def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Path of a module -> its adapter's tensors by our names."""
+    names = {theirs: ours for ours, theirs in _NAMES.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in load_tensors(folder).items():
+        match = TENSOR.fullmatch(key)
+        assert match is not None, key
+        found.setdefault(match[1], {})[names[match[2]]] = tensor
+    return found
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter by PEFT's names. Raises UserError where they cannot be read."""
+    adapted_paths(folder)  # says what is wrong with the file
+    file = weights_file(folder)
+    try:
+        is_safe = file.name == WEIGHTS
+        return load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+
+
+def _targets(linears: Sequence[Linear], found: set[tuple[str, str]]) -> list[str]:
+    """`lora.targets` that name these (layer, projection) and no others: last parts of names where these are enough."""
+    paths = {
+        (linear.name, projection): name
+        for linear in linears
+        for name, projection in linear.names().items()
+        if not (projection == WHOLE and name != linear.name)
+    }
+    last = {key: path.rpartition(".")[2] for key, path in paths.items()}
+    short = {last[key] for key in found}
+    in_layers = {linear.name for linear in linears if linear.layer is not None}
+    if all(name in in_layers for name, _ in found) and found == {
+        key for key in paths if last[key] in short and key[0] in in_layers
+    }:
+        return sorted(short)
+    return sorted(paths[key] for key in found)

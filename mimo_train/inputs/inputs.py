@@ -1,0 +1,292 @@
+"""Config -> tokenizer and datasets: what the encoders need of a sample, where the samples are. No Megatron-Core here,
+so that `mimo-train check` reads samples exactly as training does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.errors import DataError
+from data.index.locations import cache_folder
+from data.media.background import colour_of
+from data.media.bounds import Bounds
+from data.records.fields import NO_FIELDS, Fields, read_fields
+from data.samples.frames import Sampling
+from data.storage.url import Place
+from encoders.base import (
+    attention_pairs,
+    inner_tokens,
+    input_size,
+    is_tiled,
+    num_tokens,
+    picture_transform,
+    token_grid,
+)
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_mix import source_names
+from mimo_train.inputs.token_inputs import of_tokens, require_none_for_tokens, token_dataset
+
+if TYPE_CHECKING:
+    from data.pipeline import Dataset, Media, Samples, Source
+    from data.storage.file_cache import FileCache
+    from data.text.tokens import Tokenizer
+    from mimo_train.config.pretrained.directory import Directory
+
+
+def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
+    """The placeholder of each encoder module's features: for the first module of a kind that of the kind, such as
+    `<image>`; for further ones one with the module's name, such as `<image:details>`. The tokenizer has its tokens."""
+    taken: dict[str, str] = {}
+    for name, module in cfg.encoders.items():
+        own = module.encoder.placeholder
+        taken[name] = f"{own[:-1]}:{name}>" if own in taken.values() else own
+    return taken
+
+
+def media_of(cfg: ConfigContainer) -> list[Media]:
+    """What every encoder module needs of a sample, in the order of the config."""
+    from data.pipeline import Media, Resize
+
+    placeholders = placeholders_of(cfg)
+    return [
+        Media(
+            module=name,
+            kind=module.encoder.kind,
+            placeholder=placeholders[name],
+            num_tokens=partial(num_tokens, module.encoder, module.projector),
+            size=partial(input_size, module.encoder, module.projector),
+            inner_tokens=partial(inner_tokens, module.encoder, module.projector),
+            pairs=partial(attention_pairs, module.encoder, module.projector),
+            resize=Resize(**asdict(picture_transform(module.encoder))),
+            grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
+            canvas=getattr(module.encoder, "canvas", None) if is_tiled(module.encoder) else None,
+            cut_several=getattr(module.encoder, "cut_several", True),
+        )
+        for name, module in cfg.encoders.items()
+    ]
+
+
+def tokenizer_of(cfg: ConfigContainer) -> Any:
+    """The run's tokenizer, with a placeholder for every encoder module.
+
+    Raises:
+        DataError: `data.tokenizer` cannot be loaded, or its chat template cannot be used.
+    """
+    from data.text.placeholders import Placeholder
+    from data.text.tokens import build_tokenizer
+
+    placeholders = [
+        Placeholder(name, cfg.modules[module].encoder.kind, **asdict(cfg.modules[module].placeholder))
+        for module, name in placeholders_of(cfg).items()
+    ]
+    data = cfg.data
+    return build_tokenizer(
+        data.tokenizer,
+        placeholders,
+        chat_template=data.chat_template,
+        template_variables=data.template_variables,
+        special_in_text=data.special_tokens_in_text,
+    )
+
+
+def has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer: Tokenizer) -> bool:
+    """Whether a directory of a pretrained model has a tokenizer, and that of the run is not it."""
+    from data.text.tokens import build_tokenizer
+
+    source = directory.folder
+    # Of some families transformers makes an empty tokenizer where there is none.
+    if not directory.has_tokenizer or Path(cfg.data.tokenizer).resolve() == source.resolve():
+        return False
+    try:
+        own = build_tokenizer(str(source), [])
+    except DataError:  # it cannot be read
+        return False
+    return own.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
+
+
+def bounds_of(cfg: ConfigContainer) -> Bounds:
+    """`data.bounds`, as the data path takes them."""
+    return Bounds(**asdict(cfg.data.bounds))
+
+
+def sampling_of(cfg: ConfigContainer) -> Sampling:
+    """`data.video`, as the data path takes it."""
+    return Sampling(**asdict(cfg.data.video))
+
+
+def fields_of(cfg: ConfigContainer, source: Source) -> Fields:
+    """`data.fields` of a source, as the data path takes them."""
+    return _fields(cfg.data.fields, "data.fields") if source.fields is None else source.fields
+
+
+def _fields(given: Mapping[str, Any], key: str) -> Fields:
+    """Those of a config; with faults there none."""
+    try:
+        return read_fields(given, key)
+    except DataError:
+        return NO_FIELDS
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A held-out set of a run."""
+
+    name: str
+    """In metrics, `eval/NAME/loss`; empty: `eval/loss`."""
+    key: str
+    """Of the config, that it comes from."""
+    source: Source
+    fraction: float = 0.0
+    """Of `source` that it is, where that is trained on too."""
+    is_test: bool = False
+    """True if it is evaluated after the last step only, as `test/loss`."""
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of its metrics."""
+        if self.is_test:
+            return "test/"
+        return f"eval/{self.name}/" if self.name else "eval/"
+
+
+def training_sources(cfg: ConfigContainer) -> list[Source]:
+    """Where the training samples are from: the sources of `data.mix`, or one without a name."""
+    from data.order.sources import Source
+
+    data = cfg.data
+    if not data.mix:
+        return [Source("", data.shards)]
+    found = []
+    for at, (name, one) in enumerate(zip(source_names(data.mix), data.mix, strict=True)):
+        fields = _fields(one.fields, f"data.mix[{at}].fields") if one.fields else None
+        found.append(Source(name, one.shards, f"data.mix[{at}].shards", one.weight, fields))
+    return found
+
+
+def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
+    """Return the held-out sets of a run in the order in which they are evaluated, the test set last."""
+    from data.order.sources import Source
+
+    data, key = cfg.data, cfg.data.held_out_by
+    found = []
+    if data.validation_shards:
+        unnamed = "data.validation_shards"
+        found.append(HeldOutSet("", unnamed, Source("", data.validation_shards, unnamed)))
+    if key:
+        # Its weight, which may be 0, is that of training.
+        sources = [replace(one, weight=None) for one in training_sources(cfg)]
+        found += [HeldOutSet(one.name, key, one, data.held_out_share) for one in sources]
+    for name, one in data.validation.items():
+        own = f"data.validation.{name}"
+        fields = _fields(one.fields, f"{own}.fields") if one.fields else None
+        found.append(HeldOutSet(name, f"{own}.shards", Source("", one.shards, f"{own}.shards", fields=fields)))
+    if data.test_shards:
+        test = Source("", data.test_shards, "data.test_shards")
+        found.append(HeldOutSet("", "data.test_shards", test, is_test=True))
+    return found
+
+
+def build_dataset(
+    cfg: ConfigContainer,
+    tokenizer: Any,
+    *,
+    held_out: HeldOutSet | None = None,
+    shards: Sequence[Source] | None = None,
+) -> Samples:
+    """The training samples, or those of a held-out set: these in order, and with their texts.
+
+    Args:
+        shards: instead of those of the config.
+
+    Raises:
+        DataError: no shards, or one that cannot be used.
+    """
+    sources = shards or ([held_out.source] if held_out else training_sources(cfg))
+    if of_tokens(sources):
+        fraction = held_out.fraction if held_out else 0.0
+        return token_dataset(cfg, tokenizer, sources, held_out=held_out is not None, fraction=fraction)
+    if held_out is None:
+        require_none_for_tokens(cfg, sources[0].key)
+    return shard_dataset(cfg, tokenizer, sources, held_out)
+
+
+def shard_dataset(
+    cfg: ConfigContainer, tokenizer: Any, sources: Sequence[Source], held_out: HeldOutSet | None = None
+) -> Dataset:
+    """`build_dataset` of tars."""
+    from data.pipeline import Dataset
+
+    data = cfg.data
+    return Dataset(
+        sources,
+        tokenizer=tokenizer,
+        sequence_length=data.sequence_length,
+        media=media_of(cfg),
+        seed=cfg.run.seed,
+        shuffle=data.shuffle and not held_out,
+        shuffle_block=data.shuffle_block,
+        cache_dir=data.cache_dir or None,
+        blind=data.blind,
+        max_bad_samples=data.max_bad_samples,
+        keep_text=held_out is not None,
+        read_retries=data.read_retries,
+        bounds=bounds_of(cfg),
+        held_fraction=held_out.fraction if held_out else data.validation_fraction,
+        only_held=held_out is not None,
+        ground=colour_of(data.background),
+        fields=_fields(data.fields, "data.fields"),
+        sampling=sampling_of(cfg),
+        skip_null=data.null_captions == "skip",
+        members_cache=members_cache(cfg),
+    )
+
+
+def members_cache(cfg: ConfigContainer) -> FileCache | None:
+    """What `data.cache_bytes` keeps of remote shards, for one dataset of one rank; None: nothing.
+
+    Raises:
+        DataError: its folder cannot be made.
+    """
+    from data.storage.file_cache import FileCache
+
+    data = cfg.data
+    if not data.cache_bytes:
+        return None
+    folder = cache_folder(data.cache_dir or None) / "members"
+    writers = _RANKS * (1 + len(held_out_sets(cfg)))
+    try:
+        return FileCache(folder, data.cache_bytes, suffix=".member", what="members of remote shards", writers=writers)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_bytes: cannot make {folder} ({error.strerror}): set data.cache_dir to a folder that can be "
+            "written"
+        ) from error
+
+
+_RANKS = 16
+"""Most of one machine, that share `data.cache_bytes`."""
+
+
+def without_split(cfg: ConfigContainer) -> ConfigContainer:
+    """The config with every sample on the side of training, for those who look at shards and not at the run."""
+    return replace(cfg, data=replace(cfg.data, validation_fraction=0.0, split=""))
+
+
+@dataclass
+class OneShard:
+    """Opens single shards, with all of their samples, as a run does. It can be handed to other processes."""
+
+    cfg: ConfigContainer
+
+    def __call__(self, shard: Place, fields: Fields | None = None) -> Dataset:
+        from data.order.sources import Source
+
+        shards = [Source("", [shard], fields=fields)]
+        return shard_dataset(without_split(self.cfg), self._tokenizer, shards)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return tokenizer_of(self.cfg)

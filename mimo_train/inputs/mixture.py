@@ -1,0 +1,109 @@
+"""The weights of a run's sources over its samples: from the config, and from the checkpoint that it continues from.
+Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from data.order.mixture import Phase, whole_weights
+from data.text_format import plural
+from mimo_train.config.fault import Fault
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_mix import source_names
+from mimo_train.layout.batch import Batch
+
+KEY = "mixture"
+"""Of a checkpoint's record: which weights held from which sample on, and will, as far as the config says."""
+
+
+@dataclass
+class Mixing:
+    """Which weights hold from which sample on."""
+
+    cfg: ConfigContainer
+    batch: Batch
+    sizes: Sequence[int]
+    """Samples of the sources."""
+    phases: list[Phase] = field(init=False)
+    """(first sample, reduced weights)."""
+
+    def __post_init__(self) -> None:
+        self.phases = self._from(0, 0, [(0, self.weights(0))])
+
+    def weights(self, step: int) -> tuple[int, ...]:
+        """Reduced weights of the config after `step` steps."""
+        data = self.cfg.data
+        if not data.mix:
+            return (1,)
+        given = {
+            name: size if source.weight is None else source.weight
+            for name, source, size in zip(source_names(data.mix), data.mix, self.sizes, strict=True)
+        }
+        for change in data.mix_schedule:
+            given |= change.weights if change.after_step <= step else {}
+        return whole_weights(list(given.values()))
+
+    def record(self) -> dict[str, Any]:
+        """As a checkpoint's record has it; empty without a mixture."""
+        if not self.cfg.data.mix:
+            return {}
+        return {KEY: [[start, list(weights)] for start, weights in self.phases]}
+
+    def fault(self, record: Mapping[str, Any]) -> Fault | None:
+        """Why a run cannot continue with these weights from a checkpoint of the same data."""
+        if not self.cfg.data.mix or self.cfg.data.mix_new_weights:
+            return None
+        before, now = self._before(record)[-1][1], self.weights(record["step"])
+        if before == now:
+            return None
+        names = ":".join(source_names(self.cfg.data.mix))
+        return Fault(
+            "data.mix",
+            f"the weights {names} are {_shown(now)}, and the checkpoint of step {record['step']} was mixed by "
+            f"{_shown(before)}: give these, or set data.mix_new_weights=true to continue with the new ones",
+        )
+
+    def continue_from(self, record: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, of which `fault` finds none."""
+        if not self.cfg.data.mix:
+            return
+        step, consumed = record["step"], record["train_state"]["consumed_train_samples"]
+        past, now = self._before(record), self.weights(step)
+        if past[-1][1] != now:
+            past = [*(phase for phase in past if phase[0] < consumed), (consumed, now)]
+        self.phases = self._from(step, consumed, past)
+
+    def _before(self, record: Mapping[str, Any]) -> list[Phase]:
+        """The phases that had begun at a checkpoint."""
+        consumed = record["train_state"]["consumed_train_samples"]
+        saved = record.get(KEY) or [[0, self.weights(0)]]
+        return [(start, tuple(weights)) for start, weights in saved if start <= consumed]
+
+    def _from(self, step: int, consumed: int, past: list[Phase]) -> list[Phase]:
+        """Those and what the config changes later on."""
+        phases = past
+        for change in self.cfg.data.mix_schedule:
+            if change.after_step > step and (weights := self.weights(change.after_step)) != phases[-1][1]:
+                start = consumed + self.batch.samples_of(change.after_step - step, consumed)
+                phases = [*phases, (start, weights)]
+        return phases
+
+
+def too_short(cfg: ConfigContainer, batch: Batch, samples: int, source: str = "") -> Fault:
+    """The fault of a new run that `data.exhausted=stop` ends before its first step.
+
+    Args:
+        samples: of the source that ends it; source: its name, in a mixture.
+    """
+    of = f" of {source}" if source else ""
+    weights = ", give it less weight in data.mix" if source else ""
+    return Fault(
+        "data.exhausted",
+        f"is stop, and the {samples:,} samples{of} do not last for the first step of "
+        f"{plural(batch.size_at(0), 'sample')}: give "
+        f"more samples or a smaller train.global_batch_size{weights}, or set data.exhausted=repeat",
+    )
+
+
+def _shown(weights: Sequence[int]) -> str:
+    return ":".join(map(str, weights))

@@ -1,0 +1,237 @@
+"""Which linear layers have adapters: `lora.targets` against the layers of a module, and what the adapters count.
+
+Megatron-Core fuses projections that other libraries keep apart: `linear_qkv` is queries, keys and values, `linear_fc1`
+with a gate is gate and up. An adapter is beside the whole layer, or beside some of its projections, each with an A and
+a B of its own, as PEFT has them. Imports no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from encoders.base import GATED, built_layers, encoders_in, joined_width
+from encoders.plain.spec import PlainSpec
+from mimo_train.config.fault import Fault, nearest
+from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
+from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
+from mimo_train.layout.layout import stage_layers
+
+WHOLE = ""
+"""In the place of a projection's name: the whole linear layer."""
+
+_PROJECTOR = PARTS["projector"].removesuffix(".*")
+_EXAMPLES = 4
+"""Most names that a message gives as examples."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer that can have adapters, with the sizes of the whole model.
+
+    The rows of its weight are `groups` times the rows of every projection, one after the other: per key head its
+    queries, its key and its value; or gate and up once.
+    """
+
+    name: str
+    """Inside the module; the weight is `NAME.weight`."""
+    inputs: int
+    projections: tuple[tuple[str, int], ...]
+    """(name, rows in a group). A layer of one projection has adapters as a whole only."""
+    groups: int = 1
+    cut_groups: bool = False
+    """Tensor parallelism deals the groups out, instead of cutting each projection."""
+    column: bool = True
+    """Tensor parallelism cuts the rows (column-parallel), or the inputs (row-parallel)."""
+    layer: int | None = None
+    """Number of the transformer layer; None: it is part of the projector."""
+
+    def rows(self, projection: str = WHOLE) -> int:
+        """Rows of the weight, or of one projection."""
+        return self.groups * sum(rows for name, rows in self.projections if projection in (WHOLE, name))
+
+    @property
+    def fused(self) -> bool:
+        """Whether there is more than one projection."""
+        return len(self.projections) > 1
+
+    def names(self) -> dict[str, str]:
+        """What a pattern can name, the layer first and its projections: name -> projection."""
+        path, _, last = self.name.rpartition(".")
+        own = {f"{path}.{name}": name if self.fused else WHOLE for name, _ in self.projections if name != last}
+        return {self.name: WHOLE} | own
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A linear layer with adapters."""
+
+    linear: Linear
+    projections: tuple[str, ...]
+    """Those that have an adapter, in the order of the weight's rows; (WHOLE,) is one adapter beside the layer."""
+
+    def parameters(self, lora: LoraConfig, tp: int = 1) -> int:
+        """Parameters on one rank: A [rank, inputs], B [rows, rank], with DoRA magnitudes [rows], of each adapter.
+
+        Tensor parallelism divides what the weight is cut along.
+        """
+        linear, rank, of_row = self.linear, lora.rank, lora.rank + lora.dora
+        inputs = linear.inputs if linear.column else linear.inputs // tp
+        rows = [linear.rows(projection) // (tp if linear.column else 1) for projection in self.projections]
+        return sum(rank * inputs + of_row * one for one in rows)
+
+
+def layers_name(module: str) -> str:
+    """Name of the list of a module's transformer layers."""
+    return "decoder.layers" if module == LANGUAGE else f"encoders.{module}.layers.layers"
+
+
+def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear]:
+    """The linear layers of a module that can have adapters: of its transformer layers, in order, and of its projector.
+    Experts, shared experts and routers have none.
+
+    Args:
+        name: of the module.
+        language_width: the language model's hidden size, which a projector projects to.
+    """
+    if isinstance(module.encoder, PlainSpec):
+        return []  # adapters are refused for the whole module
+    if len(encoders_in(module.encoder)) > 1:
+        return _projector_linears(module, language_width)  # and here for the encoders
+    spec: Any = module.llm or module.encoder
+    hidden, heads, ffn = spec.hidden_size, spec.num_attention_heads, spec.ffn_hidden_size
+    groups, head, gated, layers = heads, hidden // heads, spec.activation == GATED, _layers(module)
+    if module.llm:
+        groups, head, gated = module.llm.key_heads, module.llm.head_width, module.llm.is_gated
+    qkv = (("q_proj", heads // groups * head), ("k_proj", head), ("v_proj", head))
+    up = (("gate_proj", ffn), ("up_proj", ffn)) if gated else (("up_proj", ffn),)
+    found = []
+    for layer in range(layers):
+        attention, mlp = (f"{layers_name(name)}.{layer}.{part}" for part in ("self_attention", "mlp"))
+        found.append(Linear(f"{attention}.linear_qkv", hidden, qkv, groups, True, layer=layer))
+        found.append(Linear(f"{attention}.linear_proj", heads * head, (("o_proj", hidden),), column=False, layer=layer))
+        if not (module.llm and module.llm.has_experts(layer)):
+            found.append(Linear(f"{mlp}.linear_fc1", hidden, up, layer=layer))
+            found.append(Linear(f"{mlp}.linear_fc2", ffn, (("down_proj", hidden),), column=False, layer=layer))
+    return found if name == LANGUAGE else found + _projector_linears(module, language_width)
+
+
+def _layers(module: ModuleConfig) -> int:
+    """Transformer layers of a module that are there."""
+    return module.llm.num_layers if module.llm else built_layers(module.encoder)
+
+
+def _projector_linears(module: ModuleConfig, language_width: int) -> list[Linear]:
+    width, name = joined_width(module.encoder, module.projector), f"{_PROJECTOR}.0.encoder"
+    if module.projector.kind == "linear":
+        return [Linear(name, width, (("encoder", language_width),))]
+    middle = module.projector.ffn_hidden_size or language_width
+    up = (("gate_proj", middle), ("up_proj", middle)) if module.projector.gated else (("linear_fc1", middle),)
+    return [
+        Linear(f"{name}.linear_fc1", width, up),
+        Linear(f"{name}.linear_fc2", middle, (("linear_fc2", language_width),), column=False),
+    ]
+
+
+def adapted_linears(name: str, module: ModuleConfig, language_width: int) -> dict[str, AdaptedLinear]:
+    """The linear layers of a module with adapters, by name; of a module without faults. Arguments as of `linears`."""
+    found = {}
+    for linear in linears(name, module, language_width) if module.lora.rank else ():
+        named = {projection for pattern in module.lora.targets for projection in _matches(pattern, linear)}
+        if named:
+            order = (WHOLE, *(projection for projection, _ in linear.projections))
+            found[linear.name] = AdaptedLinear(linear, tuple(one for one in order if one in named))
+    return found
+
+
+def adapts_projector(adapters: dict[str, AdaptedLinear]) -> bool:
+    """Whether a linear layer of the projector is among them."""
+    return any(one.linear.layer is None for one in adapters.values())
+
+
+def adapter_parameters(
+    name: str,
+    module: ModuleConfig,
+    language_width: int,
+    *,
+    tp: int = 1,
+    stage: int = 0,
+    stages: int = 1,
+    vpp: int = 1,
+) -> int:
+    """Parameters of a module's adapters on one rank of a pipeline stage; the projector is on the last one."""
+    here: set[int | None] = {*stage_layers(_layers(module), stage, stages, vpp)}
+    here |= {None} if stage == stages - 1 else set()
+    adapters = adapted_linears(name, module, language_width).values()
+    return sum(one.parameters(module.lora, tp) for one in adapters if one.linear.layer in here)
+
+
+def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iterator[Fault]:
+    """Targets that name nothing or too much, and parts that are frozen with their adapters.
+
+    Args:
+        module: whose sizes have no faults.
+    """
+    lora, prefix = module.lora, f"modules.{name}"
+    if isinstance(module.encoder, PlainSpec) or lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
+        return
+    candidates = linears(name, module, language_width)
+    unmatched = [pattern for pattern in lora.targets if not any(_matches(pattern, one) for one in candidates)]
+    experts = getattr(module.llm, "num_experts", 0)
+    of_experts = [pattern for pattern in unmatched if pattern in ("linear_fc1", "linear_fc2")]
+    if of_experts and experts:
+        yield Fault(
+            f"{prefix}.lora.targets",
+            f"{' and '.join(of_experts)} belong to the {experts} experts, which get no adapters: use "
+            f"{prefix}.lora.targets=[linear_qkv, linear_proj]",
+        )
+    elif unmatched:
+        yield Fault(
+            f"{prefix}.lora.targets", f"{unmatched[0]!r} matches no linear layer{_near(unmatched[0], candidates)}"
+        )
+    adapters = adapted_linears(name, module, language_width)
+    for one in adapters.values():
+        if WHOLE in one.projections and len(one.projections) > 1:
+            yield Fault(
+                f"{prefix}.lora.targets",
+                f"{one.linear.name} is named as a whole, and its {' and '.join(one.projections[1:])} too: adapters are "
+                f"beside {one.linear.name.rpartition('.')[2]} or beside its projections; remove one of the targets",
+            )
+            break
+    yield from _frozen_adapters(name, module, adapters)
+
+
+def _frozen_adapters(name: str, module: ModuleConfig, adapters: dict[str, AdaptedLinear]) -> Iterator[Fault]:
+    prefix = f"modules.{name}"
+    for entry in (*parts_of(name), "*"):
+        pattern = PARTS.get(entry, entry)
+        if entry in module.freeze and any(fnmatchcase(one, pattern) for one in adapters):
+            yield Fault(
+                f"{prefix}.freeze",
+                f"{entry!r} freezes the adapters of {prefix}.lora.rank {module.lora.rank} too: remove it, the other "
+                "weights are frozen as it is",
+            )
+            return
+
+
+def _matches(pattern: str, linear: Linear) -> set[str]:
+    """The projections of a linear layer that a pattern names; where it names the layer, WHOLE alone."""
+    of_projector = pattern.startswith(_PROJECTOR)
+    if of_projector != (linear.layer is None):
+        return set()
+    by_path = of_projector or "." in pattern
+    found = {
+        projection
+        for name, projection in linear.names().items()
+        if fnmatchcase(name if by_path else name.rpartition(".")[2], pattern)
+    }
+    return {WHOLE} if WHOLE in found else found
+
+
+def _near(pattern: str, candidates: list[Linear]) -> str:
+    names = [name for linear in candidates for name in linear.names()]
+    if "." not in pattern:
+        last = [name.rpartition(".")[2] for linear in candidates if linear.layer is not None for name in linear.names()]
+        return nearest(pattern, dict.fromkeys((*ADAPTED, *last)) if last else ())
+    near = nearest(pattern, names)
+    return near if near.startswith("; did") else f"; names look like {', '.join(names[:_EXAMPLES])}"

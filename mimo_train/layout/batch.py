@@ -1,0 +1,176 @@
+"""The batch of a run: what divides it, and how it grows (`train.rampup_batch_size`). Imports no torch.
+
+The rule of growth is Megatron's: [first, increment, samples] takes (global_batch_size - first) / increment steps up,
+at equal distances in consumed samples, and is at the full size once more than `samples` are consumed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from data.text_format import plural
+from mimo_train.config.fault import Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+
+KEY = "train.rampup_batch_size"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a step and of a microbatch, and how the steps grow."""
+
+    global_batch_size: int
+    """Samples of a step at full size."""
+    micro_batch_size: int
+    """Samples of a microbatch on one data-parallel rank of the language model."""
+    replicas: int
+    """Data-parallel ranks of the language model."""
+    first: int = 0
+    """Samples of the first step; 0 means that there is no ramp-up."""
+    increment: int = 0
+    ramp_samples: int = 0
+    """Consumed samples at which the ramp ends."""
+
+    @classmethod
+    def of(cls, cfg: ConfigContainer) -> "Batch":
+        """The batch of a config that has no `batch_faults`."""
+        train = cfg.train
+        replicas = cfg.language.layout.dp
+        return cls(train.global_batch_size, train.micro_batch_size, replicas, *train.rampup_batch_size)
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch over all data-parallel ranks."""
+        return self.micro_batch_size * self.replicas
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step at full size."""
+        return self.global_batch_size // self.microbatch_samples
+
+    def size_at(self, consumed: int) -> int:
+        """Samples of the step that begins after `consumed` samples."""
+        if not self.first or consumed > self.ramp_samples:
+            return self.global_batch_size
+        steps_up = (self.global_batch_size - self.first) // self.increment
+        if not steps_up or not self.ramp_samples:
+            return self.global_batch_size
+        grown = self.first + int(consumed / (self.ramp_samples / steps_up)) * self.increment
+        return min(self.global_batch_size, grown)
+
+    def sizes(self) -> Iterator[int]:
+        """Every size of a step, in order."""
+        if self.first:
+            yield from range(self.first, self.global_batch_size, self.increment)
+        yield self.global_batch_size
+
+    def samples_of(self, steps: int, consumed: int = 0) -> int:
+        """Samples of the first `steps` steps after `consumed` samples."""
+        before = consumed
+        for done in range(steps):
+            if not self.first or consumed > self.ramp_samples:
+                return consumed - before + (steps - done) * self.global_batch_size
+            consumed += self.size_at(consumed)
+        return consumed - before
+
+    def steps_within(self, samples: int, consumed: int = 0) -> int:
+        """Steps after `consumed` samples that take at most `samples` samples in all, these included."""
+        steps = 0
+        while self.first and consumed <= self.ramp_samples:
+            consumed += self.size_at(consumed)
+            if consumed > samples:
+                return steps
+            steps += 1
+        return steps + max(0, samples - consumed) // self.global_batch_size
+
+    def steps_of(self, samples: int) -> int:
+        """The fewest steps with that many samples."""
+        steps = self.steps_within(samples)
+        return steps + (self.samples_of(steps) < samples)
+
+
+def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What is wrong with `train.rampup_batch_size`, in a run whose batch is right at its full size."""
+    values, train, language = cfg.train.rampup_batch_size, cfg.train, cfg.language.layout
+    if not values:
+        return
+    if len(values) != 3:
+        yield Fault(KEY, f"takes [first size, increment, samples], has {len(values)} numbers: {values}")
+        return
+    first, increment, samples = values
+    full = train.global_batch_size
+    if first < 1 or increment < 1 or samples < 0:
+        yield Fault(KEY, f"first size and increment are at least 1 and samples at least 0, are {values}")
+        return
+    if first > full or (full - first) % increment:
+        yield Fault(
+            KEY,
+            f"steps of {increment} do not lead from {first} to train.global_batch_size {full}: use a first size below "
+            f"it and an increment that divides {full - first}",
+        )
+        return
+    microbatch = train.micro_batch_size * language.dp
+    unit = microbatch * (language.pp if language.vpp > 1 else 1)
+    wrong = [size for size in Batch.of(cfg).sizes() if size % unit]
+    if wrong:
+        interleaved = f" x modules.{LANGUAGE}.layout.pp {language.pp}" if language.vpp > 1 else ""
+        yield Fault(
+            KEY,
+            f"a step of {plural(wrong[0], 'sample')} is not a multiple of {unit} (train.micro_batch_size "
+            f"{train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}{interleaved}): use multiples of "
+            f"{unit}",
+        )
+
+
+def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What is wrong with batch sizes and sequence length over the modules' parallel sizes."""
+    train, language = cfg.train, cfg.language.layout
+    if min(train.global_batch_size, train.micro_batch_size, cfg.data.sequence_length) < 1:
+        return  # their own keys say so
+    microbatch = train.micro_batch_size * language.dp
+    if train.global_batch_size % microbatch:
+        yield Fault(
+            "train.global_batch_size",
+            f"{train.global_batch_size} samples are not a whole number of microbatches of {microbatch} "
+            f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
+            f"use a multiple of {microbatch}",
+        )
+    yield from sequence_faults(cfg.data.sequence_length, language)
+    microbatches, rest = divmod(train.global_batch_size, microbatch)
+    if language.vpp > 1 and not rest and microbatches % language.pp:
+        yield Fault(
+            "train.global_batch_size",
+            f"{train.global_batch_size} samples are {plural(microbatches, 'microbatch')} of "
+            f"{microbatch}; interleaving (modules.{LANGUAGE}.layout.vpp {language.vpp}) needs a multiple of pp "
+            f"{language.pp}: use a multiple of {microbatch * language.pp}, or set vpp to 1",
+        )
+    if train.global_batch_size % microbatch == 0:
+        yield from rampup_faults(cfg)
+    for name, module in cfg.encoders.items():
+        if module.balance == "samples" and microbatch % module.layout.dp:
+            yield Fault(
+                f"modules.{name}.layout.dp",
+                f"dp {module.layout.dp} does not divide a microbatch of {plural(microbatch, 'sample')} "
+                f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
+                f"use a divisor of {microbatch}",
+            )
+
+
+def sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
+    """What is wrong with sequences of `length` tokens over the ranks that share them."""
+    key = f"modules.{LANGUAGE}.layout"
+    chunks, tp = 2 * language.cp if language.cp > 1 else 1, language.tp if language.sp else 1
+    if length % chunks:
+        yield Fault(
+            "data.sequence_length",
+            f"{length} tokens are not {chunks} equal chunks, as {key}.cp {language.cp} needs: use a multiple of "
+            f"{chunks * tp}, or another cp",
+        )
+    elif length % (chunks * tp):
+        of = f"tp {tp}" if chunks == 1 else f"2 x cp {language.cp} x tp {tp}"
+        yield Fault(
+            "data.sequence_length",
+            f"{length} tokens are not equal parts of {of}, and {key}.sp splits sequences: use a multiple of "
+            f"{chunks * tp}, or set sp to false",
+        )

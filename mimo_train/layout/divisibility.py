@@ -1,0 +1,218 @@
+"""What tensor, pipeline and expert parallelism cannot divide: sizes of models over parallel sizes. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from data.text_format import plural
+from encoders.base import built_layers, encoders_in
+from encoders.plain.spec import PlainSpec
+from mimo_train.config.fault import Fault
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
+
+
+def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
+    """What is wrong with the parallel sizes of a language model whose own sizes are right.
+
+    Args:
+        key: config key of its module.
+    """
+    heads = {"num_attention_heads": llm.num_attention_heads}
+    if llm.key_heads >= layout.tp:
+        heads["num_query_groups"] = llm.key_heads
+    dense = any(not llm.has_experts(layer) for layer in range(llm.num_layers))
+    widths = {"ffn_hidden_size": llm.ffn_hidden_size} if dense else {}
+    if llm.num_experts and llm.shared_expert_ffn_hidden_size:
+        widths["shared_expert_ffn_hidden_size"] = llm.shared_expert_ffn_hidden_size
+    yield from _tp_faults(layout.tp, key, **heads, **widths)
+    if llm.key_heads < layout.tp:
+        yield from _few_key_heads(llm, layout.tp, key)
+    if layout.vpp > 1:
+        yield from _interleaving_faults(llm, layout, key)
+    elif layout.pp > llm.num_layers:
+        yield Fault(
+            f"{key}.layout.pp",
+            f"pp {layout.pp} is more than the {plural(llm.num_layers, 'layer')} of {key}.llm.num_layers: each stage "
+            "needs one",
+        )
+    yield from _expert_faults(llm, layout, key)
+
+
+def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
+    """What is wrong with the parallel sizes of an encoder whose own sizes are right.
+
+    Args:
+        key: config key of its module.
+    """
+    layout, encoder = module.layout, module.encoder
+    if isinstance(encoder, PlainSpec):
+        yield from _plain_encoder_faults(layout, encoder, key)
+        return
+    if len(parts := encoders_in(encoder)) > 1:
+        of_parts = [fault for part in parts.values() for fault in encoder_faults(replace(module, encoder=part), key)]
+        yield from (fault for at, fault in enumerate(of_parts) if fault not in of_parts[:at])
+        return
+    yield from _tp_faults(
+        layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
+    )
+    if layout.pp > (layers := built_layers(encoder)):
+        yield Fault(
+            f"{key}.layout.pp",
+            f"pp {layout.pp} is more than the {plural(layers, 'layer')} of {key}.encoder.num_layers: each stage needs "
+            "one",
+        )
+    for axis, why in _ENCODER_AXES.items():
+        if getattr(layout, axis) > 1:
+            yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
+    if layout.sp and (tokens := encoder.token_unit(module.projector.merge)) % layout.tp:
+        medium = encoder.medium
+        have = f"{medium}s of any size have multiples of" if encoder.sizes_vary else f"a {medium} has"
+        yield Fault(
+            f"{key}.layout.sp",
+            f"{have} {tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: set sp "
+            f"to false, or change tp, or {key}.{', '.join(encoder.token_unit_fields)}",
+        )
+
+
+def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fault]:
+    """What is wrong with the widths of a projector whose own sizes are right.
+
+    Args:
+        width: of the language model.
+        name: of its module.
+    """
+    projector, tp, key = module.projector, module.layout.tp, f"modules.{name}"
+    resampler, place = projector.resampler, f"{key}.projector"
+    if projector.kind == "linear":
+        sizes = {f"modules.{LANGUAGE}.llm.hidden_size": width}
+    else:
+        sizes = {f"{place}.ffn_hidden_size": projector.ffn_hidden_size or width}
+    if resampler.latents:
+        sizes[f"{place}.resampler.num_attention_heads"] = resampler.num_attention_heads
+        sizes[f"{place}.resampler.num_query_groups"] = resampler.key_heads
+        sizes[f"{place}.resampler.ffn_hidden_size"] = resampler.ffn_width(width)
+        if not resampler.head_size and width % resampler.num_attention_heads:
+            yield Fault(
+                f"{place}.resampler.num_attention_heads",
+                f"{resampler.num_attention_heads} does not divide the language model's hidden size {width}: change it, "
+                f"or set {place}.resampler.head_size",
+            )
+    others = {
+        f"a resampler makes {resampler.latents} of however many": resampler.latents,
+        "those of tiles (encoder.resize tiles) are put in lines": projector.newline,
+    }
+    for why in [why for why, on in others.items() if on]:
+        for kept in [name for name, on in _features_kept(module).items() if on]:
+            yield Fault(f"{key}.{kept}", f"keeps features by their rows in the sequence, and {why}: leave it out")
+    yield from _tp_faults(tp, key, **sizes)
+
+
+def _features_kept(module: ModuleConfig) -> dict[str, bool]:
+    return {
+        "feature_cache.dir": bool(module.feature_cache.dir),
+        "prefetch_microbatches": module.prefetch_microbatches > 0,
+    }
+
+
+def _plain_encoder_faults(layout: LayoutConfig, encoder: PlainSpec, key: str) -> Iterator[Fault]:
+    whole = f"encoder.family {encoder.family} is a torch module that every rank has as a whole, without Megatron-Core's"
+    for axis in ("tp", "pp"):
+        if getattr(layout, axis) > 1:
+            yield Fault(
+                f"{key}.layout.{axis}",
+                f"{whole} layers: {axis} is {getattr(layout, axis)}, set it to 1 and raise dp (docs/your-encoder.md)",
+            )
+    for axis, why in _ENCODER_AXES.items():
+        if getattr(layout, axis) > 1:
+            yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
+
+
+_ENCODER_AXES = {
+    "cp": "an encoder reads whole pictures or clips, context parallel does not apply",
+    "ep": "an encoder has no experts, expert parallel does not apply",
+    "etp": "an encoder has no experts, expert tensor parallel does not apply",
+    "vpp": "encoders are not interleaved",
+}
+
+
+def _expert_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
+    if not llm.num_experts:
+        for axis in ("ep", "etp"):
+            if getattr(layout, axis) > 1:
+                yield Fault(
+                    f"{key}.layout.{axis}",
+                    f"{axis} is {getattr(layout, axis)}, but the model has no experts ({key}.llm.num_experts is 0): "
+                    "set it to 1, or pick a mixture of experts such as llm@modules.language.llm=gpt_tiny_moe",
+                )
+        return
+    experts, width = llm.num_experts, llm.expert_width
+    if experts % layout.ep:
+        yield Fault(
+            f"{key}.layout.ep",
+            f"ep {layout.ep} does not divide num_experts {experts}: use a divisor of {experts}, or change num_experts",
+        )
+    if width % layout.etp:
+        yield Fault(
+            f"{key}.layout.etp",
+            f"etp {layout.etp} does not divide the width {width} of an expert: use a divisor of {width}, or change "
+            f"{key}.llm.expert_ffn_hidden_size",
+        )
+    ranks = layout.tp * layout.cp * layout.dp
+    if ranks % (layout.ep * layout.etp):
+        axis = "ep" if layout.ep > 1 else "etp"
+        yield Fault(
+            f"{key}.layout.{axis}",
+            f"ep {layout.ep} x etp {layout.etp} does not divide the {plural(ranks, 'rank')} of a stage (tp {layout.tp} "
+            "x cp "
+            f"{layout.cp} x dp {layout.dp}): experts are dealt to these; use a divisor of {ranks}, or raise dp",
+        )
+    if layout.tp > 1 and not layout.sp:
+        yield Fault(
+            f"{key}.layout.sp",
+            f"experts with tp {layout.tp} need sequence parallel, so that each rank routes its own tokens: set sp to "
+            "true, or tp to 1",
+        )
+
+
+def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
+    if layout.pp == 1:
+        yield Fault(
+            f"{key}.layout.vpp",
+            f"vpp {layout.vpp} interleaves the stages of a pipeline, and pp is 1: set vpp to 1, or raise pp",
+        )
+    chunks = layout.pp * layout.vpp
+    if llm.num_layers % chunks:
+        yield Fault(
+            f"{key}.layout.vpp",
+            f"{plural(llm.num_layers, 'layer')} ({key}.llm.num_layers) are not equal parts of pp {layout.pp} x vpp "
+            f"{layout.vpp} "
+            f"= {chunks} chunks: use a divisor of the layers of a stage, or a number of layers that {chunks} divides",
+        )
+
+
+def _few_key_heads(llm: LlmSpec, tp: int, key: str) -> Iterator[Fault]:
+    """More tensor-parallel ranks than key heads: as many ranks share each, and gather its queries, keys and values of
+    which each has a part."""
+    if tp % llm.key_heads:
+        yield Fault(
+            f"{key}.layout.tp",
+            f"num_query_groups {llm.key_heads} neither is a multiple of tp {tp} nor divides it: use a divisor or a "
+            f"multiple of {llm.key_heads}",
+        )
+    elif llm.qkv_width % tp:
+        yield Fault(
+            f"{key}.layout.tp",
+            f"tp {tp} does not divide the {llm.qkv_width} outputs of queries, keys and values "
+            f"({llm.num_attention_heads} + 2 x {llm.key_heads} heads of {llm.head_width}): use a smaller tp",
+        )
+
+
+def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
+    """Sizes that tensor parallel does not divide."""
+    for name, size in sizes.items():
+        if size % tp:
+            yield Fault(
+                f"{key}.layout.tp",
+                f"tp {tp} does not divide {name} {size}: use a divisor of {size}, or change {name}",
+            )

@@ -1,0 +1,179 @@
+"""The layout of a run: which ranks each module has, and the edges between modules. Imports no torch.
+
+A module's ranks are tp * cp * dp * pp, counted from its first rank with tp innermost, then cp, dp, pp (the order of
+the `HyperCommGrid` in `groups`). One microbatch is `micro_batch_size * dp(language)` samples; each data-parallel rank
+of a module takes its `1/dp` of them, so that every module sees the same samples in the same order at any layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.layout.graph import Edge, connections
+from mimo_train.layout.placement import place
+
+AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
+"""Parallel sizes of a module, in the order in which they are written."""
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """Parallel sizes of one module, and its ranks."""
+
+    name: str
+    tp: int
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    sp: bool
+    first_rank: int
+    etp: int = 1
+    vpp: int = 1
+    balance: str = "samples"
+    """How an encoder's samples are divided over its replicas: samples or patches."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of each expert: what ep and etp leave of a stage's ranks."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks, in order."""
+        return range(self.first_rank, self.first_rank + self.size)
+
+    def stage_ranks(self, stage: int) -> range:
+        """Ranks of one pipeline stage."""
+        width = self.size // self.pp
+        return range(self.first_rank + stage * width, self.first_rank + (stage + 1) * width)
+
+    def __str__(self) -> str:
+        sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " ".join(sizes + (["sp"] if self.sp else [])) or "one rank"
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The modules of a run, their ranks, and the edges between them."""
+
+    modules: dict[str, ModuleLayout]
+    edges: tuple[Edge, ...]
+    """In the order of the config."""
+    processes: tuple[int, ...]
+    """The launcher's rank of each rank; processes without a module have no rank."""
+    ranks_per_node: int = 0
+    """0 where it is not known, or all are on one node."""
+
+    @property
+    def language(self) -> ModuleLayout:
+        """The layout of the module with the loss."""
+        return self.modules[LANGUAGE]
+
+    @property
+    def disjoint_edges(self) -> tuple[Edge, ...]:
+        """Edges between modules on different ranks, whose features are sent."""
+        return tuple(edge for edge in self.edges if not edge.is_shared)
+
+    @property
+    def shared_edges(self) -> tuple[Edge, ...]:
+        """Edges whose giver runs inside the taker's first stage."""
+        return tuple(edge for edge in self.edges if edge.is_shared)
+
+    @property
+    def piped_modules(self) -> tuple[str, ...]:
+        """The modules that are stages of the pipeline, givers before takers: all but those that run inside another."""
+        inside = {edge.giver for edge in self.shared_edges}
+        return tuple(name for name in self._givers_first() if name not in inside)
+
+    def edges_from(self, giver: str) -> tuple[Edge, ...]:
+        """The edges on which a module gives features."""
+        return tuple(edge for edge in self.edges if edge.giver == giver)
+
+    @property
+    def world_size(self) -> int:
+        """Processes that have a module."""
+        return len(self.processes)
+
+    @property
+    def logging_rank(self) -> int:
+        """The one rank that writes the log: the first of those that compute the loss."""
+        return self.language.stage_ranks(self.language.pp - 1)[0]
+
+    def processes_of(self, ranks: Sequence[int]) -> range:
+        """The launcher's ranks of neighbouring ranks of one module, which are neighbours there too."""
+        return range(self.processes[ranks[0]], self.processes[ranks[-1]] + 1)
+
+    def on_rank(self, rank: int) -> list[str]:
+        """Names of the modules on `rank`, in the order of the config."""
+        return [name for name, module in self.modules.items() if rank in module.ranks]
+
+    def kind_of(self, rank: int) -> str:
+        """The modules on `rank` and their stages: ranks of one kind run the same code."""
+        kinds = []
+        for name in self.on_rank(rank):
+            module = self.modules[name]
+            stage = (rank - module.first_rank) // (module.size // module.pp)
+            kinds.append(f"{name}, stage {stage + 1} of {module.pp}" if module.pp > 1 else name)
+        return " + ".join(kinds)
+
+    def _givers_first(self) -> list[str]:
+        """Every module after all that give to it; else in the order of the config."""
+        ordered: list[str] = []
+        waiting = list(self.modules)
+        while waiting:
+            name = next(
+                name for name in waiting if all(edge.giver in ordered for edge in self.edges if edge.taker == name)
+            )
+            ordered.append(name)
+            waiting.remove(name)
+        return ordered
+
+
+def layers_of_stage(num_layers: int, stage: int, stages: int) -> int:
+    """Layers of one pipeline stage: equal parts, and what is left over on the first stage, since the last one has the
+    output layer to compute."""
+    share = num_layers // stages
+    return num_layers - (stages - 1) * share if stage == 0 else share
+
+
+def stage_layers(num_layers: int, stage: int, stages: int, chunks: int = 1) -> list[int]:
+    """Numbers of the layers of one pipeline stage, counted from 0 over the whole module; of its interleaved model
+    chunks one after the other, which are equal parts."""
+    if chunks > 1:
+        share = num_layers // (stages * chunks)
+        starts = [(chunk * stages + stage) * share for chunk in range(chunks)]
+        return [layer for start in starts for layer in range(start, start + share)]
+    first = sum(layers_of_stage(num_layers, earlier, stages) for earlier in range(stage))
+    return list(range(first, first + layers_of_stage(num_layers, stage, stages)))
+
+
+def lay_out(cfg: ConfigContainer) -> RunLayout:
+    """The layout of a config whose modules and placement have no faults (see `mimo_train.layout.run`)."""
+    placement, modules = place(cfg), {}
+    for name, module in cfg.modules.items():
+        sizes = module.layout
+        modules[name] = ModuleLayout(
+            name=name,
+            tp=sizes.tp,
+            pp=sizes.pp,
+            dp=sizes.dp,
+            cp=sizes.cp,
+            ep=sizes.ep,
+            sp=sizes.sp and sizes.tp > 1,
+            first_rank=placement.first_ranks[name],
+            etp=sizes.etp,
+            vpp=sizes.vpp,
+            balance=module.balance,
+        )
+    edges = tuple(
+        Edge(giver, taker, "shared" if modules[giver].ranks == modules[taker].stage_ranks(0) else "disjoint")
+        for giver, taker in connections(cfg)
+    )
+    return RunLayout(modules, edges, placement.processes, cfg.placement.ranks_per_node)

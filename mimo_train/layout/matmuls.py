@@ -1,0 +1,190 @@
+"""The products of matrices of language models and encoders, with the FLOPs of each. Imports no torch.
+
+A row times a (k x n) weight is 2kn forward; `mimo_train.estimate.flops` says what is counted, and counts the passes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from encoders.base import GATED, EncoderSpec, built_layers, encoders_in, joined_width
+from encoders.plain.spec import PlainSpec
+from encoders.projectors.spec import ProjectorSpec
+from mimo_train.config.llm_spec import LlmSpec
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is computed with one weight matrix, in the order of the forward pass."""
+
+    name: str
+    """Name of the parameter inside its module, by which patterns of `freeze` find it."""
+    forward: float = 0.0
+    """FLOPs with this weight, forward; 0 for a look-up."""
+    attention: float = 0.0
+    """FLOPs of the core attention that follows, forward."""
+    in_layer: bool = False
+    """Whether it is part of a transformer layer, which full recomputation runs again."""
+    input_gradient: bool = True
+    """Whether backward gives the gradient of its input also where nothing asks for it, as the linear layers of
+    Megatron-Core do and torch's own do not."""
+
+
+def language_products(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Product]:
+    """The products of one row of `sequence_length` tokens, padding included since it is computed.
+
+    Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
+    first feed-forward product (2f with a gate), S sequence length, P pairs of tokens that attend, L layers, V rows of
+    the output layer, N positions with logits:
+
+        L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * P) + 2N * h * V
+
+    The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask P is
+    S(S + 1) / 2, and with a window of w < S tokens w(w + 1) / 2 + (S - w) w. Form: Chowdhery et al. 2022 (PaLM,
+    arXiv:2204.02311), appendix B, which does not halve for the mask. With experts the feed-forward term is that of the
+    experts a token passes: the router 2S * hE for E experts, `experts_per_token` experts of their own width, and the
+    shared expert with its gate.
+
+    Args:
+        vocab: rows of the embedding, padding included.
+        logits: N; None: all positions.
+    """
+    logits = sequence_length if logits is None else logits
+    tokens, hidden, products = sequence_length, llm.hidden_size, []
+    query, key = llm.query_width, llm.head_width * llm.key_heads
+    products.append(Product("embedding.word_embeddings.weight"))
+    if llm.position == "learned":
+        products.append(Product("embedding.position_embeddings.weight"))
+    for index in range(llm.num_layers):
+        layer, seen = f"decoder.layers.{index}", min(llm.window_of(index) or tokens, tokens)
+        core = 4 * query * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
+        products += _attention(layer, tokens, hidden, query, key, core)
+        experts = llm.has_experts(index)
+        products += _experts(layer, tokens, llm) if experts else _feed_forward(f"{layer}.mlp", tokens, llm)
+    output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
+    products.append(Product(output, 2 * logits * hidden * vocab))
+    return products
+
+
+@dataclass(frozen=True)
+class Media:
+    """Numbers of pictures or clips through an encoder, on which the FLOPs depend linearly."""
+
+    patches: float = 0
+    """Patches of pictures, frames of clips."""
+    tokens: float = 0
+    """Inside the encoder: patches and class tokens."""
+    pairs: float = 0
+    """Pairs of tokens of the same picture or clip that attend to each other, in a layer on average."""
+    kept: float = 0
+    """Features in front of the projector that are not made of patches or frames: class tokens."""
+    latents: float = 0
+    """Rows of a resampler."""
+
+
+def encoder_products(
+    name: str, spec: EncoderSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
+) -> list[Product]:
+    """The products of pictures or clips through encoder module `name` and its projector.
+
+    Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
+    pairs of tokens (fewer where layers have windows), h hidden size, f feed-forward width, u the width of the first
+    feed-forward product (2f when gated), L layers, N = P / j projected tokens (and class tokens that are kept) of width
+    w = h * j, d language width, m mlp width:
+
+        2P * e  +  L * (2T * (4h^2 + hu + fh) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
+
+    For pictures with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
+    two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
+    Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_products`;
+    the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
+
+    Of an encoder of plain torch only its number of weights is known: 2T for each, as if every weight met every token
+    once (Kaplan et al. 2020), and 4A times the width of its attention, if its spec says that.
+
+    A resampler of n latents for each of R / n media reads the N features: each of its layers takes 2R * (2dq + du + fd)
+    + 2(N + R) * 2dk + 4n(N + R) * q, with q and k the widths of its query and key heads.
+    """
+    if isinstance(spec, PlainSpec):
+        products = _plain_products(name, spec, media)
+    else:
+        products = [one for part in _media_of_parts(name, spec, media) for one in _layered_products(*part)]
+    width, projection = joined_width(spec, projector), "input_projections.0"
+    projected = media.patches / spec.joined(projector.merge) + media.kept
+    for name, weights in projector.matrices(width, language_width).items():
+        products.append(Product(f"{projection}.{name}.weight", 2 * projected * weights))
+    return products + _resampler_products(
+        f"{projection}.resampler", projector, language_width, projected, media.latents
+    )
+
+
+def _resampler_products(
+    place: str, projector: ProjectorSpec, width: int, projected: float, latents: float
+) -> list[Product]:
+    resampler, products = projector.resampler, [Product(f"{place}.latents")] if projector.latents else []
+    query = resampler.num_attention_heads * resampler.head_width(width) if resampler.latents else 0
+    core = 4 * resampler.latents * (projected + latents) * query
+    for layer in range(resampler.num_layers if resampler.latents else 0):
+        for name, weights in resampler.matrices(width).items():
+            rows = projected + latents if name in ("linear_k", "linear_v") else latents
+            attention = core if name == "linear_v" else 0.0
+            products.append(Product(f"{place}.layers.{layer}.{name}.weight", 2 * rows * weights, attention))
+    return products
+
+
+def _plain_products(name: str, spec: PlainSpec, media: Media) -> list[Product]:
+    core = 4 * media.pairs * spec.attention_width()
+    return [Product(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]
+
+
+def _media_of_parts(name: str, spec: EncoderSpec, media: Media) -> Iterator[tuple[str, EncoderSpec, Media]]:
+    """(name, encoder, its media) of each encoder that an encoder consists of: all have the same pictures, and one size
+    of these."""
+    parts = encoders_in(spec)
+    for part, own in parts.items():
+        if len(parts) == 1:
+            yield name, own, media
+            continue
+        share = own.most_inner_tokens() / spec.most_inner_tokens()
+        yield f"{name}.{part}", own, replace(media, tokens=media.tokens * share, pairs=media.pairs * share**2)
+
+
+def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Product]:
+    hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
+    products = [
+        # Mergers of states are behind layers.
+        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
+        for parameter, each in spec.embedding_products().items()
+    ]
+    up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size
+    for index in range(built_layers(spec)):
+        layer = f"{encoder}.layers.layers.{index}"
+        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
+        products += _two_linears(f"{layer}.mlp", tokens, hidden, up, spec.ffn_hidden_size)
+    return products
+
+
+def _attention(layer: str, tokens: float, hidden: int, query: int, key: int, core: float) -> Iterator[Product]:
+    yield Product(f"{layer}.self_attention.linear_qkv.weight", 2 * tokens * hidden * (query + 2 * key), core, True)
+    yield Product(f"{layer}.self_attention.linear_proj.weight", 2 * tokens * query * hidden, in_layer=True)
+
+
+def _two_linears(prefix: str, rows: float, hidden: int, up: int, down: int) -> Iterator[Product]:
+    yield Product(f"{prefix}.linear_fc1.weight", 2 * rows * hidden * up, in_layer=True)
+    yield Product(f"{prefix}.linear_fc2.weight", 2 * rows * down * hidden, in_layer=True)
+
+
+def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Iterator[Product]:
+    ffn = ffn or llm.ffn_hidden_size
+    yield from _two_linears(prefix, rows, llm.hidden_size, 2 * ffn if llm.is_gated else ffn, ffn)
+
+
+def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Product]:
+    """Router, experts (each token passes `experts_per_token` of them; named as the first one), shared."""
+    yield Product(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
+    rows = tokens * llm.experts_per_token
+    yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_width)
+    if llm.shared_expert_ffn_hidden_size:
+        shared = f"{layer}.mlp.shared_experts"
+        yield from _feed_forward(shared, tokens, llm, llm.shared_expert_ffn_hidden_size)
+        if llm.shared_expert_gate:
+            yield Product(f"{shared}.gate_weight", 2 * tokens * llm.hidden_size, in_layer=True)

@@ -1,0 +1,260 @@
+"""Placement of modules: first ranks, shared ranks, idle processes, nodes. Imports no torch.
+
+An encoder is either on other ranks than the language model, or on exactly the ranks of its first stage. Encoders on
+other ranks may share these with each other, stage by stage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from data.text_format import plural
+from mimo_train.config.fault import Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.layout.graph import connections
+
+
+@dataclass(frozen=True)
+class Placement:
+    """First ranks, counted over the processes that have a module."""
+
+    first_ranks: dict[str, int]
+    processes: tuple[int, ...]
+    """The launcher's rank of each process that has a module, in order: without holes 0, 1, 2, ..."""
+
+
+def place(cfg: ConfigContainer) -> Placement:
+    """The placement of the modules of a valid config."""
+    spans = _spans(cfg)
+    processes = sorted({process for span in spans.values() for process in span})
+    rank_of = {process: rank for rank, process in enumerate(processes)}
+    return Placement({name: rank_of[span[0]] for name, span in spans.items()}, tuple(processes))
+
+
+def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """All faults of the placement. Sizes are at least 1 and there is a language module."""
+    found = list(_key_faults(cfg))
+    yield from found
+    if found:
+        return
+    spans = _spans(cfg)
+    found = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans)]
+    yield from found
+    if not found:
+        yield from node_faults(cfg, cfg.placement.ranks_per_node)
+        yield from _dropout_faults(cfg, spans)
+
+
+def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
+    """Faults of the placement on nodes of `node` ranks; none if it is 0."""
+    if not node:
+        return
+    spans = _spans(cfg)
+    first = min(span[0] for span in spans.values())
+    if first >= node:
+        yield Fault(
+            "placement.first_rank",
+            f"no module is on the first node (ranks 0-{node - 1}), the lowest rank is {first}: processes meet "
+            f"there, and its launcher ends with its last process; let a module start below rank {node}",
+        )
+    if not cfg.placement.tp_across_nodes:
+        for name, span in spans.items():
+            yield from _crossing_faults(cfg, spans, name, _crossing(cfg, name, span[0], node), node)
+
+
+def moved_for_nodes(cfg: ConfigContainer) -> str:
+    """How the order of modules differs from the config's, so that no tensor-parallel group crosses a node; else ""."""
+    order = _order(cfg)
+    if order == tuple(cfg.modules) or cfg.placement.mode == "shared" or cfg.placement.first_rank:
+        return ""
+    return (
+        f"modules are placed in the order {', '.join(order)}: in the config's order ({', '.join(cfg.modules)}) a "
+        f"tensor-parallel group would be on two nodes of {cfg.placement.ranks_per_node} ranks"
+    )
+
+
+def span_text(ranks: range) -> str:
+    """Ranks as people write them: 3, or 0-3."""
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _size(sizes: LayoutConfig) -> int:
+    return sizes.tp * sizes.pp * sizes.dp * sizes.cp
+
+
+def _spans(cfg: ConfigContainer) -> dict[str, range]:
+    """Processes of each module."""
+    firsts = dict(cfg.placement.first_rank)
+    if cfg.placement.mode == "shared":
+        firsts = dict.fromkeys(cfg.modules, 0)
+    if not firsts:
+        firsts = _one_after_the_other(cfg, _order(cfg))
+    return {name: range(firsts[name], firsts[name] + _size(module.layout)) for name, module in cfg.modules.items()}
+
+
+def _one_after_the_other(cfg: ConfigContainer, order: tuple[str, ...]) -> dict[str, int]:
+    firsts: dict[str, int] = {}
+    following = 0
+    for name in order:
+        firsts[name] = following
+        following += _size(cfg.modules[name].layout)
+    return firsts
+
+
+def _order(cfg: ConfigContainer) -> tuple[str, ...]:
+    """The first order of modules, from the config's on, in which no tensor-parallel group crosses a node; the config's
+    if there is none, or if groups may cross."""
+    node, dead_ends = cfg.placement.ranks_per_node, set()
+
+    def complete(order: tuple[str, ...], following: int) -> tuple[str, ...] | None:
+        rest = tuple(name for name in cfg.modules if name not in order)
+        if not rest:
+            return order
+        if rest not in dead_ends:
+            for name in rest:
+                if not _crossing(cfg, name, following, node):
+                    found = complete((*order, name), following + _size(cfg.modules[name].layout))
+                    if found:
+                        return found
+            dead_ends.add(rest)
+        return None
+
+    if not node or cfg.placement.tp_across_nodes:
+        return tuple(cfg.modules)
+    return complete((), 0) or tuple(cfg.modules)
+
+
+def _crossing(cfg: ConfigContainer, name: str, first: int, node: int) -> range | None:
+    """The first tensor-parallel group of a module at `first` that crosses nodes."""
+    sizes = cfg.modules[name].layout
+    groups = (range(start, start + sizes.tp) for start in range(first, first + _size(sizes), sizes.tp))
+    return next((group for group in groups if group[0] // node != group[-1] // node), None)
+
+
+def _key_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    placement = cfg.placement
+    yield from placement.faults()
+    for name in placement.first_rank:
+        if name not in cfg.modules:
+            yield Fault(f"placement.first_rank.{name}", f"no such module; modules are {', '.join(cfg.modules)}")
+    missing = set(cfg.modules) - set(placement.first_rank)
+    if placement.first_rank and missing:
+        yield Fault(
+            "placement.first_rank", f"gives no rank for {', '.join(sorted(missing))}: name every module or none"
+        )
+
+
+def _overlap_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+    """Modules that share some ranks: a giver has exactly those of its taker's first stage, others all or none."""
+    shared: set[str] = set()
+    for giver, taker in connections(cfg):
+        span, of_taker, sizes = spans[giver], spans[taker], cfg.modules[taker].layout
+        first_stage = of_taker[: len(of_taker) // sizes.pp]
+        if not (cfg.placement.mode == "shared" or set(span) & set(of_taker)):
+            continue
+        shared.add(giver)
+        if span != first_stage:
+            same_start = cfg.placement.mode == "shared" or span[0] == of_taker[0]
+            yield Fault(
+                f"modules.{giver}.layout" if same_start else f"placement.first_rank.{giver}",
+                f"{giver} has {plural(len(span), 'rank')} ({span_text(span)}), the first stage of {taker} "
+                f"{len(first_stage)} ({span_text(first_stage)}): make them the same, with tp x dp "
+                f"{len(first_stage)} and first rank {first_stage[0]}, or put {giver} on ranks that {taker} "
+                f"({span_text(of_taker)}) does not have",
+            )
+        elif (pp := cfg.modules[giver].layout.pp) > 1:
+            yield Fault(
+                f"modules.{giver}.layout.pp",
+                f"an encoder on the ranks of {taker} has one stage, pp is {pp}: set it to 1, or put {giver} on other "
+                "ranks",
+            )
+    apart = [name for name in cfg.encoders if name not in shared]
+    for index, name in enumerate(apart):
+        for other in apart[:index]:
+            yield from _partial_overlap(cfg, spans, name, other)
+
+
+def _partial_overlap(cfg: ConfigContainer, spans: dict[str, range], name: str, other: str) -> Iterator[Fault]:
+    """Modules beside each other share all their ranks, stage by stage, or none."""
+    pp, pp_of_other = cfg.modules[name].layout.pp, cfg.modules[other].layout.pp
+    same = spans[other] == spans[name] and pp_of_other == pp
+    if set(spans[other]) & set(spans[name]) and not same:
+        yield Fault(
+            f"placement.first_rank.{name}",
+            f"{name} (ranks {span_text(spans[name])}, pp {pp}) and {other} (ranks {span_text(spans[other])}, pp "
+            f"{pp_of_other}) share some ranks: give both the same first rank, number of ranks and pp, or no rank in "
+            "common",
+        )
+
+
+def _idle_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+    used = {process for span in spans.values() for process in span}
+    idle = sorted(set(range(max(used))) - used)
+    if idle and not cfg.placement.allow_idle:
+        behind = min((name for name in spans if spans[name][0] > idle[0]), key=lambda name: spans[name][0])
+        yield Fault(
+            "placement.first_rank",
+            f"no module is on rank {idle[0]}: {len(idle)} idle of {max(used) + 1}. Move {behind} from rank "
+            f"{spans[behind][0]} to {idle[0]}, or set placement.allow_idle=true",
+        )
+
+
+def _crossing_faults(
+    cfg: ConfigContainer, spans: dict[str, range], name: str, group: range | None, node: int
+) -> Iterator[Fault]:
+    if group is None:
+        return
+    tp = cfg.modules[name].layout.tp
+    firsts = _aligned(cfg, spans, node)
+    if tp > node:
+        change = f"tp {tp} is more than a node has: use at most {node}"
+    elif node % tp:
+        change = f"tp {tp} does not divide a node: use a divisor of {node}"
+    elif firsts:
+        change = f"use placement.first_rank={{{', '.join(f'{name}: {first}' for name, first in firsts.items())}}}"
+        following = {first + len(spans[name]) for name, first in firsts.items()}
+        if set(firsts.values()) - following - {0}:
+            change += " with placement.allow_idle=true"
+    else:
+        change = f"let it start at a multiple of {tp}"
+    yield Fault(
+        f"modules.{name}.layout.tp",
+        f"ranks {span_text(group)} of {name} are one tensor-parallel group (tp {tp}) on two nodes of {node} ranks: "
+        f"{change}, or set placement.tp_across_nodes=true",
+    )
+
+
+def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[str, int]:
+    """First ranks that keep every tensor-parallel group on a node, what shares ranks together and the order, with as
+    few idle ranks as that allows; empty if there are none."""
+    firsts: dict[str, int] = {}
+    following = 0
+    for start in sorted({span[0] for span in spans.values()}):
+        names = [name for name, span in spans.items() if span[0] == start]
+        places = range(following, following + node)
+        place = next((at for at in places if not any(_crossing(cfg, name, at, node) for name in names)), None)
+        if place is None:
+            return {}
+        firsts |= dict.fromkeys(names, place)
+        following = place + max(len(spans[name]) for name in names)
+    return {name: firsts[name] for name in cfg.modules}
+
+
+def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+    """A rank has one random generator: ranks that must draw equal masks for one module would draw different ones for
+    another."""
+    dropout = {name: module.encoder.dropout for name, module in cfg.encoders.items()}
+    dropout[LANGUAGE] = cfg.llm.dropout
+    names = list(spans)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            one, two = cfg.modules[name].layout, cfg.modules[other].layout
+            same = (one.tp, one.dp, one.cp) == (two.tp, two.dp, two.cp)
+            if set(spans[name]) & set(spans[other]) and not same and (dropout[name] or dropout[other]):
+                yield Fault(
+                    f"modules.{name}.layout",
+                    f"{name} (tp {one.tp}, dp {one.dp}) shares ranks with {other} (tp {two.tp}, dp {two.dp}), and "
+                    f"there is dropout ({name} {dropout[name]}, {other} {dropout[other]}): set it to 0, or give both "
+                    "the same tp and dp, or other ranks",
+                )

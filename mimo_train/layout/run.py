@@ -1,0 +1,335 @@
+"""A validated run: `resolve` checks a config and derives its layout and batch. Imports no torch."""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from data.storage.url import Place, place_of
+from encoders.base import encoders_in, joint_faults, most_tokens, number_faults
+from encoders.plain.spec import PlainSpec
+from encoders.ranges import MOST
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.keys import value_faults
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
+from mimo_train.config.schema_train import TrainConfig
+from mimo_train.layout.adapters import adapter_faults
+from mimo_train.layout.batch import Batch, batch_faults
+from mimo_train.layout.compiling import compile_faults
+from mimo_train.layout.deepstack import deepstack_faults
+from mimo_train.layout.divisibility import encoder_faults, language_faults, projector_faults
+from mimo_train.layout.fp8 import fp8_faults
+from mimo_train.layout.layout import RunLayout, lay_out
+from mimo_train.layout.padding import packing_faults
+from mimo_train.layout.placement import placement_faults
+
+INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards", "data.test_shards")
+"""Keys of files that are not looked for before the data is there."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A config with its layout and batch. A process that trains creates one, by `resolve`, and passes it on; `check`
+    has one as soon as layout and batch have no fault."""
+
+    cfg: ConfigContainer
+    layout: RunLayout
+    batch: Batch
+
+    @property
+    def dir(self) -> Path:
+        """Folder that the run writes into."""
+        return Path(self.cfg.run.dir)
+
+    @property
+    def checkpoints(self) -> Place:
+        """Folder or URL in which the run's folder `checkpoints` is."""
+        return place_of(self.cfg.checkpoint.dir) if self.cfg.checkpoint.dir else self.dir
+
+
+def with_iters(run: Run, iters: int) -> Run:
+    """The run with so many steps, as they follow from its data."""
+    return replace(run, cfg=replace(run.cfg, train=replace(run.cfg.train, iters=iters)))
+
+
+def steps_of_epochs(run: Run, samples: int) -> int:
+    """Steps of `train.epochs`.
+
+    Args:
+        samples: of an epoch.
+    """
+    # In decimals: 0.1 of 30 samples are 3, and not the next whole number above them.
+    return max(1, run.batch.steps_of(math.ceil(Fraction(str(run.cfg.train.epochs)) * samples)))
+
+
+def length_of(train: TrainConfig) -> str:
+    """The length of a run, with the key that gives it."""
+    return f"the {train.iters} steps of train.epochs {train.epochs:g}" if train.epochs else f"train.iters {train.iters}"
+
+
+def all_made(train: TrainConfig, step: int) -> str:
+    """What is said of a run that has made all of its steps."""
+    return f"nothing to train: step {step} of {length_of(train)} was made; raise it, or give another run.dir"
+
+
+def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
+    """Check a config and derive its layout and batch.
+
+    Args:
+        ranks_per_node: processes that the launcher started on each of several nodes, used if `placement` does not set
+            it; 0 if there is no launcher, or one node.
+
+    Raises:
+        UserError: `cfg` is not a `ConfigContainer`.
+        ConfigError: every one of `config_faults`.
+    """
+    require_config(cfg)
+    placed = on_nodes(cfg, ranks_per_node)
+    found = config_faults(placed)
+    if found:
+        raise ConfigError(found)
+    # The config stays the user's: saved with a launcher's number in it, it would not fit other nodes.
+    return Run(cfg, lay_out(placed), Batch.of(cfg))
+
+
+def require_config(cfg: object) -> None:
+    """
+    Raises:
+        UserError: `cfg` is not a `ConfigContainer`, but the name of a config or its keys, for example.
+    """
+    if not isinstance(cfg, ConfigContainer):
+        raise UserError(
+            f"config: expected a ConfigContainer, got {type(cfg).__name__}. Load one with "
+            'mimo_train.config.compose.load("gpt_tiny", ["train.iters=10"])'
+        )
+
+
+def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:
+    """The config with `placement.ranks_per_node` filled in, if it is not set."""
+    if cfg.placement.ranks_per_node:
+        return cfg
+    return dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, ranks_per_node=ranks_per_node))
+
+
+def with_config_faults(error: ConfigError) -> ConfigError:
+    """Add to the errors of reading a config those that `config_faults` finds in the rest of it. Left out are those that
+    may follow from a default in the place of a wrong value: they name its key, or are of the same module."""
+    if error.cfg is None:
+        return error
+    doubtful = [key for fault in error.faults for key in (fault.key, *fault.meant)]
+    modules = [".".join(key.split(".")[:2]) + "." for key in doubtful if key.startswith("modules.")]
+    rest = [
+        fault
+        for fault in config_faults(error.cfg)
+        if not fault.key.startswith(tuple(modules)) and not any(_names(key, str(fault)) for key in doubtful)
+    ]
+    return ConfigError([*error.faults, *rest])
+
+
+def _names(key: str, text: str) -> bool:
+    """True if `text` contains `key` as a whole, not as the beginning of a longer key."""
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
+
+
+def config_faults(cfg: ConfigContainer) -> list[Fault]:
+    """All faults of a config that can be found without its data, each with key and numbers."""
+    found = [*layout_faults(cfg)]
+    found += _media_faults(cfg, found)
+    found += _length_faults(cfg)
+    world_size = None if found else lay_out(cfg).world_size
+    known = {fault.key for fault in found}
+    others = [
+        *cfg.faults(),
+        *([] if found else packing_faults(cfg)),
+        *([] if found else fp8_faults(cfg)),
+        *([] if found else compile_faults(cfg)),
+        *_plain_encoder_faults(cfg),
+        *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
+    ]
+    return found + [fault for fault in others if fault.key not in known]
+
+
+def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What is wrong with modules, sizes, ranks and batch."""
+    stray = [name for name, module in cfg.modules.items() if name != LANGUAGE and _is_empty(module)]
+    of_modules = [
+        fault
+        for name, module in cfg.modules.items()
+        for fault in ([_stray(name, cfg, stray)] if name in stray else _module_faults(name, module))
+    ]
+    yield from of_modules
+    if LANGUAGE not in cfg.modules:
+        yield Fault("modules", f"a run needs a module named {LANGUAGE!r}, has {', '.join(cfg.modules) or 'none'}")
+        return
+    vpp = cfg.language.layout.vpp
+    if cfg.encoders and vpp > 1:
+        yield Fault(
+            f"modules.{LANGUAGE}.layout.vpp",
+            f"interleaving is for a language model alone, and this run has {', '.join(cfg.encoders)}: vpp is {vpp}, "
+            "set it to 1",
+        )
+    if of_modules:
+        sections = tuple(f"modules.{name}.layout" for name in cfg.modules)
+        if not stray and not any(fault.key.startswith(sections) for fault in of_modules):
+            yield from batch_faults(cfg)
+        return
+    too_many = [*_world_faults(cfg)]
+    yield from too_many
+    if too_many:
+        return
+    width = cfg.llm.hidden_size
+    yield from (fault for name, module in cfg.modules.items() for fault in adapter_faults(name, module, width))
+    yield from (fault for name, module in cfg.encoders.items() for fault in projector_faults(module, width, name))
+    yield from deepstack_faults(cfg)
+    yield from placement_faults(cfg)
+    yield from batch_faults(cfg)
+
+
+def _world_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Modules of more ranks than any run has, whose ranks need not be listed to see that they do not fit."""
+    for name, module in cfg.modules.items():
+        layout = module.layout
+        ranks = layout.tp * layout.cp * layout.dp * layout.pp
+        if ranks > MOST_RANKS:
+            sizes = f"tp {layout.tp} * cp {layout.cp} * dp {layout.dp} * pp {layout.pp}"
+            yield Fault(f"modules.{name}.layout", f"{sizes} are {ranks} ranks, more than {MOST_RANKS}: lower one")
+
+
+def _is_empty(module: ModuleConfig) -> bool:
+    return module.encoder is None and module.projector is None and module.llm is None
+
+
+def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
+    """The fault of a module of which there is only, for example, a layout."""
+    there = [other for other in cfg.modules if other not in stray]
+    near = difflib.get_close_matches(name, there, n=1)
+    remedy = (
+        f"did you mean modules.{near[0]}?"
+        if near
+        else "pick a layout=... for these modules where a layout file names it, or give it an encoder and a projector"
+    )
+    return Fault(
+        f"modules.{name}.encoder",
+        f"missing: the modules of this run are {', '.join(there) or 'none'}, and a file or an override names {name}: "
+        f"{remedy}",
+    )
+
+
+def _module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
+    layout, prefix = module.layout, f"modules.{name}"
+    wrong_sizes = list(layout.faults(f"{prefix}.layout"))
+    yield from wrong_sizes
+    if wrong_sizes:
+        return
+    wrong_parts = list(_part_faults(name, module))
+    yield from wrong_parts
+    if wrong_parts:
+        return
+    if module.llm is not None:
+        wrong_spec = list(module.llm.faults(f"{prefix}.llm"))
+    else:
+        wrong_spec = _spec_faults(module, prefix)
+    yield from wrong_spec
+    if not wrong_spec:
+        divide = language_faults(module.llm, layout, prefix) if module.llm else encoder_faults(module, prefix)
+        yield from divide
+
+
+def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
+    """What is wrong with the sizes of an encoder and its projector, alone and together."""
+    encoder, projector = module.encoder, module.projector
+    # Arithmetic with what is not finite raises.
+    found = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
+    found += value_faults(projector.resampler, f"{prefix}.projector.resampler")
+    for name, part in encoders_in(encoder).items():
+        found += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
+    if found:
+        return found
+    own = [(f"encoder.{field}", text) for field, text in [*encoder.faults(), *number_faults(encoder)]]
+    own += [(f"projector.{field}", text) for field, text in projector.faults()]
+    return [Fault(f"{prefix}.{field}", text) for field, text in own or joint_faults(encoder, projector)]
+
+
+def _plain_encoder_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What needs the transformer layers that an encoder of plain torch does not have."""
+    for name, module in cfg.encoders.items():
+        if not isinstance(module.encoder, PlainSpec):
+            if module.lora.rank > 0 and len(encoders_in(module.encoder)) > 1:
+                yield Fault(
+                    f"modules.{name}.lora.rank",
+                    f"is {module.lora.rank}, and encoders that are joined have no adapters: set it to 0, and "
+                    "freeze=[encoder] if they should stay as they are",
+                )
+            continue
+        prefix, own = f"modules.{name}", f"encoder.family {module.encoder.family} is a plain torch module"
+        if module.lora.rank > 0:
+            yield Fault(
+                f"{prefix}.lora.rank",
+                f"{own}, and adapters go beside Megatron-Core's linear layers, of which it has none: set it to 0 (is "
+                f"{module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
+            )
+        if cfg.recompute_of(name) == "selective":
+            yield Fault(
+                f"{prefix}.recompute",
+                f"{own}, and selective computes the attention of Megatron-Core's layers again, of which it has none: "
+                "set it to none, or to full for the whole module",
+            )
+
+
+def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
+    """The language module has an llm, every other one an encoder and a projector."""
+    prefix, parts = f"modules.{name}", ("encoder", "projector")
+    if name == LANGUAGE:
+        if module.llm is None:
+            yield Fault(
+                f"{prefix}.llm",
+                "the language module needs an llm: pick one, for example llm@modules.language.llm=gpt_tiny",
+            )
+        for part in parts:
+            if getattr(module, part) is not None:
+                yield Fault(f"{prefix}.{part}", "the language module has no encoder and no projector: remove this key")
+        return
+    if module.llm is not None and module.encoder is None and module.projector is None:
+        text = f"only the module named {LANGUAGE!r} has an llm: give it this name, or remove modules.{name}"
+        yield Fault(f"{prefix}.llm", text)
+        return
+    for part in parts:
+        if getattr(module, part) is None:
+            yield Fault(f"{prefix}.{part}", f"missing: every module but {LANGUAGE!r} has an encoder and a projector")
+    if module.llm is not None:
+        yield Fault(f"{prefix}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")
+
+
+def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Sequences beyond what the language model's positions allow."""
+    llm = cfg.modules[LANGUAGE].llm if LANGUAGE in cfg.modules else None
+    if llm and llm.rope_scaling.kind == "dynamic" and cfg.data.sequence_length > llm.max_positions > 0:
+        yield Fault(
+            "data.sequence_length",
+            f"is {cfg.data.sequence_length}, and the frequencies of modules.{LANGUAGE}.llm.rope_scaling.kind dynamic "
+            f"would depend on the batch beyond max_positions {llm.max_positions}: set it to at most that",
+        )
+
+
+def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
+    """Encoders whose largest picture or clip alone is longer than a sequence, among those that can be built."""
+    for name, module in cfg.encoders.items():
+        prefix = f"modules.{name}"
+        if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in found):
+            continue
+        encoder, merge = module.encoder, module.projector.merge
+        tokens = most_tokens(encoder, module.projector)
+        if tokens > cfg.data.sequence_length > 0:
+            read_as, patches, _ = encoder.describe_input(merge)
+            yield Fault(
+                "data.sequence_length",
+                f"one {encoder.medium} takes {tokens} tokens of {prefix} ({read_as}, {patches}, merge {merge}), a "
+                f"sequence has only {cfg.data.sequence_length}: raise it above {tokens}, or raise "
+                f"{prefix}.projector.merge",
+            )

@@ -1,0 +1,137 @@
+"""Where the seconds of a step go, on every device, and what that says about every module. Imports no torch.
+
+On a CPU an interval is read from the clock. On a GPU it is a pair of events on the current stream, so it is the
+device's own time: what the host does while the device is busy costs the device nothing and is not counted, and nothing
+waits for the device before the times are read.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mimo_train.flight.recorder import RECORDER
+from mimo_train.layout.layout import RunLayout
+
+STEP = "step"
+INTERVALS = (STEP, "forward_backward", "data_wait", "bridge_wait", "pipeline_wait", "reduce", "optimizer")
+"""Names of intervals, in the order of a row of `time_split`.
+
+step: the whole of a step, around all others. data_wait: the next batch. bridge_wait: in the bridge between modules,
+for the transfer or because the other side is not there yet. pipeline_wait: the same between stages of one module.
+reduce: sums of gradients and of the step's numbers over ranks. optimizer: update and gathering of weights.
+"""
+
+
+class Stopwatch:
+    """Seconds per named interval: `with watch("optimizer"): ...`.
+
+    Times are exclusive: an interval pauses the one around it, so the intervals of a step sum to the step. What happens
+    outside of a step (an evaluation) is not counted. One thread uses a stopwatch. The flight recorder is told of every
+    interval, counted or not.
+    """
+
+    def __init__(self, cuda: bool = False):
+        """Measure with events of the current CUDA device if `cuda`, else with the clock."""
+        self._cuda = cuda
+        self._name = ""
+        self._open: list[tuple[str, Any]] = []
+        self._steps = 0
+        self._seconds = dict.fromkeys(INTERVALS, 0.0)
+        self._ended: list[tuple[str, str, Any, Any]] = []
+        """(name, name of the interval around it or "", first event, last event), on CUDA."""
+        self._events: list[Any] = []
+        """Events that can be used again."""
+
+    def __call__(self, name: str) -> "Stopwatch":
+        """Name the interval that the `with` statement is about to open."""
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        name = self._name
+        RECORDER.enter(name)
+        counted = self._open[0][1] is not None if self._open else name == STEP
+        self._open.append((name, self._now() if counted else None))
+
+    def __exit__(self, *_error: object) -> None:
+        RECORDER.leave()
+        name, start = self._open.pop()
+        if start is None:
+            return
+        around = self._open[-1][0] if self._open else ""
+        if self._cuda:
+            self._ended.append((name, around, start, self._now()))
+        else:
+            self._add(name, around, self._now() - start)
+        self._steps += not around
+
+    def read_and_reset(self) -> dict[str, float]:
+        """Seconds per step since the last reading, for each of `INTERVALS`; called between steps.
+
+        On CUDA this waits until the device has reached the end of the last step.
+        """
+        assert not self._open, f"interval {self._open[-1][0]} is open"
+        if self._ended:
+            self._ended[-1][3].synchronize()
+        for name, around, start, end in self._ended:
+            self._add(name, around, start.elapsed_time(end) / 1000)
+            self._events += (start, end)
+        self._ended = []
+        mean = {name: seconds / max(1, self._steps) for name, seconds in self._seconds.items()}
+        self._seconds, self._steps = dict.fromkeys(INTERVALS, 0.0), 0
+        return mean
+
+    def _add(self, name: str, around: str, seconds: float) -> None:
+        self._seconds[name] += seconds
+        if around:
+            self._seconds[around] -= seconds
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        if self._events:
+            event = self._events.pop()
+        else:
+            from mimo_train.parallel import device
+
+            event = device.timing_event()
+        event.record()
+        return event
+
+
+PARTS = ("compute", "bubble", "bridge_wait", "data_wait", "reduce", "optimizer")
+"""What the step of a device divides into, see `time_split`."""
+
+
+def time_split(
+    rows: Sequence[Sequence[float]], layout: RunLayout, work: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Seconds per step of every module: `time/<module>/<part>`, the mean over the devices that the module holds.
+
+    compute is forward and backward without the waits inside them. bubble is the wait between stages and whatever of the
+    step is none of the other parts: the device is allocated and idle. The parts of a module sum to the seconds of a
+    step. A device with several modules is divided among them by `work`, every part alike; it is an estimate, since
+    their backward passes run as one. Then the parts of all its modules together sum to the seconds of a step.
+
+    Args:
+        rows: for each rank of the world, seconds of each of `INTERVALS`, as `Stopwatch.read_and_reset` gives them.
+        work: FLOPs of every module that shares devices with another; the share of a device that a module is given.
+    """
+    split = {f"time/{name}/{part}": 0.0 for name in layout.modules for part in PARTS}
+    for rank, row in enumerate(rows):
+        times = dict(zip(INTERVALS, row, strict=True))
+        times["compute"] = times.pop("forward_backward")
+        times["bubble"] = times.pop("pipeline_wait") + times.pop(STEP)
+        for name, share in _shares(layout.on_rank(rank), work).items():
+            for part in PARTS:
+                split[f"time/{name}/{part}"] += share * times[part] / layout.modules[name].size
+    return split
+
+
+def _shares(names: list[str], work: Mapping[str, float] | None) -> dict[str, float]:
+    """What part of a device each of the modules on it is given."""
+    if len(names) <= 1:
+        return dict.fromkeys(names, 1.0)
+    assert work is not None, f"modules {names} share a device: work says how to divide it"
+    total = sum(work[name] for name in names)
+    return {name: work[name] / total if total else 1 / len(names) for name in names}

@@ -1,0 +1,319 @@
+"""Core attention on `torch.nn.functional.scaled_dot_product_attention`.
+
+A drop-in for Megatron-Core's `DotProductAttention`, which materialises the score matrix. Torch picks the kernel: flash
+attention on a GPU, a fused one on a CPU. A window cuts long sequences into blocks, so that masks stay small. Only
+soft-capped scores are computed as a matrix, for which torch has no kernel.
+
+In a packed row attention stays inside its documents: on a GPU one kernel computes all of them, elsewhere each is a
+call of its own, and neighbours of one length are one together, which on a CPU is faster than any mask.
+
+Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank, Q queries, K
+keys.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from mimo_train.config.fault import UserError
+from mimo_train.estimate.activations import WIDEST_HEAD
+from mimo_train.models.documents import Documents
+from mimo_train.models.kept_scores import attend_causally, attend_turned, keeps_scores, turns_and_keeps_scores
+from mimo_train.models.neutral import require_neutral
+from mimo_train.parallel.context import chunks_of, gather_sequence
+
+_LEAST_BLOCK = 512
+"""Queries of one block, where a window is smaller."""
+
+_UNKNOWN = {
+    "softmax_type": "vanilla",
+    "qk_clip": False,
+    "log_max_attention_logit": False,
+    "apply_query_key_layer_scaling": False,
+}
+"""Options of Megatron-Core's attention that there are none of here."""
+
+
+class SdpaAttention(MegatronModule):
+    """softmax(Q K^T * scale) V, causal or unmasked, with grouped queries.
+
+    With context parallelism each rank gathers keys and values of the whole sequence, and its two chunks of queries
+    attend to all positions up to their own (see `context`).
+
+    Read from the config: `window_size` as (tokens before a token that it attends to, 0), with `window_attn_skip_freq`
+    the layers it holds in, and `attention_softcap` (see `mimo_train.models.transformer_config`), the cap of scores.
+
+    Raises:
+        UserError: for a mask type other than causal and no_mask, context parallelism or a window without a causal mask,
+            a window that reaches behind a token, attention to another sequence, or an option that it does not have.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config=config)
+        require_neutral(type(self).__name__, config, **_UNKNOWN)
+        if attention_type != "self":
+            raise UserError(f"SdpaAttention attends to its own sequence, attention_type is {attention_type!r}")
+        if cp_comm_type not in (None, "all_gather"):
+            raise UserError(f"SdpaAttention gathers keys and values, cp_comm_type is {cp_comm_type!r}: leave it out")
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            raise UserError(f"SdpaAttention masks causally or not at all, mask type is {attn_mask_type}")
+        self.is_causal = attn_mask_type is AttnMaskType.causal
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        if self.cp_group and not self.is_causal:
+            raise UserError(f"SdpaAttention cuts causal sequences only, cp is {config.context_parallel_size}")
+        # 0: all tokens. Megatron-Core counts the tokens before, we the token itself too.
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else 0
+        if self.window and not self.is_causal:
+            raise UserError(f"SdpaAttention has windows under a causal mask only, window_size is {config.window_size}")
+        if self.window and config.window_size[1] != 0:
+            raise UserError(
+                f"SdpaAttention sees nothing behind a token, window_size is {config.window_size}: its second number "
+                "must be 0"
+            )
+        self.softcap: float = getattr(config, "attention_softcap", 0.0)
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend; keys and values may have fewer heads than queries. Returns [S, B, heads * D].
+
+        A causal layer does not look at `attention_mask`: padding is at the end, where the causal mask already hides it.
+        Where it gets fewer queries than keys, they are those of the last positions.
+
+        Args:
+            packed_seq_params: `Documents` of a packed row; B is 1.
+
+        Raises:
+            UserError: a mask for a layer without one, or of a kind that there is not.
+        """
+        if attention_mask is not None and not self.is_causal:
+            raise UserError(f"SdpaAttention without a causal mask has none, and gets one of {attention_mask.shape}")
+        if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.no_mask):
+            raise UserError(f"SdpaAttention masks causally or not at all, the pass asks for {attn_mask_type}")
+        if packed_seq_params is not None:
+            assert isinstance(packed_seq_params, Documents), packed_seq_params
+            return self._attend_inside_documents(query_SBND, key_SBND, value_SBND, packed_seq_params)
+        if self.cp_group:
+            return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND, self.cp_group)
+        # With fewer queries than keys, those of earlier positions come from a cache: Megatron-Core 0.19.2 then asks for
+        # no mask at all (transformer/attention.py:630), which is right for one query without a window alone.
+        continues = self.is_causal and len(query_SBND) < len(key_SBND)
+        if self.window or self.softcap or continues:
+            assert attention_bias is None, "a bias with a window, capped scores or a cache"
+            return self._attend_in_blocks(query_SBND, key_SBND, value_SBND)
+        if self._is_plain and attention_bias is None and keeps_scores(query_SBND, key_SBND, value_SBND):
+            return attend_causally(query_SBND, key_SBND, value_SBND, self.softmax_scale)
+        return self._attend(query_SBND, key_SBND, value_SBND, attention_bias, self.is_causal)
+
+    def attend_turned(
+        self, mixed_SBGED: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, packed_seq_params: PackedSeqParams | None
+    ) -> torch.Tensor | None:
+        """What `forward` gives for queries, keys and values that stand beside each other, queries and keys turned,
+        where that is computed together; else None.
+
+        Args:
+            mixed_SBGED: by key head its queries, its key and its value.
+            cos: [S, 1 or B, 1, D or less], of `mimo_train.models.turned_heads`.
+            sin: likewise, its first half negated.
+        """
+        is_plain = self._is_plain and packed_seq_params is None and not self.cp_group
+        if not is_plain or self.window or self.softcap or not turns_and_keeps_scores(mixed_SBGED, cos):
+            return None
+        return attend_turned(mixed_SBGED, cos, sin, self.softmax_scale)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.is_causal and not (self.training and self.dropout)
+
+    def _attend_to_all_parts(
+        self,
+        query_CBND: torch.Tensor,
+        key_CBND: torch.Tensor,
+        value_CBND: torch.Tensor,
+        cp_group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Attention of this rank's query chunks over keys and values of all ranks."""
+        key_SBND, value_SBND = _gathered(key_CBND, value_CBND, cp_group)
+        own = chunks_of(cp_group.rank(), cp_group.size())
+        attended = []
+        for chunk, query in zip(own, query_CBND.chunk(2), strict=True):
+            seen = (chunk + 1) * len(query)
+            attended.append(self._attend_in_blocks(query, key_SBND[:seen], value_SBND[:seen]))
+        return torch.cat(attended)
+
+    def _attend_inside_documents(
+        self, query_CBND: torch.Tensor, key_CBND: torch.Tensor, value_CBND: torch.Tensor, documents: Documents
+    ) -> torch.Tensor:
+        """Attention of this rank's part of a packed row, each query over the keys of its own document."""
+        rank, key_SBND, value_SBND = 0, key_CBND, value_CBND
+        if self.cp_group:
+            rank = self.cp_group.rank()
+            key_SBND, value_SBND = _gathered(key_CBND, value_CBND, self.cp_group)
+        assert documents.tokens == len(key_SBND), (documents.tokens, key_SBND.shape)
+        if self._has_kernel(query_CBND):
+            return self._attend_at_once(query_CBND, key_SBND, value_SBND, documents, rank)
+        if not self.cp_group:
+            return self._attend_run_by_run(query_CBND, key_SBND, value_SBND, documents)
+        meetings = documents.meetings(rank)
+        assert meetings[-1].last_query == len(query_CBND), (meetings[-1], query_CBND.shape)
+        attended = []
+        for first_query, last_query, first_key, last_key in meetings:
+            parts = (query_CBND[first_query:last_query], key_SBND[first_key:last_key], value_SBND[first_key:last_key])
+            whole = last_query - first_query == last_key - first_key and not self.window and not self.softcap
+            attended.append(self._attend(*parts, None, True) if whole else self._attend_in_blocks(*parts))
+        return torch.cat(attended)
+
+    def _attend_run_by_run(
+        self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor, documents: Documents
+    ) -> torch.Tensor:
+        """`_attend_inside_documents` of a whole row, neighbours of one length as a batch."""
+        # One gradient is made of those of all parts; slices would each have one as long as the row.
+        rows = [count * length for count, length in documents.runs]
+        parts = [part.split(rows) for part in (query_SBND, key_SBND, value_SBND)]
+        attended = []
+        for (count, length), *run in zip(documents.runs, *parts, strict=True):
+            query, key, value = (part.view(count, length, *part.shape[2:]).transpose(0, 1) for part in run)
+            if self.window or self.softcap:
+                context = self._attend_in_blocks(query, key, value)
+            else:
+                context = self._attend(query, key, value, None, self.is_causal)
+            attended.append(context.transpose(0, 1).flatten(0, 1))
+        return torch.cat(attended).unsqueeze(1)
+
+    def _has_kernel(self, query: torch.Tensor) -> bool:
+        """Whether torch has a kernel for documents of any lengths that does what this layer does."""
+        fits = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= WIDEST_HEAD
+        return query.is_cuda and fits and not self.softcap and not (self.training and self.dropout)
+
+    def _attend_at_once(
+        self,
+        query_CBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        documents: Documents,
+        rank: int,
+    ) -> torch.Tensor:
+        """`_attend_inside_documents` by one kernel, which aligns a causal mask at the last query and the last key."""
+        query_ends, key_ends, seen = documents.cumulative(rank, query_CBND.device)
+        query, key, value = (part.squeeze(1) for part in (query_CBND, key_SBND, value_SBND))
+        if documents.ranks > 1:
+            key, value = key[seen], value[seen]  # several chunks of queries may see the same keys
+        # Torch does not document that the kernel groups queries.
+        group = query.size(1) // key.size(1)
+        key, value = (part.repeat_interleave(group, 1) if group > 1 else part.contiguous() for part in (key, value))
+        longest = documents.longest
+        window = (self.window - 1 if self.window else -1, 0 if self.is_causal else -1)
+        ends = (query_ends, key_ends, longest, longest)
+        attended_CND = varlen_attn(query.contiguous(), key, value, *ends, scale=self.softmax_scale, window_size=window)
+        assert isinstance(attended_CND, torch.Tensor), "nothing else was asked for"
+        return attended_CND.flatten(1).unsqueeze(1)
+
+    def _attend_in_blocks(
+        self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the last queries of a sequence over all of its keys, causal where the layer is; under a window
+        block by block, each over the keys that it sees."""
+        queries, keys = len(query_SBND), len(key_SBND)
+        block = max(self.window, _LEAST_BLOCK) if self.window else queries
+        attended = []
+        for start in range(0, queries, block):
+            query = query_SBND[start : start + block]
+            end = keys - queries + start + len(query)
+            begin = max(0, end - len(query) - self.window + 1) if self.window else 0
+            key, value = key_SBND[begin:end], value_SBND[begin:end]
+            if self.softcap:
+                attended.append(self._attend_capped(query, key, value))
+            elif self.window and end > self.window and len(query) > 1:
+                # With a mask of its own only torch's slowest kernel groups queries.
+                group = query.size(2) // key.size(2)
+                key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
+                attended.append(self._attend(query, key, value, self._seen(query, key), False))
+            else:
+                mask = causal_lower_right(len(query), len(key)) if len(query) > 1 else None
+                attended.append(self._attend(query, key, value, mask, False))
+        return torch.cat(attended) if len(attended) > 1 else attended[0]
+
+    def _seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """[Q, K], whether the last queries of a sequence see a key: up to their own position, within the window."""
+        queries, keys = len(query), len(key)
+        behind = torch.arange(keys - queries, keys, device=key.device)[:, None] - torch.arange(keys, device=key.device)
+        return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+
+    def _attend_capped(
+        self, query_QBND: torch.Tensor, key_KBND: torch.Tensor, value_KBND: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention with scores of cap * tanh(score / cap), softmax in fp32."""
+        group = query_QBND.size(2) // key_KBND.size(2)
+        query_BNQD, key_BNKD, value_BNKD = (part.permute(1, 2, 0, 3) for part in (query_QBND, key_KBND, value_KBND))
+        key_BNKD, value_BNKD = (part.repeat_interleave(group, 1) for part in (key_BNKD, value_BNKD))
+        scale = query_QBND.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        scores_BNQK = self.softcap * torch.tanh(query_BNQD @ key_BNKD.mT * scale / self.softcap)
+        if self.is_causal:
+            scores_BNQK = scores_BNQK.masked_fill(~self._seen(query_QBND, key_KBND), float("-inf"))
+        weights_BNQK = scores_BNQK.softmax(-1, dtype=torch.float32).to(query_QBND.dtype)
+        if self.training and self.dropout:
+            weights_BNQK = torch.nn.functional.dropout(weights_BNQK, self.dropout)
+        return (weights_BNQK @ value_BNKD).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        context_BNSD = torch.nn.functional.scaled_dot_product_attention(
+            query_SBND.permute(1, 2, 0, 3),
+            key_SBND.permute(1, 2, 0, 3),
+            value_SBND.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            enable_gqa=key_SBND.size(2) != query_SBND.size(2),
+        )
+        return context_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+
+def _gathered(
+    key_CBND: torch.Tensor, value_CBND: torch.Tensor, cp_group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all positions, [S, B, N, D], in one message."""
+    head = key_CBND.size(-1)
+    keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), cp_group)
+    return keys_values[..., :head], keys_values[..., head:]
+
+
+def causal_lower_right(queries: int, keys: int) -> torch.Tensor:
+    """The causal mask of the last queries of a sequence, in the form for which torch's kernels need no matrix."""
+    from torch.nn.attention import bias  # torch 2.11 imports its compiler with it
+
+    return bias.causal_lower_right(queries, keys)

@@ -1,0 +1,260 @@
+"""Build the modules of a run on this rank: a `MimoModel`, or a plain GPT when `language` is alone."""
+
+import warnings
+from collections.abc import Set
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.transformer.enums import AttnMaskType, ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from encoders.base import encoders_in, joined_width
+from encoders.registry import family_of
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate.parameters import embedding_rows
+from mimo_train.layout.adapters import adapted_linears, adapts_projector
+from mimo_train.layout.layout import RunLayout
+from mimo_train.models.compiled import compile_layers, require_compiler
+from mimo_train.models.encoder_module import EncoderModule
+from mimo_train.models.fp8 import require_fp8
+from mimo_train.models.freeze import freeze, let_biases_learn, let_recomputed_layers_learn
+from mimo_train.models.heads import ModelHook
+from mimo_train.models.initial_weights import own_parts
+from mimo_train.models.language.gpt import SeededGPTModel
+from mimo_train.models.language.layers import language_layers
+from mimo_train.models.layers import layer_spec, norm_class, projector_submodules
+from mimo_train.models.lora import freeze_base, start_magnitudes
+from mimo_train.models.mimo import PlacedMimoModel
+from mimo_train.models.names import modules_of
+from mimo_train.models.own_gradients import OwnGradients
+from mimo_train.models.projector import Projector
+from mimo_train.models.transformer_config import encoder_config, language_config, projector_config, resampler_config
+from mimo_train.parallel.groups import RunGroups
+
+_LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
+"""Number of a model chunk's first layer, and of its layers, from (config, chunk, stage)."""
+
+
+def build_model(
+    cfg: ConfigContainer,
+    layout: RunLayout,
+    groups: RunGroups,
+    *,
+    vocab_size: int,
+    special_token_ids: dict[str, int],
+    device: torch.device,
+    te: bool,
+    pre_wrap_hook: ModelHook | None = None,
+    undrawn: Set[tuple[str, str]] = frozenset(),
+) -> list[MegatronModule]:
+    """Build the part of the model on this rank, on `device`, each module wrapped in Megatron-Core's DDP.
+
+    Args:
+        vocab_size: tokens of the tokenizer, before padding.
+        special_token_ids: token id of the placeholders of each encoder module's features.
+        te: whether layers are Transformer Engine's.
+        pre_wrap_hook: changes the chunks of the language model before they are frozen and wrapped (see `model.heads`).
+        undrawn: (module, part) of weights that are read afterwards: they are not drawn, and their memory is not even
+            touched. Part is llm, encoder or projector. Adapters are drawn all the same.
+
+    Returns:
+        The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
+        wrapped GPT models.
+
+    Raises:
+        UserError: layers are to have fp8 or to be compiled, and that is not possible here.
+    """
+    require_fp8(cfg, te)
+    require_compiler(cfg, device.type)
+    language_specs = _language_specs(cfg, layout, groups, vocab_size, te, (LANGUAGE, "llm") not in undrawn)
+    with warnings.catch_warnings(), own_parts():
+        warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
+        if not cfg.encoders:
+            chunks = [spec.module(**spec.params).to(device) for spec in language_specs]
+            _prepare_for_training(chunks, cfg, LANGUAGE)
+            chunks = pre_wrap_hook(chunks) if pre_wrap_hook else chunks
+            freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
+            compile_layers(chunks, cfg, LANGUAGE, device.type)
+            return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
+        (language_spec,) = language_specs
+        model = PlacedMimoModel(
+            MimoModelConfig(
+                language_model_spec=language_spec,
+                modality_submodules_spec={
+                    name: _encoder_spec(cfg, layout, groups, name, te, undrawn) for name in cfg.encoders
+                },
+                special_token_ids=special_token_ids,
+                module_to_grid_map=groups.grids,
+            ),
+            **_partition_groups(groups),
+        )
+    model.model_type = ModelType.encoder_or_decoder
+    model.to(device)
+    for name, chunks in modules_of([model]).items():
+        _prepare_for_training(chunks, cfg, name)
+    if pre_wrap_hook and model.language_model is not None:
+        (model.language_model,) = pre_wrap_hook([model.language_model])
+    for name, (module,) in modules_of([model]).items():
+        _tell_tensor_parallel_group(module, groups.collections[name].tp)
+        freeze([module], cfg.modules[name].freeze, f"modules.{name}.freeze", groups.collections[name].pp)
+        compile_layers([module], cfg, name, device.type)
+        wrapped = _wrap(module, groups, name, cfg)
+        if name == LANGUAGE:
+            model.language_model = wrapped
+        else:
+            model.modality_submodules[name] = wrapped
+    return [model]
+
+
+def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, name: str) -> None:
+    """Freeze everything but adapters if the module has any, start their magnitudes, and let recomputed layers after
+    frozen weights learn, and biases beside them. A head that a hook adds afterwards is trained."""
+    if cfg.modules[name].lora.rank:
+        freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
+        if adapts_projector(adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size)):
+            freeze_base(chunks, PARTS["projector"])
+        for chunk in chunks:
+            start_magnitudes(chunk)
+    let_biases_learn(chunks)
+    if cfg.recompute_of(name) == "full":
+        let_recomputed_layers_learn(chunks)
+
+
+def _tell_tensor_parallel_group(module: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
+    """Set the TP group of submodules that have none. For those, Megatron-Core uses its global group when it describes
+    their weights for a checkpoint (0.19.2, transformer/module.py:80-84); on shared ranks that is the language
+    model's."""
+    for child in module.modules():
+        if isinstance(child, MegatronModule) and not hasattr(child, "tp_group"):
+            child.tp_group = tp_group
+
+
+def _partition_groups(groups: RunGroups) -> dict:
+    language = groups.collections.get(LANGUAGE)
+    return {"cp_group": language.cp, "tp_group": language.tp} if language else {}
+
+
+def _language_specs(
+    cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool, drawn: bool
+) -> list[ModuleSpec]:
+    """One spec for each model chunk of this rank's stage; they share one config, which the schedule reads."""
+    llm, config = cfg.llm, language_config(cfg, layout)
+    config.perform_initialization = drawn
+    params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
+    pgs = groups.collections.get(LANGUAGE)
+    if pgs is None:
+        return [ModuleSpec(module=SeededGPTModel, params=params)]
+    stage, last, chunks = pgs.pp.rank(), pgs.pp.size() - 1, layout.language.vpp
+    layers = language_layers(llm, config, te)
+    params |= {
+        "vocab_size": embedding_rows(llm, vocab_size),
+        "tokens": llm.vocab_size or vocab_size,
+        "share_embeddings_and_output_weights": llm.tie_embeddings,
+        "position_embedding_type": _positions(llm, has_media=bool(cfg.encoders)),
+        "rotary_base": llm.rope_base,
+        # MimoModel joins text and media first and splits along the sequence afterwards.
+        "scatter_embedding_sequence_parallel": not cfg.encoders,
+        "pg_collection": pgs,
+    }
+    specs = []
+    for chunk in range(chunks):
+        vp_stage = chunk if chunks > 1 else None
+        first, count = (function(config, vp_stage, stage) for function in _LAYERS_OF_CHUNK)
+        own = {
+            "transformer_layer_spec": TransformerBlockSubmodules(layers[first : first + count], norm_class(te)),
+            "pre_process": stage == 0 and chunk == 0,
+            "post_process": stage == last and chunk == chunks - 1,
+            "vp_stage": vp_stage,
+        }
+        specs.append(ModuleSpec(module=SeededGPTModel, params=params | own))
+    return specs
+
+
+def _positions(llm: LlmSpec, *, has_media: bool) -> str:
+    """Name of the kind of positions in Megatron-Core. Text alone is at the same place on all axes, which is what one
+    axis gives."""
+    if llm.mrope_section and has_media:
+        return "mrope"
+    return {"rope": "rope", "learned": "learned_absolute"}[llm.position]
+
+
+def _encoder_spec(
+    cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, name: str, te: bool, undrawn: Set[tuple[str, str]]
+) -> ModuleSpec:
+    pgs = groups.collections.get(name)
+    if pgs is None:
+        return ModuleSpec(module=EncoderModule)
+    module, module_layout = cfg.modules[name], layout.modules[name]
+    config = encoder_config(cfg, module_layout)
+    projection = projector_config(cfg, module_layout)
+    config.perform_initialization = (name, "encoder") not in undrawn
+    resampler = resampler_config(cfg, module_layout)
+    projection.perform_initialization = resampler.perform_initialization = (name, "projector") not in undrawn
+    encoder = ModuleSpec(
+        module=family_of(module.encoder.family).load(),
+        params={"config": config, "spec": module.encoder, "merge": module.projector.merge, "pg_collection": pgs},
+    )
+
+    def layers(config: TransformerConfig) -> dict[str, Any]:
+        return {"layer_spec": layer_spec(config, AttnMaskType.no_mask, te), "norm": norm_class(te)}
+
+    parts = encoders_in(module.encoder)
+    if len(parts) == 1:
+        encoder.params |= layers(config)
+    else:
+        builders = {}
+        for part, spec in parts.items():
+            own = encoder_config(cfg, module_layout, part)
+            own.perform_initialization = config.perform_initialization
+            params = encoder.params | {"config": own, "spec": spec} | layers(own)
+            builders[part] = partial(family_of(spec.family).load(), **params)
+        encoder.params["parts"] = builders
+    projector = ModuleSpec(
+        module=Projector,
+        params={
+            "config": projection,
+            "spec": module.projector,
+            "resampler_config": resampler,
+            "norm": norm_class(te),
+            "submodules": projector_submodules(
+                module.projector.kind, te, adapted=adapts_projector(projection.adapters)
+            ),
+            "projector_type": {"mlp": "mlp", "linear": "affine"}[module.projector.kind],
+            "input_size": joined_width(module.encoder, module.projector),
+            "pg_collection": pgs,
+        },
+    )
+    return ModuleSpec(
+        module=EncoderModule,
+        params={"pg_collection": pgs},
+        submodules={"encoders": {name: encoder}, "input_projections": [projector]},
+    )
+
+
+def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> OwnGradients:
+    config = module.config if name == LANGUAGE else module.encoders[name].config
+    # Overlap requires that every parameter gets a gradient in every microbatch, on all replicas. An encoder does not
+    # run for a text-only microbatch, and frozen parameters get no gradient.
+    overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
+    return OwnGradients(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=cfg.optim.distributed_optimizer,
+            overlap_grad_reduce=overlap and cfg.optim.overlap_grad_reduce,
+            overlap_param_gather=overlap and cfg.optim.overlap_param_gather,
+            check_for_nan_in_grad=False,
+        ),
+        module=module,
+        pg_collection=groups.collections[name],
+    )

@@ -1,0 +1,104 @@
+"""Products of transformer layers in fp8, which Transformer Engine computes and Megatron-Core switches on layer by layer
+(0.19.2, fp8_utils.py: `get_fp8_context`).
+
+Weights stay in the run's precision. Each layer keeps copies of its weights in fp8 from the first microbatch after they
+may have changed, see `renew_copies`.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from mimo_train.config.fault import UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.layout.fp8 import fp8_unit, has_fp8
+
+_SUPPORT = {
+    "tensorwise": "check_fp8_support",
+    "blockwise": "check_fp8_block_scaling_support",
+    "mxfp8": "check_mxfp8_support",
+}
+"""Functions of `transformer_engine.pytorch.fp8` that say whether this device has a recipe: tensorwise from compute
+capability 8.9, blockwise from 9.0, mxfp8 from 10.0."""
+
+
+def require_fp8(cfg: ConfigContainer, te: bool) -> None:
+    """What the config alone does not say.
+
+    Args:
+        te: whether layers are Transformer Engine's.
+
+    Raises:
+        UserError: a module has fp8, and there is no Transformer Engine, or the device does not have the recipe.
+    """
+    for name, recipe in has_fp8(cfg).items():
+        key = f"modules.{name}.fp8" if cfg.modules[name].fp8 else "train.fp8"
+        if not te:
+            raise UserError(
+                f"{key} is {recipe}, and layers are torch's: fp8 is of Transformer Engine on CUDA; install "
+                f"mimo-train[gpu] and train on a GPU, or set {key}=none"
+            )
+        can, why = getattr(import_module("transformer_engine.pytorch.fp8"), _SUPPORT[recipe])()
+        if not can:
+            raise UserError(f"{key} is {recipe}, which this device does not have ({why}): use another, or none")
+
+
+def prepare_layer(layer: TransformerLayer) -> None:
+    """Let the products of a layer that has fp8 take any number of rows.
+
+    fp8 products take multiples of 16 rows (mxfp8: 32; the gradient of a weight is summed over them), and pictures and
+    texts have any number: rows of zeros are added, and taken away behind the product.
+    """
+    config: TransformerConfig = layer.config
+    if not config.fp8 or is_first_last_bf16_layer(config, layer.layer_number - 1):
+        return
+    attention, blocks = layer.self_attention, [layer.mlp]
+    if isinstance(layer.mlp, MoELayer):
+        # Experts add their own rows, each to its tokens (0.19.2, moe/experts.py: `quantization_padding`).
+        blocks = [] if layer.mlp.shared_experts is None else [layer.mlp.shared_experts]
+    of_blocks = [linear for block in blocks for linear in (block.linear_fc1, block.linear_fc2)]
+    for linear in (attention.linear_qkv, attention.linear_proj, *of_blocks):
+        # `plan.fp8` has refused what would get here.
+        assert not isinstance(linear, ColumnParallelLinear | RowParallelLinear), f"{type(linear)} has no fp8"
+        linear.forward = _of_whole_units(linear.forward, fp8_unit(config.fp8_recipe), config.sequence_parallel)
+
+
+def renew_copies(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let layers make their copies in fp8 anew, at the next microbatch: weights may have changed.
+
+    Megatron-Core's own `set_is_first_microbatch` looks at the config of the whole model, which is the language model's:
+    an encoder with fp8 beside one without would keep the copies of its first step (0.19.2, transformer/module.py:105).
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = True  # type: ignore[assignment]
+
+
+def _of_whole_units(forward: Callable, unit: int, gathers: bool) -> Callable:
+    """The pass of a linear layer, [..., width] -> ([..., other width], bias), on a multiple of `unit` rows.
+
+    Args:
+        gathers: whether sequence-parallel ranks each have a part of the rows.
+    """
+
+    @wraps(forward)
+    def padded(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        leading = inputs.shape[:-1]
+        missing = -leading.numel() % unit
+        if not missing:
+            return forward(inputs)
+        # Padding would come between the parts of the ranks; sizes are such that there is none (`plan.fp8.row_unit`).
+        assert not gathers, f"{leading.numel()} rows of a sequence-parallel rank are no multiple of {unit}"
+        output, bias = forward(F.pad(inputs.flatten(0, -2), (0, 0, 0, missing)))
+        return output[:-missing].view(*leading, -1), bias
+
+    return padded

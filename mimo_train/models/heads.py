@@ -1,0 +1,159 @@
+"""Output heads for value and reward models, and freezing of routers."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import unwrap_model
+
+from encoders.normal import fill
+from mimo_train.models.marks import mark
+
+ModelList = list[MegatronModule]
+"""The model chunks of a rank."""
+
+ModelHook = Callable[[ModelList], ModelList]
+"""Changes a model before it is wrapped for data parallelism."""
+
+
+class LinearForLastLayer(torch.nn.Linear):
+    """A linear output layer that every tensor-parallel rank holds whole, in the place of Megatron-Core's output layer.
+
+    Attributes:
+        tp_group: the ranks that the sequence is split over; None: Megatron-Core's tensor-parallel group.
+    """
+
+    def __init__(self, input_size: int, output_size: int, sequence_parallel: bool):
+        """
+        Args:
+            input_size: width of the transformer's output.
+            output_size: numbers for each token.
+            sequence_parallel: whether each rank receives its part of the sequence, so that outputs must be gathered.
+        """
+        super().__init__(input_size, output_size, bias=False)
+        self.sequence_parallel = sequence_parallel
+        self.tp_group: dist.ProcessGroup | None = None
+        # Each rank sees its part of the tokens: `finalize_model_grads` then sums over the tensor-parallel ranks.
+        mark(self.weight, sequence_parallel=sequence_parallel)
+
+    def forward(  # type: ignore[override]  # called as Megatron-Core calls its output layer, not as a torch one
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Project [sequence, batch, hidden] to [whole sequence, batch, output_size], in fp32.
+
+        Args:
+            weight: not used: an output layer that shares the embedding's weights is given them here.
+            runtime_gather_output: not used: outputs are whole on every rank.
+
+        Returns:
+            The outputs, and None in the place of a bias.
+        """
+        output = super().forward(input_).float()
+        if self.sequence_parallel:
+            # Every rank uses the whole output, so it already has the whole gradient.
+            output = gather_from_sequence_parallel_region(
+                output, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return output, None
+
+
+def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_size: int = 1) -> ModelHook:
+    """A hook that replaces the output layer of the pipeline's last stage by a `LinearForLastLayer`.
+
+    Embeddings and output layer no longer share weights, on any stage. The new weights are drawn on the CPU from the
+    model's seed, the same at every layout. Without labels the model returns [batch, sequence, output_size].
+
+    Args:
+        hidden_size: width of the transformer's output.
+        sequence_parallel: whether the model runs sequence parallel.
+        output_size: numbers for each token.
+    """
+    _register_linear_for_last_layer_mapping()
+
+    def hook(model: ModelList) -> ModelList:
+        chunks = _ensure_model_list(model)
+        for chunk in chunks:
+            language = unwrap_model(chunk)
+            language.share_embeddings_and_output_weights = False
+            if language.post_process:
+                language.output_layer = _new_head(language, hidden_size, output_size, sequence_parallel)
+            elif language.pre_process:
+                # Marks of the weight's copy on the last stage, which is gone.
+                language.embedding.word_embeddings.weight.shared_embedding = False
+        return chunks
+
+    return hook
+
+
+def make_value_model(hidden_size: int, sequence_parallel: bool) -> ModelHook:
+    """`create_value_head_hook` with one output, by the name that trainers of value models call."""
+    return create_value_head_hook(hidden_size, sequence_parallel)
+
+
+def freeze_moe_router(model: ModelList | MegatronModule) -> ModelList:
+    """Stop the gradients of every router and of every gate of shared experts; before wrapping for data parallelism.
+
+    Args:
+        model: one module, or the chunks of a virtual pipeline.
+
+    Returns:
+        The chunks.
+    """
+    chunks = _ensure_model_list(model)
+    for chunk in chunks:
+        for module in chunk.modules():
+            router, shared = getattr(module, "router", None), getattr(module, "shared_experts", None)
+            for name in ("weight", "bias"):
+                _freeze_parameter_if_present(router, name)
+            for name in ("gate_weight", "gate_bias"):
+                _freeze_parameter_if_present(shared, name)
+    return chunks
+
+
+def _ensure_model_list(model: ModelList | MegatronModule) -> ModelList:
+    if isinstance(model, list):
+        return model
+    return list(model) if isinstance(model, tuple | torch.nn.ModuleList) else [model]
+
+
+def _freeze_parameter_if_present(module: object, name: str) -> None:
+    parameter = getattr(module, name, None)
+    if isinstance(parameter, torch.nn.Parameter):
+        parameter.requires_grad_(False)
+
+
+def _new_head(language: GPTModel, hidden_size: int, output_size: int, sequence_parallel: bool) -> LinearForLastLayer:
+    config, norm = language.config, language.decoder.final_layernorm.weight
+    head = LinearForLastLayer(hidden_size, output_size, sequence_parallel)
+    fill(head.weight.detach(), config.init_method_std, config.init_seed)
+    head.tp_group = language.pg_collection.tp
+    return head.to(device=norm.device, dtype=norm.dtype)
+
+
+def _register_linear_for_last_layer_mapping() -> None:
+    """Describe the head to checkpoints as replicated on every tensor-parallel and data-parallel rank; one rank writes
+    it.
+
+    Without this, Megatron-Core looks up the groups of a foreign layer in its global state.
+    """
+    LinearForLastLayer.sharded_state_dict = _replicated_state  # type: ignore[attr-defined]  # registered here
+
+
+def _replicated_state(
+    head: LinearForLastLayer, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+) -> dict:
+    return make_sharded_tensors_for_checkpoint(
+        head.state_dict(keep_vars=True),
+        prefix,
+        {},
+        sharded_offsets,
+        tp_group=head.tp_group,
+        dp_cp_group=(metadata or {}).get("dp_cp_group"),
+    )

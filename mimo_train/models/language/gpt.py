@@ -1,0 +1,264 @@
+"""The language model: Megatron-Core's GPT with what families have beside its layers.
+
+Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabulary part of this tensor-parallel rank
+(the whole one where it is gathered), L layers that get features of their own (DeepStack).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+
+from mimo_train.config.fault import UserError
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.models.documents import Documents
+from mimo_train.models.language.cross_entropy import cross_entropy
+from mimo_train.models.language.rotary import AxisRotaryEmbedding
+from mimo_train.models.rope import inverse_frequencies
+from mimo_train.parallel.context import own_part
+
+
+class SeededGPTModel(GPTModel):
+    """`GPTModel` whose weights outside of the layers are seeded by `config.init_seed`, like those inside. `config.llm`
+    is its `LlmSpec`.
+
+    Padded rows of the vocabulary have no part in the softmax, in which Megatron-Core 0.19.2 counts them
+    (language_module.py:155): without labels their logits are the lowest number there is, and get no gradient.
+    """
+
+    def __init__(self, config: TransformerConfig, *, tokens: int = 0, **kwargs: Any):
+        """
+        Args:
+            tokens: rows of the vocabulary that are no padding; 0: all.
+        """
+        torch.manual_seed(config.init_seed)
+        super().__init__(config, **kwargs)
+        self.deepstack_LSBH: torch.Tensor | None = None
+        """What the first layers add behind them; for the next pass alone."""
+        self.learned_N: torch.Tensor | None = None
+        """Positions that get logits, see `choose_logits`; for the next pass alone."""
+        self.trained_logits = 0
+        """Positions that got logits so far in passes that are trained, on one rank of those that compute the same."""
+        llm: LlmSpec = config.llm
+        self._tokens = tokens or self.vocab_size
+        if self.position_embedding_type == "rope":
+            self.rotary_pos_emb.inv_freq = inverse_frequencies(llm)
+        elif self.position_embedding_type == "mrope":
+            self.add_module("rotary_pos_emb", AxisRotaryEmbedding(llm, self.pg_collection.cp))
+        elif self.pre_process:
+            # Megatron-Core 0.19.2 makes them of fp32 whatever the model is of (language_model_embedding.py:67).
+            self.embedding.position_embeddings.to(config.params_dtype)
+        if self.pre_process and llm.scale_embeddings:
+            self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
+        if self.post_process and llm.logit_softcap:
+            self.output_layer.register_forward_hook(_SoftCap(llm.logit_softcap))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As Megatron-Core's.
+
+        Args:
+            packed_seq_params: `Documents` of a packed row. `position_ids` start again in each of them.
+
+        Raises:
+            UserError: with context parallelism, more tokens than this rank's part of a sequence; with `data.pack`, rows
+                without their documents.
+        """
+        added, self.deepstack_LSBH = self.deepstack_LSBH, None
+        learned, self.learned_N = self.learned_N, None
+        self._require_own_part(input_ids, packed_seq_params)
+        kwargs["packed_seq_params"] = packed_seq_params
+        # Another head has outputs of another kind.
+        if learned is not None and self.post_process and isinstance(self.output_layer, ColumnParallelLinear):
+            kwargs["output_processor"] = partial(_of_some, learned, self.pg_collection.tp)
+        if added is not None:
+            # An argument of the layers: they run again in the backward pass, when other microbatches have gone through.
+            kwargs["extra_block_kwargs"] = {"context": added}
+        return super().forward(input_ids, *args, **kwargs)
+
+    def _require_own_part(self, input_ids: torch.Tensor | None, packed: PackedSeqParams | None) -> None:
+        """Mistakes of a forward step that would be trained unnoticed."""
+        if self.config.packed and self.training and torch.is_grad_enabled() and packed is None:
+            raise UserError(
+                "data.pack: the rows of a microbatch are several documents, and the forward step does not say where "
+                "they end: give the model packed_seq_params=documents_of(batch, cp), of mimo_train.models.documents"
+            )
+        cp, length = self.config.context_parallel_size, self.max_sequence_length
+        whole = packed.tokens if isinstance(packed, Documents) else length
+        if cp > 1 and input_ids is not None and input_ids.size(1) > whole // cp:
+            of = f"data.sequence_length {length}" if packed is None else f"a packed row of {whole}"
+            raise UserError(
+                f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
+                f"cp {cp} ranks, and {of} is {whole // cp} for each: cut the microbatch by "
+                "mimo_train.parallel.context.own_part"
+            )
+
+    def _preprocess(
+        self,
+        *arguments: Any,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple:
+        """As Megatron-Core's, with rotary angles that start again in each document of a packed row. In exact
+        arithmetic they need not, since only distances count; in fp32 the losses of tokens move by 1e-3 otherwise."""
+        found = super()._preprocess(
+            *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
+        )
+        if not isinstance(packed_seq_params, Documents) or self.position_embedding_type != "rope":
+            return found
+        assert position_ids is not None, "positions of the documents"
+        if position_ids.size(-1) == packed_seq_params.tokens:
+            position_ids = own_part({"positions": position_ids}, self.pg_collection.cp)["positions"]
+        # `packed_seq`: all positions, not this context-parallel rank's.
+        table = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)
+        decoder_input, _, *others = found
+        return decoder_input, table[position_ids[0]], *others
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Loss of every token, [B, S] in nats, from logits [S, B, V], which this changes."""
+        padding_V = self._padding(logits)
+        if padding_V is not None:
+            # Behind autograd's back, without a copy: the loss has no gradient where the softmax is 0.
+            with torch.no_grad():
+                logits[..., padding_V] = torch.finfo(logits.dtype).min
+        is_whole = self.tp_group.size() == 1 and logits.device.type == "cpu"
+        if is_whole and not self.config.cross_entropy_loss_fusion:
+            losses_SB = cross_entropy(logits.flatten(0, 1), labels.T.reshape(-1)).view(logits.shape[:2])
+            return losses_SB.T.contiguous()
+        return super().compute_language_model_loss(labels, logits)
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *arguments: Any,
+        labels: torch.Tensor | None = None,
+        output_processor: partial | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if self.post_process and self.training and torch.is_grad_enabled() and self.pg_collection.tp.rank() == 0:
+            self.trained_logits += self._positions(hidden_states, output_processor)
+        output = super()._postprocess(
+            hidden_states, *arguments, labels=labels, output_processor=output_processor, **options
+        )
+        if labels is None and self.post_process and (padding_V := self._padding(output)) is not None:
+            output[..., padding_V] = torch.finfo(output.dtype).min
+        return output
+
+    def _positions(self, hidden_states: torch.Tensor, chosen: partial | None) -> int:
+        """How many get logits, of `hidden_states` [S, B, H]: another head than ours has all of them."""
+        if chosen is not None:
+            return len(chosen.args[0])
+        parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        return hidden_states.size(0) * hidden_states.size(1) * parts
+
+    def _padding(self, logits: torch.Tensor) -> slice | None:
+        """The padded columns of logits [..., V]; None if they have none, or another head made them."""
+        if not isinstance(self.output_layer, ColumnParallelLinear):
+            return None
+        columns = logits.size(-1)
+        begin = 0 if columns == self.vocab_size else self.pg_collection.tp.rank() * columns
+        first = max(self._tokens - begin, 0)
+        return slice(first, columns) if first < columns else None
+
+
+class TrainedLogits:
+    """How many positions got logits in the passes of this rank's chunks of the language model, whoever's forward step
+    made them: one that does not call `choose_logits` computes all."""
+
+    def __init__(self, model: list[MegatronModule]):
+        self._chunks = [one for chunk in model for one in chunk.modules() if isinstance(one, SeededGPTModel)]
+        self._before = 0
+
+    def own(self) -> list[int]:
+        """Those since the last call, for the step's sum."""
+        now = sum(one.trained_logits for one in self._chunks)
+        before, self._before = self._before, now
+        return [now - before]
+
+
+def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
+    """Logits of some positions alone in a language model's next pass: other losses are 0, and without labels it returns
+    [1, N, V] instead of [B, S, V].
+
+    Args:
+        model: its last stage; without effect on one that is no `SeededGPTModel`.
+        learned_N: at least one place in [B * S] of this rank's part of the text, ascending, each once.
+    """
+    language = unwrap_model(model)
+    if isinstance(language, SeededGPTModel):
+        language.learned_N = learned_N
+
+
+def _of_some(
+    learned_N: torch.Tensor,
+    tp_group: torch.distributed.ProcessGroup,
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: ColumnParallelLinear,
+    output_weight: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    runtime_gather_output: bool | None,
+    compute_language_model_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    scale_logits: Callable[[torch.Tensor], torch.Tensor],
+    **_others: Any,
+) -> torch.Tensor:
+    """Megatron-Core's `output_processor`: losses [B, S] of `labels` [B, S], or logits [1, N, V] without them, from
+    `hidden_states` [S, B, H], of which tensor-parallel ranks have parts under sequence parallelism."""
+    gathers = output_layer.sequence_parallel
+    if gathers:
+        # Not in the layer: how many of the positions are in a rank's part is another number on each.
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=tp_group
+        )
+    length, batch = hidden_states.shape[:2]
+    rows_NH = hidden_states.flatten(0, 1).index_select(0, learned_N % length * batch + learned_N // length)
+    output_layer.sequence_parallel = False
+    try:
+        logits_NBV, _ = output_layer(
+            rows_NH.unsqueeze(1), weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
+    finally:
+        output_layer.sequence_parallel = gathers
+    logits_NBV = scale_logits(logits_NBV)
+    if labels is None:
+        return logits_NBV.transpose(0, 1)
+    labels_BN = labels.reshape(-1).index_select(0, learned_N).unsqueeze(0)
+    losses_N = compute_language_model_loss(labels_BN, logits_NBV).squeeze(0)
+    return spread(losses_N, learned_N, (batch, length))
+
+
+def spread(values_N: torch.Tensor, places_N: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[B, S] with values in some places of [B * S], 0 elsewhere."""
+    return values_N.new_zeros(shape[0] * shape[1]).index_copy(0, places_N, values_N).view(shape)
+
+
+def _scale_embeddings(_module: torch.nn.Module, _arguments: tuple, embeddings: torch.Tensor) -> torch.Tensor:
+    """Times sqrt(hidden size), which is rounded to the precision of the weights first, as families were trained."""
+    # Filled on the device: a copy of a number would wait for all that is queued.
+    return embeddings * torch.full((), embeddings.size(-1) ** 0.5, dtype=embeddings.dtype, device=embeddings.device)
+
+
+class _SoftCap:
+    """Forward hook: logits become cap * tanh(logit / cap)."""
+
+    def __init__(self, cap: float):
+        self._cap = cap
+
+    def __call__(self, _module: torch.nn.Module, _arguments: tuple, output: tuple) -> tuple:
+        logits, bias = output
+        return self._cap * torch.tanh(logits / self._cap), bias

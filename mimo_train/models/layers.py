@@ -1,0 +1,245 @@
+"""Layer specs: the classes of a transformer layer.
+
+Two kinds, chosen by what is installed: `te` (Transformer Engine, on CUDA) and `torch` (plain norms and Megatron-Core's
+linear layers around `SdpaAttention`; runs everywhere).
+
+Initial weights are a function of (seed, module, layer) alone, never of the layout: every layer seeds the CPU generator
+before it builds itself, and every weight takes a seed from it, from which a rank draws its part (`initial_weights`).
+Experts (`moe`) are seeded one by one.
+"""
+
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from megatron.core.utils import get_pg_rank
+
+from mimo_train.config.fault import UserError
+from mimo_train.models.attention import SdpaAttention
+from mimo_train.models.dense_layer import DenseLayer
+from mimo_train.models.documents import attention_inside_documents
+from mimo_train.models.fp8 import prepare_layer
+from mimo_train.models.language.norms import ZeroCenteredRMSNorm
+from mimo_train.models.layer_scale import ScaledAdd
+from mimo_train.models.lora import add_adapters, linear_classes
+from mimo_train.models.marks import mark
+from mimo_train.models.moe import expert_layer
+from mimo_train.models.neutral import require_neutral
+from mimo_train.models.rms_norm import RMSNorm
+from mimo_train.models.seeds import seed_for
+from mimo_train.models.window_attention import WindowAttention
+
+
+class SeededTransformerLayer(TransformerLayer):
+    """A transformer layer whose initial weights depend on its place in the model, not on the stage that holds it.
+
+    `config.init_seed` is the seed of its module. It has the adapters that `config.adapters` has for its number.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, layer_number: int = 1, **kwargs: Any
+    ):
+        offset = get_transformer_layer_offset(config, kwargs.get("vp_stage"), get_pg_rank(kwargs["pg_collection"].pp))
+        seed = seed_for(config.init_seed, "layer", layer_number + offset)
+        torch.manual_seed(seed)
+        super().__init__(config, submodules, layer_number=layer_number, **kwargs)
+        add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
+        prepare_layer(self)
+        self._dense = DenseLayer.of(self)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron-Core's: (output [S, B, H], context)."""
+        own = {
+            "attention_mask": attention_mask,
+            "rotary_pos_emb": rotary_pos_emb,
+            "packed_seq_params": packed_seq_params,
+        }
+        if self._dense and self._dense.is_free and all(value is None for value in options.values()):
+            return self._dense(hidden_states, **own), None
+        return super().forward(hidden_states, **own, **options)
+
+
+_NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RMSNorm}
+
+
+class TorchNorm:
+    """LayerNorm or RMSNorm of torch, built where Megatron-Core builds a norm.
+
+    Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that
+    `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
+
+    Raises:
+        UserError: the config asks for a norm that there is none of here, by the option's name.
+    """
+
+    def __new__(  # type: ignore[misc]  # it builds a norm, and is none
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> torch.nn.Module:
+        require_neutral("TorchNorm", config, persist_layer_norm=False, memory_efficient_layer_norm=False)
+        if config.layernorm_zero_centered_gamma:
+            require_neutral("TorchNorm with layernorm_zero_centered_gamma", config, normalization="RMSNorm")
+            norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype)
+        else:
+            require_neutral("TorchNorm", config, normalization=tuple(_NORMS))
+            norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            mark(parameter, sequence_parallel=config.sequence_parallel)
+        return norm
+
+
+def use_transformer_engine(kind: str) -> bool:
+    """Whether layers are built from Transformer Engine: on CUDA, where it is installed.
+
+    Raises:
+        UserError: it is installed and cannot be imported. Megatron-Core would take it for absent, while layers are
+            built from it.
+    """
+    if kind != "cuda" or find_spec("transformer_engine") is None:
+        return False
+    try:
+        import_module("transformer_engine.pytorch")
+    except Exception as error:  # of a library that is missing or of another version, whatever it raises
+        raise UserError(
+            "Transformer Engine is installed and cannot be imported "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}): "
+            "repair it, or uninstall it, and layers are torch's"
+        ) from error
+    return True
+
+
+def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense: bool = False) -> ModuleSpec:
+    """The spec of one pre-norm transformer layer with the given attention mask.
+
+    Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind; one with windows
+    too.
+
+    Args:
+        dense: whether the layer has no experts though the config has some.
+    """
+    experts = config.num_moe_experts is not None and not dense
+    windows = getattr(config, "full_attention", None) is not None
+    kind = _te_submodules if te and not config.lora.rank and not windows else _torch_submodules
+    submodules = kind(config, experts)
+    attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
+    if getattr(config, "packed", False):
+        attention = replace(attention, submodules=_inside_documents(attention.submodules, config))
+    if windows:
+        inside = replace(attention.submodules, core_attention=WindowAttention)
+        attention = replace(attention, submodules=inside)
+    changes: dict[str, Any] = {"self_attention": attention}
+    if getattr(config, "layer_scale", 0):
+        changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), ModuleSpec(ScaledAdd, params={"config": config}))
+    return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, **changes))
+
+
+def _inside_documents(parts: SelfAttentionSubmodules, config: TransformerConfig) -> SelfAttentionSubmodules:
+    """The parts with a core attention that stays inside documents: Transformer Engine's does so in a format of its own,
+    and wants documents cut one by one over context-parallel ranks, where ours takes the cut of the whole row."""
+    if parts.core_attention is SdpaAttention:
+        return parts
+    cut = config.context_parallel_size > 1
+    return replace(parts, core_attention=SdpaAttention if cut else attention_inside_documents(parts.core_attention))
+
+
+def mlp_submodules(te: bool, adapted: bool = False) -> MLPSubmodules:
+    """The linear layers of a feed-forward block that has no norm in front (projectors); `adapted` ones are never
+    Transformer Engine's."""
+    if te and not adapted:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+    column, row = linear_classes(adapted)
+    return MLPSubmodules(linear_fc1=column, linear_fc2=row)
+
+
+def projector_submodules(kind: str, te: bool, adapted: bool = False) -> MLPSubmodules:
+    """The linear layers of a projector: of an mlp both, of a linear one the first."""
+    if kind == "mlp":
+        return mlp_submodules(te, adapted)
+    return MLPSubmodules(linear_fc1=partial(_gathered_linear, linear_classes(adapted)[0]), linear_fc2=None)
+
+
+def _gathered_linear(column: type, *args: Any, **options: Any) -> ColumnParallelLinear:
+    """The layer of a linear projector, whose output is whole on every rank.
+
+    `MultimodalProjector` asks for the bias apart and adds this rank's part of it to the whole output, which fails for
+    tp above 1 (Megatron-Core 0.19.2, multimodal_projector.py:56-82); Transformer Engine's layer gathers nothing
+    (extensions/transformer_engine.py:1155).
+    """
+    return column(*args, **options | {"skip_bias_add": False})
+
+
+def norm_class(te: bool) -> type:
+    """The builder of a separate norm (final norms)."""
+    if te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return TorchNorm
+
+
+def _te_submodules(config: TransformerConfig, experts: bool) -> TransformerLayerSubmodules:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
+
+    if not experts:
+        return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+    submodules = get_gpt_layer_with_transformer_engine_submodules(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+    )
+    return replace(submodules, mlp=expert_layer(mlp_submodules(te=True), te=True))
+
+
+def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLayerSubmodules:
+    head_norm = TorchNorm if config.qk_layernorm else IdentityOp
+    # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's; before experts it
+    # keeps the norm separate, too.
+    column, row = linear_classes(adapted=config.lora.rank > 0)
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not experts:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        mlp = partial(MLP.as_mlp_submodule, submodules=linears)
+    else:
+        mlp = expert_layer(mlp_submodules(te=False), te=False)
+    return TransformerLayerSubmodules(
+        input_layernorm=TorchNorm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=column,
+                core_attention=SdpaAttention,
+                linear_proj=row,
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=TorchNorm,
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=names,
+    )

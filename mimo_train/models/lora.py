@@ -1,0 +1,378 @@
+"""Low-rank adapters beside Megatron-Core's parallel linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685).
+
+y = W x + scale * B A x, with W frozen and scale alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732). A is
+drawn as a function of (seed, module, layer, name of the linear layer or projection) alone, whole, and cut as W is; B
+begins at zero, so that a run begins with the numbers of the model without adapters. The parameters are `lora_a` [rank,
+input size] and `lora_b` [output size, rank] beside `weight`, which keeps its name: checkpoints of the model without
+adapters fit. The adapter of a projection inside a fused layer has its parameters one name deeper, as in
+`linear_qkv.q_proj.lora_a`, and the projection's rows in its own order.
+
+DoRA (arXiv 2402.09353): y = g * (W + scale * B A) x, with g = m / |W + scale * B A| for every output row, where m,
+`lora_magnitude` [output size], is trained and the norm is taken as a constant in backward (section 4.3 there). m begins
+as the norm, so that g is 1.
+
+A x has only `rank` numbers for each token, and tensor parallelism communicates nothing wider than that:
+
+- column-parallel: B and m are cut like W, A is whole. With sequence parallelism A x is gathered along the sequence.
+- row-parallel: A is cut like W, B and m are whole. A x is summed over ranks, with sequence parallelism and cut again;
+  squares of rows are summed over ranks.
+
+Shape suffixes: S sequence, B batch, R rank (of all projections together), O output size (this rank's part where it is
+cut).
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import is_adapter
+from mimo_train.config.schema_modules import LoraConfig
+from mimo_train.layout.adapters import WHOLE, AdaptedLinear, Linear
+from mimo_train.models.fused_rows import FusedRows
+from mimo_train.models.marks import mark
+from mimo_train.models.names import global_names
+from mimo_train.models.seeds import seed_for
+
+
+class _Adaptable:
+    """Base of the two linear layers that can be adapted. Without `add_adapters` they are Megatron-Core's."""
+
+    lora: LoraConfig | None = None
+    linear: Linear
+    column: bool
+    # What the parallel linear layer has that this is mixed into.
+    config: TransformerConfig
+    input_size: int
+    sequence_parallel: bool
+    skip_bias_add: bool
+    tp_group: dist.ProcessGroup
+    training: bool
+    weight: torch.Tensor
+
+    def add_adapters(self, adapted: AdaptedLinear, lora: LoraConfig, seed: int) -> None:
+        """Create A and B, and with DoRA magnitudes of 1, which `start_magnitudes` sets.
+
+        Args:
+            seed: of the layer.
+        """
+        self.lora, self.linear = lora, adapted.linear
+        self._rows = FusedRows(adapted.linear, self.tp_group.size())
+        self._adapters: dict[str, Any] = {
+            name: self if name == WHOLE else torch.nn.Module() for name in adapted.projections
+        }
+        # The bias is added behind the magnitudes.
+        self._adds_bias = lora.dora and not self.skip_bias_add
+        self.skip_bias_add = self.skip_bias_add or lora.dora
+        for name, holder in self._adapters.items():
+            if name != WHOLE:
+                self.add_module(name, holder)  # type: ignore[attr-defined]  # a torch module, which this is mixed into
+            self._add_adapter(holder, name, seed)
+
+    def _add_adapter(self, holder: Any, name: str, seed: int) -> None:
+        assert self.lora is not None
+        rank, bound = self.lora.rank, 1 / math.sqrt(self.input_size)
+        whole = torch.empty(rank, self.input_size)
+        target = name or self.linear.name.rpartition(".")[2]
+        whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed_for(seed, "lora", target)))
+        part = whole if self.column else whole.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+        dtype, rows = self.weight.dtype, self._rows.count(name)
+        holder.lora_a = torch.nn.Parameter(part.to(dtype, copy=True).contiguous())
+        holder.lora_b = torch.nn.Parameter(torch.zeros(rows, rank, dtype=dtype))
+        if self.lora.dora:
+            holder.lora_magnitude = torch.nn.Parameter(torch.ones(rows, dtype=dtype))
+        for _, parameter, dim in self._named(holder):
+            if dim is not None:
+                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            else:
+                # Each rank sees its part of the tokens: `finalize_model_grads` then sums over tensor-parallel ranks.
+                mark(parameter, sequence_parallel=self.sequence_parallel)
+
+    def _named(self, holder: Any) -> Iterator[tuple[str, torch.nn.Parameter, int | None]]:
+        """(name, parameter, dimension that tensor parallelism cuts) of one adapter."""
+        yield "lora_a", holder.lora_a, None if self.column else 1
+        yield "lora_b", holder.lora_b, 0 if self.column else None
+        if self.lora is not None and self.lora.dora:
+            yield "lora_magnitude", holder.lora_magnitude, 0 if self.column else None
+
+    def named_adapters(self) -> Iterator[tuple[str, str, torch.nn.Parameter, int | None]]:
+        """(projection, name inside this layer, parameter, dimension that tensor parallelism cuts) of every one."""
+        for projection, holder in self._adapters.items() if self.lora is not None else ():
+            for name, parameter, dim in self._named(holder):
+                yield projection, f"{projection}.{name}".removeprefix("."), parameter, dim
+
+    def own_part(self, whole: torch.Tensor, projection: str, dim: int | None) -> torch.Tensor:
+        """This rank's part of a whole parameter that tensor parallelism cuts along `dim`."""
+        tp, rank = self.tp_group.size(), self.tp_group.rank()
+        if dim is None or tp == 1:
+            return whole
+        if projection == WHOLE and dim == 0 and self._rows.interleaved:
+            each = FusedRows(self.linear).split(whole, [name for name, _ in self.linear.projections])
+            return self._rows.join({name: rows.chunk(tp)[rank] for name, rows in each.items()}, dim=0, fill=0.0)
+        return whole.chunk(tp, dim)[rank]
+
+    def _hidden(self, inputs: torch.Tensor, cut: bool) -> torch.Tensor:
+        """A x of all adapters together, [S, B, R], of this rank alone; they see the same elements dropped.
+
+        Args:
+            cut: whether a tensor-parallel rank has a part of the inputs, and so its own mask.
+        """
+        assert self.lora is not None
+        if self.training and self.lora.dropout:
+            with get_cuda_rng_tracker().fork() if cut else nullcontext():
+                inputs = F.dropout(inputs, self.lora.dropout)
+        return F.linear(inputs, torch.cat([holder.lora_a for holder in self._adapters.values()]))
+
+    def _adapted(
+        self, output_SBO: torch.Tensor, bias: torch.Tensor | None, hidden_SBR: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's output and bias with adapters, from those without and A x."""
+        assert self.lora is not None
+        pieces = zip(self._adapters.items(), hidden_SBR.split(self.lora.rank, -1), strict=True)
+        deltas = {name: F.linear(piece, holder.lora_b) for (name, holder), piece in pieces}
+        output_SBO = output_SBO + self.lora.scale * self._rows.join(deltas, dim=-1, fill=0.0)
+        if self.lora.dora:
+            output_SBO = self._gain().to(output_SBO.dtype) * output_SBO
+        if self._adds_bias:
+            return (output_SBO if bias is None else output_SBO + bias), None
+        return output_SBO, bias
+
+    @torch.no_grad()
+    def _adapted_weight(self) -> torch.Tensor:
+        """W + scale * B A in fp32, this rank's part of it."""
+        assert self.lora is not None
+        products = {name: one.lora_b.float() @ one.lora_a.float() for name, one in self._adapters.items()}
+        return self.weight.float() + self.lora.scale * self._rows.join(products, dim=0, fill=0.0)
+
+    @torch.no_grad()
+    def _norms(self) -> torch.Tensor:
+        """Norm of every row of the adapted weight, in the precision of the magnitudes. Collective over tensor-parallel
+        ranks of a row-parallel layer."""
+        squares = self._adapted_weight().square().sum(dim=1)
+        if not self.column and self.tp_group.size() > 1:
+            dist.all_reduce(squares, group=self.tp_group)
+        return squares.sqrt().to(self.weight.dtype)
+
+    def _gain(self) -> torch.Tensor:
+        """What DoRA multiplies each output by, fp32; 1 for rows without an adapter."""
+        norms = self._rows.split(self._norms().float(), self._adapters)
+        gains = {name: one.lora_magnitude.float() / norms[name] for name, one in self._adapters.items()}
+        return self._rows.join(gains, dim=0, fill=1.0)
+
+    @torch.no_grad()
+    def start_magnitudes(self, names: Collection[str]) -> None:
+        """Set magnitudes to the norms that they divide by. Collective as `_norms` is.
+
+        Args:
+            names: inside this layer, of the magnitudes to set.
+        """
+        paths = {name: f"{name}.lora_magnitude".removeprefix(".") for name in self._adapters}
+        mine = {name: one for name, one in self._adapters.items() if paths[name] in names}
+        if mine:
+            norms = self._rows.split(self._norms(), mine)
+            for name, holder in mine.items():
+                holder.lora_magnitude.copy_(norms[name])
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: tuple, metadata: dict[str, Any]) -> dict[str, Any]:
+        # The linear layer's, which comes behind this class.
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        if self.lora is None:
+            return state
+        own = {name: parameter for _, name, parameter, _ in self.named_adapters()}
+        cut = {name: dim for _, name, _, dim in self.named_adapters() if dim is not None}
+        # A weight is stored as one tensor of all layers, whose parts would be missing where only some have adapters.
+        number = "" if self.linear.layer is None else f"layer_{self.linear.layer}."
+        stored = make_sharded_tensors_for_checkpoint(own, f"{prefix}{number}", cut, (), **groups)
+        for name in own:
+            state[prefix + name] = stored[f"{prefix}{number}{name}"]
+            if WHOLE in self._adapters and self._rows.interleaved and cut.get(name) == 0:
+                # Its outputs are two halves, of each of which a rank has a part; as for the weight (mlp.py:371).
+                state[prefix + name] = apply_swiglu_sharded_factory(
+                    state[prefix + name], (), tp_group=self.tp_group, dp_group=metadata["dp_cp_group"]
+                )
+        return state
+
+    @torch.no_grad()
+    def merged_weight(self) -> torch.Tensor:
+        """The weight with its adapters, this rank's part of it, in fp32. Collective as `_norms` is."""
+        assert self.lora is not None
+        adapted = self._adapted_weight()
+        return self._gain()[:, None] * adapted if self.lora.dora else adapted
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Put the adapters into the weight, and reset them so that they change nothing. Collective as `_norms` is."""
+        if self.lora is None:
+            return
+        self.weight.copy_(self.merged_weight())
+        for holder in self._adapters.values():
+            holder.lora_b.zero_()
+        if self.lora.dora:
+            self.start_magnitudes([name for _, name, _, _ in self.named_adapters()])
+
+
+class LoraColumnParallelLinear(_Adaptable, ColumnParallelLinear):
+    """`ColumnParallelLinear` that can have adapters."""
+
+    column = True
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[S, B, input size] -> ([S, B, O], bias or None)."""
+        if self.lora is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        output_SBO, bias = super().forward(input_, weight, False)
+        hidden_SBR = self._hidden(input_, cut=self.sequence_parallel)
+        if self.sequence_parallel:
+            hidden_SBR = gather_from_sequence_parallel_region(hidden_SBR, group=self.tp_group)
+        else:
+            hidden_SBR = copy_to_tensor_model_parallel_region(hidden_SBR, group=self.tp_group)
+        output_SBO, bias = self._adapted(output_SBO, bias, hidden_SBR)
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            output_SBO = gather_from_tensor_model_parallel_region(output_SBO, group=self.tp_group)
+        return output_SBO, bias
+
+
+class LoraRowParallelLinear(_Adaptable, RowParallelLinear):
+    """`RowParallelLinear` that can have adapters."""
+
+    column = False
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[S, B, this rank's part of the input size] -> ([S, B, O], bias or None)."""
+        output_SBO, bias = super().forward(input_)
+        if self.lora is None:
+            return output_SBO, bias
+        hidden_SBR = self._hidden(input_, cut=True)
+        if self.sequence_parallel:
+            hidden_SBR = reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.tp_group)
+        else:
+            hidden_SBR = reduce_from_tensor_model_parallel_region(hidden_SBR, group=self.tp_group)
+        return self._adapted(output_SBO, bias, hidden_SBR)
+
+
+def linear_classes(adapted: bool) -> tuple[type, type]:
+    """The column- and the row-parallel linear layer, of the kind that can have adapters or Megatron-Core's own."""
+    if adapted:
+        return LoraColumnParallelLinear, LoraRowParallelLinear
+    return ColumnParallelLinear, RowParallelLinear
+
+
+def add_adapters(part: torch.nn.Module, name: str, config: TransformerConfig, seed: int) -> None:
+    """Give a part of a module the adapters that `config.adapters` has for it.
+
+    Args:
+        part: a transformer layer or a projector.
+        name: of the part in its module.
+        seed: of the part.
+    """
+    for path, linear in list(part.named_modules()):
+        adapted = config.adapters.get(f"{name}.{path}".removesuffix("."))
+        if adapted is not None:
+            assert isinstance(linear, _Adaptable), f"{name}.{path} cannot have adapters"
+            linear.add_adapters(adapted, config.lora, seed)
+
+
+def adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, _Adaptable]]:
+    """(name, layer) of every linear layer with adapters."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _Adaptable) and layer.lora is not None:
+            yield name, layer
+
+
+def whole_adapters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters of a module that one process holds whole, by their names in the module."""
+    found = {}
+    for name, parameter in global_names(chunk).items():
+        if is_adapter(name):
+            found[name] = parameter.detach()
+    assert all(layer.tp_group.size() == 1 for _, layer in adapted_layers(chunk)), "adapters are cut"
+    return found
+
+
+@torch.no_grad()
+def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Tensor]) -> None:
+    """Give the adapters on this rank their values.
+
+    Args:
+        chunks: what this rank holds of one module.
+        adapters: whole tensors by their names in the module; those of other pipeline stages are not looked at.
+
+    Raises:
+        UserError: an adapter of this rank is not among them, or of another shape; every rank may raise it.
+    """
+    for chunk in chunks:
+        names = {id(parameter): name for name, parameter in global_names(chunk).items()}
+        for _, layer in adapted_layers(chunk):
+            for projection, _, parameter, dim in layer.named_adapters():
+                name = names[id(parameter)]
+                if name not in adapters:
+                    raise UserError(f"there is no {name} among the adapters to load: lora.targets name other layers")
+                part = layer.own_part(adapters[name], projection, dim)
+                if part.shape != parameter.shape:
+                    raise UserError(
+                        f"{name} has shape {tuple(adapters[name].shape)} among the adapters to load, and its part here "
+                        f"{tuple(part.shape)}, not {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(part)
+
+
+def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
+    """Stop the gradients of everything but adapters.
+
+    Args:
+        chunks: what this rank holds of one module, before data-parallel wrapping.
+        part: shell pattern of the parameter names to freeze; other parameters are unchanged.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if fnmatchcase(name, part) and not is_adapter(name):
+                parameter.requires_grad_(False)
+
+
+def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = None) -> None:
+    """Set DoRA's magnitudes so that they change nothing: to be called whenever weights have been loaded without them.
+    Collective over the tensor-parallel ranks.
+
+    Args:
+        names: of the magnitudes to set, as in the module's state dict; None: all.
+    """
+    for path, layer in adapted_layers(module):
+        own = [name for _, name, _, _ in layer.named_adapters()]
+        layer.start_magnitudes([name for name in own if names is None or f"{path}.{name}".removeprefix(".") in names])
+
+
+def merge_lora(model: list[torch.nn.Module]) -> None:
+    """Put every adapter of the model chunks into its weight, so that the weights alone give the model's numbers (in
+    bf16 and fp16 to the precision of a weight). The adapters are reset and change nothing. Collective over
+    tensor-parallel ranks."""
+    for chunk in model:
+        for _, layer in adapted_layers(chunk):
+            layer.merge()

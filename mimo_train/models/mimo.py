@@ -1,0 +1,180 @@
+"""Several modules as one model: Megatron-Core's `MimoModel`, at any placement of its modules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import unwrap_model
+
+from encoders.base import EncoderSpec, deepstack_layers
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.models.documents import documents_of
+from mimo_train.parallel.bridge.exchange import SharedBridge
+from mimo_train.parallel.bridge.shapes import StepShapes
+from mimo_train.parallel.context import sum_gradients
+
+
+class PlacedMimoModel(MimoModel):
+    """`MimoModel` in which an encoder may share the ranks of the language model's first stage while others do not.
+
+    Megatron-Core 0.19.2 supports two cases: all modules on the same ranks, or every rank with either encoders or the
+    language model (mimo/model/base.py:441-463). It treats a mix as the second case, without the language model.
+
+    Attributes:
+        shapes: of the current step; set by the pipeline.
+        shared_bridges: by encoder, from its layout to the language model's on the same ranks; set by the pipeline. An
+            encoder without one passes its features on unchanged: its samples are the language model's.
+    """
+
+    def __init__(
+        self,
+        mimo_config: MimoModelConfig,
+        cp_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__(mimo_config, cp_group, tp_group)
+        self.shapes = StepShapes()
+        self.shared_bridges: dict[str, SharedBridge] = {}
+        self._cp_group = cp_group
+
+    def _build_colocated_communicators(self) -> None:
+        """Build none of Megatron-Core's, which need equal counts in every sample. See `shared_bridges`."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        modality_inputs: dict[str, dict[str, Any]] | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor | None]:
+        """Forward pass of the modules on this rank: encoders first, then the language model.
+
+        Args:
+            input_ids: [batch, sequence], on the language model's ranks; position_ids, labels and loss_mask likewise.
+            modality_inputs: encoder module -> arguments of its encoder, None if the microbatch has no media.
+            documents: where the documents of a packed row end; batch is 1. Features are in the order of documents.
+
+        Returns:
+            (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
+            mask) elsewhere.
+        """
+        received = getattr(self, "input_tensors", None) or {}
+        features = self._encode(modality_inputs or {}, received)
+        if not self.role.has_language_module:
+            return features, loss_mask
+        # All encoders run before the first exchange, so that every rank makes the exchanges in the same order, also in
+        # the backward pass.
+        received |= {name: self._to_language(name, rows) for name, rows in features.items()}
+        received = {name: rows if name == LANGUAGE else self._joined(name, rows) for name, rows in received.items()}
+        if self.role.is_first_stage(LANGUAGE):
+            received = self._without_deepstack(received, input_ids)
+        return self._forward_language_module(
+            input_ids, position_ids, attention_mask, loss_mask, labels, received, {"documents": documents}
+        )
+
+    def _build_packed_seq_params(self, packing_kwargs: dict | None) -> PackedSeqParams | None:
+        """Megatron-Core 0.19.2 knows no other format here than `thd` (mimo/model/base.py:585)."""
+        ranks = 1 if self._cp_group is None else self._cp_group.size()
+        return documents_of(packing_kwargs or {}, ranks)
+
+    def get_text_embeddings(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, special_token_ids: dict[str, int]
+    ) -> torch.Tensor:
+        """Embeddings [sequence, batch, hidden] of all tokens, placeholders included: features will replace theirs. A
+        placeholder that the table has no row for gets the first one.
+
+        Megatron-Core's (mimo/model/base.py:346-397) selects the tokens of the text, and the host waits for their
+        number.
+        """
+        embedding = unwrap_model(self.language_model).embedding
+        for token in special_token_ids.values():
+            if token >= embedding.word_embeddings.num_embeddings:
+                input_ids = input_ids.masked_fill(input_ids == token, 0)
+        return embedding(input_ids=input_ids, position_ids=position_ids)
+
+    def align_embeddings_by_token_positions(
+        self,
+        modality_embeddings: dict[str, torch.Tensor],
+        input_ids: torch.Tensor,
+        special_token_ids: dict[str, int],
+    ) -> torch.Tensor:
+        """The text's embeddings [sequence, batch, hidden] with the features of every module in their places.
+
+        Megatron-Core's (mimo/model/base.py:144-210) counts placeholders on the host, which waits for the device, and
+        selects gradients by a mask in the backward pass, where it waits again. Here the device counts and compares.
+        """
+        features = dict(modality_embeddings)
+        text_SBH = features.pop("text")
+        sequence, batch, hidden = text_SBH.shape
+        joined = text_SBH.reshape(-1, hidden)
+        for name, rows in features.items():
+            mask = (input_ids == special_token_ids[name]).reshape(-1)
+            torch._assert_async(mask.sum() == len(rows), f"another number of features of {name} than placeholders")
+            place = torch.nonzero_static(mask, size=len(rows)).squeeze(1)
+            joined = joined.index_copy(0, place % sequence * batch + place // sequence, rows)
+        return joined.view(sequence, batch, hidden)
+
+    def _without_deepstack(
+        self, features: dict[str, torch.Tensor], input_ids: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The features for the input of the language model; those for its layers are handed to it for this pass."""
+        language = unwrap_model(self.language_model)
+        hidden, layers = language.config.hidden_size, language.config.deepstack
+        if not layers:
+            return features
+        assert input_ids is not None, "the first stage has the text"
+        nothing_SBH = features[next(iter(features))].new_zeros(*input_ids.T.shape, hidden)
+        levels = []
+        for layer in range(layers):
+            first, last = hidden * (1 + layer), hidden * (2 + layer)
+            rows = {name: found[:, first:last] for name, found in features.items() if found.size(1) >= last}
+            places = self.align_embeddings_by_token_positions(
+                {"text": nothing_SBH, **rows}, input_ids, self.special_token_ids
+            )
+            levels.append(self._shard_language_inputs(places, None, None)[0])
+        language.deepstack_LSBH = torch.stack(levels)
+        return {name: rows[:, :hidden] for name, rows in features.items()}
+
+    def _empty_encoder_output(self, encoder_name: str) -> torch.Tensor:
+        """Features of a microbatch without media, which are not sent: [0, width]."""
+        output, spec = super()._empty_encoder_output(encoder_name), self._spec(encoder_name)
+        return output.new_empty(0, output.size(1) * (1 + deepstack_layers(spec)), requires_grad=True)
+
+    def _spec(self, name: str) -> EncoderSpec:
+        return unwrap_model(self.modality_submodules[name]).encoders[name].spec
+
+    def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs of the encoder stages of this rank; [0, hidden size] without media.
+
+        If no gradient is needed, nothing is kept for a backward pass: frozen weights require none, and the input from
+        the previous stage is detached.
+        """
+        outputs, shapes = {}, self.shapes
+        for name, submodule in self.modality_submodules.items():
+            stage, hidden_states = unwrap_model(submodule).pg_collection.pp.rank(), received.get(name)
+            if stage and hidden_states is not None and not shapes.stage_needs_gradient(name, stage - 1):
+                hidden_states = hidden_states.detach()
+            output = submodule(encoder_inputs=inputs.get(name), hidden_states=hidden_states)
+            output = self._empty_encoder_output(name) if output is None else output
+            last = self.role.is_last_stage(name)
+            needed = shapes.features_need_gradient(name) if last else shapes.stage_needs_gradient(name, stage)
+            outputs[name] = output if needed else output.detach()
+        return outputs
+
+    def _joined(self, name: str, features: torch.Tensor) -> torch.Tensor:
+        """Features for the language model: detached if nothing needs their gradient; otherwise their gradient is summed
+        over the context-parallel ranks."""
+        if not self.shapes.features_need_gradient(name):
+            return features.detach()
+        return features if self._cp_group is None else sum_gradients(features, self._cp_group)
+
+    def _to_language(self, name: str, features: torch.Tensor) -> torch.Tensor:
+        bridge = self.shared_bridges.get(name)
+        return features if bridge is None else bridge(features)

@@ -1,0 +1,197 @@
+"""Mixture of experts: the block that replaces a layer's feed-forward block, and the losses of its router.
+
+Router, dispatcher and experts are Megatron-Core's. Initial weights are a function of (seed, module, layer, number of
+the expert) alone, so that neither `ep` nor `etp` changes them.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo_train.layout.layout import ModuleLayout
+from mimo_train.models.marks import mark
+from mimo_train.models.seeds import seed_for
+
+
+def expert_layer(linears: MLPSubmodules, te: bool) -> partial:
+    """The builder of a layer's mixture-of-experts block.
+
+    Args:
+        linears: linear layers of a feed-forward block without a norm: the shared expert's, and each one's unless `te`.
+        te: whether the experts of a rank are computed together by Transformer Engine's grouped linear layers.
+    """
+    if te:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        experts = TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm=True)
+    else:
+        experts = partial(SequentialMLP, submodules=linears)
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=partial(_seeded_experts, experts), shared_experts=partial(SharedExpertMLP, submodules=linears)
+        ),
+    )
+
+
+def _seeded_experts(
+    build: Callable[..., MegatronModule],
+    count: int,
+    config: TransformerConfig,
+    *,
+    pg_collection: ProcessGroupCollection,
+    name: str | None = None,
+) -> MegatronModule:
+    """`count` experts of this rank, each with the weights of its number in the layer.
+
+    The layer's seed is the last seed of the global generator (`SeededTransformerLayer`). The generator is left in a
+    state that does not depend on `count`, for the parts of the layer that are built next."""
+    layer_seed = torch.initial_seed()
+    bare = copy.copy(config)
+    bare.perform_initialization = False
+    experts = build(count, bare, pg_collection=pg_collection, name=name)
+    first, etp = pg_collection.ep.rank() * count, pg_collection.expt_tp
+    for index in range(count):
+        torch.manual_seed(seed_for(layer_seed, "expert", first + index))
+        up, down = _weights(experts, index)
+        # Megatron-Core 0.19.2 counts experts among the other parameters where ep is 1 and etp is tp (layers.py:961), so
+        # that such a layout could not read the optimizer's state of another; as experts they are reduced all the same.
+        for weight in (up, down):
+            mark(weight, allreduce=False)
+        if not config.perform_initialization:
+            continue
+        # With a gate each rank holds a part of both halves.
+        config.init_method.draw_part(up, 0, etp.rank(), etp.size(), 2 if config.gated_linear_unit else 1)
+        config.output_layer_init_method.draw_part(down, 1, etp.rank(), etp.size())
+    torch.manual_seed(seed_for(layer_seed, "behind the experts"))
+    return experts
+
+
+def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of one of this rank's experts, as separate layers or grouped."""
+    if isinstance(experts, SequentialMLP):
+        expert = experts.local_experts[index]
+        return expert.linear_fc1.weight, expert.linear_fc2.weight
+    return getattr(experts.linear_fc1, f"weight{index}"), getattr(experts.linear_fc2, f"weight{index}")
+
+
+TRACKED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Name of the load-balancing loss in Megatron-Core's tracker, by `router_balancing`."""
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    """A loss of the routers that Megatron-Core's tracker records for each layer."""
+
+    name: str
+    """In the log."""
+    entry: str
+    """In the tracker."""
+    copies: int
+    """Ranks that each record a layer's whole loss of a microbatch, for the mean over them."""
+
+
+class RouterLosses:
+    """The load-balancing loss and the z-loss of a model with experts: their weights, and values without a message.
+
+    Megatron-Core 0.19.2 adds positions x loss to the sum of token losses and divides both by the tokens that count
+    (router.py:600), so that its weight would grow with the share of positions that do not count: prompts, pictures,
+    padding. It averages a loss over all data-parallel ranks, although each has only a part of it (router.py:531).
+    Multiplied by `learned_share` and the number of parts, the loss is a mean with the weight in the config, for loss
+    functions that return a sum and its number of tokens. The tracker sends messages for each group to log the values
+    (moe_logging.py:249); here each rank adds its record to the step's `StepSum`.
+
+    Attributes:
+        active: whether there is such a loss; without it nothing else is used.
+        numbers: of this class in the step's sum.
+        learned_share: tokens that count / positions, of the step, 0-d; set by the data iterator.
+    """
+
+    SECTION = "router losses"
+
+    def __init__(self, config: TransformerConfig, layout: ModuleLayout, device: torch.device, *, per_layer: bool):
+        """Set what the schedule and the routers read from `config`.
+
+        Args:
+            layout: of the language model.
+            per_layer: whether `reduced` gives the value of each layer besides their mean.
+        """
+        kind = config.moe_router_load_balancing_type
+        self.learned_share = torch.ones((), device=device)
+        self._config, self._per_layer, self._device, self._microbatches = config, per_layer, device, 1
+        # Each data-parallel rank has a part of one balancing loss, or its own loss.
+        self._parts = layout.dp if kind == "global_aux_loss" else 1
+        self._tracked: list[_Tracked] = []
+        pattern = config.moe_layer_freq
+        self._layers = [layer for layer in range(config.num_layers) if not isinstance(pattern, list) or pattern[layer]]
+        if config.num_moe_experts and kind != "none" and config.moe_aux_loss_coeff > 0:
+            self._tracked.append(_Tracked("load_balancing_loss", TRACKED[kind], layout.dp // self._parts))
+        if config.num_moe_experts and config.moe_z_loss_coeff:
+            # A mean over the positions of each rank (router.py:655).
+            self._tracked.append(_Tracked("z_loss", "z_loss", layout.tp * layout.cp * layout.dp))
+            config.moe_z_loss_coeff /= self._parts  # `_scale` multiplies every loss of the routers
+        self.active = bool(self._tracked)
+        # The tracker is one for the process: nothing of an earlier run in it may count in this one.
+        destroy_moe_metrics_tracker()
+        self.numbers = len(self._tracked) * config.num_layers
+        if self.active:
+            config.moe_grad_scale_func = self._scale
+
+    def begin(self, num_microbatches: int) -> None:
+        """Start a step of that many microbatches."""
+        self._microbatches = num_microbatches
+
+    def reduced(self, total: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Values of the last step on every rank, without their weights: means over microbatches, 0-d float64 on the
+        device. Empty if there are no such losses.
+
+        Args:
+            total: [numbers], sum over ranks of what `own` gave.
+
+        Returns:
+            `load_balancing_loss`, the mean over layers with experts, 1 when all experts get as many tokens; `z_loss`,
+            the mean over these layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, by its
+            number: `moe/NAME_layer_0`.
+        """
+        values: dict[str, torch.Tensor] = {}
+        if total is None:
+            return values
+        for tracked, layers in zip(self._tracked, total.chunk(len(self._tracked)), strict=True):
+            layers = layers[self._layers] / (tracked.copies * self._microbatches)
+            values[tracked.name] = layers.mean()
+            if self._per_layer:
+                of_layers = zip(self._layers, layers, strict=True)
+                values |= {f"moe/{tracked.name}_layer_{number}": value for number, value in of_layers}
+        return values
+
+    def own(self) -> torch.Tensor:
+        """[numbers], what this rank's recorded losses of the step, for the step's sum; resets the record."""
+        metrics, recorded = get_moe_metrics_tracker().metrics, []
+        for tracked in self._tracked:
+            entry = metrics.get(tracked.entry)
+            if entry is None:  # a stage without a layer of experts
+                recorded.append(torch.zeros(self._config.num_layers, dtype=torch.float64, device=self._device))
+            else:
+                recorded.append(entry.values.double())
+                entry.values.zero_()
+        return torch.cat(recorded)
+
+    def _scale(self) -> torch.Tensor:
+        """Factor of the gradient of the losses is multiplied by; the schedule calls this after each forward pass."""
+        scale_loss, scale = self._config.grad_scale_func, self._parts * self.learned_share.reshape(1)
+        return scale if scale_loss is None else scale_loss(scale)

@@ -1,0 +1,271 @@
+"""Specs and layouts -> Megatron-Core's `TransformerConfig`, one per module."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from encoders.base import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, layer_options
+from encoders.plain.spec import PlainSpec
+from encoders.projectors.spec import ProjectorSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.layout.adapters import adapted_linears, layers_name
+from mimo_train.layout.layout import ModuleLayout, RunLayout, layers_of_stage
+from mimo_train.models.documents import documents_of_media
+from mimo_train.models.initial_weights import draw_by
+from mimo_train.models.seeds import seed_for
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""dtype of weights and activations by `train.precision`."""
+
+_ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "geglu": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": F.silu,
+}
+
+
+def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
+    """The language model's config; it also drives the schedule, on every rank."""
+    llm = cfg.llm
+    config = _config(
+        cfg,
+        layout.language,
+        num_layers=llm.num_layers,
+        hidden_size=llm.hidden_size,
+        num_attention_heads=llm.num_attention_heads,
+        num_query_groups=llm.key_heads,
+        kv_channels=llm.head_width,
+        ffn_hidden_size=llm.ffn_hidden_size,
+        normalization=llm.normalization,
+        layernorm_epsilon=llm.layernorm_epsilon,
+        layernorm_zero_centered_gamma=llm.zero_centered_norms,
+        gated_linear_unit=llm.is_gated,
+        activation_func=_ACTIVATIONS[llm.activation],
+        add_bias_linear=llm.bias,
+        add_qkv_bias=llm.bias or llm.qkv_bias,
+        softmax_scale=llm.attention_scale_size**-0.5 if llm.attention_scale_size else None,
+        mrope_section=llm.mrope_section or None,
+        **_windows(llm),
+        qk_layernorm=llm.qk_norm,
+        hidden_dropout=llm.dropout,
+        attention_dropout=llm.dropout,
+        init_method_std=llm.init_std,
+        # Schedules of several modules exchange shapes; the dense default dispatcher of MoE rejects that.
+        variable_seq_lengths=bool(cfg.encoders),
+        moe_token_dispatcher_type="alltoall",
+        **_interleaving(layout.language),
+        **_uneven_stages(llm.num_layers, layout.language.pp),
+        **_expert_sizes(llm, layout.language),
+        **_fp8(cfg, LANGUAGE),
+    )
+    config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
+    config.deepstack = max((deepstack_layers(module.encoder) for module in cfg.encoders.values()), default=0)
+    return config
+
+
+def _windows(llm: LlmSpec) -> dict[str, Any]:
+    """The window and the layers that have it, in the keys that core attention of either kind reads."""
+    if not llm.window:
+        return {}
+    # In Megatron-Core: tokens before and behind a token that it attends to.
+    return {
+        "window_size": (llm.window - 1, 0),
+        "window_attn_skip_freq": [int(llm.window_of(layer) > 0) for layer in range(llm.num_layers)],
+    }
+
+
+def _uneven_stages(num_layers: int, stages: int) -> dict[str, Any]:
+    return {"num_layers_in_first_pipeline_stage": layers_of_stage(num_layers, 0, stages)} if num_layers % stages else {}
+
+
+def _interleaving(layout: ModuleLayout) -> dict[str, Any]:
+    """In one batch of messages both ways between two stages, Megatron-Core 0.19.2 mistakes a gradient for an activation
+    (p2p_communication.py:16, each is the other's next and previous stage), so the two directions are sent
+    separately."""
+    if layout.vpp == 1:
+        return {}
+    return {
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
+
+
+def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
+    if not llm.num_experts:
+        return {}
+    with_experts = [int(llm.has_experts(layer)) for layer in range(llm.num_layers)]
+    return {
+        "num_moe_experts": llm.num_experts,
+        **({"moe_layer_freq": with_experts} if llm.dense_layers else {}),
+        "moe_router_topk": llm.experts_per_token,
+        "moe_ffn_hidden_size": llm.expert_width,
+        "moe_shared_expert_intermediate_size": llm.shared_expert_ffn_hidden_size or None,
+        "moe_shared_expert_gate": llm.shared_expert_gate,
+        "moe_router_load_balancing_type": llm.router_balancing,
+        "moe_aux_loss_coeff": 0.0 if llm.router_balancing == "none" else llm.router_aux_loss,
+        "moe_z_loss_coeff": llm.router_z_loss or None,
+        "moe_router_pre_softmax": llm.softmax_over_all_experts,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def _fp8(cfg: ConfigContainer, name: str) -> dict[str, Any]:
+    """What of a module's layers is in fp8; weights, and what optimizer and checkpoints hold, are not."""
+    recipe, train = cfg.fp8_of(name), cfg.train
+    if recipe == "none":
+        return {}
+    first, last = train.num_layers_at_start_in_bf16, train.num_layers_at_end_in_bf16
+    return {
+        # Of gradients e5m2, whose range one scale for a whole tensor needs.
+        "fp8": "hybrid" if recipe == "tensorwise" else "e4m3",
+        "fp8_recipe": recipe,
+        "first_last_layers_bf16": first + last > 0,
+        "num_layers_at_start_in_bf16": first,
+        "num_layers_at_end_in_bf16": last,
+    }
+
+
+def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -> TransformerConfig:
+    """The config of one encoder's transformer layers.
+
+    Args:
+        part: of the encoders that are joined in it (`encoders.spec.encoders_in`); empty: itself.
+    """
+    whole = cfg.modules[layout.name].encoder
+    if isinstance(whole, PlainSpec) or (not part and len(encoders_in(whole)) > 1):
+        return _without_layers(cfg, layout)
+    encoder: EncoderSpec = encoders_in(whole)[part]
+    layers = built_layers(encoder)
+    config = _config(
+        cfg,
+        layout,
+        num_layers=layers,
+        hidden_size=encoder.hidden_size,
+        num_attention_heads=encoder.num_attention_heads,
+        num_query_groups=encoder.num_attention_heads,
+        ffn_hidden_size=encoder.ffn_hidden_size,
+        normalization=encoder.normalization,
+        layernorm_epsilon=encoder.layernorm_epsilon,
+        gated_linear_unit=encoder.activation == GATED,
+        activation_func=_ACTIVATIONS[encoder.activation],
+        add_bias_linear=True,
+        hidden_dropout=encoder.dropout,
+        attention_dropout=encoder.dropout,
+        init_method_std=encoder.init_std,
+        **_uneven_stages(layers, layout.pp),
+        **_fp8(cfg, layout.name),
+    )
+    for name, value in layer_options(encoder).items():
+        setattr(config, name, value)
+    config.packed, config.documents = True, documents_of_media  # media of several sizes are one row
+    if part:
+        config.init_seed = seed_for(cfg.run.seed, layout.name, part)
+    return config
+
+
+def _without_layers(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of an encoder without transformer layers of its own, of plain torch or of several that are joined:
+    what of it counts is width, type, seed and recomputation."""
+    width = cfg.modules[layout.name].encoder.hidden_size
+    sizes = {"num_layers": layout.pp, "hidden_size": width, "ffn_hidden_size": width * layout.tp}
+    return _config(cfg, layout, **sizes, num_attention_heads=layout.tp, kv_channels=1)
+
+
+def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of an encoder's projector; its hidden size is the language model's. It is on one stage and reads whole
+    sequences."""
+    projector: ProjectorSpec = cfg.modules[layout.name].projector
+    layout = replace(layout, pp=1, sp=False)
+    llm = cfg.llm
+    return _config(
+        cfg,
+        layout,
+        num_layers=1,
+        hidden_size=llm.hidden_size,
+        num_attention_heads=layout.tp,  # a projector has no attention; the config requires heads that tp divides
+        kv_channels=1,
+        ffn_hidden_size=projector.ffn_hidden_size or llm.hidden_size,
+        gated_linear_unit=projector.gated,
+        activation_func=_ACTIVATIONS[projector.activation],
+        add_bias_linear=projector.bias,
+        normalization=projector.norm or "LayerNorm",
+        init_method_std=llm.init_std,
+    )
+
+
+def resampler_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of the layers of a projector's resampler, as wide as the language model."""
+    resampler, width = cfg.modules[layout.name].projector.resampler, cfg.llm.hidden_size
+    if not resampler.latents:
+        return projector_config(cfg, layout)
+    return _config(
+        cfg,
+        replace(layout, pp=1, sp=False),
+        num_layers=resampler.num_layers,
+        hidden_size=width,
+        num_attention_heads=resampler.num_attention_heads,
+        num_query_groups=resampler.key_heads,
+        kv_channels=resampler.head_width(width),
+        ffn_hidden_size=resampler.ffn_width(width),
+        normalization=resampler.normalization,
+        layernorm_epsilon=resampler.layernorm_epsilon,
+        gated_linear_unit=resampler.activation == GATED,
+        activation_func=_ACTIVATIONS[resampler.activation],
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=cfg.llm.init_std,
+    )
+
+
+def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> TransformerConfig:
+    dtype = DTYPES[cfg.train.precision]
+    recompute = {}
+    if cfg.recompute_of(layout.name) == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif cfg.recompute_of(layout.name) == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    config = TransformerConfig(
+        **sizes,
+        **recompute,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # Messages between stages are in the order of their stream: the host need not wait for each of them
+        # (p2p_communication.py:419 in Megatron-Core 0.19.2; True is for NCCL before 2.7).
+        batch_p2p_sync=False,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        # Weights are drawn on the CPU, each rank's part (`initial_weights`): the same model at every layout.
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+    draw_by(config)
+    config.init_seed = seed_for(cfg.run.seed, layout.name)
+    config.lora = cfg.modules[layout.name].lora
+    config.adapters = adapted_linears(layout.name, cfg.modules[layout.name], cfg.llm.hidden_size)
+    config.layers_name = layers_name(layout.name)
+    return config

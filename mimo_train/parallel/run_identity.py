@@ -1,0 +1,147 @@
+"""At set-up: whether all ranks were started for the same run, and see the same folder. Imports nothing of a model."""
+
+import copy
+import hashlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mimo_train.config.compose import to_dict
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.parallel.collective_errors import agreed
+
+LISTED = 5
+"""Keys that a message lists."""
+
+LONGEST_SIGHT = 70.0
+"""Seconds that a rank on another host waits for a file of rank 0: network file systems may keep what they knew of a
+folder for a minute (`acdirmax` of NFS)."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank tells the others when it starts."""
+
+    config: str
+    """Hash of what the config says to all."""
+    host: str = field(default_factory=socket.gethostname)
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Random; that of rank 0 stands in the lock of `run.dir`."""
+    device: str = ""
+    """What tells its CUDA device from all others."""
+
+    @classmethod
+    def of(cls, cfg: ConfigContainer, device: str = "") -> "Start":
+        """That of this process."""
+        return cls(hashlib.sha256(json.dumps(_said_to_all(cfg), sort_keys=True).encode()).hexdigest(), device=device)
+
+
+def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
+    """Collective over all ranks.
+
+    Raises:
+        ConfigError: a rank was started with another config than rank 0; with the keys and both values.
+    """
+    other = next((rank for rank, start in enumerate(starts) if start.config != starts[0].config), None)
+    if other is None:
+        return
+    configs: list[Any] = [None] * len(starts)
+    dist.all_gather_object(configs, _said_to_all(cfg))
+    with agreed():
+        if dist.get_rank() == 0:
+            first, second = (dict(_leaves(configs[rank])) for rank in (0, other))
+            keys = [key for key in {**first, **second} if first.get(key, _NOT) != second.get(key, _NOT)]
+            where = [f"rank {rank} on {starts[rank].host}" for rank in (0, other)]
+            faults = [
+                Fault(
+                    key,
+                    f"is {first.get(key, _NOT)!r} for {where[0]}, and {second.get(key, _NOT)!r} for {where[1]}: start "
+                    "all ranks with the same config and overrides",
+                )
+                for key in keys[:LISTED]
+            ]
+            if len(keys) > LISTED:
+                faults.append(Fault("", f"{len(keys) - LISTED} more keys differ"))
+            raise ConfigError(faults)
+
+
+def require_own_devices(starts: Sequence[Start]) -> None:
+    """
+    Raises:
+        UserError: two ranks have the same CUDA device, which NCCL would refuse in its first message. The same on all.
+    """
+    first: dict[str, int] = {}
+    for rank, start in enumerate(starts):
+        if start.device and first.setdefault(start.device, rank) != rank:
+            raise UserError(
+                f"run.device: ranks {first[start.device]} and {rank} on {start.host} have the same CUDA device "
+                f"({start.device}): let CUDA_VISIBLE_DEVICES name another one for each process, or all of them for "
+                "all, or use a layout of fewer ranks or run.device=cpu"
+            )
+
+
+def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LONGEST_SIGHT) -> None:
+    """Every rank looks for a file that rank 0 has just written. Collective over all ranks.
+
+    Args:
+        file: the lock of `run.dir`, with the mark of rank 0 in it.
+        patience: seconds that a rank on another host than rank 0 waits for it.
+
+    Raises:
+        UserError: a rank does not see it, so that its part of a checkpoint would be lost.
+    """
+    if len(starts) == 1:
+        return
+    rank = dist.get_rank()
+    with agreed():
+        # Not on rank 0: closing the file there would free the lock.
+        if rank == 0 or _sees(file, starts[0].mark, patience if starts[rank].host != starts[0].host else 0.0):
+            return
+        hosts = len({start.host for start in starts})
+        raise UserError(
+            f"run.dir: rank {rank} on {starts[rank].host} does not see what rank 0 on {starts[0].host} writes into "
+            f"{file.parent.absolute()}: give a folder on a file system that all hosts of this run share ({hosts})"
+        )
+
+
+_NOT = "not set"
+
+
+def _sees(file: Path, mark: str, patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            os.listdir(file.parent)  # asks the server again
+            if mark in file.read_text(errors="replace"):
+                return True
+        except OSError:
+            pass
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(min(1.0, patience))
+
+
+def _said_to_all(cfg: ConfigContainer) -> dict[str, Any]:
+    """The config without folders that may be another one on each node: caches."""
+    plain = copy.deepcopy(to_dict(cfg))
+    plain["data"]["cache_dir"] = ""
+    for module in plain["modules"].values():
+        module["feature_cache"]["dir"] = bool(module["feature_cache"]["dir"])
+    return plain
+
+
+def _leaves(plain: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(plain, Mapping) and plain:
+        for name, value in plain.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, plain

@@ -1,0 +1,109 @@
+"""`mimo-train check`: check a run without a GPU, and report every fault at once.
+
+Parts that do not depend on a fault still run: an invalid layout does not hide a truncated shard. Imports no torch.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mimo_train.config import compose
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults
+from mimo_train.inputs.mixture import Mixing
+from mimo_train.layout.batch import Batch
+from mimo_train.layout.layout import lay_out
+from mimo_train.layout.run import INPUT_KEYS, Run, config_faults, with_config_faults, with_iters
+from mimo_train.preflight.check import advice, arithmetic, launching, promises, ranks, resuming, samples, work
+from mimo_train.preflight.check.findings import Report, show
+from mimo_train.preflight.check.tokenizer import build_tokenizer
+
+LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
+"""With faults below these keys there is no layout."""
+
+BATCH_KEYS = ("train", "data.sequence_length")
+"""With faults below these keys, batch and memory cannot be computed."""
+
+
+def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> int:
+    """Check one run, print what was found, and return 1 if it cannot start, else 0.
+
+    Args:
+        without_data: leave out tokenizer, weights and shards, which need not be there.
+    """
+    try:
+        cfg = compose.load(config, overrides, without_data=without_data)
+    except ConfigError as error:
+        show(Report(faults=_looked_at(with_config_faults(error).faults, without_data)), "", sys.stdout, sys.stderr)
+        return 1
+    report = check(cfg, without_data=without_data)
+    launching.add_layouts(report, config, overrides, cfg, without_data=without_data)
+    script = Path("scripts", "train_vlm.sh" if cfg.encoders else "train_gpt.sh")
+    # Where mimo-train is installed as a package, there are no scripts.
+    start = [str(script)] if script.is_file() else ["mimo-train", "launch", "here"]
+    command = shlex.join([*start, config, *overrides])
+    last = (
+        "no faults, without a look at tokenizer, weights and shards"
+        if without_data
+        else f"no faults; start it with: {command}"
+    )
+    show(report, last, sys.stdout, sys.stderr)
+    return 1 if report.faults else 0
+
+
+def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
+    """All checks of a run that are possible before it starts.
+
+    Args:
+        without_data: leave out tokenizer, weights and shards. The vocabulary is that of the language model's config.
+    """
+    report = Report(faults=_looked_at(config_faults(cfg), without_data))
+    layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
+    specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
+    run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
+    seen, tokenizer, vocab = samples.Seen(), None, None
+    if specs_are_sound:
+        tokenizer = None if without_data else build_tokenizer(report, cfg)
+        vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
+        if without_data and cfg.llm.vocab_size:
+            vocab = embedding_rows(cfg.llm, cfg.llm.vocab_size)
+        report.faults += vocabulary_faults(cfg.llm, tokenizer.text_size) if tokenizer else ()
+        arithmetic.add_modules(report, cfg, layout, vocab)
+        if layout:
+            ranks.add_ranks(report, cfg, layout)
+        arithmetic.add_media(report, cfg)
+        if not without_data:
+            seen = samples.add_data(report, cfg, tokenizer)
+        if run and seen.steps is not None:
+            run = with_iters(run, seen.steps)
+        if run:
+            arithmetic.add_batch(report, run)
+            arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
+            work.add_work(report, run, vocab, seen.media_per_sample)
+    promises.add_promises(report, cfg)
+    mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
+    of_data = (seen.fingerprint, tokenizer, mixing)
+    resuming.add_run_dir(report, run.cfg if run else cfg, layout, *of_data, without_data=without_data)
+    if run and vocab is not None and not report.faults:
+        advice.add_advice(report, run, vocab, seen.media_per_sample)
+    return report
+
+
+def _looked_at(faults: list[Fault], without_data: bool) -> list[Fault]:
+    """Faults without those of files that need not be there."""
+    return [fault for fault in faults if not without_data or fault.key not in INPUT_KEYS]
+
+
+def _any_below(faults: list[Fault], keys: Sequence[str]) -> bool:
+    return any(fault.key == key or fault.key.startswith(f"{key}.") for fault in faults for key in keys)
+
+
+def _is_of_spec(fault: Fault) -> bool:
+    """Whether a fault says that an encoder, a projector or a language model cannot be built from its sizes."""
+    parts = fault.key.split(".")
+    return parts[0] == "modules" and (
+        len(parts) == 1 or (len(parts) > 2 and parts[2] in ("encoder", "projector", "llm"))
+    )

@@ -1,0 +1,124 @@
+"""Where a split costs more than it brings: the layout that the planner would choose. Imports no torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mimo_train.config.fault import ConfigError
+from mimo_train.estimate.memory import stage_memory
+from mimo_train.layout.run import Run
+from mimo_train.preflight.check.findings import Report
+from mimo_train.preflight.check.promises import DRIVER
+from mimo_train.preflight.plan.candidate import Candidate
+from mimo_train.preflight.plan.devices import DEVICES, Device, processor
+from mimo_train.preflight.plan.predict import Prediction
+from mimo_train.preflight.plan.report import of_numbers, quoted, seconds_text
+from mimo_train.preflight.plan.search import Proposal, Request, beside, require_sound
+
+WORTH = 0.2
+"""Share of a step that another layout must be predicted to save: each of both predictions may be off by a tenth, even
+where rates are measured (benchmarks/planner_demo_cpu2_2026-11-23.md)."""
+GPU, GPUS_OF_NODE = "h100", 8
+"""What `mimo-train plan` assumes where it is told nothing."""
+_SMALL = 0.03
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A layout to choose instead."""
+
+    device: Device
+    """That both predictions are for."""
+    own: Candidate
+    """As the run is."""
+    now: Prediction
+    better: Proposal
+
+
+def add_advice(report: Report, run: Run, vocab: int, media_per_sample: dict[str, float]) -> None:
+    """One note, if there is `advice_of` a run."""
+    found = advice_of(run, vocab, media_per_sample)
+    if found is not None:
+        report.notes.append(_said(run, found))
+
+
+def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advice | None:
+    """Another layout of as many ranks, or fewer, that is predicted to be clearly faster.
+
+    None of one rank; of `launch.layouts`, which choose layouts by nodes; of three encoders or more of which some share
+    ranks of their own and others do not, since the planner has no such layouts.
+
+    Args:
+        run: without faults.
+        vocab: rows of the embedding.
+        media_per_sample: pictures or clips in a sample, by encoder; 1 of those that are not named.
+    """
+    cfg = run.cfg
+    if run.layout.world_size == 1 or cfg.launch.layouts:
+        return None
+    media = {name: media_per_sample.get(name, 1.0) for name in cfg.encoders}
+    device, node = hardware(run, vocab, media)
+    own = Candidate.of(cfg, node)
+    try:
+        require_sound(cfg)  # on one rank too, as plans start from there
+    except ConfigError:
+        return None
+    if own is None:
+        return None
+    now, better = beside(cfg, own, Request(own.gpus, node, device, vocab, media), 1 - WORTH)
+    return None if better is None else Advice(device, own, now, better)
+
+
+def hardware(run: Run, vocab: int, media: dict[str, float]) -> tuple[Device, int]:
+    """What the run is meant for, as far as it can be seen, and how many of it a node has: `run.device`; of `auto` the
+    CPU, if this machine has fewer GPUs than ranks, and memory for all of them."""
+    placement = run.cfg.placement
+    ranks = run.layout.processes[-1] + 1
+    if _is_for_cpu(run, ranks, vocab, media):
+        node = placement.ranks_per_node or ranks
+        return processor(_memory_of_machine() / min(node, ranks), _cores()), node
+    return DEVICES[GPU], placement.ranks_per_node or GPUS_OF_NODE
+
+
+def _is_for_cpu(run: Run, ranks: int, vocab: int, media: dict[str, float]) -> bool:
+    device, node = run.cfg.run.device, run.cfg.placement.ranks_per_node or ranks
+    if device != "auto":
+        return device == "cpu"
+    if ranks > node or _gpus(DRIVER) >= ranks:
+        return False
+    stages = [stage for name in run.cfg.modules for stage in stage_memory(run, name, vocab, media.get(name, 1.0))]
+    return sum(stage.memory.total * len(stage.ranks) for stage in stages) <= _memory_of_machine()
+
+
+def _gpus(driver: Path) -> int:
+    """Of this machine, without torch."""
+    try:
+        return len(os.listdir(driver / "gpus"))
+    except OSError:
+        return 0
+
+
+def _memory_of_machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _said(run: Run, found: Advice) -> str:
+    own, device, better = found.own, found.device, found.better.candidate
+    seconds, other = found.now.seconds, found.better.prediction.seconds
+    idle = ", ".join(f"{name} {share:.0%}" for name, share in found.now.idle.items() if share >= _SMALL)
+    waits = f" (idle: {idle})" if idle else ""
+    where = f" on {better.world_size:,} of them" if better.world_size < own.gpus else ""
+    overrides = " ".join(quoted(one) for one in better.overrides(run.cfg))
+    on = f"{own.gpus:,} {'' if device.cores else 'x '}{device.name}"
+    return (
+        f"this layout is predicted to take {seconds_text(seconds)} a step on {on}{waits}, and "
+        f"{seconds_text(other)}{where}, {1 - other / seconds:.0%} less, with: {overrides} (as `mimo-train plan` "
+        "reckons, by assumed rates and full rows: docs/planner.md)"
+    ) + "".join(f"; {text}" for text in [of_numbers(run.cfg)] if text)

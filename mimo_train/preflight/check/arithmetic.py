@@ -1,0 +1,207 @@
+"""Tables derived from the config alone: parameters, memory, batch, pipeline, tokens per picture."""
+
+from collections.abc import Sequence
+
+from data.text_format import plural
+from encoders.base import built_layers, encoders_in
+from encoders.plain.spec import PlainSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.estimate import memory
+from mimo_train.estimate.memory import GIB, Memory, StageMemory
+from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
+from mimo_train.layout.fp8 import described
+from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.padding import pack_length
+from mimo_train.layout.placement import span_text
+from mimo_train.layout.run import Run
+from mimo_train.layout.stages import bubble, pipeline_stages
+from mimo_train.layout.warm_up import warm_up_warnings
+from mimo_train.preflight.check.findings import Report, Table
+
+IMBALANCE = 2.0
+"""Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
+
+
+def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, vocab: int | None) -> None:
+    """Parameters of each module, and its place if the layout is sound. `vocab`: None if it is not known."""
+    rows, notes, totals = [], [], ParameterCount(0, 0)
+    for name, module in cfg.modules.items():
+        counts = module_parameters(cfg, name, vocab or 0)
+        count = sum(counts.values(), ParameterCount(0, 0))
+        totals += count
+        patterns = freeze_patterns(module)
+        if patterns:
+            notes.append(f"* patterns of modules.{name}.freeze ({', '.join(patterns)}) are not counted as frozen")
+        where = (str(layout.modules[name]), _span(layout, layout.modules[name].ranks)) if layout else ("at fault", "")
+        mark = "*" if patterns else ""
+        rows.append((name, _describe(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))
+    if len(rows) > 1:
+        rows.append(("all", "", "", "", f"{totals.total:,}", f"{totals.trainable:,}"))
+    if vocab is None:
+        notes.append("without token embeddings: the size of the vocabulary is not known")
+    header = ("module", "what it is", "layout", "ranks", "parameters", "trained")
+    report.tables.append(Table("Modules", header, rows, notes, left=4))
+
+
+def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: dict[str, float]) -> None:
+    """Estimated memory of each pipeline stage of each module, and of the fullest rank."""
+    cfg, layout = run.cfg, run.layout
+    stages = [
+        stage
+        for name in cfg.modules
+        for stage in memory.stage_memory(run, name, vocab or 0, media_per_sample.get(name, 1.0))
+    ]
+    rows = [(_stage_name(stage, layout), _span(layout, stage.ranks), *_gib(stage.memory)) for stage in stages]
+    ranks = memory.rank_memory(stages)
+    fullest = max(ranks, key=lambda rank: ranks[rank].total)
+    emptiest = min(ranks, key=lambda rank: ranks[rank].total)
+    if any(len(layout.on_rank(rank)) > 1 for rank in ranks):
+        rows.append(("the fullest rank", f"{layout.processes[fullest]}", *_gib(ranks[fullest])))
+    own = [f"{module.recompute} of {name}" for name, module in cfg.modules.items() if module.recompute]
+    notes = [
+        f"an estimate, without workspaces, buffers of NCCL and the CUDA context; {cfg.train.precision}, "
+        f"recompute {', '.join([cfg.train.recompute, *own])}"
+    ]
+    if in_fp8 := described(cfg):
+        notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
+    for name in cfg.encoders:
+        known, medium = name in media_per_sample, cfg.modules[name].encoder.medium
+        count = f"{media_per_sample[name]:.2f} {medium}s" if known else f"1 {medium} (no sample was read)"
+        notes.append(f"activations of {name}: for {count} a sample")
+        encoder = cfg.modules[name].encoder
+        if isinstance(encoder, PlainSpec) and not encoder.activations():
+            notes.append(f"activations of {name}: without those inside its encoder, of which its spec says nothing")
+    header = ("module", "ranks", "weights", "gradients", "optimizer", "activations", "work", "GiB a rank")
+    report.tables.append(Table("Memory of a rank (GiB)", header, rows, notes, left=2))
+    most, least = ranks[fullest].total, ranks[emptiest].total
+    if most > IMBALANCE * least and most - least > GIB:
+        report.warnings.append(
+            f"memory is uneven: rank {layout.processes[fullest]} ({', '.join(layout.on_rank(fullest))}) needs "
+            f"{most / GIB:.1f} GiB, rank {layout.processes[emptiest]} ({', '.join(layout.on_rank(emptiest))}) "
+            f"{least / GIB:.1f} GiB; give the fuller module more ranks "
+            "(modules.*.layout), or let modules share ranks (placement.mode=shared)"
+        )
+
+
+def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:
+    """What a microbatch is where samples are packed."""
+    length, replicas = pack_length(cfg), layout.language.dp
+    most = -(-cfg.train.global_batch_size * cfg.data.sequence_length // (length * replicas))
+    return [
+        (
+            "microbatch",
+            f"a row of up to {length:,} tokens on each of dp {replicas} of {LANGUAGE}: several samples (data.pack)",
+        ),
+        ("microbatches", f"as many as the texts of a step take, about {most} if all had data.sequence_length"),
+    ]
+
+
+def add_batch(report: Report, run: Run) -> None:
+    """Batch arithmetic and the pipeline's bubble."""
+    cfg, layout, batch = run.cfg, run.layout, run.batch
+    train, microbatches, stages = cfg.train, batch.num_microbatches, pipeline_stages(layout)
+    share, chunks = bubble(run), f"{layout.language.vpp} x " if layout.language.vpp > 1 else ""
+    # Held-out samples of several documents each have a row of their own.
+    apart, replicas = cfg.data.separate_documents, layout.language.dp
+    together = replicas if apart else batch.microbatch_samples
+    why = "data.separate_documents: 1" if apart else f"train.micro_batch_size {train.micro_batch_size}"
+    per_rank = ", ".join(f"{name} {together // sizes.dp}" for name, sizes in layout.modules.items())
+    tokens = train.global_batch_size * cfg.data.sequence_length
+    packed = cfg.data.pack
+    rows = [
+        ("processes", _processes(layout)),
+        ("global batch", f"{plural(train.global_batch_size, 'sample')}"),
+        *(_packed_rows(cfg, layout) if packed else ()),
+        (
+            "microbatch of an evaluation" if packed else "microbatch",
+            f"{plural(together, 'sample')} ({why} x dp of {LANGUAGE} {replicas})",
+        ),
+        *(() if packed else (("microbatches", f"{microbatches} a step"),)),
+        ("samples of a microbatch on a rank", f"{per_rank}{' in an evaluation' if packed else ''}"),
+        (
+            "tokens",
+            f"{'at most ' * (cfg.data.pad == 'microbatch')}{tokens:,} a step, padding included "
+            f"({train.global_batch_size} x {cfg.data.sequence_length})",
+        ),
+        (
+            "run",
+            f"{plural(train.iters, 'step')}, {plural(batch.samples_of(train.iters), 'sample')}"
+            if train.iters
+            else f"{train.epochs:g} epoch{'s' * (train.epochs != 1)} of the data",
+        ),
+        (
+            "pipeline",
+            f"{plural(stages, 'stage')}, bubble about {share:.0%} = ({stages} - 1) / "
+            f"({chunks}{microbatches} + {stages} - 1)",
+        ),
+    ]
+    report.tables.append(Table("Batch", (), rows))
+    if share > 0.5:
+        report.warnings.append(
+            f"the pipeline waits about {share:.0%} of the time: {plural(microbatches, 'microbatch')} for "
+            f"{plural(stages, 'stage')}; "
+            f"raise train.global_batch_size {train.global_batch_size} or lower "
+            f"train.micro_batch_size {train.micro_batch_size}"
+        )
+    report.warnings += warm_up_warnings(cfg)
+
+
+def add_media(report: Report, cfg: ConfigContainer) -> None:
+    """Tokens that one picture and one clip take, for each encoder."""
+    for medium in dict.fromkeys(module.encoder.medium for module in cfg.encoders.values()):
+        rows = []
+        for name, module in cfg.encoders.items():
+            if module.encoder.medium == medium:
+                read_as, patches, tokens = module.encoder.describe_input(module.projector.merge)
+                tokens = str(module.projector.latents or tokens)
+                rows.append(
+                    (name, read_as, patches, f"{module.projector.merge}", f"{tokens} of {cfg.data.sequence_length}")
+                )
+        inside = "patches" if medium == "picture" else "frames"
+        header = ("module", "read as", inside, "merge", "tokens of data.sequence_length")
+        report.tables.append(Table(f"One {medium}", header, rows))
+    for name, module in cfg.encoders.items():
+        if isinstance(module.encoder, PlainSpec):
+            report.warnings += [f"modules.{name}.encoder: {note}" for note in module.encoder.notes()]
+
+
+def _processes(layout: RunLayout) -> str:
+    """How many, and how many of the launcher's are idle below the last."""
+    idle = layout.processes[-1] + 1 - layout.world_size
+    return f"{layout.world_size}" + (f", and {idle} idle" if idle else "")
+
+
+def _describe(module: ModuleConfig) -> str:
+    if module.llm is not None:
+        llm = module.llm
+        heads = plural(llm.num_attention_heads, "head")
+        return f"{llm.name}: {plural(llm.num_layers, 'layer')} x {llm.hidden_size}, {heads}"
+    encoder, projector = module.encoder, module.projector
+    frozen = [part for part in ("encoder", "projector") if part in module.freeze]
+    sizes = (
+        f"features of {encoder.hidden_size}"
+        if isinstance(encoder, PlainSpec)
+        else " and ".join(
+            f"{plural(built_layers(part), 'layer')} x {part.hidden_size}, {plural(part.num_attention_heads, 'head')}"
+            for part in encoders_in(encoder).values()
+        )
+    )
+    name, kind = projector.name, projector.kind
+    joined = name if name.startswith(kind) else f"{name} ({kind})" if name else kind
+    return f"{encoder.name}: {sizes}; {joined}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
+
+
+def _stage_name(stage: StageMemory, layout: RunLayout) -> str:
+    pp = layout.modules[stage.module].pp
+    return f"{stage.module}, stage {stage.stage + 1} of {pp}" if pp > 1 else stage.module
+
+
+def _gib(memory: Memory) -> tuple[str, ...]:
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.work, memory.total)
+    return tuple(f"{part / GIB:.3f}" for part in parts)
+
+
+def _span(layout: RunLayout, ranks: Sequence[int]) -> str:
+    return span_text(layout.processes_of(ranks))

@@ -1,0 +1,274 @@
+"""A CUDA device that is not there, for the branches of a run that only a GPU takes.
+
+Tensors that the program asks to be on CUDA are on torch's meta device and say that they are on `cuda:0`: with a CUDA
+build of torch and no driver, autograd cannot run over fake tensors on 'cuda' itself. One on the CPU and one on meta do
+not mix, as one on the CPU and one on CUDA do not.
+"""
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from mimo_train.parallel.cpu_backend import Event, Stream
+from mimo_train.preflight.dry_run.counts import Counts
+from mimo_train.preflight.dry_run.fake_attention import is_lower_right
+from mimo_train.preflight.dry_run.fake_norms import RmsNorm
+from mimo_train.preflight.dry_run.fake_tensors import become
+
+_PINNED = "is_pinned_here"
+META, SHOWN = torch.device("meta"), torch.device("cuda", 0)
+CAPABILITY, MEMORY = (9, 0), 80 << 30
+
+_TYPES = {
+    torch.float32: "FloatTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.float64: "DoubleTensor",
+    torch.int64: "LongTensor",
+    torch.int32: "IntTensor",
+    torch.uint8: "ByteTensor",
+    torch.bool: "BoolTensor",
+}
+_DEVICE = torch.Tensor.device.__get__
+_IS_CUDA, _IS_CPU = torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ATTEND = torch.nn.functional.scaled_dot_product_attention
+_RMS_NORM = torch.nn.functional.rms_norm
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the device that is not there."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
+
+
+def _where(device: Any) -> Any:
+    """What a call means that names a device."""
+    if isinstance(device, bool):
+        return device
+    if isinstance(device, int) or str(device).startswith("cuda"):
+        return META
+    return device
+
+
+class CudaNames(TorchFunctionMode):
+    """What names CUDA means the meta device, and what is on it says it is on CUDA."""
+
+    def __init__(self, counts: Counts):
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == _DEVICE:
+            device = func(*args)
+            return SHOWN if device.type == "meta" else device
+        if func == _IS_CUDA:
+            return is_on_device(args[0])
+        if func == _IS_CPU:
+            return _DEVICE(args[0]).type == "cpu"
+        if func == _SET_DATA and _DEVICE(args[0]) != _DEVICE(args[1]):
+            return become(args[0], args[1])
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, args, kwargs)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _where(kwargs["device"])
+        return func(*args, **kwargs)
+
+    def _to(self, args: Any, kwargs: Any) -> Any:
+        tensor, *rest = args
+        rest = [_where(each) if isinstance(each, (str, int, torch.device)) else each for each in rest]
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _where(kwargs["device"])
+        moved = torch.Tensor.to(tensor, *rest, **kwargs)
+        if is_on_device(tensor) and not is_on_device(moved):
+            self._wait("a copy to the host")
+        elif not is_on_device(tensor) and is_on_device(moved) and not _is_pinned(tensor):
+            self._wait("a copy of memory that is not pinned")
+        return moved
+
+    def _cuda(self, args: Any, kwargs: Any) -> Any:
+        return self._to((args[0], META), {"non_blocking": kwargs.get("non_blocking", False)})
+
+    def _cpu(self, args: Any, kwargs: Any) -> Any:
+        return self._to((args[0], torch.device("cpu")), {})
+
+    def _pin_memory(self, args: Any, kwargs: Any) -> Any:
+        pinned = torch.Tensor.detach(args[0])
+        setattr(pinned, _PINNED, True)
+        return pinned
+
+    def _type(self, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and is_on_device(args[0]):
+            return f"torch.cuda.{_TYPES[args[0].dtype]}"
+        return torch.Tensor.type(*args, **kwargs)
+
+    def _tensor(self, args: Any, kwargs: Any) -> Any:
+        device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+        made = torch.tensor(*args, **kwargs)
+        made = self._pin_memory((made,), {}) if pinned else made
+        return made if device is None else self._to((made, device), {})
+
+    def _attend(self, args: Any, kwargs: Any) -> Any:
+        query, key, value = args[:3]
+        mask, is_causal = kwargs.get("attn_mask"), kwargs.get("is_causal", False)
+        if mask is not None and is_lower_right(mask):
+            mask, is_causal = None, True
+        if mask is None and is_on_device(query):
+            # On meta tensors torch takes the unfused kernel; on a GPU a fused one, which keeps no scores.
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                query, key, value, kwargs.get("dropout_p", 0.0), is_causal, False, scale=kwargs.get("scale")
+            )[0]
+        return _ATTEND(*args, **kwargs)
+
+    def _rms_norm(self, args: Any, kwargs: Any) -> Any:
+        inputs, _, *rest = args
+        weight = kwargs.get("weight", rest[0] if rest else None)
+        # Where their types differ, a GPU has no kernel either.
+        if is_on_device(inputs) and weight is not None and weight.dtype == inputs.dtype:
+            return RmsNorm.apply(inputs, weight)
+        return _RMS_NORM(*args, **kwargs)
+
+    def _wait(self, what: str) -> None:
+        self._counts.note_wait(what)
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, _PINNED, False)
+
+
+_SPECIAL: dict[Any, Callable[[CudaNames, Any, Any], Any]] = {
+    torch.Tensor.to: CudaNames._to,
+    torch.Tensor.cuda: CudaNames._cuda,
+    torch.Tensor.cpu: CudaNames._cpu,
+    torch.Tensor.pin_memory: CudaNames._pin_memory,
+    torch.Tensor.type: CudaNames._type,
+    torch.tensor: CudaNames._tensor,
+    _ATTEND: CudaNames._attend,
+    _RMS_NORM: CudaNames._rms_norm,
+}
+
+
+class _Stream(Stream):
+    """A stream of the device."""
+
+    device = SHOWN
+    waited: Callable[[str], None]
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        type(self).waited("a stream")
+
+
+class _Event(Event):
+    """An event of the device."""
+
+    waited: Callable[[str], None]
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        type(self).waited("an event")
+
+    def elapsed_time(self, other: object) -> float:
+        """Milliseconds."""
+        return 1.0
+
+
+class _Generator:
+    """The device's generator of random numbers."""
+
+    device = SHOWN
+
+    def get_state(self) -> torch.Tensor:
+        """A state."""
+        return _state()
+
+    graphsafe_get_state = clone_state = get_state
+
+    def set_state(self, state: object) -> None:
+        """Without effect."""
+
+    graphsafe_set_state = set_state
+
+    def manual_seed(self, seed: int) -> "_Generator":
+        """Itself."""
+        return self
+
+    def initial_seed(self) -> int:
+        """Of no effect."""
+        return 0
+
+    seed = initial_seed
+
+
+def _state(device: object = "cuda") -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def install(counts: Counts) -> CudaNames:
+    """Put the device into torch, for the rest of this process.
+
+    Returns:
+        The mode to be entered above that of fake tensors.
+    """
+    waited = counts.note_wait
+    _Stream.waited = _Event.waited = staticmethod(waited)
+    properties = types.SimpleNamespace(
+        major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132, total_memory=MEMORY, name="no GPU", uuid=""
+    )
+    replacements: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1 << 16,
+        "current_device": lambda: 0,
+        "is_initialized": lambda: True,
+        "synchronize": lambda device=None: waited("the device"),
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "stream": lambda stream=None: contextlib.nullcontext(),
+        "device": lambda device=None: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "get_rng_state": _state,
+        "get_device_name": lambda device=None: "no GPU",
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: properties,
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "memory_stats": lambda device=None: {},
+        "default_generators": tuple(_Generator() for _ in range(8)),
+        "_lazy_call": lambda callable, **kwargs: callable(),
+    }
+    replacements |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *args: 0)
+    replacements["max_memory_reserved"] = lambda *args: 0
+    for name in ("set_device", "init", "_lazy_init", "set_stream", "empty_cache", "reset_peak_memory_stats",
+                 "manual_seed", "manual_seed_all", "set_rng_state"):  # fmt: skip
+        replacements[name] = _nothing
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    import torch.cuda.random as generators
+
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "current_device", "_lazy_init"):
+        setattr(generators, name, replacements[name])
+    from torch._subclasses import fake_tensor
+
+    of_fake = FakeTensor.device.fget  # type: ignore[attr-defined]
+
+    def shown(tensor: FakeTensor) -> torch.device:
+        device = of_fake(tensor)
+        # Inside of an operation torch asks where it really is.
+        return SHOWN if device.type == "meta" and not counts.depth else device
+
+    FakeTensor.device = property(shown)  # type: ignore[assignment]
+    fake_tensor.init_gpu_context = _nothing  # type: ignore[assignment]
+    return CudaNames(counts)

@@ -1,0 +1,251 @@
+"""The program on one rank of a world that is not there: what `check --dry-run` runs in a process of its own."""
+
+import copy
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from data.pipeline import TextLengths
+from mimo_train.config.fault import Fault
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_log import ProfilingConfig
+from mimo_train.config.schema_modules import FeatureCacheConfig
+from mimo_train.layout.batch import Batch
+from mimo_train.layout.fp8 import has_fp8
+from mimo_train.layout.run import Run
+from mimo_train.preflight.dry_run import (
+    fake_attention,
+    fake_checkpoint,
+    fake_cuda,
+    fake_experts,
+    fake_needs,
+    fake_tensors,
+    fake_world,
+)
+from mimo_train.preflight.dry_run.counts import Counts
+from mimo_train.preflight.dry_run.fake_tensors import FakeCounts
+from mimo_train.preflight.dry_run.kinds import Kind
+from mimo_train.preflight.dry_run.memory import GRADIENTS, OPTIMIZER, WEIGHTS
+from mimo_train.preflight.dry_run.report import Found
+
+STEPS = 2
+"""The first makes the optimizer's states; the second is like all that follow."""
+
+
+def refused(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
+    """What of a config a dry run cannot do.
+
+    Args:
+        engine: whether layers are Transformer Engine's.
+    """
+    if (names := ", ".join(has_fp8(cfg))) and not engine:
+        yield Fault("train.fp8", f"layers of {names} have fp8, which Transformer Engine's do: add --transformer-engine")
+
+
+def device_kind(cfg: ConfigContainer) -> str:
+    """The kind of device of a dry run: CUDA, unless the run is to be on the CPU."""
+    return "cpu" if cfg.run.device == "cpu" else "cuda"
+
+
+def prepared(run: Run, folder: Path) -> Run:
+    """The run as it is tried: some steps from fresh weights, into another folder, without what only writes. They are
+    like those at its end, which take most: of full size, and with all that is trained by then."""
+    cfg, iters = copy.deepcopy(run.cfg), run.cfg.train.iters
+    cfg.run.dir, cfg.run.device = str(folder), device_kind(cfg)
+    cfg.train.iters, cfg.train.epochs, cfg.data.workers = STEPS, 0, 0
+    cfg.train.rampup_batch_size = []
+    cfg.train.compile = "none"  # no compiler takes tensors of a device that is not there
+    for module in cfg.modules.values():
+        module.compile = ""
+        later = {name: step for name, step in module.freeze_until.items() if step}
+        # What is released at all is so behind a first step without it; else it stays as it is.
+        module.freeze_until = {name: 1 if step < iters or not iters else step for name, step in later.items()}
+        if 1 in module.freeze_until.values():
+            cfg.train.iters = STEPS + 1
+    # One step of an evaluation is like the next.
+    cfg.train.eval_samples, cfg.train.report_samples = cfg.train.global_batch_size, min(cfg.train.report_samples, 1)
+    cfg.train.skip_iters, cfg.train.exit_interval, cfg.train.callbacks = [], 0, []
+    cfg.checkpoint.dir, cfg.checkpoint.weights, cfg.checkpoint.resume = "", "", "auto"
+    cfg.log = replace(cfg.log, tensorboard=False, wandb=False, mlflow=False, comet=False)
+    for module in cfg.modules.values():
+        module.feature_cache = FeatureCacheConfig()
+    cfg.checkpoint.load_modules, cfg.profiling = {}, ProfilingConfig()
+    return replace(run, cfg=cfg, batch=Batch.of(cfg))
+
+
+def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> Found:
+    """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process.
+
+    Args:
+        engine: whether layers are Transformer Engine's; then `fake_engine` must be in its place.
+    """
+    began = time.monotonic()
+    # A forked process makes its pool of threads anew at the first call. Where two threads of autograd make that call at
+    # once, one finds no pool and the process aborts (torch 2.11: "Invalid thread pool!"); so it is made here, by one.
+    torch.set_num_threads(torch.get_num_threads())
+    device = device_kind(run.cfg)
+    import_program()
+    with TemporaryDirectory(prefix="mimo-dry-run-") as folder, ExitStack() as stack:
+        given, run = run, prepared(run, Path(folder))
+        fake_world.join(kind.rank, run.layout.world_size, run.layout.ranks_per_node)
+        counts = FakeCounts(fake_cuda.is_on_device if device == "cuda" else _is_on_cpu)
+        names = _install(device, counts)
+        fake_tensors.enter(stack, counts)
+        if names is not None:
+            stack.enter_context(names)
+        fake_attention.install(device)
+        fake_experts.install(counts)
+        fake_needs.install(run)
+        files = fake_checkpoint.install(given)
+        _choose_layers(engine)
+        observed = observe(run, counts)
+    made = distributed_c10d._world.pg_group_ranks
+    groups = [("world" if group is dist.group.WORLD else group.group_desc, len(made[group])) for group in made]
+    return Found(
+        kind=kind,
+        device=device,
+        groups=groups,
+        saved=files.saved,
+        loaded=files.loaded,
+        seconds=time.monotonic() - began,
+        resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **observed,
+    )
+
+
+def _is_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def import_program() -> None:
+    """Import all that a run needs, before anything of torch is replaced: torch.compile, which Megatron-Core imports,
+    tells functions of torch apart by identity."""
+    import mimo_train.training.pretrain  # noqa: F401
+
+
+def _install(device: str, counts: Counts) -> Any:
+    from mimo_train.parallel import device as devices
+
+    # Megatron-Core compiles small fusions for the GPU: no compiler takes fake tensors of a device that is not there.
+    torch.compiler.set_stance("force_eager")
+    if device == "cuda":
+        return fake_cuda.install(counts)
+    devices.install("cpu")
+    return None
+
+
+def _choose_layers(engine: bool) -> None:
+    """Those of Transformer Engine itself need a GPU, installed or not."""
+    from mimo_train.training import parts
+    from mimo_train.training import setup as setting_up
+
+    setting_up.use_transformer_engine = parts.use_transformer_engine = lambda kind: engine and kind == "cuda"
+
+
+def observe(run: Run, counts: Counts) -> dict[str, Any]:
+    """Set up and train under `counts`, on tensors of any kind; fields of `Found`."""
+    from data.pipeline import Dataset, StepLoader
+    from encoders.native.whisper import model as whisper
+    from mimo_train.launch.exit_signal import ExitSignal
+    from mimo_train.training import setup as setting_up
+    from mimo_train.training.callbacks import Callback, Callbacks
+    from mimo_train.training.exit import ExitVotes
+    from mimo_train.training.loop import train
+    from mimo_train.training.pretrain import default_forward_step
+
+    last: dict[str, Any] = {}
+    evaluated: list[int] = []
+
+    class Steps(Callback):
+        def on_step_start(self, state):  # type: ignore[no-untyped-def]
+            counts.reset()
+
+        def on_step_end(self, state, result):  # type: ignore[no-untyped-def]
+            last.update(
+                flops=counts.flops,
+                messages={
+                    f"{name} over {size}": (number, nbytes)
+                    for (name, size), (number, nbytes) in sorted(counts.messages.items())
+                },
+                waits=_by_line(counts.waits),
+                waits_inside=_by_line(counts.waits_inside),
+            )
+            counts.memory.relabel(_states(session.optimizer), OPTIMIZER)
+
+        def on_evaluation(self, state, values):  # type: ignore[no-untyped-def]
+            evaluated.append(1)
+
+    setting_up.require_one_folder = lambda *_: None  # rank 0, which would have written into it, is not there
+    setting_up.count_texts = fake_tensors.outside(_count_texts)
+    setting_up.make_demo_shards = fake_tensors.outside(setting_up.make_demo_shards)
+    StepLoader.__next__ = fake_tensors.outside(StepLoader.__next__)  # type: ignore[method-assign]
+    whisper.mel_filters = fake_tensors.outside(whisper.mel_filters)
+    for name in ("text", "media", "prompt_and_truth", "read_text", "read_media"):
+        setattr(Dataset, name, fake_tensors.outside(getattr(Dataset, name)))
+    session = setting_up.setup(run, ExitVotes(ExitSignal(), 0, 0), start_time=time.time())
+    try:
+        counts.memory.relabel((parameter for chunk in session.model for parameter in chunk.parameters()), WEIGHTS)
+        for buffer in _buffers(session.model):
+            counts.memory.relabel([buffer.grad_data], GRADIENTS)
+        counts.memory.relabel(_states(session.optimizer), OPTIMIZER)
+        counts.memory.end_setup()
+        pipeline = session.parts.pipeline
+        pipeline.run = counts.inside(pipeline.run)  # type: ignore[method-assign]
+        train(session, default_forward_step(run.cfg), Callbacks([Steps()]))
+    finally:
+        session.close()
+    counts.memory.finish()
+    categories: dict[str, int] = {}
+    for (category, _), size in counts.memory.at_peak.items():
+        categories[category] = categories.get(category, 0) + size
+    lines = [(category, line, size) for (category, line), size in counts.memory.at_peak.most_common()]
+    return {
+        **last,
+        "peak": counts.memory.peak,
+        "categories": categories,
+        "lines": lines,
+        "evaluated": bool(evaluated),
+    }
+
+
+def _count_texts(run: Run, dataset: Any, _should_stop: Any) -> None:
+    """In a run rank 0 counts them for all."""
+    lengths = TextLengths(dataset)
+    for _ in lengths.build():
+        pass
+    TextLengths(dataset).serve()
+
+
+def _by_line(waits: Counter[tuple[str, str]]) -> dict[str, int]:
+    return {f"{what} at {line}": number for (what, line), number in waits.most_common()}
+
+
+def _buffers(model: list) -> Iterator[Any]:
+    """Megatron-Core's buffers of gradients and weights."""
+    from mimo_train.models.names import modules_of
+
+    for chunks in modules_of(model).values():
+        for chunk in chunks:
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def _states(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Master copies and moments."""
+    for inner in optimizer.inner():
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                states = inner.optimizer.state.get(parameter, {})
+                yield from (value for value in states.values() if isinstance(value, torch.Tensor))
+        for copies in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+            for group in getattr(inner, copies, []):
+                yield from (each for each in group if isinstance(each, torch.Tensor))

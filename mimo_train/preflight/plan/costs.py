@@ -1,0 +1,214 @@
+"""Seconds of one pipeline stage: computing, messages inside of layers, gradients, optimizer. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from encoders.base import GATED, built_layers, encoders_in, most_tokens
+from encoders.plain.spec import PlainSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.estimate.activations import BYTES, layer_activations
+from mimo_train.estimate.parameters import ParameterCount, module_parameters
+from mimo_train.layout.layout import layers_of_stage
+from mimo_train.preflight.plan import devices
+from mimo_train.preflight.plan.devices import Links
+from mimo_train.preflight.plan.profile import Profile
+from mimo_train.preflight.plan.work import ModuleWork, Work, module_work
+
+_GRADIENT = 4
+"""Bytes of a gradient, which stays in fp32."""
+_STEP = 7 * 4
+"""Bytes that an update of Adam reads and writes for each parameter: gradient, weight and two moments in fp32."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of a rank of a stage; but for the last two of one microbatch."""
+
+    forward: float
+    """Computing."""
+    backward: float
+    forward_messages: float = 0.0
+    """Inside of layers, over tp, cp and ep, which the next products wait for."""
+    backward_messages: float = 0.0
+    gradients: float = 0.0
+    """After the last microbatch."""
+    update: float = 0.0
+    """Of the optimizer, with the gathering of its weights."""
+
+
+class Costs:
+    """Costs of the stages of any layout of a run."""
+
+    def __init__(
+        self,
+        cfgs: dict[str, ConfigContainer],
+        vocab: int,
+        media: dict[str, float],
+        links: Links,
+        profile: Profile | None,
+    ):
+        """
+        Args:
+            cfgs: the run with each `train.recompute` that is tried.
+            vocab: rows of the embedding.
+            media: pictures or clips of a module in a sample.
+        """
+        self._cfgs, self._vocab, self._media, self._links, self._profile = cfgs, vocab, media, links, profile
+        self._cfg = next(iter(cfgs.values()))
+        self._size = BYTES[self._cfg.train.precision]
+        self._work = cache(self._work_of)
+        self._stage_work = cache(self._work_of_stage)
+        self._parameters = cache(self._parameters_of)
+        self.least_of_language = cache(self._least_of_language)
+
+    def _least_of_language(self, recompute: str) -> float:
+        """Seconds that one rank would at least compute for one sample; several ranks share them. 0: not known."""
+        if self._profile is not None:
+            return 0.0  # rates differ with tp
+        work = self._work(LANGUAGE, recompute).whole
+        return self._computing(
+            work.products + work.products_back, work.attention + work.attention_back, work.in_fp8 + work.in_fp8_back
+        )
+
+    def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
+        """Of each stage, for microbatches of `samples` on a data-parallel rank.
+
+        Args:
+            divided: whether the optimizer is the distributed one.
+        """
+        llm, cp = self._cfg.llm, layout.cp
+        tokens = samples * self._cfg.data.sequence_length // cp
+        kept = layer_activations(
+            tokens, llm.hidden_size, llm.ffn_hidden_size, self._cfg.train.precision, gated=llm.is_gated, tp=layout.tp,
+            sp=layout.sp,
+        )  # fmt: skip
+        forward, backward = self._inside_language(layout, tokens)
+        found, alike = [], dict[tuple[Work, bool, bool], StageCost]()
+        for stage in range(layout.pp):
+            work = self._stage_work(LANGUAGE, recompute, stage, layout.pp, layout.vpp)
+            like = work, stage == 0, stage == layout.pp - 1
+            if like not in alike:
+                own = layers_of_stage(llm.num_layers, stage, layout.pp)
+                seconds = self._seconds(LANGUAGE, work, recompute, samples / (layout.tp * cp), layout.tp, own, kept)
+                again = forward * own if recompute == "full" else 0.0
+                messages = forward * own, backward * own * (seconds[1] > 0) + again
+                alike[like] = StageCost(*seconds, *messages, *self._tail(LANGUAGE, layout, stage, divided, cp))
+            found.append(alike[like])
+        return found
+
+    def encoder(
+        self, name: str, layout: LayoutConfig, samples: float, recompute: str, *, divided: bool
+    ) -> list[StageCost]:
+        """Of each stage of an encoder; `samples` of a microbatch on a data-parallel rank."""
+        module, size = self._cfg.modules[name], self._size
+        encoder, media = module.encoder, samples * self._media[name]
+        tokens = media * encoder.most_inner_tokens(module.projector.merge)
+        plain = isinstance(encoder, PlainSpec)
+        parts = () if plain else tuple(encoders_in(encoder).values())
+        kept = sum(
+            layer_activations(
+                int(tokens), part.hidden_size, part.ffn_hidden_size, self._cfg.train.precision,
+                gated=part.activation == GATED, tp=layout.tp, sp=layout.sp,
+            )
+            for part in parts
+        )  # fmt: skip
+        hidden = sum(part.hidden_size for part in parts)
+        each = 4 * self._links.gather(tokens * hidden * size, layout.tp, layout.tp)
+        found = []
+        for stage in range(layout.pp):
+            work = self._stage_work(name, recompute, stage, layout.pp, 1)
+            own = 1 if plain else layers_of_stage(max(map(built_layers, parts)), stage, layout.pp)
+            seconds = self._seconds(name, work, recompute, samples / layout.tp, layout.tp, own, kept)
+            messages = each * own, each * own * (work.products_back > 0)
+            found.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, divided, 1)))
+        return found
+
+    def boundary(self, layout: LayoutConfig, samples: int) -> float:
+        """Bytes that a rank of the language model sends to its next stage."""
+        tokens = samples * self._cfg.data.sequence_length // layout.cp
+        return tokens * self._cfg.llm.hidden_size * self._size / (layout.tp if layout.sp else 1)
+
+    def features(self, name: str, samples: float) -> float:
+        """Bytes of the features of a module for so many samples."""
+        module = self._cfg.modules[name]
+        tokens = samples * self._media[name] * most_tokens(module.encoder, module.projector)
+        return tokens * self._cfg.llm.hidden_size * self._size
+
+    def _inside_language(self, layout: LayoutConfig, tokens: int) -> tuple[float, float]:
+        """Seconds of the messages of a layer, forward and backward."""
+        llm, links, size = self._cfg.llm, self._links, self._size
+        tp, cp, across = layout.tp, layout.cp, layout.tp * layout.cp
+        # Two all-reduces, or two gathers and two scatters; sequence parallel gathers the two inputs once more.
+        one = links.gather(tokens * llm.hidden_size * size, tp, tp)
+        forward, backward = 4 * one, (6 if layout.sp else 4) * one
+        keys = llm.head_width * max(llm.key_heads, tp) / tp
+        gathered = links.gather(2 * keys * tokens * cp * size, cp, across)
+        forward, backward = forward + gathered, backward + gathered
+        if llm.num_experts:
+            own = tokens / (tp if layout.sp else 1) * llm.experts_per_token * llm.hidden_size * size
+            span = max(layout.ep * layout.etp, across)
+            dealt = 2 * (links.gather(own, layout.ep, span) + links.gather(own * layout.etp, layout.etp, tp))
+            forward, backward = forward + dealt, backward + dealt
+        return forward, backward
+
+    def _seconds(
+        self, name: str, work: Work, recompute: str, share: float, tp: int, layers: int, kept: float
+    ) -> tuple[float, float]:
+        """Forward and backward; `share`: samples over the ranks that share their work."""
+        has_gradients = work.products_back + work.attention_back > 0
+        if self._profile is not None:
+            forward, backward = self._profile.rates(name, tp)
+            return (
+                share * (work.products + work.attention) / forward,
+                share * (work.products_back + work.attention_back) / backward,
+            )
+        device = self._links.device
+        traffic = layers * kept * devices.TOUCHED / (device.traffic * devices.TRAFFIC)
+        least = layers * devices.LEAST_LAYER
+
+        forward = max(least, share * self._computing(work.products, work.attention, work.in_fp8) + traffic)
+        backward = share * self._computing(work.products_back, work.attention_back, work.in_fp8_back) + 2 * traffic
+        passes = 3 if recompute == "full" else 2
+        return forward, max(passes * least, backward) if has_gradients else 0.0
+
+    def _computing(self, products: float, attention: float, in_fp8: float) -> float:
+        """Seconds, at the rates that are assumed; `in_fp8` of the products are in fp8."""
+        device = self._links.device
+        rate = device.rate(self._cfg.train.precision)
+        slow, fast = (products - in_fp8) / rate, in_fp8 / (device.eighth or rate)
+        return (slow + fast) / devices.PRODUCTS + attention / (rate * devices.ATTENTION)
+
+    def _tail(self, name: str, layout: LayoutConfig, stage: int, divided: bool, cp: int) -> tuple[float, float]:
+        """Seconds of gradients and of the update."""
+        dense, experts = self._parameters(name, layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, stage)
+        replicas, inner = layout.dp * cp, layout.tp * cp
+        of_experts = layout.tp * cp * layout.dp // (layout.ep * layout.etp)
+        gradients = update = 0.0
+        for count, ranks in ((dense, replicas), (experts, of_experts)):
+            if not count.trainable:
+                continue
+            span, lanes = inner * layout.dp, max(1, min(self._links.node // inner, ranks))
+            scatter = self._links.gather(count.trainable * _GRADIENT, ranks, span, lanes)
+            gathered = self._links.gather(count.trainable * self._size, ranks, span, lanes)
+            gradients += scatter if divided else 2 * scatter
+            touched = count.trainable * _STEP / (ranks if divided else 1)
+            update += touched / (self._links.device.traffic * devices.TRAFFIC) + (gathered if divided else 0.0)
+        return gradients, update
+
+    def _work_of(self, name: str, recompute: str) -> ModuleWork:
+        return module_work(self._cfgs[recompute], name, self._vocab, self._media.get(name, 0.0))
+
+    def _work_of_stage(self, name: str, recompute: str, stage: int, stages: int, chunks: int) -> Work:
+        return self._work(name, recompute).of_stage(stage, stages, chunks)
+
+    def _parameters_of(
+        self, name: str, tp: int, pp: int, vpp: int, ep: int, etp: int, stage: int
+    ) -> tuple[ParameterCount, ParameterCount]:
+        """Of a rank, and those of its experts."""
+        sizes: dict[str, Any] = {"tp": tp, "ep": ep, "etp": etp, "stage": stage, "stages": pp, "vpp": vpp}
+        counts = module_parameters(self._cfg, name, self._vocab, **sizes)
+        experts = counts.pop("experts", ParameterCount(0, 0))
+        return sum(counts.values(), ParameterCount(0, 0)), experts

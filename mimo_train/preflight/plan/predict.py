@@ -1,0 +1,268 @@
+"""The time of a step of a candidate, from the costs of its stages and the schedule. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
+
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.layout.padding import pack_length
+from mimo_train.preflight.plan.candidate import Candidate, ranks_of
+from mimo_train.preflight.plan.costs import Costs, StageCost
+from mimo_train.preflight.plan.counts import Counts, Load, Loads
+from mimo_train.preflight.plan.devices import Links
+from mimo_train.preflight.plan.schedule import Part, Stage, ends, ends_on_cores, least_seconds
+
+
+class RankWork(NamedTuple):
+    """What the ranks of a pipeline stage do; seconds of one microbatch, but for the last two."""
+
+    modules: tuple[str, ...]
+    """Those on them."""
+    stage: int
+    """Of the first of these modules, from 0."""
+    stages: int
+    ranks: int
+    forward: float
+    backward: float
+    messages: float
+    """That products wait for, in both."""
+    gradients: float
+    """After the last microbatch."""
+    update: float
+
+    @classmethod
+    def of(
+        cls,
+        modules: tuple[str, ...],
+        stage: int,
+        layout: LayoutConfig,
+        costs: Sequence[StageCost],
+        *,
+        overlapped: bool = False,
+    ) -> "RankWork":
+        """Of modules that work one after the other; `overlapped`: gradients are reduced while backward runs."""
+        forward = sum(cost.forward + cost.forward_messages for cost in costs)
+        backward = sum(cost.backward + cost.backward_messages for cost in costs)
+        messages = sum(cost.forward_messages + cost.backward_messages for cost in costs)
+        gradients = sum(cost.gradients for cost in costs)
+        exposed = max(0.0, gradients - backward) if overlapped else gradients
+        update = sum(cost.update for cost in costs)
+        sizes = stage, layout.pp, ranks_of(layout) // layout.pp
+        return cls(modules, *sizes, forward, backward, messages, exposed, update)
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        name = " + ".join(self.modules)
+        return f"{name}, stage {self.stage + 1} of {self.stages}" if self.stages > 1 else name
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A candidate as stages in time."""
+
+    stages: tuple[Stage, ...]
+    work: tuple[RankWork, ...]
+    microbatches: float
+    """A whole number, but for the mean of several steps."""
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a candidate."""
+
+    seconds: float
+    """Of a step."""
+    bubble: float
+    """Share of the schedule in which the ranks of the language model wait."""
+    idle: Mapping[str, float]
+    """Module -> share of a step in which its ranks neither compute nor send."""
+    busiest: str
+    """The stage that the others wait for."""
+    shares: Mapping[str, float]
+    """What a step of the busiest stage consists of: computing, messages, waiting, gradients, update."""
+
+
+class Predictor:
+    """Predicts steps of one run."""
+
+    def __init__(self, cfg: ConfigContainer, costs: Costs, links: Links, counts: Counts | None = None):
+        """`counts`: of the data; without, every microbatch is as large as any."""
+        self._cfg, self._costs, self._links, self._counts = cfg, costs, links, counts
+
+    def microbatches(self, micro_batch_size: int, replicas: int) -> int:
+        """Of a step; packed rows are as if every sample were as long as any."""
+        cfg, samples = self._cfg, micro_batch_size * replicas
+        if cfg.data.pack:
+            tokens = cfg.train.global_batch_size * cfg.data.sequence_length
+            row = cfg.data.pack_length or micro_batch_size * cfg.data.sequence_length
+            return max(1, -(-tokens // (row * replicas)))
+        return cfg.train.global_batch_size // samples
+
+    def rows(self, micro_batch_size: int) -> int:
+        """Samples of a microbatch on a data-parallel rank of the language model, for what is computed."""
+        cfg = self._cfg
+        return pack_length(cfg) // cfg.data.sequence_length if cfg.data.pack_length else micro_batch_size
+
+    def _pipeline(self, candidate: Candidate, loads: Loads) -> Pipeline:
+        language, cfg = candidate.language, self._cfg
+        samples = self.rows(candidate.micro_batch_size)
+        divided, recompute = candidate.distributed_optimizer, candidate.recompute
+        across = self._links.between(candidate.world_size)
+        of_language = self._costs.language(language, samples, recompute, divided=divided)
+        microbatch = samples * language.dp
+        of_encoders = {
+            name: self._costs.encoder(
+                name, candidate.layouts[name], microbatch / candidate.layouts[name].dp, recompute, divided=divided
+            )
+            for name in candidate.layouts
+            if name != LANGUAGE
+        }
+        stages: list[Stage] = []
+        work: list[RankWork] = []
+        chains = [tuple(candidate.apart)] if candidate.together else [(name,) for name in candidate.apart]
+        lengths = [candidate.layouts[chain[0]].pp for chain in chains if chain]
+        first = sum(lengths)
+        for chain in chains:
+            if not chain:
+                continue
+            layout = candidate.layouts[chain[0]]
+            nbytes = sum(self._costs.features(name, microbatch / candidate.layouts[name].dp) for name in chain)
+            send = self._links.send(nbytes, across)
+            for stage in range(layout.pp):
+                costs, parts = _loaded([(name, of_encoders[name][stage]) for name in chain], loads)
+                own = RankWork.of(chain, stage, layout, costs)
+                taker = len(stages) + 1 if stage < layout.pp - 1 else first
+                stages.append(Stage(own.forward, own.backward, taker, send, parts))
+                work.append(own)
+        send = self._links.send(self._costs.boundary(language, samples), across)
+        shared = tuple(name for name in candidate.layouts if name in candidate.shared)
+        overlapped, parts = cfg.optim.overlap_grad_reduce, tuple[Part, ...]()
+        for stage, cost in enumerate(of_language):
+            if stage > 1 and cost is of_language[stage - 1]:
+                own = own._replace(stage=stage)
+            else:
+                beside = shared if stage == 0 else ()
+                costs, parts = _loaded([*((name, of_encoders[name][0]) for name in beside), (LANGUAGE, cost)], loads)
+                own = RankWork.of((*beside, LANGUAGE), stage, language, costs, overlapped=overlapped)
+            following = len(stages) + 1 if stage < language.pp - 1 else None
+            stages.append(Stage(own.forward, own.backward, following, send, parts))
+            work.append(own)
+        # Of packed rows the data says how many there are.
+        even = self.microbatches(candidate.micro_batch_size, language.dp)
+        number = loads[LANGUAGE].microbatches if loads else even
+        return Pipeline(tuple(stages), tuple(work), number, language.vpp)
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """A lower bound of `predict(candidate).seconds`: of a mean step, whose bound is below the mean of theirs."""
+        pipeline = self._pipeline(candidate, {} if self._counts is None else self._counts.mean(candidate))
+        gradients = max(work.gradients for work in pipeline.work)
+        schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
+        return max(schedule, gradients, self._on_cores(pipeline)) + self._update(pipeline)
+
+    def least_of_language(self, micro_batch_size: int, replicas: int, ranks: int, recompute: str) -> float:
+        """A lower bound for all candidates with such a language model, by its operations alone: those of ranks that
+        all compute all the time. Takes no time, where `least_seconds` looks at every stage."""
+        if self._counts is not None:
+            return 0.0
+        samples = self.microbatches(micro_batch_size, replicas) * self.rows(micro_batch_size) * replicas
+        return samples * self._costs.least_of_language(recompute) / ranks
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Simulate a step, or some of the data."""
+        loads = [{}] if self._counts is None else self._counts.loads(candidate)
+        found = [self._predict(self._pipeline(candidate, each)) for each in loads]
+        first = found[0]
+        return replace(
+            first,
+            seconds=fmean(one.seconds for one in found),
+            bubble=fmean(one.bubble for one in found),
+            idle={name: fmean(one.idle[name] for one in found) for name in first.idle},
+            shares={name: fmean(one.shares[name] for one in found) for name in first.shares},
+        )
+
+    def _predict(self, pipeline: Pipeline) -> Prediction:
+        done, number = self._ends(pipeline), pipeline.microbatches
+        after = [end + work.gradients for end, work in zip(done, pipeline.work, strict=True)]
+        update = self._update(pipeline)
+        seconds = max(*after, self._on_cores(pipeline)) + update
+        busy = [number * (stage.forward + stage.backward) for stage in pipeline.stages]
+        of_language = [at for at, work in enumerate(pipeline.work) if LANGUAGE in work.modules]
+        bubble = max(0.0, 1 - sum(busy[at] for at in of_language) / (len(of_language) * max(done)))
+        at = max(range(len(busy)), key=busy.__getitem__)
+        one = pipeline.work[at]
+        parts = {
+            "computing": busy[at] - number * one.messages,
+            "messages": number * one.messages,
+            "gradients": one.gradients,
+            "update": update,
+        }
+        parts["waiting"] = max(0.0, seconds - sum(parts.values()))
+        shares = {name: part / seconds for name, part in parts.items()}
+        return Prediction(seconds, bubble, self._idle(pipeline, busy, seconds), one.title, shares)
+
+    def _idle(self, pipeline: Pipeline, busy: Sequence[float], seconds: float) -> dict[str, float]:
+        idle = {}
+        for name in self._cfg.modules:
+            own = [
+                busy[at] + work.gradients + work.update for at, work in enumerate(pipeline.work) if name in work.modules
+            ]
+            idle[name] = max(0.0, 1 - sum(own) / (len(own) * seconds))
+        return idle
+
+    def _ends(self, pipeline: Pipeline) -> list[float]:
+        cores, cut = self._cores(pipeline), (int(pipeline.microbatches), pipeline.chunks)
+        if not cores:
+            return ends(pipeline.stages, *cut)
+        return ends_on_cores(pipeline.stages, [work.ranks for work in pipeline.work], cores, *cut)
+
+    def _on_cores(self, pipeline: Pipeline) -> float:
+        """Seconds that the cores need for all ranks up to the update, where ranks share them; messages take time of a
+        core too."""
+        number = pipeline.microbatches
+        return self._shared(
+            pipeline, [number * (work.forward + work.backward) + work.gradients for work in pipeline.work]
+        )
+
+    def _update(self, pipeline: Pipeline) -> float:
+        """Seconds of the update, which waits for the gradients of all, and of what a process does beside layers."""
+        updates = [work.update + self._links.device.process for work in pipeline.work]
+        return max(*updates, self._shared(pipeline, updates))
+
+    def _shared(self, pipeline: Pipeline, seconds: Sequence[float]) -> float:
+        """Of cores, for so many seconds of each rank of each stage; 0 where every rank has its own."""
+        cores = self._cores(pipeline)
+        if not cores:
+            return 0.0
+        return sum(work.ranks * own for work, own in zip(pipeline.work, seconds, strict=True)) / cores
+
+    def _cores(self, pipeline: Pipeline) -> float:
+        """Of all nodes of a candidate; 0: every rank has its own."""
+        ranks, node = sum(work.ranks for work in pipeline.work), self._links.node
+        return min(self._links.device.cores, node) * max(1.0, ranks / node)
+
+
+def _loaded(costs: Sequence[tuple[str, StageCost]], loads: Loads) -> tuple[list[StageCost], tuple[Part, ...]]:
+    """Costs of modules on one stage, of a mean microbatch, and what differs between microbatches."""
+    if not loads:
+        return [cost for _, cost in costs], ()
+    parts = tuple(
+        Part(cost.forward + cost.forward_messages, cost.backward + cost.backward_messages, loads[name].shares)
+        for name, cost in costs
+    )
+    return [_mean(cost, loads[name]) for name, cost in costs], parts
+
+
+def _mean(cost: StageCost, load: Load) -> StageCost:
+    share = load.total / load.microbatches
+    return replace(
+        cost,
+        forward=share * cost.forward,
+        backward=share * cost.backward,
+        forward_messages=share * cost.forward_messages,
+        backward_messages=share * cost.backward_messages,
+    )

@@ -1,0 +1,169 @@
+"""A plan in words and as data. Imports no torch."""
+
+from typing import Any
+
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate.memory import GIB
+from mimo_train.layout.fp8 import has_fp8
+from mimo_train.layout.layout import lay_out
+from mimo_train.preflight.plan import devices
+from mimo_train.preflight.plan.candidate import Candidate
+from mimo_train.preflight.plan.devices import Device
+from mimo_train.preflight.plan.search import Plan, Proposal, Request
+
+_SMALL = 0.03
+"""Share of a step below which a part is not named."""
+
+
+def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
+    """What the command prints."""
+    several = request.gpus > request.node
+    nodes = f", {request.node} on a node" if several else ""
+    lines = [
+        f"{request.gpus:,} x {_described(request.device)}{nodes}; {cfg.train.precision}, global batch of "
+        f"{cfg.train.global_batch_size:,} samples of {cfg.data.sequence_length:,} tokens"
+        + "".join(f", {media:g} {cfg.modules[name].encoder.medium}{'s' * (media != 1)} of {name} a sample"
+                  for name, media in request.media.items()),
+        f"layouts of {LANGUAGE}: {plan.legal:,}; of all modules {plan.bounded:,} bounded, {plan.fitting:,} fit, "
+        f"{plan.simulated:,} simulated",
+        "",
+    ]  # fmt: skip
+    for number, proposal in enumerate(plan.proposals, start=1):
+        lines += [*_proposal(number, proposal, cfg, request), ""]
+    lines += [f"note: {text}" for text in _notes(cfg, request)]
+    return lines
+
+
+def data_of(plan: Plan, cfg: ConfigContainer, request: Request) -> dict[str, Any]:
+    """The same, for programs."""
+    return {
+        "gpus": request.gpus,
+        "device": request.device.name,
+        "steps_of_data": len(request.steps),
+        "layouts": {
+            "legal": plan.legal,
+            "bounded": plan.bounded,
+            "fitting": plan.fitting,
+            "simulated": plan.simulated,
+        },
+        "proposals": [
+            {
+                "overrides": one.candidate.overrides(cfg),
+                "ranks": one.candidate.world_size,
+                "step_seconds": one.prediction.seconds,
+                "samples_per_second_per_gpu": _samples(one, cfg, request),
+                "tokens_per_second_per_gpu": _samples(one, cfg, request) * cfg.data.sequence_length,
+                "bubble": one.prediction.bubble,
+                "idle": dict(one.prediction.idle),
+                "memory_bytes": one.memory,
+                "busiest": one.prediction.busiest,
+                "shares": dict(one.prediction.shares),
+            }
+            for one in plan.proposals
+        ],
+    }
+
+
+def _proposal(number: int, proposal: Proposal, cfg: ConfigContainer, request: Request) -> list[str]:
+    candidate, prediction = proposal.candidate, proposal.prediction
+    samples = _samples(proposal, cfg, request)
+    room = request.device.memory / GIB
+    idle = ", ".join(f"{name} {share:.0%}" for name, share in prediction.idle.items())
+    used = "" if candidate.world_size == request.gpus else f" on {candidate.world_size:,} of them"
+    parts = sorted(prediction.shares.items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= _SMALL)
+    return [
+        f"{number}. {_layouts(candidate, cfg)}{used}",
+        f"   {seconds_text(prediction.seconds)} a step: {_rate(samples)} samples/s and "
+        f"{samples * cfg.data.sequence_length:,.0f} tokens/s for each GPU",
+        f"   bubble {prediction.bubble:.0%}; idle: {idle}; memory {proposal.memory / GIB:.1f} of {room:.1f} GiB",
+        f"   limited by {prediction.busiest}: {named}",
+        f"   {' '.join(quoted(one) for one in candidate.overrides(cfg)) or 'as the config is'}",
+    ]
+
+
+def _layouts(candidate: Candidate, cfg: ConfigContainer) -> str:
+    modules = lay_out(candidate.config(cfg)).modules
+    said = "; ".join(f"{name}{_place(candidate, name)} {module}" for name, module in modules.items())
+    again = f", recompute {candidate.recompute}" if candidate.recompute != "none" else ""
+    return f"{said}; micro batch {candidate.micro_batch_size}{again}"
+
+
+def _place(candidate: Candidate, name: str) -> str:
+    """Where an encoder is, if not on ranks of its own."""
+    if name in candidate.shared:
+        return " shared"
+    return " together" if candidate.together and name != LANGUAGE else ""
+
+
+def _samples(proposal: Proposal, cfg: ConfigContainer, request: Request) -> float:
+    """Samples in a second for each GPU that is there, used or not."""
+    return cfg.train.global_batch_size / proposal.prediction.seconds / request.gpus
+
+
+def _described(device: Device) -> str:
+    return (
+        f"{device.name} ({device.memory / 1e9:g} GB, {device.half / 1e12:g} TFLOP/s in half precision and "
+        f"{device.single / 1e12:g} in fp32, {device.inside / 1e9:g} GB/s inside of a node, {device.across / 1e9:g} "
+        "across)"
+    )
+
+
+def of_numbers(cfg: ConfigContainer) -> str:
+    """What another layout changes besides time and memory; empty: nothing."""
+    if not cfg.llm.balances_microbatches:
+        return ""
+    return (
+        f"numbers of a run follow from its layout and microbatches, since modules.{LANGUAGE}.llm.router_balancing="
+        f"{cfg.llm.router_balancing} balances experts over a microbatch of ranks (seq_aux_loss: over a sample)"
+    )
+
+
+def _notes(cfg: ConfigContainer, request: Request) -> list[str]:
+    if request.profile is not None:
+        rates = f"layers as measured on {request.profile.device}; assumed:"
+    else:
+        rates = (
+            f"assumed, and not measured (--profile): products reach {devices.PRODUCTS:.0%} of the peak, attention "
+            f"{devices.ATTENTION:.0%},"
+        )
+    return [
+        f"{rates} memory {devices.TRAFFIC:.0%} and links {devices.LINKS:.0%} of theirs",
+        f"{request.margin:.0%} of the memory are kept free for what is not estimated",
+        _counts(request),
+        *filter(None, [of_numbers(cfg), _of_fp8(cfg, request)]),
+        "compare proposals with each other, not with a clock: docs/planner.md has the limits of the model",
+    ]
+
+
+def _of_fp8(cfg: ConfigContainer, request: Request) -> str:
+    modules, device = ", ".join(has_fp8(cfg)), request.device
+    if not modules:
+        return ""
+    if request.profile is not None:
+        return f"layers of {modules} are in fp8, and reckoned as measured without it"
+    if not device.eighth:
+        return f"layers of {modules} are in fp8, which {device.name} has none of: reckoned in {cfg.train.precision}"
+    return f"products of layers in fp8 ({modules}) at the same share of a peak of {device.eighth / 1e12:g} TFLOP/s"
+
+
+def _counts(request: Request) -> str:
+    """What microbatches are as large as."""
+    if request.steps:
+        return f"texts and media of microbatches as the data has them, in {len(request.steps)} steps spread over it"
+    return f"even counts: every row is as if full, every picture the largest ({request.even_since})"
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """For people."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def quoted(override: str) -> str:
+    """An override as it is typed into a shell."""
+    return f"'{override}'" if any(mark in override for mark in " {}") else override

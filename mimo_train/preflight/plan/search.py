@@ -1,0 +1,352 @@
+"""The best layouts: all that are legal are bounded, those with the best bounds simulated. Imports no torch."""
+
+import heapq
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.estimate.memory import GIB
+from mimo_train.layout.run import INPUT_KEYS, config_faults
+from mimo_train.preflight.plan.candidate import Candidate, ranks_of
+from mimo_train.preflight.plan.costs import Costs
+from mimo_train.preflight.plan.counts import Counts, KnownStep
+from mimo_train.preflight.plan.devices import MARGIN, Device, Links
+from mimo_train.preflight.plan.fullest import Fullest
+from mimo_train.preflight.plan.predict import Prediction, Predictor
+from mimo_train.preflight.plan.profile import Profile
+from mimo_train.preflight.plan.space import LanguageOption, Space
+
+SIMULATED = 200
+"""Candidates with the best bounds that are simulated."""
+_SIMULATED_BESIDE = 50
+"""Those of `beside`, which is to take a second at most."""
+_OF_A_KIND = 8
+"""Layouts of the encoders that are looked at further, for each layout of the language model and place of encoders."""
+_ALIKE = 0.01
+"""Relative difference of two predictions that means nothing."""
+_WAYS = 8
+"""Layouts of each encoder, on ranks of its own, that are combined with those of others."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is for."""
+
+    gpus: int
+    node: int
+    """GPUs of a node."""
+    device: Device
+    vocab: int
+    """Rows of the embedding."""
+    media: Mapping[str, float]
+    """Pictures or clips of each encoder in a sample."""
+    margin: float = MARGIN
+    top: int = 5
+    profile: Profile | None = None
+    steps: tuple[KnownStep, ...] = ()
+    """Of the data, by whose counts steps are simulated; empty: every sample is as large as any."""
+    even_since: str = ""
+    """Why there are none."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A layout that a run can have, and what is expected of it."""
+
+    candidate: Candidate
+    prediction: Prediction
+    memory: int
+    """Bytes of the fullest rank."""
+
+
+_Bounded = tuple[float, int, Candidate, int]
+"""Minus the bound, minus the number, a candidate, bytes of its fullest rank."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The proposals, the fastest first, and what was looked at."""
+
+    proposals: tuple[Proposal, ...]
+    legal: int
+    """Layouts of the language model."""
+    bounded: int
+    """Layouts of all modules that were bounded."""
+    fitting: int
+    """Those of them that fit."""
+    simulated: int
+
+
+def faults_of(cfg: ConfigContainer) -> list[Fault]:
+    """What `mimo-train check --without-data` refuses of a config."""
+    return [fault for fault in config_faults(cfg) if fault.key not in INPUT_KEYS]
+
+
+def require_sound(cfg: ConfigContainer) -> None:
+    """Raises ConfigError for faults of the config that are there on one GPU too."""
+    if LANGUAGE not in cfg.modules:
+        raise ConfigError(config_faults(cfg))
+    alone = Candidate(
+        {name: LayoutConfig() for name in cfg.modules},
+        frozenset(cfg.encoders),
+        False,
+        1,
+        cfg.train.recompute,
+        cfg.optim.distributed_optimizer,
+        0,
+        1,
+    )
+    if found := faults_of(alone.config(cfg)):
+        raise ConfigError(found)
+
+
+class NothingFits(UserError):
+    """Every legal layout needs more memory than there is."""
+
+
+def fullest_rank(cfg: ConfigContainer, request: Request) -> int | None:
+    """Return the bytes of the fullest rank of the fastest layout that fits; None if none fits."""
+    return _Search(cfg, request).fullest_rank()
+
+
+def plan(cfg: ConfigContainer, request: Request) -> Plan:
+    """The best layouts of a run that `require_sound` accepts.
+
+    Raises:
+        NothingFits: no layout fits.
+        UserError: no layout is legal, or a check refuses the best.
+    """
+    return _Search(cfg, request).run()
+
+
+class Beside(NamedTuple):
+    """The layout that a run has, and a better one."""
+
+    own: Prediction
+    better: Proposal | None
+
+
+def beside(cfg: ConfigContainer, own: Candidate, request: Request, share: float) -> Beside:
+    """The best layout of those whose steps take less than `share` of the seconds of `own`, the layout of a run that
+    `require_sound` accepts; what cannot be one of them is not looked at, so that it takes less time than a plan."""
+    search = _Search(cfg, request)
+    prediction = search.predict(own)
+    return Beside(prediction, search.faster(share * prediction.seconds))
+
+
+class _Search:
+    def __init__(self, cfg: ConfigContainer, request: Request):
+        self._cfg, self._request = cfg, request
+        self._space = Space(cfg, request.gpus, request.node)
+        links = Links(request.device, request.node)
+        cfgs = {
+            recompute: replace(cfg, train=replace(cfg.train, recompute=recompute))
+            for recompute in self._space.recomputes()
+        }
+        costs = Costs(cfgs, request.vocab, dict(request.media), links, request.profile)
+        counts = None
+        if request.steps:
+            counts = Counts(cfg, request.vocab, request.media, request.steps)
+        self._predictor = Predictor(cfg, costs, links, counts)
+        self._room = request.device.memory * (1 - request.margin)
+        self._fullest = Fullest(cfg, request.vocab, request.media, partial(self._candidate, together=False))
+
+    def run(self) -> Plan:
+        """Bound, simulate, look at the best once more."""
+        options = [*self._options()]
+        best, bounded, fitting = self._bounded(options, SIMULATED, math.inf)
+        if not best:
+            raise self._nothing_fits(len(options))
+        proposals, simulated, refused = self._chosen(best, self._request.top)
+        if not proposals:
+            raise UserError(
+                f"--gpus: the {simulated} layouts that would be the best are refused, the last one since {refused[0]}"
+            )
+        return Plan(tuple(proposals[: self._request.top]), len(options), bounded, fitting, simulated)
+
+    def fullest_rank(self) -> int | None:
+        """Bytes of the fullest rank of the fastest layout that fits; None if none fits."""
+        best, *_ = self._bounded([*self._options()], 1, math.inf)
+        return best[0][-1] if best else None
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Of any layout of the run."""
+        return self._predictor.predict(candidate)
+
+    def faster(self, below: float) -> Proposal | None:
+        """The best layout whose step takes fewer than these seconds; of those as fast the one with the fewest ranks,
+        then that with the fewest changes of the config."""
+        options = [option for option in self._options() if self._least(option) < below]
+        best, *_ = self._bounded(options, _SIMULATED_BESIDE, below)
+        proposals, *_ = self._chosen(best, 1, _ALIKE)
+        least = min((one.prediction.seconds for one in proposals), default=0.0)
+        alike = [one for one in proposals if one.prediction.seconds < min(below, (1 + _ALIKE) * least)]
+        changes = [(one.candidate.world_size, len(one.candidate.overrides(self._cfg))) for one in alike]
+        return alike[changes.index(min(changes))] if alike else None
+
+    def _bounded(self, options: Sequence[LanguageOption], most: int, below: float) -> tuple[list[_Bounded], int, int]:
+        """The `most` candidates that fit with the best bounds, below so many seconds, the best first; how many were
+        bounded, and how many of these fit."""
+        found = [(self._bound(self._alone(option)), number, option) for number, option in enumerate(options)]
+        best: list[_Bounded] = []
+        bounded = fitting = 0
+        for bound, _, option in sorted(found, key=lambda one: one[:2]):
+            worst = min(below, -best[0][0]) if len(best) == most else below
+            # What comes now is no better, whatever its encoders are.
+            if bound >= worst:
+                break
+            if self._fullest.of_language(option) > self._room:
+                continue
+            candidates = [(self._bound(candidate), candidate) for candidate in self._candidates(option)]
+            bounded += len(candidates)
+            for least, candidate, memory in self._few(candidates, option, worst):
+                fitting += 1
+                entry = (-least, -fitting, candidate, memory)
+                (heapq.heappush if len(best) < most else heapq.heappushpop)(best, entry)
+        return sorted(best, key=lambda one: (-one[0], -one[1])), bounded, fitting
+
+    def _chosen(self, best: list[_Bounded], top: int, slack: float = 0.0) -> tuple[list[Proposal], int, list[Fault]]:
+        """Those that a check accepts, one of each kind, the fastest first: among them the `top` fastest, and all that
+        take `slack` longer than these; how many were simulated, and what the last of those that were refused had."""
+        found: dict[Hashable, Proposal] = {}
+        refused: list[Fault] = []
+        simulated = 0
+        for least, _, candidate, memory in best:
+            slowest = sorted(one.prediction.seconds for one in found.values())[top - 1 : top]
+            if slowest and -least >= (1 + slack) * slowest[0]:
+                break
+            simulated += 1
+            proposal = Proposal(candidate, self._predictor.predict(candidate), memory)
+            other = found.get(candidate.kind)
+            if other is not None and not _is_better(proposal, other):
+                continue
+            if faults := faults_of(candidate.config(self._cfg)):
+                refused = faults
+                continue
+            found[candidate.kind] = proposal
+        return sorted(found.values(), key=lambda one: one.prediction.seconds), simulated, refused
+
+    def _options(self) -> Iterator[LanguageOption]:
+        return self._space.language()
+
+    def _alone(self, option: LanguageOption) -> Candidate:
+        """The language model without its encoders."""
+        return self._candidate(option, {}, frozenset(), together=False)
+
+    def _candidate(
+        self, option: LanguageOption, encoders: Mapping[str, LayoutConfig], shared: frozenset[str], *, together: bool
+    ) -> Candidate:
+        several = self._request.gpus > self._request.node
+        layouts = {
+            name: option.layout if name == LANGUAGE else encoders[name]
+            for name in self._cfg.modules
+            if name == LANGUAGE or name in encoders
+        }
+        return Candidate(
+            layouts,
+            shared,
+            together,
+            option.micro_batch_size,
+            option.recompute,
+            option.divided,
+            self._request.node if several else 0,
+            self._request.gpus,
+        )
+
+    def _least(self, option: LanguageOption) -> float:
+        """A lower bound of `_bound` that takes less time."""
+        ranks = ranks_of(option.layout)
+        return self._predictor.least_of_language(option.micro_batch_size, option.dp, ranks, option.recompute)
+
+    def _bound(self, candidate: Candidate) -> float:
+        return self._predictor.least_seconds(candidate)
+
+    def _candidates(self, option: LanguageOption) -> Iterator[Candidate]:
+        """All places and layouts of the encoders beside a language model."""
+        encoders = list(self._cfg.encoders)
+        free = self._request.gpus - ranks_of(option.layout)
+        inside = {name: [*self._space.shared(name, option)] for name in encoders}
+        beside = {name: self._best_apart(name, option, free) for name in encoders}
+        for placed in product((True, False), repeat=len(encoders)):
+            where = dict(zip(encoders, placed, strict=True))
+            shared = frozenset(name for name in encoders if where[name])
+            choices = [inside[name] if where[name] else beside[name] for name in encoders]
+            for layouts in product(*choices):
+                chosen = dict(zip(encoders, layouts, strict=True))
+                apart = [chosen[name] for name in encoders if not where[name]]
+                if sum(map(ranks_of, apart)) <= free and self._fits_nodes(option, apart):
+                    yield self._candidate(option, chosen, shared, together=False)
+                if (
+                    len(apart) > 1
+                    and len({(ranks_of(one), one.pp) for one in apart}) == 1
+                    and ranks_of(apart[0]) <= free
+                ):
+                    yield self._candidate(option, chosen, shared, together=True)
+
+    def _best_apart(self, name: str, option: LanguageOption, free: int) -> list[LayoutConfig]:
+        """Layouts of an encoder on its own ranks; where several encoders are combined, those of each number of ranks
+        that are fastest."""
+        every = [*self._space.apart(name, option, free)]
+        if len(self._cfg.encoders) == 1:
+            return every
+        seconds = {}
+        for layout in every:
+            candidate = self._candidate(option, {name: layout}, frozenset(), together=False)
+            seconds[id(layout)] = self._bound(candidate)
+        chosen: list[LayoutConfig] = []
+        for layout in sorted(every, key=lambda one: (seconds[id(one)], ranks_of(one))):
+            if all(ranks_of(layout) < ranks_of(other) for other in chosen):
+                chosen.append(layout)
+        return chosen[:_WAYS]
+
+    def _fits_nodes(self, option: LanguageOption, apart: list[LayoutConfig]) -> bool:
+        """Whether tensor-parallel groups can start at multiples of their size: a first look, before that of a check."""
+        if self._request.gpus <= self._request.node or self._cfg.placement.tp_across_nodes or len(apart) != 1:
+            return True
+        (encoder,) = apart
+        return ranks_of(encoder) % option.tp == 0 or ranks_of(option.layout) % encoder.tp == 0
+
+    def _few(
+        self, found: list[tuple[float, Candidate]], option: LanguageOption, worst: float
+    ) -> Iterator[tuple[float, Candidate, int]]:
+        """Of the candidates of one language model those that fit and have the best bounds, below `worst`, of each way
+        to place the encoders; with the bytes of their fullest rank."""
+        taken: dict[Hashable, int] = {}
+        for least, candidate in sorted(found, key=lambda one: (one[0], one[1].world_size)):
+            if least >= worst:
+                return
+            kind = candidate.kind
+            if taken.get(kind, 0) == _OF_A_KIND:
+                continue
+            memory = self._fullest.of(candidate, option)
+            if memory <= self._room:
+                taken[kind] = taken.get(kind, 0) + 1
+                yield least, candidate, memory
+
+    def _nothing_fits(self, legal: int) -> UserError:
+        least, room = self._fullest.least / GIB, self._room / GIB
+        if not legal:
+            return UserError(
+                f"--gpus: no layout of the language model has at most {self._request.gpus} ranks and divides "
+                f"train.global_batch_size {self._cfg.train.global_batch_size}: change one of them"
+            )
+        return NothingFits(
+            f"--gpus: no layout fits on {self._request.gpus} x {self._request.device.name}: the one that needs least "
+            f"has ranks of {least:.3g} GiB, and {room:.3g} GiB are there ({self._request.margin:.0%} kept free)"
+        )
+
+
+def _is_better(one: Proposal, other: Proposal) -> bool:
+    """Whether a proposal is faster than another of its kind; of two that are nearly as fast the one with fewer ranks is
+    better, then that with more room."""
+    seconds, others = one.prediction.seconds, other.prediction.seconds
+    if abs(seconds / others - 1) > _ALIKE:
+        return seconds < others
+    return (one.candidate.world_size, one.memory) < (other.candidate.world_size, other.memory)

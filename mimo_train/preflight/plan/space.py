@@ -1,0 +1,191 @@
+"""The legal layouts of a run, module by module. Imports no torch.
+
+Legal is what the checks of a config say (`mimo_train.layout.divisibility`, `mimo_train.layout.batch`); what modules are
+to each other is looked at once more for what is proposed (`mimo_train.preflight.plan.search`).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+from encoders.base import built_layers, encoders_in
+from encoders.plain.spec import PlainSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.layout.batch import Batch, sequence_faults
+from mimo_train.layout.divisibility import encoder_faults, language_faults, projector_faults
+
+MOST_CP, MOST_CHUNKS, MOST_STAGES_OF_ENCODER = 16, 8, 8
+"""Largest sizes that are tried."""
+_FEW_STAGES = 12
+_LEAST_PART = 256
+"""Tokens of a context-parallel rank; cutting shorter ones is not tried."""
+
+
+@dataclass(frozen=True)
+class LanguageOption:
+    """A layout of the language model, its batch, and what it recomputes."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    vpp: int
+    sp: bool
+    micro_batch_size: int
+    recompute: str
+    divided: bool
+    """Whether the optimizer is the distributed one."""
+
+    @property
+    def layout(self) -> LayoutConfig:
+        """As a config has it."""
+        return LayoutConfig(self.tp, self.pp, self.dp, self.cp, self.ep, self.etp, self.vpp, self.sp)
+
+
+class Space:
+    """Legal layouts of the modules of a run on so many GPUs."""
+
+    def __init__(self, cfg: ConfigContainer, gpus: int, node: int):
+        """Of a config without faults on one GPU; `node`: GPUs of a node."""
+        self._cfg, self._gpus, self._node = cfg, gpus, node
+        self._sizes = list(Batch.of(cfg).sizes())
+        self._encoder_is_legal = cache(self._is_legal_encoder)
+
+    def language(self) -> Iterator[LanguageOption]:
+        """Every layout of the language model, on all GPUs or fewer."""
+        cfg, llm = self._cfg, self._cfg.llm
+        recomputes, optimizers = self.recomputes(), (True,) if cfg.optim.distributed_optimizer else (False, True)
+        samples = sizes_of_microbatches(cfg)
+        for tp in self._tensor_sizes():
+            for pp in range(1, min(llm.num_layers, self._gpus // tp) + 1):
+                if not _is_tried(pp, llm.num_layers):
+                    continue
+                for cp in self._context_sizes(tp, pp):
+                    sp = self._sequence_parallel(tp, cp)
+                    if sp is None:
+                        continue
+                    for micro in samples:
+                        for dp in self._replicas(tp * pp * cp, micro):
+                            for ep, etp, vpp in self._rest(tp, pp, cp, dp, sp, micro):
+                                for recompute, divided in product(recomputes, optimizers):
+                                    sizes = tp, pp, cp, dp, ep, etp, vpp, sp
+                                    yield LanguageOption(*sizes, micro, recompute, divided)
+
+    def recomputes(self) -> tuple[str, ...]:
+        """Values of `train.recompute` that are tried."""
+        return ("none", "full") if self._cfg.train.recompute != "selective" else ("none", "selective", "full")
+
+    def shared(self, name: str, language: LanguageOption) -> Iterator[LayoutConfig]:
+        """Layouts of an encoder on the ranks of the language model's first stage."""
+        ranks = language.tp * language.cp * language.dp
+        for tp in _divisors(self._node):
+            if ranks % tp == 0 and self._takes(name, ranks // tp, language):
+                layout = LayoutConfig(tp=tp, dp=ranks // tp)
+                if self._encoder_is_legal(name, tp, 1):
+                    yield layout
+
+    def apart(self, name: str, language: LanguageOption, free: int) -> Iterator[LayoutConfig]:
+        """Layouts of an encoder on at most `free` ranks of its own."""
+        most = 1 if self._stays(name) else MOST_STAGES_OF_ENCODER
+        microbatch = language.micro_batch_size * language.dp
+        for tp, pp in product(_divisors(self._node), _powers(most)):
+            if tp * pp > free or not self._encoder_is_legal(name, tp, pp):
+                continue
+            for dp in _divisors(microbatch):
+                if tp * pp * dp <= free:
+                    yield LayoutConfig(tp=tp, pp=pp, dp=dp)
+
+    def _tensor_sizes(self) -> Iterator[int]:
+        for tp in _divisors(self._node):
+            if tp <= self._gpus and not [*self._language_faults(LayoutConfig(tp=tp, sp=tp > 1))]:
+                yield tp
+
+    def _language_faults(self, layout: LayoutConfig) -> list:
+        return [*language_faults(self._cfg.llm, layout, f"modules.{LANGUAGE}")]
+
+    def _context_sizes(self, tp: int, pp: int) -> Iterator[int]:
+        for cp in _powers(MOST_CP):
+            if cp == 1 or (cp * _LEAST_PART <= self._cfg.data.sequence_length and tp * pp * cp <= self._gpus):
+                yield cp
+
+    def _sequence_parallel(self, tp: int, cp: int) -> bool | None:
+        """Whether the sequences can be cut over tp too, which is better where it goes; None: not even over cp."""
+        length, choices = self._cfg.data.sequence_length, (True, False) if tp > 1 else (False,)
+        for sp in choices:
+            if not [*sequence_faults(length, LayoutConfig(tp=tp, cp=cp, sp=sp))]:
+                return sp
+        return None
+
+    def _replicas(self, ranks: int, micro: int) -> Iterator[int]:
+        """Sizes of dp with which every batch is whole microbatches."""
+        train = self._cfg.train
+        for dp in _divisors(train.global_batch_size // micro):
+            if ranks * dp <= self._gpus and all(size % (micro * dp) == 0 for size in self._sizes):
+                yield dp
+
+    def _rest(self, tp: int, pp: int, cp: int, dp: int, sp: bool, micro: int) -> Iterator[tuple[int, int, int]]:
+        """Sizes of ep, etp and vpp."""
+        llm = self._cfg.llm
+        of_experts = [(1, 1)]
+        if llm.num_experts:
+            of_experts = [*product(_divisors(llm.num_experts), sorted({1, tp}))]
+        chunks = [1]
+        if pp > 1 and not self._cfg.encoders:
+            chunks = [vpp for vpp in range(1, MOST_CHUNKS + 1) if llm.num_layers % (pp * vpp) == 0 or vpp == 1]
+        for (ep, etp), vpp in product(of_experts, chunks):
+            # Interleaved stages take microbatches in groups of as many as there are stages.
+            if vpp > 1 and any(size % (micro * dp * pp) for size in self._sizes):
+                continue
+            if (ep, etp, vpp) == (1, 1, 1) and not llm.num_experts:
+                yield ep, etp, vpp
+            elif not self._language_faults(LayoutConfig(tp, pp, dp, cp, ep, etp, vpp, sp)):
+                yield ep, etp, vpp
+
+    def _takes(self, name: str, dp: int, language: LanguageOption) -> bool:
+        """Whether an encoder's replicas get equal numbers of samples."""
+        microbatch = language.micro_batch_size * language.dp
+        return self._cfg.modules[name].balance != "samples" or microbatch % dp == 0
+
+    def _is_legal_encoder(self, name: str, tp: int, pp: int) -> bool:
+        module = replace(self._cfg.modules[name], layout=LayoutConfig(tp=tp, pp=pp))
+        faults = [*encoder_faults(module, name), *projector_faults(module, self._cfg.llm.hidden_size, name)]
+        return not faults
+
+    def _stays(self, name: str) -> bool:
+        """Whether an encoder has one stage: its features are kept, or it has no layers to cut."""
+        module = self._cfg.modules[name]
+        kept = bool(module.feature_cache.dir) or module.prefetch_microbatches > 0
+        return kept or isinstance(module.encoder, PlainSpec) or min(map(built_layers, _parts(module.encoder))) == 1
+
+
+def sizes_of_microbatches(cfg: ConfigContainer) -> list[int]:
+    """Values of `train.micro_batch_size` that are tried; packed rows of a given length do not depend on it."""
+    own = cfg.train.micro_batch_size
+    if cfg.data.pack and cfg.data.pack_length:
+        return [own]
+    return sorted({size for size in (*_powers(64), own) if cfg.train.global_batch_size % size == 0})
+
+
+def _parts(encoder: object) -> list:
+    return list(encoders_in(encoder).values())
+
+
+def _is_tried(stages: int, layers: int) -> bool:
+    """Whether so many stages are: few, equal parts, or a power of two."""
+    return stages <= _FEW_STAGES or layers % stages == 0 or stages & (stages - 1) == 0
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(sorted({*low, *(number // each for each in low)}))

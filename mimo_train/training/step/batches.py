@@ -1,0 +1,338 @@
+"""Data of a run: which samples this rank reads, and the iterator that feeds the schedule."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data.pipeline import (
+    Batching,
+    GivesUp,
+    Microbatch,
+    Packing,
+    Padding,
+    Reader,
+    Samples,
+    StepBatch,
+    StepLoader,
+    WaitGivenUp,
+    never,
+)
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.flight.layout import FORWARD
+from mimo_train.flight.recorder import RECORDER
+from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.run import Run
+from mimo_train.parallel.context import own_places
+from mimo_train.parallel.device import current, to_device
+from mimo_train.parallel.groups import RunGroups
+from mimo_train.parallel.metric_reduction import StepSum
+from mimo_train.training.step.schedule import Pipeline
+
+WANTED = "wanted"
+"""[B, S], not 0 where logits are wanted."""
+
+
+def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
+    """The data-parallel slice of every module on this rank. Later stages of an encoder read only the sizes of media."""
+    return [
+        Reader(
+            name,
+            pgs.dp.rank(),
+            pgs.dp.size(),
+            balanced=layout.modules[name].balance == "patches",
+            sizes_only=name != LANGUAGE and pgs.pp.rank() > 0,
+        )
+        for name, pgs in groups.collections.items()
+    ]
+
+
+def open_loader(
+    run: Run,
+    groups: RunGroups,
+    dataset: Samples,
+    *,
+    consumed: int,
+    steps: int,
+    size_at: Callable[[int], int] | None = None,
+    padding: Padding | Packing | None = None,
+    gives_up: GivesUp = never,
+) -> StepLoader:
+    """The loader of this rank, starting at sample number `consumed`, for `steps` steps of `size_at(consumed)` samples
+    (default: the full batch).
+
+    Args:
+        padding: how microbatches of similar lengths are made, or rows of several samples, of a dataset whose texts have
+            been counted; None: samples in their order, in rows of `data.sequence_length`.
+        gives_up: see `StepLoader`.
+    """
+    return StepLoader(
+        dataset,
+        Batching(run.batch.global_batch_size, run.batch.microbatch_samples, size_at, run.batch.replicas, padding),
+        readers_of(run.layout, groups),
+        consumed_samples=consumed,
+        workers=run.cfg.data.workers,
+        takes_turns=current().type == "cpu",
+        limit=steps,
+        gives_up=gives_up,
+    )
+
+
+class StepIterator:
+    """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
+
+    A rank that cannot read a sample flags it to all ranks, so that its loss counts nowhere. The flags of the next step
+    are part of the all-reduce at the end of this one and cost no extra message. So are the positions of each sample
+    that count, for the weight of the routers' losses.
+
+    Attributes:
+        ended_by: the votes to end the run, if ranks have agreed not to make the next step: its samples are not waited
+            for or, in an evaluation, a rank has a vote.
+        weighs: whether ranks exchange the positions of each sample that count.
+        is_fresh: whether no microbatch of the current step was taken yet.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        pipeline: Pipeline,
+        step_sum: StepSum | None = None,
+        *,
+        learned_logits: bool = False,
+        votes: Callable[[], tuple[bool, bool]] | None = None,
+        samples: int | None = None,
+    ):
+        """
+        Args:
+            learned_logits: whether microbatches say at the language model's last stage which positions have a loss, in
+                `learned`: places in this rank's part of the text, int64 [places]. A mask of a microbatch by the name
+                WANTED takes the place of the one of its losses.
+            step_sum: has the sections `bad samples` of `own_bad_samples` and, where `weighs`, `learned` of
+                `own_learned`; None for an evaluation, whose flags are exchanged at every step.
+            votes: this rank's votes to end the run, one of them at least where its loader has given up a wait; None
+                where none of any rank does. Like what is read, they belong to the next step: where a step was made
+                since, its sum has them, and it was the last.
+            samples: number of samples that count; those after them have no loss. None: all.
+        """
+        self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
+        self._modules = "+".join(pipeline.groups.collections)
+        self._votes, self._given_up, self._samples = votes, False, samples
+        self.ended_by: tuple[bool, bool] | None = None
+        self._position: int | None = None
+        self._upcoming = self._read()
+        self._current: StepBatch | None = None
+        self._bad: torch.Tensor | None = None
+        self.weighs = pipeline.router_losses.active and step_sum is not None
+        self._sums_seen = step_sum.count if step_sum else 0
+        self._waiting: deque[int] = deque()
+        self.is_fresh = False
+        self._finds_learned = learned_logits and pipeline.is_last_stage
+
+    def advance(self) -> StepBatch | None:
+        """Make the next step the current one; None at the end, and where a rank has given up the wait for its samples.
+        Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an
+        evaluation."""
+        self._position = self.consumed_samples
+        self._current, step_sum = self._upcoming, self._step_sum
+        if self._current is None and not self._given_up:
+            return None
+        summed = step_sum if step_sum and step_sum.count != self._sums_seen else None
+        if summed:
+            self._sums_seen = summed.count
+        flags = summed.sum_of("bad samples") if summed else self._sum_of_flags()
+        if self._current is None or self.ended_by is not None:
+            self._current = None
+            return None
+        self._bad = flags
+        self._good = (flags == 0).float()[:, None]
+        if self._samples is not None:
+            self._good[max(self._samples - self._current.first_sample, 0) :] = 0
+        if self.weighs:
+            learned = summed.sum_of("learned") if summed else self._learned_of(self._current)
+            if not summed:
+                dist.all_reduce(learned)
+            share = (learned * (flags == 0)).sum() / self._current.plan.positions
+            self._pipeline.router_losses.learned_share = share.to(torch.float32)
+        self._upcoming = self._read()
+        self.rewind()
+        self.is_fresh = True
+        return self._current
+
+    @property
+    def current(self) -> StepBatch:
+        """The step that `advance` has moved to."""
+        assert self._current is not None, "there is no current step: `advance` makes the next one current"
+        return self._current
+
+    @property
+    def bad(self) -> torch.Tensor:
+        """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
+        current step bad."""
+        assert self._bad is not None, "there is no current step: `advance` makes the next one current"
+        return self._bad
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the microbatches."""
+        return self._pipeline.device
+
+    @property
+    def dataset(self) -> Samples:
+        """The samples; it maps a sample number to its shard and key."""
+        return self._loader.dataset
+
+    def rewind(self, chosen: Sequence[int] | None = None) -> None:
+        """Restart the current step's microbatches: all, or those with the numbers in `chosen`."""
+        step = self.current
+        chosen = range(len(step.microbatches)) if chosen is None else chosen
+        self._pipeline.shapes.follow(step.plan, step.token_counts, step.loads, chosen)
+        self._waiting = deque(chosen)
+
+    @property
+    def consumed_samples(self) -> int | None:
+        """Number of the first sample that no step has taken: the position in the data. None before the first step."""
+        step = self._current
+        return self._position if step is None else step.first_sample + (0 if self.is_fresh else step.size)
+
+    def put_back(self) -> None:
+        """Count the samples of the current step as not taken: the step was not made."""
+        self.rewind()
+        self.is_fresh = True
+
+    def __iter__(self) -> "StepIterator":
+        return self
+
+    def __next__(self) -> Microbatch:
+        """The next microbatch of the current step, on the device.
+
+        Raises:
+            StopIteration: all were taken; `rewind` restarts the step, and `advance` makes the next one current.
+            UserError: no step has been made current.
+        """
+        with self._pipeline.stopwatch("data_wait"):
+            if not self._waiting:
+                if self._bad is None:
+                    raise UserError(
+                        "data_iterator: no step is current yet. Call its advance() before next(), or train_step, which "
+                        "does. To look at samples use mimo_train.dataset.open_dataset"
+                    )
+                raise StopIteration("all microbatches of the step were taken: call advance() for the next step")
+            index = self._waiting.popleft()
+            self.is_fresh = False
+            RECORDER.at(self._modules, FORWARD, index)
+            batch = Microbatch(to_device(self._with_learned(self.current.microbatches[index]), self._pipeline.device))
+            if "loss_mask" in batch:
+                # Only samples that no rank flagged as bad have a loss.
+                batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
+            return batch
+
+    def following(self) -> Iterator[dict[str, Any]]:
+        """The upcoming microbatches as they were read: the rest of this step, and those of the next."""
+        for index in self._waiting:
+            yield self.current.microbatches[index]
+        if self._upcoming is not None:
+            yield from self._upcoming.microbatches
+
+    def views(self, number: int) -> list[Iterator[dict[str, Any]]]:
+        """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
+        return [map(Microbatch, view) for view in itertools.tee(self, number)]
+
+    def own_bad_samples(self) -> list[int]:
+        """1 for each sample of the next step that this rank could not read, for the step's sum."""
+        return [] if self._upcoming is None else self._upcoming.bad.tolist()
+
+    def own_learned(self) -> torch.Tensor:
+        """Positions of each sample of the next step that count, for the step's sum."""
+        return self._learned_of(self._upcoming)
+
+    def close(self) -> None:
+        """End the reading threads."""
+        self._loader.close()
+
+    def _read(self) -> StepBatch | None:
+        """The next step; None at the end, and where it is not waited for: the current step is the last one then, and
+        all that this rank says of the next is nothing."""
+        with self._pipeline.stopwatch("data_wait"):
+            try:
+                return next(self._loader, None)
+            except WaitGivenUp:
+                self._given_up = True
+                return None
+
+    def _with_learned(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        if not self._finds_learned:
+            return microbatch
+        language = self._pipeline.groups.collections[LANGUAGE]
+        mask = microbatch.get(WANTED, microbatch["loss_mask"])
+        learned = own_places(mask, language.cp.rank(), language.cp.size())
+        # No layer takes an empty batch; the loss of a position that does not count is multiplied by 0.
+        learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
+        return microbatch | {"learned": learned}
+
+    def _sum_of_flags(self) -> torch.Tensor:
+        """The flags of the current step, where no step was made that has summed them, and whether all ranks have
+        waited for it. Collective."""
+        samples, step = self._pipeline.batch.global_batch_size, self._current
+        flags = torch.zeros(samples + 3, dtype=torch.int64)
+        if step is not None:
+            flags[: step.size] = torch.from_numpy(step.bad)
+        votes = self._votes() if self._votes is not None else (False, False)
+        flags[samples:] = torch.tensor([self._given_up, *votes])
+        flags = to_device(flags, self._pipeline.device)
+        dist.all_reduce(flags)
+        if self._votes is not None:
+            given_up, signalled, late = map(bool, flags[samples:].tolist())
+            is_evaluation = self._step_sum is None
+            self.ended_by = (signalled, late) if given_up or (is_evaluation and (signalled or late)) else None
+        return flags[:samples]
+
+    def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
+        """[global_batch_size]: positions that count, of the samples whose text no other rank adds."""
+        pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
+        counts = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
+        reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
+        if step is not None and reads:
+            for microbatch in step.microbatches:
+                places = microbatch["sample_numbers"] - step.first_sample
+                if step.plan.packed:
+                    mask = microbatch["loss_mask"][0].double()
+                    counted = mask.split(step.plan.lengths_in_row(np.asarray(microbatch["sample_numbers"]), len(mask)))
+                    counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
+                else:
+                    counts[places] = microbatch["loss_mask"].double().sum(dim=1)
+        return to_device(counts, pipeline.device)
+
+    def poll(self) -> tuple[bool, bool]:
+        """Return the votes of all ranks to end the run, between two passes of a step. Collective."""
+        if self._votes is None:
+            return False, False
+        votes = to_device(torch.tensor(self._votes(), dtype=torch.int64), self._pipeline.device)
+        dist.all_reduce(votes)
+        signalled, late = map(bool, votes.tolist())
+        return signalled, late
+
+    def answered(self) -> torch.Tensor:
+        """Return how many samples of this rank's current step have a token with loss, 0-d; on ranks with texts, without
+        `data.pack`."""
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        for index, microbatch in enumerate(self.current.microbatches):
+            mask = to_device(microbatch["loss_mask"], self.device) * self._good_of(index, microbatch)
+            count += (mask > 0).any(dim=1).sum()
+        return count
+
+    def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
+        """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed
+        row."""
+        if not self.current.plan.packed:
+            return self._good[batch["sample_numbers"] - self.current.first_sample]
+        numbers = self.current.microbatches[index]["sample_numbers"]
+        lengths = self.current.plan.lengths_in_row(np.asarray(numbers), batch["loss_mask"].size(1))
+        # Padding behind the samples is of none of them; its loss is none already.
+        places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
+        of_positions = places.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
+        return self._good[to_device(of_positions, self._pipeline.device)].T

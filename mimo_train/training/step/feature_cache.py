@@ -1,0 +1,184 @@
+"""Features of frozen encoders: fingerprints, lookups, and prefetching."""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from data.media.background import READING
+from data.pipeline import MEDIA, Lookup, Samples
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.layout.fp8 import has_fp8
+from mimo_train.models.encoder_module import EncoderModule
+from mimo_train.models.feature_files import FeatureCache
+from mimo_train.models.names import modules_of
+from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.device import to_device
+from mimo_train.training.step.batches import StepIterator
+
+
+class Features:
+    """Caches of this rank's frozen encoders, and the lookups that its datasets use."""
+
+    def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], te: bool):
+        """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective.
+
+        Args:
+            te: whether layers are Transformer Engine's.
+
+        Raises:
+            UserError: a rank cannot make its folder; on every rank.
+        """
+        self._lookups: dict[str, Lookup] = {}
+        self._prefetched: dict[str, int] = {}
+        self._modules: dict[str, EncoderModule] = {}
+        self.prefetch_together = False
+        """Whether ranks compute features of the next step together: all of them must have read it, or none."""
+        if any(module.feature_cache.dir for module in cfg.encoders.values()):
+            with agreed():
+                _make_folders(cfg, modules_of(model))
+        for name, chunks in modules_of(model).items():
+            config = cfg.modules[name]
+            if name == LANGUAGE or not (config.feature_cache.dir or config.prefetch_microbatches):
+                continue
+            module: EncoderModule = unwrap_model(chunks[0])
+            self._modules[name], self._lookups[name] = module, _nothing
+            if config.feature_cache.dir:
+                cache = FeatureCache(
+                    Path(config.feature_cache.dir),
+                    int(config.feature_cache.max_gigabytes * 1e9),
+                    fingerprint=fingerprint(cfg, name, module, te),
+                    writers=config.layout.dp,
+                )
+                self._lookups[name], module.cached = cache.read, True
+                module.cache = cache if module.pg_collection.tp.rank() == 0 else None
+            if config.prefetch_microbatches:
+                self._prefetched[name] = config.prefetch_microbatches
+                layout = config.layout
+                self.prefetch_together |= layout.tp * layout.cp * layout.pp * layout.ep > 1
+
+    def serve(self, dataset: Samples) -> None:
+        """Let the readers of a dataset look up features. Call it before they start."""
+        dataset.lookups = dict(self._lookups)
+
+    def prefetcher(self, iterator: StepIterator) -> "Prefetcher | None":
+        """The prefetcher for this `StepIterator`; None if no encoder on this rank prefetches."""
+        return Prefetcher(self._modules, self._prefetched, iterator) if self._prefetched else None
+
+
+class Prefetcher:
+    """Computes features of the next microbatches of a `StepIterator` while this rank is idle.
+
+    What a call computes depends on the position in the run and not on time, so that the ranks of a tensor-parallel
+    group, which call it at the same points, do the same.
+    """
+
+    def __init__(self, modules: dict[str, EncoderModule], bounds: dict[str, int], iterator: StepIterator):
+        self._modules, self._bounds, self._iterator = modules, bounds, iterator
+
+    def one(self) -> None:
+        """Compute the next microbatch of every module that has room for one more."""
+        for name in self._bounds:
+            self._next(name)
+
+    def all(self) -> None:
+        """Compute as many microbatches as there is room for."""
+        for name in self._bounds:
+            while self._next(name):
+                pass
+
+    def _next(self, name: str) -> bool:
+        """Compute one microbatch; returns whether there was one to compute."""
+        bound, held = self._bounds[name], 0
+        for microbatch in self._iterator.following():
+            inputs = microbatch["modality_inputs"][name]
+            if inputs is None:
+                continue
+            held += 1
+            if held > bound:
+                return False
+            if inputs[name][MEDIA].ahead is None:
+                self._modules[name].encode_ahead(to_device(inputs, self._iterator.device))
+                return True
+        return False
+
+
+def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:
+    """Hash of everything that an encoder's features depend on besides the sample: its weights as loaded, its spec
+    (picture size and pixel normalisation), how media are read, precision, kind of layers, the files of its classes.
+    Collective over the module's tensor-parallel ranks.
+
+    Each rank hashes its part of the weights, so the fingerprint depends on the tensor-parallel size.
+    """
+    config = cfg.modules[name]
+    own, tp = _weights(module.encoders), module.pg_collection.tp
+    parts: list = [own]
+    if tp.size() > 1:
+        parts = [None] * tp.size()
+        dist.all_gather_object(parts, own, group=tp)
+    described = {
+        "encoder": asdict(config.encoder),
+        "merge": config.projector.merge,
+        "precision": cfg.train.precision,
+        "te": te,
+        "blind": cfg.data.blind,
+        "media": [READING, cfg.data.background, asdict(cfg.data.video)],
+        "weights": parts,
+        "code": _code(module.encoders),
+    }
+    if recipe := has_fp8(cfg).get(name):
+        described["fp8"] = [recipe, cfg.train.num_layers_at_start_in_bf16, cfg.train.num_layers_at_end_in_bf16]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _make_folders(cfg: ConfigContainer, modules: Iterable[str]) -> None:
+    for name in modules:
+        folder = cfg.modules[name].feature_cache.dir
+        try:
+            if folder:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"modules.{name}.feature_cache.dir: cannot make {folder} ({error.strerror}): give a folder that can be "
+                "written, or leave it empty"
+            ) from error
+
+
+def _weights(encoders: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter_name, tensor in _tensors(encoders):
+        digest.update(parameter_name.encode())
+        # Flat, since one number without axes has no view as bytes.
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _code(encoders: torch.nn.Module) -> str:
+    """Hash of the files that the classes of all submodules are written in: those of a user may change."""
+    digest = hashlib.sha256()
+    files = set()
+    for module in encoders.modules():
+        with suppress(TypeError, OSError):  # a class that was made without a file
+            files.add(inspect.getfile(type(module)))
+    for name in sorted(files):
+        digest.update(Path(name).read_bytes())
+    return digest.hexdigest()
+
+
+def _tensors(encoders: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from encoders.named_parameters()
+    yield from encoders.named_buffers()
+
+
+def _nothing(identity: str) -> torch.Tensor | None:
+    return None

@@ -1,0 +1,288 @@
+"""Losses of a microbatch: the patterns a loss function may return, their weights, and their sums over a step.
+
+Shape suffixes: B batch, S sequence.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.parallel.groups import RunGroups
+from mimo_train.parallel.metric_reduction import StepSum
+
+ACCEPTED_RETURNS = (
+    "(loss, {name: value}): the mean of a microbatch, averaged over microbatches and data-parallel ranks",
+    "(loss, num_tokens, {name: value}): a sum, divided by the tokens of the global batch; num_tokens is an int",
+    "{name: loss}: several losses, weighted by train.loss_weights",
+)
+"""What a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count). Without any
+{name: value} the loss itself is reported, as `loss`.
+
+With context parallelism a rank has a part of each sequence, and sums and counts are those of its part. In the first
+form the losses of these ranks add up: each is the sum of its part, divided by the count of the whole."""
+
+MAX_LOSSES = 64
+"""Most names that the losses of a step may have, without those of the sources of a mixture."""
+
+UNNAMED = "loss"
+"""Name of the loss of a loss function that reports no names."""
+
+OF_SOURCE = "loss/"
+"""What the names of the losses of sources begin with."""
+
+
+def masked_token_loss(
+    loss_mask_BS: torch.Tensor,
+    output_tensor_BS: torch.Tensor,
+    sources_BS: torch.Tensor | None = None,
+    names: Sequence[str] = (),
+    *,
+    non_loss_data: bool = False,
+) -> Any:
+    """Sum of the losses of the tokens that count.
+
+    Args:
+        loss_mask_BS: 1 where a token is learned from, else 0.
+        output_tensor_BS: loss per token, in nats.
+        sources_BS: which of the sources `names` each token is of; None: the samples are not of a mixture.
+
+        non_loss_data: return {"losses": loss per token, "loss_mask": `loss_mask_BS`} instead, the data of a
+            `process_non_loss_data_func`.
+
+    Returns:
+        (sum of losses, number of tokens as int, {"lm loss": [sum, number]}): the token-aware pattern; the optimizer
+        step divides by the tokens of the whole global batch. With `loss/NAME` of every source beside it.
+    """
+    if non_loss_data:
+        return {"losses": output_tensor_BS.detach(), "loss_mask": loss_mask_BS}
+    loss_mask = loss_mask_BS.reshape(-1).float()
+    loss = torch.sum(output_tensor_BS.reshape(-1).float() * loss_mask)
+    num_tokens = loss_mask.sum()
+    report = {"lm loss": torch.stack([loss.detach(), num_tokens])}
+    if sources_BS is not None:
+        losses = torch.stack([output_tensor_BS.detach().reshape(-1).float() * loss_mask, loss_mask])
+        # Sums and no scatter, whose order of summation is not fixed on CUDA.
+        of_sources = [sources_BS.reshape(-1) == number for number in range(len(names))]
+        sums = [(losses * of_source).sum(1) for of_source in of_sources]
+        report |= {f"{OF_SOURCE}{name}": pair for name, pair in zip(names, sums, strict=True)}
+    return loss, num_tokens.to(torch.int), report
+
+
+def weighted_sum(
+    losses: Mapping[str, Any],
+    weights: Mapping[str, float],
+    cp_group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Several named losses as one, in the token-aware pattern.
+
+    The first loss defines n, the number of tokens of the microbatch. The total is the sum over losses of weight x mean
+    x n, so that, after division by the tokens of the global batch, each loss counts by its mean over the tokens times
+    its weight (1 unless `weights` has its name).
+
+    Args:
+        losses: name -> scalar (a mean) or (sum, count).
+        weights: `train.loss_weights`.
+        cp_group: ranks that have a part each of the sequences; means are over all of them, and their totals add up to
+            the total of the microbatch. Collective over it if it is given.
+
+    Returns:
+        (total, this rank's part of n as int, {name: [sum, count]}).
+    """
+    reports = {name: _sum_and_count(loss) for name, loss in losses.items()}
+    pairs = {name: torch.stack(part).detach() for name, part in reports.items()}
+    own_tokens = next(iter(pairs.values()))[1].to(torch.int)
+    counts = torch.stack([pair[1] for pair in pairs.values()])
+    if cp_group is not None and len(counts) > 1:
+        dist.all_reduce(counts, group=cp_group)
+    parts = zip(reports.items(), counts.clamp(min=1).unbind(), strict=True)
+    means = torch.stack([weights.get(name, 1.0) * total / count for (name, (total, _)), count in parts])
+    return counts[0] * means.sum(), own_tokens, pairs
+
+
+class StepLosses:
+    """Named losses of a step: normalises what loss functions return, keeps the reports, and sums them over ranks.
+
+    The sums travel in the step's `StepSum` as section `losses`, so that a step's losses cost no message of their own.
+    Context-parallel and data-parallel ranks of the language model's last stage add to them, one of each tensor-parallel
+    group.
+
+    Attributes:
+        reports: {name: [sum, count]} of every microbatch of the current step, on ranks of the last stage.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        groups: RunGroups,
+        step_sum: StepSum,
+        validate: Callable[[torch.Tensor, torch.Tensor], None] = lambda loss, num_tokens: None,
+        *,
+        needs_tokens: bool = False,
+        sources: Sequence[str] = (),
+    ):
+        """
+        Args:
+            weights: `train.loss_weights`.
+            sources: names of the sources of a mixture.
+            needs_tokens: whether losses must be sums with their number of tokens, since those of routers, which
+                Megatron-Core adds for each token, are divided by it (`mimo_train.models.moe.RouterLosses`).
+            validate: called with the loss sum of every microbatch and its number of tokens.
+        """
+        self.reports: list[dict[str, torch.Tensor]] = []
+        self._weights, self._step_sum, self._validate = dict(weights), step_sum, validate
+        language = groups.collections.get(LANGUAGE)
+        self._adds = language is not None and language.tp.rank() == 0
+        # Context-parallel ranks have parts of a mean: one of them counts it.
+        self._counts_mean = int(language is not None and language.cp.rank() == 0)
+        self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
+        self._checked: tuple[str, ...] | None = None
+        self._needs_tokens = needs_tokens
+        self._of_sources = {f"{OF_SOURCE}{name}" for name in sources}
+        self.numbers = 2 * (MAX_LOSSES + len(sources))
+        """Length of the section."""
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.reports = []
+
+    def wrap(self, loss_func: Callable) -> Callable:
+        """The loss function as the schedule wants it: always (sum, number of tokens, report)."""
+
+        def normalised(output_tensor: Any, non_loss_data: bool = False) -> Any:
+            if non_loss_data:
+                return loss_func(output_tensor, non_loss_data=True)
+            loss, num_tokens, report = self._normalise(loss_func(output_tensor))
+            self._require_weighted(report)
+            self._validate(loss, num_tokens)
+            self.reports.append(report)
+            return loss, num_tokens, report
+
+        return normalised
+
+    def reduced(self) -> dict[str, torch.Tensor]:
+        """Losses of the step over microbatches and ranks but for those of sources, 0-d float64 on the device; empty
+        where there are none."""
+        return {
+            name: pair[0] / pair[1].clamp(min=1) for name, pair in self._sums().items() if name not in self._of_sources
+        }
+
+    def of_sources(self) -> dict[str, torch.Tensor]:
+        """[sum, number of tokens] of the losses of sources in the step, float64 on the device, by `loss/NAME`."""
+        return {name: pair for name, pair in self._sums().items() if name in self._of_sources}
+
+    def _sums(self) -> dict[str, torch.Tensor]:
+        total = self._step_sum.total("losses")
+        if not self.reports or total is None:
+            return {}
+        names = sorted(self.reports[0])
+        return dict(zip(names, total[: 2 * len(names)].view(-1, 2).unbind(), strict=True))
+
+    def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        if isinstance(result, dict) and result:
+            if self._needs_tokens and _is_mean(next(iter(result.values()))):
+                raise UserError(_NO_TOKENS)
+            return weighted_sum(result, self._weights, self._cp_group)
+        if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[-1], dict):
+            if self._weights:
+                raise UserError(
+                    f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
+                    "itself: let it return {name: loss}, or remove the weights"
+                )
+            loss = _one_number("the loss", result[0])
+            if len(result) == 3:
+                num_tokens = _one_number("num_tokens", torch.as_tensor(result[1], device=loss.device))
+                if num_tokens.is_floating_point():
+                    raise TypeError(
+                        f"the loss function returned num_tokens of type {num_tokens.dtype}, expected whole numbers. "
+                        "Return num_tokens.to(torch.int)"
+                    )
+                report = result[2] or {UNNAMED: (loss, num_tokens)}
+                return loss, num_tokens, {name: _pair(value) for name, value in report.items()}
+            if self._needs_tokens:
+                raise UserError(_NO_TOKENS)
+            # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
+            one = torch.full((), self._counts_mean, dtype=torch.int, device=loss.device)
+            report = result[1] or {UNNAMED: loss}
+            return loss, one, {name: _pair(value, self._counts_mean) for name, value in report.items()}
+        raise TypeError(
+            f"the loss function returned {_shape_of(result)}: it must return one of {'; '.join(ACCEPTED_RETURNS)}"
+        )
+
+    def _require_weighted(self, report: dict[str, torch.Tensor]) -> None:
+        """Once for each set of names: there are not too many, and every weight has its loss."""
+        if tuple(report) == self._checked:
+            return
+        unknown = sorted(self._weights.keys() - report.keys())
+        if unknown:
+            raise UserError(
+                f"train.loss_weights.{unknown[0]}: no such loss; the forward step returns {', '.join(report)}"
+            )
+        if (own := len(report.keys() - self._of_sources)) > MAX_LOSSES:
+            raise UserError(
+                f"the loss function reports {own} losses, expected at most {MAX_LOSSES}. Report sums of some"
+            )
+        self._checked = tuple(report)
+
+    def own(self) -> torch.Tensor | None:
+        """This rank's part of the section: [sum, count, sum, count, ...], names in sorted order."""
+        if not self.reports or not self._adds:
+            return None
+        names = sorted(self.reports[0])
+        if any(sorted(report) != names for report in self.reports):
+            raise UserError("the loss function reports other names for other microbatches: report all, with count 0")
+        sums = torch.cat([report[name] for report in self.reports for name in names])
+        return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
+
+
+_NO_TOKENS = (
+    "modules.language.llm.router_aux_loss: the loss function returns a mean, but the losses of routers have their "
+    "weight only beside a sum of token losses: let it return (sum, number of tokens, report) or {name: (sum, number)}, "
+    "or set router_aux_loss and router_z_loss to 0"
+)
+
+
+def _one_number(what: str, value: Any) -> torch.Tensor:
+    """A tensor of one element without axes, as the schedule adds them; no view, which the schedule cannot free."""
+    value = torch.as_tensor(value)
+    if value.numel() != 1:
+        raise TypeError(
+            f"the loss function returned {what} with shape {tuple(value.shape)}, expected one number. Return "
+            "its sum or mean"
+        )
+    return value.sum() if value.dim() else value
+
+
+def _is_mean(value: Any) -> bool:
+    return not isinstance(value, (tuple, list)) and torch.as_tensor(value).numel() == 1
+
+
+def _pair(value: Any, count: int = 1) -> torch.Tensor:
+    """[sum, count] in fp32 of what a loss function reports; `count` is that of a scalar."""
+    if isinstance(value, torch.Tensor) and value.shape == (2,) and value.dtype == torch.float32:
+        return value.detach()
+    return torch.stack(_sum_and_count(value, count)).detach()
+
+
+def _sum_and_count(value: Any, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pair as it is; a scalar as (itself, count)."""
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        total = torch.as_tensor(value[0])
+        return total.float().reshape(()), torch.as_tensor(value[1], device=total.device).float().reshape(())
+    value = torch.as_tensor(value)
+    if value.numel() == 2:
+        first, second = value.float().reshape(2).unbind()
+        return first, second
+    if value.numel() != 1:
+        raise TypeError(f"a named loss is a scalar or a pair (sum, count), got a tensor of shape {tuple(value.shape)}")
+    value = value.float().reshape(())
+    return value, torch.full_like(value, count)
+
+
+def _shape_of(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return type(result).__name__

@@ -1,0 +1,136 @@
+"""With its cache a model gives the logits and the greedy tokens of a whole pass for each token."""
+
+import pytest
+
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config
+
+GROUPED = "modules.language.llm.num_query_groups=2"
+EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "train.recompute=full")
+TWO_ENCODERS = (
+    "encoder@modules.details.encoder=vit_tiny",
+    "projector@modules.details.projector=mlp_merge2",
+    "modules.details.encoder.patch_size=12",
+    "modules.details.encoder.num_layers=1",
+)
+LLM = "modules.language.llm"
+WINDOWS = (f"{LLM}.window=6", f"{LLM}.full_attention_layers=[1]", GROUPED)
+CAPPED = (
+    *WINDOWS,
+    f"{LLM}.local_rope_base=500",
+    f"{LLM}.attention_softcap=2",
+    f"{LLM}.logit_softcap=10",
+    f"{LLM}.scale_embeddings=true",
+    f"{LLM}.post_norms=true",
+    f"{LLM}.tie_embeddings=false",  # tied to embeddings that are scaled up, a model repeats its last token for ever
+)
+OWN_SIZES = ("encoder@modules.images.encoder=vit_tiny_native",)
+CASES = {
+    # config, pictures, data.sequence_length, changes
+    "gpt_tiny": ("gpt_tiny", 0, 32, ()),
+    "learned positions, grouped queries": ("gpt_tiny", 0, 32, ("modules.language.llm.position=learned", GROUPED)),
+    "experts, full recompute": ("gpt_tiny", 0, 32, EXPERTS),
+    "windows": ("gpt_tiny", 0, 32, WINDOWS),
+    "windows, two ropes, capped scores and logits": ("gpt_tiny", 0, 32, CAPPED),
+    "a picture": ("vlm_digits", 1, 42, (GROUPED, "modules.language.llm.qk_norm=true")),
+    "three pictures, two encoders": ("vlm_digits", 3, 72, TWO_ENCODERS),
+    "pictures at their own sizes": ("vlm_digits", 2, 60, OWN_SIZES),
+}
+
+
+def compared(cfg, pictures: int) -> tuple[float, list[int], list[int], int]:
+    """Greedy tokens to the end of the sequence: (largest difference of a step's logits, relative to their largest;
+    tokens by full passes; tokens by `Answers`; length of the prompt)."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from PIL import Image
+
+    from mimo_train.evaluation.generation.answers import Answers
+    from mimo_train.evaluation.generation.decoder import Decoder
+    from mimo_train.evaluation.generation.options import Sampling
+    from mimo_train.evaluation.generation.prompts import Prompts, user_turn
+    from mimo_train.evaluation.generation.sampling import Sampler
+    from mimo_train.evaluation.generation.source import on_one_process
+    from mimo_train.evaluation.greedy import PredictStep
+    from mimo_train.layout.run import resolve
+    from mimo_train.training.parts import build_parts, start_processes
+
+    run = resolve(on_one_process(cfg))
+    parts = build_parts(run, *start_processes(run.cfg))
+    pipeline, tokenizer, limit = parts.pipeline, parts.tokenizer, cfg.data.sequence_length
+    assert not any(parameter.requires_grad for parameter in pipeline.model[0].parameters()), "no memory for gradients"
+    prompts, decoder, predict = Prompts(run.cfg, tokenizer), Decoder(pipeline), PredictStep(pipeline)
+    prompt = prompts.of_text("It was the")
+    if pictures:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / f"{number}.png" for number in range(pictures)]
+            for number, file in enumerate(files):
+                colour = (80 * number, 255 - 80 * number, 40)
+                Image.linear_gradient("L").resize((30 + 8 * number, 30)).convert("RGB").point(
+                    lambda value, top=colour[0]: min(value + top, 255)
+                ).save(file)
+            media = [prompts.medium("image", file) for file in files]
+        prompt = prompts.of_conversation([user_turn("Which?", media)], media)
+
+    def full_pass(ids: list[int]) -> torch.Tensor:
+        """Logits [V] behind `ids`, which are padded as in training."""
+        row = torch.full((1, limit), tokenizer.pad_id)
+        row[0, : len(ids)] = torch.tensor(ids)
+        batch = {"input_ids": row, "labels": torch.zeros_like(row), "position_ids": torch.arange(limit)[None]}
+        if prompt.inputs:
+            batch["modality_inputs"] = prompt.inputs
+        rows = {name: [[count]] for name, count in prompt.rows.items()}
+        pipeline.shapes.begin(rows, rows)
+        with torch.no_grad():
+            output, _ = predict(iter([batch]), pipeline.model[0])
+        return real(output[0, len(ids) - 1])
+
+    def real(logits: torch.Tensor) -> torch.Tensor:
+        """Without the padding of the vocabulary, whose logits are the lowest number there is."""
+        return logits[: tokenizer.vocab_size].float()
+
+    ids, tokens, largest = list(prompt.ids), [], 0.0
+    logits = real(decoder.begin(prompt, limit))
+    while True:
+        expected = full_pass(ids)
+        largest = max(largest, float((logits - expected).abs().max() / expected.abs().max()))
+        tokens.append(int(expected.argmax()))
+        ids.append(tokenizer.as_text(tokens[-1]))
+        if len(ids) == limit:
+            break
+        logits = real(decoder.step(ids[-1]))
+    answered = Answers(run.cfg, decoder, tokenizer, Sampler(Sampling()), limit)(prompt)
+    return largest, tokens, answered.tokens, len(prompt.ids)
+
+
+def tiny(name: str, tmp_path, *overrides: str):
+    # All layers start with larger weights than usual, so that logits depend on what the attention sees.
+    spread = "modules.language.llm.init_std=0.3"
+    layout = "layout=one_process" if name == "vlm_digits" else "layout=language_one"
+    return config(name, tmp_path, tmp_path, layout, spread, *overrides)
+
+
+def until(tokens: list[int], end: int) -> list[int]:
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+END_OF_TURN = 258
+"""Of the byte tokenizer."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_logits_are_those_of_full_passes(case, tmp_path):
+    name, pictures, length, overrides = CASES[case]
+    cfg = tiny(name, tmp_path, f"data.sequence_length={length}", *overrides)
+    ((largest, tokens, answered, prompt),) = run_ranks(compared, 1, cfg, pictures)
+    assert largest < 1e-5
+    assert answered == until(tokens, END_OF_TURN) and len(set(tokens)) > 3
+    assert len(tokens) == length - prompt > 12, prompt
+
+
+def test_bf16_agrees_to_its_precision(tmp_path):
+    cfg = tiny("vlm_digits", tmp_path, "data.sequence_length=42", "train.precision=bf16")
+    ((largest, *_),) = run_ranks(compared, 1, cfg, 1)
+    assert largest < 5e-2

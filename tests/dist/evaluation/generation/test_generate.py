@@ -1,0 +1,156 @@
+"""`mimo-train generate` on the checkpoint of a run: the answers of the evaluation in the loop, and conversations."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config
+
+MOST = 8
+
+
+def _trained(cfg) -> tuple[str, list[tuple[list[int], list, list[int]]]]:
+    """A checkpoint, and (prompt, pictures, greedy answer in the loop) of held-out samples."""
+    from mimo_train.evaluation.greedy import _prompt_length, greedy_answers
+    from mimo_train.evaluation.held_out import _evaluating
+    from tests.dist.steps import Steps
+
+    run = Steps(cfg)
+    run.train(2)
+    folder, held_out = run.save(), run.session.held_out
+    iterator = held_out()
+    iterator.advance()
+    prompts = {}
+    for microbatch in iterator.current.microbatches:
+        if "input_ids" not in microbatch:  # the encoder's rank
+            continue
+        for number, row, mask in zip(
+            microbatch["sample_numbers"].tolist(), microbatch["input_ids"], microbatch["loss_mask"], strict=True
+        ):
+            prompts[number] = row[: _prompt_length(mask)].tolist()
+    with _evaluating(run.model):
+        answers = greedy_answers(run.pipeline, run.session.parts.tokenizer, iterator, MOST)
+    iterator.close()
+
+    def pictures(number: int) -> list:
+        # As arrays: tensors travel in memory that ends with this rank.
+        return [picture.numpy() for picture in held_out.dataset.media(number, "images")]
+
+    return str(folder), [(prompts[number], pictures(number), tokens) for number, tokens in answers]
+
+
+def _answered(folder: str, questions: list) -> list[list[int]]:
+    import torch
+
+    from data.collate import collate_media
+    from mimo_train.evaluation.generation.answers import Answers
+    from mimo_train.evaluation.generation.decoder import Decoder
+    from mimo_train.evaluation.generation.options import Sampling
+    from mimo_train.evaluation.generation.prompts import Prompt
+    from mimo_train.evaluation.generation.sampling import Sampler
+    from mimo_train.evaluation.generation.source import open_source
+    from mimo_train.inputs.inputs import media_of
+    from mimo_train.layout.run import resolve
+    from mimo_train.training.parts import build_parts, start_processes
+
+    source = open_source(Path(folder))
+    run = resolve(source.cfg)
+    parts = build_parts(run, *start_processes(run.cfg))
+    source.load(parts.pipeline, parts.tokenizer)
+    tokenizer = parts.tokenizer
+    answers = Answers(run.cfg, Decoder(parts.pipeline), tokenizer, Sampler(Sampling()), MOST)
+    (taker,) = media_of(run.cfg)
+    place, found = tokenizer.placeholder_id("<image>"), []
+    for ids, pictures, _ in questions:
+        inputs = collate_media([torch.from_numpy(picture) for picture in pictures], taker.field)
+        arguments = {"images": None if inputs is None else {"images": inputs}}
+        found.append(answers(Prompt(ids, arguments, {"images": ids.count(place)})).tokens)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    """Adapters in both modules, trained in two processes: what is generated from has them merged."""
+    cfg = config(
+        "vlm_digits",
+        tmp_path_factory.mktemp("run"),
+        digits,
+        "layout=two_processes",
+        "modules.language.lora.rank=4",
+        "modules.images.lora.rank=2",
+        "modules.language.llm.init_std=0.3",  # so that answers differ
+        "train.iters=2",
+        "train.eval_samples=16",
+        f"data.validation_shards={digits}/held_out",
+        "data.sequence_length=120",
+    )
+    (folder, _), (_, questions) = run_ranks(_trained, 2, cfg)
+    return folder, questions
+
+
+def test_answers_are_those_of_the_evaluation_in_the_loop(trained):
+    folder, questions = trained
+    (found,) = run_ranks(_answered, 1, folder, questions)
+    assert found == [tokens for _, _, tokens in questions] and len(found) == 16
+    assert {len(pictures) for _, pictures, _ in questions} >= {0, 1}
+    assert len({tuple(tokens) for tokens in found}) > 4
+
+
+def _command(arguments: list[str], lines: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command."""
+    import contextlib
+
+    from mimo_train.cli import main
+
+    sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["generate", *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_a_chat_keeps_turns_and_pictures_and_seeds_repeat_it(trained, tmp_path):
+    from PIL import Image
+
+    folder, _ = trained
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (60, 40), "red").save(picture)
+    lines = f"/image {picture}\nWhich?\nA?\n{'Is it one? ' * 9}\n"
+    options = [folder, "--chat", "--max-new-tokens", "3"]
+    drawn = [*options, "--temperature", "3", "--seed", "5"]
+    ((code, out, err),) = run_ranks(_command, 1, options, lines)
+    assert code == 0 and len(out.splitlines()) == 2
+    assert "leaves no room for an answer: the model was trained on data.sequence_length 120" in err
+    once, again = (run_ranks(_command, 1, drawn, lines)[0] for _ in range(2))
+    assert once == again and once[0] == 0 and once[1] != out
+
+
+def test_what_excludes_each_other_is_named_before_a_model_is_built(trained):
+    folder, _ = trained
+    ((code, _, err),) = run_ranks(_command, 1, [folder, "--prompt", "a", "--prompt-format", "text", "--chat"], "")
+    assert code == 1 and err.startswith("error: --prompt-format: text continues a prompt without turns")
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "generation.md"
+
+
+def _program(text: str) -> str:
+    """What it prints."""
+    import contextlib
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(text, str(PAGE), "exec"), {})
+    return out.getvalue()
+
+
+def test_the_program_of_the_page_answers_as_the_command(trained):
+    folder, _ = trained
+    text = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    assert "runs/gpt_tiny" in text and "max_new_tokens=64" in text
+    text = text.replace("runs/gpt_tiny", folder).replace("max_new_tokens=64", "max_new_tokens=5")
+    (said,) = run_ranks(_program, 1, text)
+    options = [folder, "--prompt", "It was", "--prompt-format", "text", "--max-new-tokens", "5"]
+    ((code, out, err),) = run_ranks(_command, 1, options, "")
+    assert (code, out.strip()) == (0, said.strip()) and said.strip(), err

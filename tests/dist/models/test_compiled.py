@@ -1,0 +1,130 @@
+"""Layers that are compiled: the numbers of those that are not, in few graphs."""
+
+import logging
+
+import pytest
+
+from mimo_train.config.fault import UserError
+from mimo_train.models import compiled
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, largest_difference
+from tests.dist.steps import Steps, whole
+
+ONE, NATIVE = "layout=one_process", "encoder@modules.images.encoder=vit_tiny_native"
+RUNS = {
+    "packed rows, recomputed, frozen encoder": (
+        *(ONE, NATIVE, "data.pack=true", "train.recompute=full"),
+        "modules.images.freeze=[encoder]",
+    ),
+    "stages": ("layout=language_pp2", "optim.overlap_grad_reduce=true"),
+}
+
+
+def _curves(cfg, backend: str) -> tuple[list[tuple], list[int]]:
+    """(curve of four steps, graphs of each module of this rank)."""
+    compilers = []
+    init = compiled._Compiler.__init__
+
+    def noted(self, *arguments, **options):
+        init(self, *arguments, **options)
+        compilers.append(self)
+
+    compiled._Compiler.__init__, compiled.BACKEND = noted, backend
+    return Steps(cfg).train(4), [one.graphs for one in compilers]
+
+
+def test_graphs_that_do_not_end_are_said(monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    compiler = compiled._Compiler("modules.images", eager=False)
+    graph = compiled.torch.fx.symbolic_trace(lambda x: x + 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(64):
+            compiler._backend(graph, [])
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split("compiled ")[1].split(" times")[0] for text in said] == ["16", "32", "64"]
+    assert "set modules.images.compile=none" in said[0]
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch, prose, tmp_path):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def absent():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", absent)
+    cfg = config("gpt_tiny", tmp_path, prose)
+    compiled.require_compiler(cfg, "cpu")
+    cfg.train.compile = "layers"
+    with pytest.raises(UserError, match=r"train\.compile: is layers, and torch\.compile needs a C\+\+ compiler"):
+        compiled.require_compiler(cfg, "cpu")
+
+
+def _of_tensor_parallel(cfg) -> str:
+    from mimo_train.layout import run
+
+    run.compile_faults = lambda cfg: ()  # which would say so before
+    try:
+        Steps(cfg)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_layers_that_are_not_torch_s_own_are_refused_where_they_are_built(prose, tmp_path):
+    """Which Transformer Engine's are, where it is installed: the config does not say that."""
+    cfg = config("gpt_tiny", tmp_path / "run", prose, "layout=language_tp2")
+    cfg.train.compile = "layers"
+    for said in run_ranks(_of_tensor_parallel, 2, cfg):
+        assert said.startswith("modules.language.compile: is layers, and its layers are not torch's in plain calls")
+
+
+def _messages(cfg) -> list[str]:
+    """What a run says on the console."""
+    from mimo_train.logging.console import Console
+    from mimo_train.training.pretrain import pretrain
+
+    compiled.BACKEND, said = "eager", []
+    Console.message = lambda console, text: said.append(text)
+    pretrain(cfg)
+    return said
+
+
+def test_the_wait_for_the_compiler_is_announced(prose, tmp_path):
+    cfg = config("gpt_tiny", tmp_path / "run", prose, "train.iters=1")
+    remark = "train.compile: the layers of modules.language are compiled in the first step"
+    for choice, times in (("none", 0), ("layers", 1), ("layers", 0)):  # the last start has no step to make
+        cfg.train.compile = choice
+        cfg.run.dir = str(tmp_path / choice)
+        (said,) = run_ranks(_messages, 1, cfg)
+        assert sum(text.startswith(remark) for text in said) == times
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_numbers_are_those_of_layers_that_are_not_compiled(name, digits, prose, tmp_path):
+    layout, *others = RUNS[name]
+    demo, ranks = ("vlm_digits", 1) if layout == ONE else ("gpt_tiny", 2)
+    shards = digits if demo == "vlm_digits" else prose
+    cfg = config(demo, tmp_path / "run", shards, layout, *others)
+    plain = [curve for curve, graphs in run_ranks(_curves, ranks, cfg, "none") if graphs == []]
+    cfg.train.compile = "layers"
+    found = run_ranks(_curves, ranks, cfg, "aot_eager")
+    assert len(plain) == ranks
+    assert max(largest_difference(whole(plain), whole([curve for curve, _ in found]))) < 1e-5
+    for _, graphs in found:
+        # In front of attention and behind it, recomputed or not, of one row, several, or as many as there are tokens in
+        # one: for all layers, and not more with each length.
+        assert graphs and all(2 <= number <= 8 for number in graphs), graphs
+
+
+def test_the_compiler_of_a_run_gives_these_numbers_too(prose, tmp_path):
+    cfg = config("gpt_tiny", tmp_path / "run", prose)
+    ((plain, _),) = run_ranks(_curves, 1, cfg, "none")
+    cfg.train.compile = "layers"
+    try:
+        compiled.require_compiler(cfg, "cpu")
+    except UserError as error:
+        pytest.skip(str(error))
+    ((found, graphs),) = run_ranks(_curves, 1, cfg, "inductor")
+    assert max(largest_difference(whole([plain]), whole([found]))) < 1e-5
+    assert len(graphs) == 1 and 2 <= graphs[0] <= 8

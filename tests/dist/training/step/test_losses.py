@@ -1,0 +1,264 @@
+"""Losses of a step: every pattern of a loss function, against hand-computed numbers and at several layouts."""
+
+import pytest
+
+from mimo_train.logging.sinks.jsonl import read_metrics
+from tests.dist.ranks import RankFailure, run_ranks
+from tests.dist.runs import TOLERANCE, config, curve, train_on_ranks
+
+# Rank 0 learns from 1 token, rank 1 from 3 + 2; two microbatches each.
+MASKS = ([[1, 0, 0, 0], [0, 0, 0, 0]], [[1, 1, 1, 0], [0, 0, 1, 1]])
+VALUES = ([[4.0, 9, 9, 9], [9.0, 9, 9, 9]], [[1.0, 2, 3, 9], [9.0, 9, 5, 6]])
+
+
+def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, float], list[float], list[float]]:
+    """Losses of the step, and total and count of every microbatch as the schedule gets them."""
+    import os
+
+    import torch
+
+    from mimo_train.config.parts import LANGUAGE
+    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.parallel import device
+    from mimo_train.parallel.groups import build_groups
+    from mimo_train.parallel.metric_reduction import StepSum
+    from mimo_train.training.step.losses import MAX_LOSSES, StepLosses, masked_token_loss
+
+    device.install("cpu")
+    device.init_process_group("cpu", 1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=world, cp=1, ep=1, sp=False, first_rank=0)
+    step_sum = StepSum(device.CPU)
+    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))), step_sum)
+
+    def loss_func(mask, output, non_loss_data=False):
+        if non_loss_data:
+            return "data"
+        total, count, report = masked_token_loss(mask, output)
+        if returns == "tokens":
+            return total, count, report
+        if returns == "mean":
+            return total / count.clamp(min=1), {"mean": total / count.clamp(min=1)}
+        if returns == "named":
+            return {"lm loss": (total, count), "small": output.mean()}
+        if returns == "axes":
+            return total.reshape(1), count.reshape(1), {"lm loss": report["lm loss"], "total": total.reshape(1, 1)}
+        if returns == "unnamed tokens":
+            return total, int(count), {}
+        if returns == "unnamed mean":
+            return output.mean().reshape(1), {}
+        if returns == "many":
+            return total, count, {f"loss {number}": number for number in range(40)}
+        if returns == "too many":
+            return total, count, dict.fromkeys(map(str, range(65)), 0.0)
+        if returns == "per token":
+            return output, count, report
+        if returns == "fractions":
+            return total, count * 0.5, report
+        return total
+
+    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
+    losses.begin()
+    totals, counts = [], []
+    for mask, value in zip(MASKS[rank], VALUES[rank], strict=True):
+        wrapped = losses.wrap(lambda output, mask=mask, **options: loss_func(torch.tensor([mask]), output, **options))
+        assert wrapped(torch.tensor([value]), non_loss_data=True) == "data"
+        total, count, _ = wrapped(torch.tensor([value]))
+        totals.append(float(total))
+        counts.append(float(count))
+    step_sum.reduce()
+    return {name: float(value) for name, value in losses.reduced().items()}, totals, counts
+
+
+def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
+    """Losses of two context-parallel ranks, and the sums over them of what the schedule is given."""
+    import torch
+    import torch.distributed as dist
+
+    from mimo_train.config.parts import LANGUAGE
+    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.parallel import device
+    from mimo_train.parallel.groups import build_groups
+    from mimo_train.parallel.metric_reduction import StepSum
+    from mimo_train.training.step.losses import MAX_LOSSES, StepLosses
+
+    device.install("cpu")
+    device.init_process_group("cpu", 1)
+    rank = dist.get_rank()
+    module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=1, cp=2, ep=1, sp=False, first_rank=0)
+    step_sum, weights = StepSum(device.CPU), {"b": 0.5} if returns == "named" else {}
+    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))), step_sum)
+    # a: 3 of 4 tokens count, b: 1 of 3; unevenly over the ranks.
+    (a, of_a), (b, of_b) = (((5.0, 1), (2.0, 2)), ((7.0, 3), (4.0, 1)))[rank]
+    if returns == "mean":
+        loss = torch.tensor(a / (1 + 3))
+        loss_func = lambda output: (loss, {"a": loss})  # noqa: E731
+    else:
+        loss_func = lambda output: {"a": (torch.tensor(a), of_a), "b": (torch.tensor(b), of_b)}  # noqa: E731
+    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
+    losses.begin()
+    total, tokens, _ = losses.wrap(loss_func)(None)
+    step_sum.reduce()
+    sums = torch.stack([total, tokens.float()])
+    dist.all_reduce(sums)
+    return {name: float(value) for name, value in losses.reduced().items()}, *sums.tolist()
+
+
+@pytest.mark.parametrize(
+    ("returns", "losses", "total"),
+    [
+        ("named", {"a": 12 / 4, "b": 6 / 3}, 4 * (12 / 4 + 0.5 * 6 / 3)),
+        ("mean", {"a": 12 / 4}, 12 / 4),
+    ],
+)
+def test_parts_of_sequences_add_up_to_the_losses_of_the_whole(returns, losses, total):
+    for found, sum_, tokens in run_ranks(_parts_of_sequences, 2, returns):
+        assert found == pytest.approx(losses)
+        assert (sum_, tokens) == (pytest.approx(total), 4 if returns == "named" else 1)
+
+
+def test_token_losses_of_uneven_ranks_are_those_of_one_process():
+    for losses, _, counts in run_ranks(_sum_over_ranks, 2, "tokens", {}):
+        assert losses == {"lm loss": pytest.approx((4 + 1 + 2 + 3 + 5 + 6) / 6)}
+        assert sum(counts) in (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("returns", "losses", "totals", "counts"),
+    [
+        ("axes", {"lm loss": 4.0, "total": (4 + 0) / 2}, [4, 0], [1, 0]),
+        ("unnamed tokens", {"loss": 4.0}, [4, 0], [1, 0]),
+        ("unnamed mean", {"loss": (7.75 + 9) / 2}, [7.75, 9], [1, 1]),
+        ("many", {f"loss {number}": number for number in range(40)}, [4, 0], [1, 0]),
+    ],
+)
+def test_losses_with_axes_without_names_and_of_many_names(returns, losses, totals, counts):
+    assert run_ranks(_sum_over_ranks, 1, returns, {}) == [(losses, totals, counts)]
+
+
+def _nameless(state, data_iterator, model):
+    """The shipped step, whose loss has an axis and no name."""
+    from mimo_train.training.step.mimo_step import forward_step
+
+    output, loss_func = forward_step(state, data_iterator, model)
+
+    def nameless(output_tensor):
+        loss, num_tokens, _ = loss_func(output_tensor)
+        return loss.reshape(1), num_tokens.reshape(1), {}
+
+    return output, loss_func and nameless
+
+
+def _train_nameless(cfg) -> None:
+    from mimo_train.training.pretrain import pretrain
+
+    pretrain(cfg, _nameless)
+
+
+def test_a_loss_with_an_axis_and_without_a_name_trains_several_modules(digits, tmp_path):
+    def cfg(name: str):
+        return config("vlm_digits", tmp_path / name, digits, "layout=two_processes", "train.iters=3")
+
+    run_ranks(_train_nameless, 2, cfg("nameless"))
+    lines = read_metrics(tmp_path / "nameless" / "metrics.jsonl")
+    expected = [(loss, norm) for _, loss, norm in curve(train_on_ranks(cfg("named")))]
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == expected
+
+
+def _named_as_the_norm(state, data_iterator, model):
+    """The shipped step of a GPT, whose loss has the name of another number of the log."""
+    from mimo_train.training.step.gpt_step import forward_step
+
+    output, loss_func = forward_step(state, data_iterator, model)
+    return output, lambda losses: (*loss_func(losses)[:2], {"grad_norm": losses.mean()})
+
+
+def _train_named_as_the_norm(cfg) -> None:
+    from mimo_train.training.pretrain import pretrain
+
+    pretrain(cfg, _named_as_the_norm)
+
+
+def test_a_loss_is_not_written_over_by_another_number(prose, tmp_path):
+    cfg = config("gpt_tiny", tmp_path, prose, "layout=language_one", "train.iters=1")
+    with pytest.raises(RankFailure, match="a loss named 'grad_norm', under which the log keeps another number"):
+        run_ranks(_train_named_as_the_norm, 1, cfg)
+
+
+def test_means_are_averaged_over_microbatches_and_ranks():
+    for losses, totals, counts in run_ranks(_sum_over_ranks, 2, "mean", {}):
+        assert losses == {"mean": pytest.approx((4 + 0 + 2 + 5.5) / 4)}
+        # Divided by the sum of counts, 4, gradients are those of the mean.
+        assert counts == [1, 1] and len(totals) == 2
+
+
+def test_named_losses_are_weighted_by_the_config():
+    (first, totals, counts), _ = run_ranks(_sum_over_ranks, 2, "named", {"small": 0.5})
+    assert first["lm loss"] == pytest.approx(21 / 6)
+    assert first["small"] == pytest.approx((7.75 + 9 + 3.75 + 7.25) / 4)
+    assert counts == [1, 0] and totals == [pytest.approx(4 + 0.5 * 7.75), 0]
+
+
+@pytest.mark.parametrize(
+    ("returns", "weights", "message"),
+    [
+        ("nothing", {}, r"returned Tensor: it must return one of \(loss, \{name: value\}\)"),
+        ("tokens", {"lm loss": 2.0}, "train.loss_weights: names lm loss, but the loss function returns its total"),
+        ("too many", {}, "the loss function reports 65 losses, expected at most 64"),
+        ("per token", {}, r"returned the loss with shape \(1, 4\), expected one number. Return its sum or mean"),
+        ("fractions", {}, r"num_tokens of type torch.float32, expected whole numbers. Return num_tokens.to\(torch.int"),
+        ("named", {"smal": 2.0}, "train.loss_weights.smal: no such loss; the forward step returns lm loss, small"),
+    ],
+)
+def test_what_a_loss_function_cannot_return_is_named(returns, weights, message):
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(_sum_over_ranks, 1, returns, weights)
+
+
+def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
+    """Gradient norms of three steps of a run whose forward step gives the token loss in another pattern."""
+    from functools import partial
+
+    from mimo_train.training.callbacks import Callback
+    from mimo_train.training.pretrain import pretrain
+    from mimo_train.training.step.gpt_step import forward_step as gpt_step
+    from mimo_train.training.step.losses import masked_token_loss
+    from mimo_train.training.step.state import GlobalState
+
+    norms = []
+
+    class Notes(Callback):
+        def on_step_end(self, state, result):
+            norms.append(result.grad_norm)
+
+    def loss_func(mask, output, non_loss_data=False):
+        total, count, report = masked_token_loss(mask, output)
+        if pattern == "mean":
+            # A mean over a constant, so that every microbatch counts alike.
+            return total / 100, {"lm loss": total / 100}
+        return {"lm loss": (total, count), "square": ((output.float() ** 2 * mask).sum(), count)}
+
+    def forward_step(state: GlobalState, data_iterator, model):
+        output, token_loss = gpt_step(state, data_iterator, model)
+        return output, partial(loss_func, *token_loss.args)
+
+    pretrain(cfg, forward_step, callbacks=[Notes()])
+    return norms
+
+
+@pytest.mark.parametrize("pattern", ["mean", "named"])
+def test_every_pattern_gives_the_gradients_of_one_process(pattern, prose, tmp_path):
+    weights = ["train.loss_weights={square: 0.1}"] if pattern == "named" else []
+    norms = []
+    for layout in ("one", "dp2", "pp2"):
+        overrides = (
+            f"layout=language_{layout}",
+            "train.iters=3",
+            f"train.micro_batch_size={2 if layout == 'dp2' else 4}",
+        )
+        cfg = config("gpt_tiny", tmp_path / layout, prose, *overrides, "train.global_batch_size=8", *weights)
+        norms.append(run_ranks(_train_two_tasks, 1 if layout == "one" else 2, cfg, pattern)[0])
+    # With dp2 there are as many microbatches, of half the samples: a sum of each is half as large.
+    scale = 2 if pattern == "mean" else 1
+    assert norms[2] == pytest.approx(norms[0], rel=TOLERANCE)
+    assert norms[1][0] * scale == pytest.approx(norms[0][0], rel=TOLERANCE)

@@ -1,0 +1,212 @@
+"""Parameters of a rank from a directory: which ranges they consist of, and what does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from encoders.weight_map import Rows, Rule, WeightMap, heads, same, spelt, stacked, with_biases
+from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.weight_files import SINGLE
+from mimo_train.hf.fill import Cut, Reader
+from mimo_train.hf.matching import require_all_used
+from mimo_train.hf.tensors import TensorFolder
+
+KEY = "modules.language.pretrained"
+WIDTH, HEAD, GROUPS, PER_GROUP, FFN, VOCAB, PADDED = 6, 2, 2, 3, 8, 5, 8
+THEIRS = {
+    "q.weight": (GROUPS * PER_GROUP * HEAD, WIDTH),
+    "k.weight": (GROUPS * HEAD, WIDTH),
+    "v.weight": (GROUPS * HEAD, WIDTH),
+    "q.bias": (GROUPS * PER_GROUP * HEAD,),
+    "v.bias": (GROUPS * HEAD,),
+    "gate.weight": (FFN, WIDTH),
+    "up.weight": (FFN, WIDTH),
+    "down.weight": (WIDTH, FFN),
+    "embed.weight": (VOCAB, WIDTH),
+    "patch.weight": (WIDTH, 3, 2, 2),
+    "norm.weight": (WIDTH,),
+}
+ATTENTION = {"groups": GROUPS, "per_group": PER_GROUP, "size": HEAD}
+MAP = WeightMap(
+    (
+        heads("qkv.weight", "q.weight", "k.weight", "v.weight", **ATTENTION),
+        heads("qkv.bias", "q.bias", "", "v.bias", **ATTENTION),
+        stacked("fc1.weight", [("gate.weight", FFN), ("up.weight", FFN)]),
+        same("fc2.weight", "down.weight", WIDTH),
+        Rule("embedding", (Rows("embed.weight", VOCAB), Rows("", PADDED - VOCAB))),
+        same("patch.weight", "patch.weight", WIDTH, (3, 2, 2)),
+        same("norm.weight", "norm.weight", WIDTH),
+    ),
+    carried=("inv_freq",),
+    prefixes=("model.", ""),
+)
+WHOLE = {
+    "qkv.weight": (20, WIDTH), "qkv.bias": (20,), "fc1.weight": (16, WIDTH), "fc2.weight": (WIDTH, FFN),
+    "embedding": (PADDED, WIDTH), "patch.weight": (WIDTH, 12), "norm.weight": (WIDTH,),
+}  # fmt: skip
+CUTS = {"qkv.weight": (0, 1), "qkv.bias": (0, 1), "fc1.weight": (0, 2), "fc2.weight": (1, 1), "embedding": (0, 1)}
+
+
+@pytest.fixture
+def values():
+    torch.manual_seed(1)
+    return {name: torch.randn(shape) for name, shape in THEIRS.items()}
+
+
+def reader(tmp_path, values, prefix="model.", of=MAP) -> Reader:
+    save_file({prefix + name: value for name, value in values.items()} | {"inv_freq": torch.ones(2)}, tmp_path / SINGLE)
+    folder = TensorFolder(tmp_path, KEY)
+    found = Reader(folder, of, KEY)
+    require_all_used([found], KEY)
+    return found
+
+
+def filled(found: Reader, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    cuts, parameters = {}, {}
+    for name, shape in WHOLE.items():
+        dim, stride = CUTS.get(name, (None, 1))
+        cuts[name] = Cut(dim, stride, rank, ranks) if dim is not None else Cut()
+        local = [size // ranks if at == dim else size for at, size in enumerate(shape)]
+        parameters[name] = torch.full(local, torch.nan)
+    found.fill(parameters, cuts)
+    return parameters
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_the_whole_is_in_megatron_s_order(tmp_path, values, prefix):
+    got = filled(reader(tmp_path, values, prefix), 0, 1)
+    q, k, v = (values[f"{part}.weight"].unflatten(0, (GROUPS, -1)) for part in "qkv")
+    assert torch.equal(got["qkv.weight"], torch.cat([q, k, v], dim=1).flatten(0, 1))
+    bias = got["qkv.bias"].unflatten(0, (GROUPS, -1))
+    assert torch.equal(bias[:, :6].flatten(), values["q.bias"]) and torch.equal(bias[:, 8:].flatten(), values["v.bias"])
+    assert not bias[:, 6:8].any(), "keys have no bias there"
+    assert torch.equal(got["fc1.weight"], torch.cat([values["gate.weight"], values["up.weight"]]))
+    assert torch.equal(got["embedding"][:VOCAB], values["embed.weight"]) and not got["embedding"][VOCAB:].any()
+    assert torch.equal(got["patch.weight"], values["patch.weight"].flatten(1))
+    for ours, theirs in (("fc2.weight", "down.weight"), ("norm.weight", "norm.weight")):
+        assert torch.equal(got[ours], values[theirs])
+
+
+def test_every_rank_has_its_part_of_the_whole(tmp_path, values):
+    found = reader(tmp_path, values)
+    whole, parts = filled(found, 0, 1), [filled(found, rank, 2) for rank in range(2)]
+    for name, value in whole.items():
+        dim, stride = CUTS.get(name, (None, 1))
+        if dim is None:
+            assert torch.equal(parts[0][name], value) and torch.equal(parts[1][name], value)
+            continue
+        sections = value.chunk(stride, dim)
+        for rank, part in enumerate(parts):
+            assert torch.equal(part[name], torch.cat([section.chunk(2, dim)[rank] for section in sections], dim)), name
+
+
+def test_new_rows_are_drawn_alike_on_every_rank(tmp_path, values):
+    rows = (Rows("embed.weight", VOCAB), Rows("", 2, std=0.1), Rows("", 1))
+    found = reader(tmp_path, values, of=replace(MAP, rules=tuple(
+        Rule("embedding", rows) if rule.ours == "embedding" else rule for rule in MAP.rules
+    )))  # fmt: skip
+    whole, parts = filled(found, 0, 1)["embedding"], [filled(found, rank, 4)["embedding"] for rank in range(4)]
+    assert torch.equal(torch.cat(parts), whole) and torch.equal(whole[:VOCAB], values["embed.weight"])
+    new, padding = whole[VOCAB : VOCAB + 2], whole[VOCAB + 2 :]
+    assert 0.03 < new.std() < 0.3 and not torch.equal(new[0], new[1]) and not padding.any()
+
+
+def test_values_take_the_parameter_s_dtype(tmp_path, values):
+    parameter = torch.empty(WIDTH, dtype=torch.bfloat16)
+    reader(tmp_path, values).fill({"norm.weight": parameter}, {"norm.weight": Cut()})
+    assert torch.equal(parameter, values["norm.weight"].bfloat16())
+
+
+def without(name):
+    return lambda values: values.pop(name)
+
+
+def reshaped(name, *shape):
+    return lambda values: values.update({name: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without("k.weight"), "it lacks model.k.weight"),
+        (reshaped("embed.weight", 7, WIDTH), r"model.embed.weight has shape \(7, 6\) there, and 5 rows here"),
+        (reshaped("extra.weight", 2), "has model.extra.weight, for which the model has no place"),
+        (without("q.weight"), "has no tensor model.q.weight or q.weight; it has"),
+    ],
+)
+def test_a_directory_of_another_model_is_refused(tmp_path, values, change, said):
+    change(values)
+    with pytest.raises(UserError, match=f"^{KEY}: .*{said}"):
+        reader(tmp_path, values)
+
+
+def test_a_copy_of_a_tied_tensor_must_equal_it(tmp_path, values):
+    of = replace(MAP, copies=(("head.weight", "embed.weight"),))
+    found = reader(tmp_path, values | {"head.weight": values["embed.weight"].clone()}, of=of)
+    found.require_equal_copies()
+    assert torch.equal(filled(found, 0, 1)["embedding"][:VOCAB], values["embed.weight"])
+    found = reader(
+        tmp_path, values | {"head.weight": values["embed.weight"] + torch.eye(VOCAB, WIDTH)[[3] * VOCAB]}, of=of
+    )
+    with pytest.raises(UserError, match=f"^{KEY}: .*model.head.weight and model.embed.weight with different values"):
+        found.require_equal_copies()
+
+
+def test_other_shapes_are_both_named(tmp_path, values):
+    found = reader(tmp_path, values)
+    with pytest.raises(
+        UserError, match=r"down.weight \(6, 8\) there make 6 x 4, fc2.weight here is \(6, 5\) on each of 2"
+    ):
+        found.fill({"fc2.weight": torch.empty(6, 5)}, {"fc2.weight": Cut(1, 1, 0, 2)})
+    with pytest.raises(UserError, match="has no tensor for head.weight: .*parameters that its family has not"):
+        found.fill({"head.weight": torch.empty(6, 5)}, {"head.weight": Cut()})
+
+
+def test_a_map_names_each_row_once():
+    assert MAP.row_counts() == {name: shape[0] for name, shape in THEIRS.items()}
+    with pytest.raises(AssertionError, match="rows 2 to 3 of a"):
+        WeightMap((Rule("x", (Rows("a", 2), Rows("a", 1, 3))),)).row_counts()
+    with pytest.raises(AssertionError):
+        WeightMap((same("x", "a", 1), same("x", "b", 1)))
+
+
+def test_biases_follow_their_weights():
+    (weight, bias) = with_biases([same("fc.weight", "up.weight", 3, (2, 2))])
+    assert (weight.ours, bias.ours) == ("fc.weight", "fc.bias") and bias.rows == (Rows("up.bias", 3),)
+
+
+def test_names_are_spelt_as_in_the_directory():
+    memory = (("model.", "model.language_model."), ("lm_head.", "lm_head."))
+    assert spelt("model.norm.weight", memory) == "model.language_model.norm.weight"
+    assert spelt("lm_head.weight", memory) == "lm_head.weight" and spelt("a", "x.") == "x.a"
+
+
+LANGUAGE_MAP = WeightMap((same("norm", "model.norm.weight", 4), same("top", "model.layers.0.weight", 4)))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "begins"),
+    [
+        ("language_model.", ("language_model.",)),
+        ("", ("model.",)),
+        ((("model.", "model.language_model."), ("lm_head.", "lm_head.")), ("model.language_model.",)),
+    ],
+)
+def test_a_part_of_a_directory_has_all_that_is_its_own(tmp_path, spelling, begins):
+    """Layers that config.json does not count are not passed over where the rest of the directory is not read."""
+    theirs = {name: spelt(name, spelling) for name in LANGUAGE_MAP.row_counts()}
+    others = {"vision_tower.patch.weight": torch.ones(2), "visual.patch.weight": torch.ones(2)}
+
+    def read(**more: torch.Tensor) -> None:
+        save_file({name: torch.ones(4) for name in theirs.values()} | others | more, tmp_path / SINGLE)
+        folder = TensorFolder(tmp_path, KEY)
+        found = Reader(folder, LANGUAGE_MAP.under(spelling), KEY)
+        assert found.begins == begins
+        require_all_used([found], KEY, begins=found.begins)
+
+    read()
+    more = spelt("model.layers.1.weight", spelling)
+    with pytest.raises(UserError, match=f"has {more}, for which the model has no place"):
+        read(**{more: torch.ones(4)})

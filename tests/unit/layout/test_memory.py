@@ -1,0 +1,287 @@
+"""Memory and parameter arithmetic against numbers worked out by hand."""
+
+import pytest
+
+from mimo_train.estimate import activations, memory, parameters
+from mimo_train.estimate.memory import Memory
+from mimo_train.estimate.parameters import ParameterCount
+from mimo_train.layout.stages import bubble, in_flight, pipeline_stages
+from tests.unit.layout.sizes import EXPERTS, SMALL_LAYER, resolved
+
+
+def test_bytes_of_parameters_in_fp32():
+    count = ParameterCount(total=1000, trainable=600)
+    assert memory.parameter_memory(count, "fp32", dp=1) == Memory(weights=4000, gradients=2400, optimizer=4800)
+    assert memory.parameter_memory(count, "fp32", dp=4) == Memory(weights=4000, gradients=2400, optimizer=1200)
+
+
+def test_bytes_of_parameters_in_bf16():
+    count = ParameterCount(total=1000, trainable=600)
+    assert memory.parameter_memory(count, "bf16", dp=1) == Memory(weights=2000, gradients=2400, optimizer=7200)
+    assert memory.parameter_memory(count, "bf16", dp=4) == Memory(weights=2000, gradients=2400, optimizer=1800)
+
+
+def test_frozen_parameters_are_weights_and_nothing_else():
+    frozen = memory.parameter_memory(ParameterCount(total=1000, trainable=0), "bf16", dp=2)
+    assert frozen == Memory(weights=2000)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bytes_per_sbh"), [({}, 34), ({"tp": 8}, 10 + 24 / 8), ({"tp": 8, "sp": True}, 34 / 8)]
+)
+def test_a_layer_keeps_what_the_paper_says(sizes, bytes_per_sbh):
+    """Korthikanti et al. 2022 in half precision, without the attention scores: s b h (10 + 24 / t), 34 s b h / t."""
+    kept = activations.layer_activations(2048, hidden=1024, ffn=4096, precision="bf16", dropout=True, **sizes)
+    assert kept == 2048 * 1024 * bytes_per_sbh
+
+
+def test_a_gated_layer_with_few_key_heads_keeps_less_attention_and_more_feed_forward():
+    sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 4, "gated": True}
+    # Per token: 4 h in full = 128 bytes; (2 h + 2 k + 5 f) = 104 numbers = 416 bytes over tp.
+    assert activations.layer_activations(10, **sizes) == 10 * (128 + 416)
+    assert activations.layer_activations(10, **sizes, tp=2) == 10 * (128 + 208)
+    assert activations.layer_activations(10, **sizes, tp=2, sp=True) == 10 * (64 + 208)
+    # Rotated queries and keys: h + k = 12 numbers = 48 bytes more.
+    assert activations.layer_activations(10, **sizes, rope=True) == 10 * (128 + 416 + 48)
+    # On one rank both halves of the gated block are views: f = 16 numbers less.
+    assert activations.layer_activations(10, **sizes, plain=True) == 10 * (128 + 416 - 64)
+    # Documents by one kernel: 4 h + 5 f = 112 numbers, rotated or not.
+    assert activations.layer_activations(10, **sizes, rope=True, whole_rows=True) == 10 * (128 + 448)
+
+
+def test_what_families_keep_besides_by_hand():
+    sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 6, "query_width": 12}
+    # Per token: 4 h in full = 128 bytes; 2 q + 2 k + 2 f = 68 numbers = 272 bytes; norms behind the parts 2 h = 64.
+    assert activations.layer_activations(10, **sizes) == 10 * (128 + 272)
+    assert activations.layer_activations(10, **sizes, post_norms=True) == 10 * (192 + 272)
+    # 4 heads of 2 samples, 6 x 6 scores, 8 bytes each; over two ranks of each kind.
+    assert activations.score_activations(6, 2, heads=4) == 2 * 4 * 36 * 8
+    assert activations.score_activations(6, 2, heads=4, tp=2, cp=2) == 2 * 2 * 18 * 8
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_capped_scores_are_kept_unless_they_are_computed_again(recompute):
+    overrides = ("layout=language_one", f"train.recompute={recompute}")
+    plain = resolved(*overrides, config="gpt_tiny")
+    capped = resolved(*overrides, "modules.language.llm.attention_softcap=5", config="gpt_tiny")
+    (without,), (kept,) = (memory.stage_memory(run, "language", 384) for run in (plain, capped))
+    sizes = plain.cfg.data.sequence_length, plain.cfg.train.micro_batch_size, plain.cfg.llm.num_attention_heads
+    scores = activations.score_activations(*sizes)
+    more, work = (getattr(kept.memory, part) - getattr(without.memory, part) for part in ("activations", "work"))
+    if recompute == "none":
+        assert more == plain.cfg.llm.num_layers * scores and work == 0
+    else:
+        assert more == 0 < work <= scores  # of the layer that is computed again
+
+
+def test_full_recompute_keeps_inputs_and_works_on_one_layer():
+    assert activations.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="none") == 12000
+    assert activations.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="selective") == 12000
+    assert activations.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="full") == 4 * 50 * 3
+    kept = resolved("layout=language_one", config="gpt_tiny")
+    (none,) = memory.stage_memory(kept, "language", 384)
+    kept.cfg.train.recompute = "full"
+    (full,) = memory.stage_memory(kept, "language", 384)
+    # Of four layers; what they work with is there besides.
+    assert full.memory.work - none.memory.work <= none.memory.activations // 4 < full.memory.work
+
+
+def test_work_of_a_layer_by_hand():
+    sizes = {"hidden": 8, "precision": "bf16", "frozen": False}
+    # 100 tokens: gradients at both ends 2 x 8, and of both halves 2 x 16 numbers.
+    assert activations.layer_work(100, ffn=16, gated=True, **sizes) == 100 * (16 + 32) * 2
+    assert activations.layer_work(100, ffn=16, gated=False, **sizes) == 100 * (16 + 16) * 2
+    assert activations.layer_work(100, ffn=16, gated=True, tp=2, sp=True, **sizes) == 100 * (8 + 8 + 16) * 2
+    # One token: the gradient of 8 x 32 weights, where three times 16 numbers are gone.
+    assert activations.layer_work(1, ffn=16, gated=True, **sizes) == (16 + 8 * 32 - 3 * 16) * 2
+    assert activations.layer_work(1, ffn=16, gated=True, **sizes | {"frozen": True}) == (16 + 32) * 2
+
+
+def test_a_frozen_layer_keeps_no_inputs_of_its_products():
+    sizes = {"hidden": 8, "ffn": 16, "precision": "bf16"}
+    whole, frozen = (activations.layer_activations(10, **sizes, frozen=one) for one in (False, True))
+    assert whole - frozen == 10 * (2 * 8 + 16) * 2
+
+
+def test_norms_without_a_kernel_keep_copies_in_fp32():
+    for precision, each in (("fp32", 4), ("bf16", 4 + 4)):
+        sizes = {"hidden": 8, "ffn": 16, "precision": precision}
+        fused, composed = (activations.layer_activations(10, **sizes, fused_norms=one) for one in (True, False))
+        assert composed - fused == 10 * 2 * 8 * each
+
+
+def test_logits_count_in_their_precision_and_as_fp32_softmax():
+    # Two inputs of 8 numbers, and 100 logits, for 10 tokens.
+    assert activations.output_work(10, hidden=8, vocab=100, precision="bf16") == 10 * (2 * 8 * 2 + 100 * (2 + 4))
+    assert activations.output_work(10, hidden=8, vocab=100, precision="fp32", tp=4) == 10 * (2 * 8 * 4 + 25 * 8)
+    # Chosen positions are a copy; gathered ones are there in full, twice.
+    assert activations.output_work(10, 8, 100, "bf16", chosen=True) == 10 * (3 * 8 * 2 + 100 * (2 + 4))
+    assert activations.output_work(10, 8, 100, "bf16", tp=2, sp=True) == 10 * (3 * 8 * 2 + 50 * (2 + 4))
+    # For one token the gradient of 8 x 100 weights is more than its softmax.
+    assert activations.output_work(1, 8, 100, "bf16") == 2 * 8 * 2 + 100 * 2 + 8 * 100 * 2
+
+
+def test_activations_of_experts_by_hand():
+    # 10 tokens pass 2 experts each: rows of the input and six times the width; three numbers of 4 bytes an expert for
+    # the router; the shared expert as a dense block.
+    routed, router, shared = 20 * (8 + 6 * 12) * 2, 10 * 3 * 4 * 4, 10 * 5 * 6 * 2
+    assert activations.expert_activations(10, EXPERTS, "bf16") == routed + router + shared
+    # Two ranks that share tokens and experts: half the tokens of their own, which are there before they are gathered
+    # too, and all rows of half the width.
+    halves = activations.expert_activations(10, EXPERTS, "bf16", tp=2, etp=2, sp=True)
+    assert halves == 20 * (8 + 6 * 6) * 2 + 10 * 8 * 2 + router // 2 + shared // 2
+
+
+def test_states_of_experts_are_sharded_over_their_replicas():
+    one = resolved("llm@modules.language.llm=gpt_tiny_moe", "layout=language_dp2", config="gpt_tiny")
+    two = resolved("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    ((replicated,), (dealt,)) = (memory.stage_memory(run, "language", 384) for run in (one, two))
+    half = parameters.expert_parameters(one.cfg.language.llm) // 2
+    assert replicated.memory.weights - dealt.memory.weights == 4 * half
+    assert replicated.memory.optimizer == dealt.memory.optimizer
+    assert replicated.memory.activations == dealt.memory.activations
+
+
+def test_without_the_distributed_optimizer_every_replica_keeps_all_states():
+    run = resolved("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    (divided,) = memory.stage_memory(run, "language", 384)
+    run.cfg.optim.distributed_optimizer = False
+    (whole,) = memory.stage_memory(run, "language", 384)
+    assert whole.memory.optimizer == 2 * whole.memory.weights > divided.memory.optimizer
+
+
+def test_one_module_keeps_less_by_its_own_recomputation():
+    run = resolved()
+    kept = {}
+    for own in ("none", "full"):
+        run.cfg.modules["language"].recompute = own
+        stages = [memory.stage_memory(run, name, 384)[0].memory.activations for name in ("images", "language")]
+        kept[own] = stages
+    assert kept["full"][0] == kept["none"][0] and kept["full"][1] < kept["none"][1]
+
+
+def test_context_parallel_ranks_share_states_and_activations():
+    one = resolved("layout=language_one", config="gpt_tiny")
+    two = resolved("layout=language_cp2", config="gpt_tiny")
+    (whole,), (part,) = (memory.stage_memory(run, "language", 384) for run in (one, two))
+    assert part.memory.weights == whole.memory.weights and part.memory.gradients == whole.memory.gradients
+    assert part.memory.optimizer * 2 == whole.memory.optimizer
+    assert whole.memory.activations / 2 < part.memory.activations < whole.memory.activations  # all keys and values
+
+
+def test_a_frozen_model_trains_no_experts():
+    run = resolved("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
+    counts = parameters.module_parameters(run.cfg, "language", 384)
+    assert set(counts) == {"llm", "experts"}
+    assert all(count.trainable == 0 < count.total for count in counts.values())
+
+
+def test_memory_of_an_encoder_in_stages():
+    """Projector on the last; earlier ones keep the activations of their layers for more microbatches."""
+    run = resolved("layout=two_processes", "modules.images.layout.pp=2", "modules.images.encoder.num_layers=4")
+    whole = resolved("layout=two_processes", "modules.images.encoder.num_layers=4")
+    first, last = memory.stage_memory(run, "images", 384)
+    (one,) = memory.stage_memory(whole, "images", 384)
+    assert (first.ranks, last.ranks) == ((0,), (1,))
+    assert first.memory.weights + last.memory.weights == one.memory.weights
+    assert pipeline_stages(run.layout) == 3
+    assert [in_flight(run, "images", stage) for stage in (0, 1)] == [3, 2]
+    counts = parameters.module_parameters(run.cfg, "images", 384, stage=0, stages=2)
+    assert set(counts) == {"encoder"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages", "share"),
+    [
+        (["layout=two_processes"], 2, 1 / 5),  # 4 microbatches
+        (["layout=language_pp2"], 3, 2 / 6),
+        (["layout=one_process"], 1, 0.0),
+        (["layout=language_dp2"], 2, 1 / 3),  # 2 microbatches
+    ],
+)
+def test_bubble(overrides, stages, share):
+    run = resolved(*overrides)
+    assert pipeline_stages(run.layout) == stages
+    assert bubble(run) == pytest.approx(share)
+
+
+def test_microbatches_in_flight_fall_towards_the_last_stage():
+    run = resolved("layout=language_pp2")
+    assert in_flight(run, "images", 0) == 3
+    assert [in_flight(run, "language", stage) for stage in (0, 1)] == [2, 1]
+    few = resolved("layout=language_pp2", "train.global_batch_size=16")
+    assert in_flight(few, "images", 0) == 2  # no more than there are
+    shared = resolved("layout=one_process")
+    assert in_flight(shared, "images", 0) == in_flight(shared, "language", 0) == 1
+
+
+def test_interleaving_fills_the_bubble_and_keeps_more_chunks():
+    run = resolved("layout=language_pp2_vpp2", config="gpt_tiny")
+    assert run.batch.num_microbatches == 2
+    assert bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
+    # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, and one more; there are no more than 2 x 2.
+    assert [in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
+
+
+def test_memory_of_a_language_rank_by_hand(tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        "modules: {language: {llm: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, ffn_hidden_size: 16}}}\n"
+        "data: {sequence_length: 4}\n"
+        "train: {global_batch_size: 6, micro_batch_size: 3}\n"
+    )
+    run = resolved(config=str(file))
+    (stage,) = memory.stage_memory(run, "language", vocab=10)
+    parameters = 2 * SMALL_LAYER + 8 + 80
+    tokens = 12
+    layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 4 * 16)
+    end = tokens * (3 * 8 * 4 + 10 * 4) + tokens * 10 * 4
+    work = max(end, 4 * (tokens * 2 * 8 + max(tokens * 32, 8 * 32 - tokens * 3 * 16)))
+    assert stage.ranks == (0,)
+    assert stage.memory == Memory(4 * parameters, 4 * parameters, 8 * parameters, 2 * layer, work)
+
+
+def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
+    run = resolved("layout=images_dp2_language_dp1")
+    (one,) = memory.stage_memory(run, "images", 384, media_per_sample=1.0)
+    (two,) = memory.stage_memory(run, "images", 384, media_per_sample=2.0)
+    assert two.memory.activations == 2 * one.memory.activations
+    assert two.memory.weights == one.memory.weights
+    frozen_run = resolved("layout=images_dp2_language_dp1", "modules.images.freeze=[encoder]")
+    (frozen,) = memory.stage_memory(frozen_run, "images", 384)
+    assert frozen.memory.weights == one.memory.weights
+    assert frozen.memory.gradients < one.memory.gradients
+    assert frozen.memory.activations < one.memory.activations
+
+
+def test_ranks_add_up_the_modules_that_share_them():
+    for choice, ranks in (("one_process", 1), ("images_tp2_language_pp2", 4)):
+        run = resolved(f"layout={choice}")
+        stages = [stage for name in run.cfg.modules for stage in memory.stage_memory(run, name, 384)]
+        by_rank = memory.rank_memory(stages)
+        assert list(by_rank) == list(range(ranks))
+        kept = sum((stage.memory.total - stage.memory.work) * len(stage.ranks) for stage in stages)
+        assert sum(rank.total - rank.work for rank in by_rank.values()) == kept
+        # They work one after the other.
+        assert max(rank.work for rank in by_rank.values()) == max(stage.memory.work for stage in stages)
+
+
+def test_a_gated_layer_with_norms_or_scales_behind_its_parts_keeps_copies_of_its_halves():
+    """Its additions are no plain ones, so that no layer is `mimo_train.models.dense_layer`'s: 5 f, not 4 f."""
+    gated = ("layout=language_one", "modules.language.llm.activation=swiglu")
+    runs = [resolved(*gated, f"modules.language.llm.post_norms={on}", config="gpt_tiny") for on in ("false", "true")]
+    (plain,), (normed,) = (memory.stage_memory(run, "language", 384) for run in runs)
+    llm, tokens = runs[0].cfg.llm, runs[0].batch.microbatch_samples * runs[0].cfg.data.sequence_length
+    each = tokens * (2 * llm.hidden_size + llm.ffn_hidden_size) * 4
+    assert normed.memory.activations - plain.memory.activations == llm.num_layers * each
+    overrides = ("encoder@modules.images.encoder=dinov3_vitl16", "modules.images.encoder.image_size=64")
+    kept = {}
+    for activation in ("gelu", "swiglu"):
+        run = resolved(*overrides, f"modules.images.encoder.activation={activation}")
+        (stage,) = memory.stage_memory(run, "images", 384)
+        kept[activation] = stage.memory.activations
+    encoder, flying = run.cfg.modules["images"].encoder, in_flight(run, "images", 0)
+    media = run.batch.microbatch_samples
+    tokens = media * encoder.most_inner_tokens(1)
+    more = kept["swiglu"] - kept["gelu"]
+    assert more == encoder.num_layers * tokens * 3 * encoder.ffn_hidden_size * 4 * flying

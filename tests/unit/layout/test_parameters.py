@@ -1,0 +1,133 @@
+"""Parameters of models and their parts on a rank, by hand."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from encoders.base import joined_width
+from encoders.native.vit.spec import VisionSpec
+from encoders.native.whisper.spec import WhisperSpec
+from encoders.projectors.spec import ProjectorSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.estimate import parameters
+from mimo_train.inputs.inputs import tokenizer_of
+from tests.unit.configs import load
+from tests.unit.layout.sizes import EXPERTS, ONE_EXPERT, SMALL, SMALL_LAYER, resolved
+
+
+def test_parameters_of_a_language_model_by_hand():
+    assert parameters.language_parameters(SMALL, 10, 4) == 2 * SMALL_LAYER + 8 + 10 * 8
+    untied = dataclasses.replace(SMALL, tie_embeddings=False)
+    assert parameters.language_parameters(untied, 10, 4) == 2 * SMALL_LAYER + 8 + 2 * 10 * 8
+
+
+def test_stages_of_a_language_model_have_embeddings_first_and_output_last():
+    first, last = (parameters.language_parameters(SMALL, 10, 4, stage=stage, stages=2) for stage in (0, 1))
+    assert first == SMALL_LAYER + 10 * 8
+    assert last == SMALL_LAYER + 8 + 10 * 8  # tied: a copy of the embeddings, to multiply with
+    learned = dataclasses.replace(SMALL, position="learned")
+    assert parameters.language_parameters(learned, 10, 4, stage=0, stages=2) == SMALL_LAYER + 10 * 8 + 4 * 8
+    middle = dataclasses.replace(SMALL, num_layers=3)
+    assert parameters.language_parameters(middle, 10, 4, stage=1, stages=3) == SMALL_LAYER
+
+
+def test_tensor_parallel_divides_matrices_and_tables_but_no_norms():
+    # Matrices 640 / 2 and norms 16 per layer; a table of ceil(11 / 2) rows.
+    assert parameters.language_parameters(SMALL, 11, 4, tp=2) == 2 * (320 + 16) + 8 + 6 * 8
+
+
+def test_parameters_of_experts_by_hand():
+    # Attention and norms as in SMALL; router, shared expert (gate, up, down) and the vector of its gate.
+    layer = 192 + 64 + 16 + 4 * 8 + 3 * 6 * 8 + 8
+    assert parameters.language_parameters(EXPERTS, 10, 4) == 2 * layer + 8 + 10 * 8
+    assert parameters.expert_parameters(EXPERTS) == 2 * 4 * ONE_EXPERT
+
+
+def test_experts_are_dealt_and_cut_over_ranks():
+    assert parameters.expert_parameters(EXPERTS, ep=2) == 2 * 2 * ONE_EXPERT
+    assert parameters.expert_parameters(EXPERTS, ep=2, etp=2) == 2 * ONE_EXPERT * 2 // 2
+    assert parameters.expert_parameters(EXPERTS, stage=1, stages=2) == 4 * ONE_EXPERT
+    assert parameters.expert_parameters(SMALL) == 0
+
+
+def test_one_rank_has_all_parameters():
+    """Of every kind of language model, as its own spec counts them."""
+    kinds = {
+        "normalization": ("RMSNorm", "LayerNorm"),
+        "activation": ("swiglu", "gelu"),
+        "bias": (False, True),
+        "position": ("rope", "learned"),
+        "qk_norm": (False, True),
+        "num_query_groups": (0, 1),
+        "tie_embeddings": (True, False),
+    }
+    for values in itertools.product(*kinds.values()):
+        llm = dataclasses.replace(SMALL, **dict(zip(kinds, values, strict=True)))
+        assert parameters.language_parameters(llm, 10, 4) == _by_hand(llm, 10, 4), llm
+
+
+def _by_hand(llm: LlmSpec, vocab: int, sequence_length: int) -> int:
+    """Parameters of a dense model, matrix by matrix."""
+    hidden, ffn, heads = llm.hidden_size, llm.ffn_hidden_size, llm.num_attention_heads
+    qkv = hidden // heads * (heads + 2 * (llm.num_query_groups or heads))
+    up = (2 if llm.activation == "swiglu" else 1) * ffn
+    norm = 2 if llm.normalization == "LayerNorm" else 1
+    biases = qkv + hidden + up + hidden if llm.bias else 0
+    head_norms = 2 * (hidden // heads) * norm if llm.qk_norm else 0
+    layer = hidden * (qkv + hidden + up + ffn) + biases + head_norms + 2 * norm * hidden
+    tables = vocab * (1 if llm.tie_embeddings else 2) + (sequence_length if llm.position == "learned" else 0)
+    return llm.num_layers * layer + norm * hidden + tables * hidden
+
+
+def test_parameters_of_an_encoder_over_tensor_parallel_ranks():
+    encoder = VisionSpec(
+        image_size=8, patch_size=4, hidden_size=8, num_layers=2, num_attention_heads=2, ffn_hidden_size=16
+    )
+    # Divided per layer: qkv 8 x 24 + 24, projection 8 x 8, up 8 x 16 + 16, down 16 x 8.
+    divided = 2 * (192 + 24 + 64 + 128 + 16 + 128)
+    # Whole: patches 48 x 8 + 8, positions 4 x 8, two biases and two norms per layer, the final norm.
+    whole = 392 + 32 + 2 * (16 + 32) + 16
+    assert parameters.encoder_parameters(encoder) == encoder.num_parameters() == divided + whole
+    assert parameters.encoder_parameters(encoder, tp=2) == divided // 2 + whole
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(1, 2), (2, 3), (1, 4)])
+def test_stages_of_an_encoder_have_its_parameters_between_them(tp, stages):
+    encoder = VisionSpec(
+        image_size=8, patch_size=4, hidden_size=8, num_layers=4, num_attention_heads=2, ffn_hidden_size=16
+    )
+    each = [parameters.encoder_parameters(encoder, tp=tp, stage=stage, stages=stages) for stage in range(stages)]
+    assert sum(each) == parameters.encoder_parameters(encoder, tp=tp)
+    # Patches and positions on the first, the final norm on the last.
+    layer = (parameters.encoder_parameters(encoder, tp=tp) - 392 - 32 - 16) // 4
+    first = 4 - (stages - 1) * (4 // stages)
+    assert (each[0], each[-1]) == (392 + 32 + first * layer, 16 + 4 // stages * layer)
+
+
+def test_parameters_of_projectors_over_tensor_parallel_ranks():
+    mlp = ProjectorSpec(ffn_hidden_size=6)
+    assert parameters.projector_parameters(mlp, 8, 4) == mlp.num_parameters(8, 4) == 8 * 6 + 6 + 6 * 4 + 4
+    assert parameters.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
+    linear = ProjectorSpec(kind="linear", merge=2)
+    assert parameters.projector_parameters(linear, joined_width(VisionSpec(hidden_size=8), linear), 4) == 32 * 4 + 4
+    assert parameters.projector_parameters(linear, joined_width(WhisperSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
+
+
+def test_freezing_takes_parts_and_leaves_patterns_uncounted():
+    run = resolved('modules.images.freeze=[encoder,"*.bias"]')
+    counts = parameters.module_parameters(run.cfg, "images", 384)
+    assert counts["encoder"].trainable == 0 < counts["encoder"].total
+    assert counts["projector"].trainable == counts["projector"].total
+    assert parameters.freeze_patterns(run.cfg.modules["images"]) == ["*.bias"]
+
+
+def test_vocabularies_are_padded():
+    assert [parameters.padded_vocab_size(size) for size in (1, 128, 129, 320)] == [128, 128, 256, 384]
+
+
+@pytest.mark.parametrize(("config", "ids"), [("gpt_tiny", 262), ("vlm_digits", 263), ("mixed_tiny", 264)])
+def test_shipped_runs_keep_the_rows_of_their_embedding(config, ids):
+    """Another number of rows would be other initial weights and another softmax."""
+    size = tokenizer_of(load(config)).vocab_size
+    assert (size, parameters.padded_vocab_size(size)) == (ids, 384)

@@ -1,0 +1,73 @@
+import logging
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mimo_train.bridge.training.utils.moe_metrics import _build_moe_metric_writer, _MoeMetricFanoutWriter
+from mimo_train.logging.sinks.mlflow import MlflowHandle
+
+
+class Tracker:
+    """Takes what Comet and MLflow take, and only numbers."""
+
+    def __init__(self):
+        self.taken = []
+
+    def log_metrics(self, values, step):
+        for name, value in values.items():
+            self.log_metric("comet", name, value, step)
+
+    def log_metric(self, run_id, name, value, step):
+        assert type(value) is float
+        self.taken.append((run_id, name, value, step))
+
+
+class Broken:
+    def log_metrics(self, values, step):
+        raise ConnectionError("no network")
+
+
+def test_one_value_reaches_everybody(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer, comet, client = SummaryWriter(str(tmp_path)), Tracker(), Tracker()
+    fanout = _build_moe_metric_writer(writer, comet, MlflowHandle(client, "run"))
+    fanout.add_scalar("z_loss", torch.tensor(0.25), 3)
+    fanout.add_scalar("z_loss", 0.5, 4)
+    writer.close()
+    assert comet.taken == [("comet", "z_loss", 0.25, 3), ("comet", "z_loss", 0.5, 4)]
+    assert client.taken == [("run", "z_loss", 0.25, 3), ("run", "z_loss", 0.5, 4)]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("z_loss")] == [(3, 0.25), (4, 0.5)]
+
+
+@pytest.mark.parametrize("writer", [None, object()])
+def test_without_comet_and_mlflow_the_writer_itself(writer):
+    assert _build_moe_metric_writer(writer, None, None) is writer
+
+
+def test_a_tracker_alone_is_enough():
+    comet, client = Tracker(), Tracker()
+    _build_moe_metric_writer(None, comet, None).add_scalar("z_loss", 1.0, 1)
+    _build_moe_metric_writer(None, None, MlflowHandle(client, "run")).add_scalar("z_loss", 2.0, 1)
+    assert comet.taken + client.taken == [("comet", "z_loss", 1.0, 1), ("run", "z_loss", 2.0, 1)]
+
+
+def test_a_tracker_that_fails_is_named_once_and_left_alone(caplog):
+    client = Tracker()
+    fanout = _MoeMetricFanoutWriter(None, Broken(), MlflowHandle(client, "run"))
+    with caplog.at_level(logging.WARNING):
+        fanout.add_scalar("z_loss", 1.0, 1)
+        fanout.add_scalar("z_loss", 2.0, 2)
+    (record,) = caplog.records
+    assert "comet: z_loss of step 1 could not be written (ConnectionError: no network)" in record.getMessage()
+    assert [value for _, _, value, _ in client.taken] == [1.0, 2.0]
+
+
+def test_only_tensors_without_axes_become_numbers():
+    vector = torch.ones(2)
+    assert _MoeMetricFanoutWriter._sanitize(vector) is vector
+    assert _MoeMetricFanoutWriter._sanitize(torch.tensor(3)) == 3
+    assert _MoeMetricFanoutWriter._sanitize("text") == "text"

@@ -1,0 +1,87 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from mimo_train.config.schema_train import TrainConfig
+from mimo_train.logging import runtime
+from mimo_train.logging.runtime import report_runtime, report_throughput
+
+STATE = SimpleNamespace(step=30, consumed_train_samples=240)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """It is 7200 seconds after 1000."""
+    monkeypatch.setattr(runtime.time, "time", lambda: 8200.0)
+
+
+@pytest.mark.parametrize(
+    ("unit", "total", "remaining"),
+    [("seconds", 7200, 16800), ("minutes", 120, 280), ("hours", 2, 14 / 3), ("days", 1 / 12, 7 / 36)],
+)
+def test_runtime_in_every_unit(unit, total, remaining):
+    # 30 steps in two hours: the other 70 of 100 take 70 / 30 of that.
+    assert report_runtime(STATE, 1000, seq_length=16, train_iters=100, time_unit=unit) == pytest.approx(
+        {
+            "time/remaining_estimate": remaining,
+            "time/tokens": 3840,
+            "time/samples": 240,
+            "time/batches": 30,
+            "time/total": total,
+        }
+    )
+
+
+def test_the_unit_is_seconds():
+    assert report_runtime(STATE, 1000, 16, 100)["time/total"] == 7200
+
+
+def test_a_resumed_job_counts_its_own_steps():
+    values = report_runtime(STATE, 1000, 16, 100, loaded_iteration=20)
+    assert values["time/remaining_estimate"] == pytest.approx(7200 / 10 * 70)
+    assert values["time/batches"] == 30
+    assert math.isnan(report_runtime(STATE, 1000, 16, 100, loaded_iteration=30)["time/remaining_estimate"])
+
+
+def test_another_unit_is_refused():
+    with pytest.raises(ValueError, match=r"log\.runtime_unit: must be seconds, minutes, hours, days or empty, is 'h'"):
+        report_runtime(STATE, 1000, 16, 100, time_unit="h")
+
+
+def test_throughput_over_the_window(monkeypatch):
+    monkeypatch.setattr(runtime.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(runtime.dist, "get_world_size", lambda: 4)
+    # The last 3 steps took 8 seconds; 32 samples of 10 tokens each.
+    values = report_throughput(TrainConfig(global_batch_size=32), 5, 10, [100.0, 9.0, 1.0, 2.0, 5.0], 3)
+    assert values == pytest.approx(
+        {
+            "throughput/batches_per_sec": 3 / 8,
+            "throughput/samples_per_sec": 12,
+            "throughput/tokens_per_sec": 120,
+            "throughput/device/batches_per_sec": 3 / 32,
+            "throughput/device/samples_per_sec": 3,
+            "throughput/device/tokens_per_sec": 30,
+        }
+    )
+
+
+def test_throughput_of_one_process():
+    values = report_throughput(TrainConfig(global_batch_size=8), 1, 4, [2.0], 1)
+    assert values["throughput/tokens_per_sec"] == values["throughput/device/tokens_per_sec"] == 16
+
+
+def test_throughput_while_the_batch_grows():
+    values = report_throughput(TrainConfig(global_batch_size=8), 3, 4, [9.0, 1.0, 1.0], 2, history_samples=[2, 4, 6])
+    assert values["throughput/samples_per_sec"] == 5
+    assert values["throughput/tokens_per_sec"] == 20
+
+
+def test_no_throughput_before_the_window_is_full():
+    assert report_throughput(TrainConfig(), 2, 4, [1.0, 1.0], 3) == {}
+    assert report_throughput(TrainConfig(), 9, 4, [1.0, 1.0], 3) == {}
+
+
+def test_a_window_has_a_step():
+    with pytest.raises(ValueError, match=r"log\.throughput_window: a window needs at least 1 step, has 0"):
+        report_throughput(TrainConfig(), 5, 4, [1.0], 0)

@@ -1,0 +1,75 @@
+"""RMSNorm on a CPU: torch's numbers, with a backward pass of its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mimo_train.models import rms_norm as module
+from mimo_train.models.language.norms import ZeroCenteredRMSNorm
+from mimo_train.models.rms_norm import RMSNorm, rms_norm
+
+H, EPS = 24, 1e-5
+
+
+def _given(kind: str = "rows") -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    inputs = 3 * torch.randn(7, 2, 4, H)
+    if kind == "a part of a larger tensor":  # as queries are, in front of their norm
+        inputs = torch.randn(7, 2, 4, 3, H)[:, :, :, 1]
+    return inputs.requires_grad_(), torch.randn(H).requires_grad_()
+
+
+def _is_own(output: torch.Tensor) -> bool:
+    return type(output.grad_fn).__name__ == "_RMSNormBackward"
+
+
+def _gradients(output: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(2)
+    return torch.autograd.grad(output, given, torch.randn(2, 7, 4, H).transpose(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["rows", "a part of a larger tensor"])
+def test_the_numbers_are_torchs(kind):
+    given = _given(kind)
+    ours, theirs = rms_norm(*given, EPS), F.rms_norm(given[0], (H,), given[1], EPS)
+    assert _is_own(ours) and not _is_own(theirs)
+    assert torch.equal(ours, theirs)
+    for pair in zip(_gradients(ours, given), _gradients(theirs, given), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-5)
+
+
+def test_gradients_in_double_precision_are_right():
+    given = [each.detach().double().requires_grad_() for each in _given()]
+    assert torch.autograd.gradcheck(lambda inputs, weight: module._RMSNorm.apply(inputs, weight, EPS), given)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    given = _given()
+    given[frozen].requires_grad_(False)
+    trained = given[1 - frozen]
+    ours, theirs = rms_norm(*given, EPS), F.rms_norm(given[0], (H,), given[1], EPS)
+    torch.testing.assert_close(_gradients(ours, (trained,)), _gradients(theirs, (trained,)), rtol=1e-6, atol=1e-5)
+    rms_norm(*given, EPS).sum().backward()
+    assert given[frozen].grad is None and trained.grad is not None
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    given = _given()
+    (first,) = torch.autograd.grad(rms_norm(*given, EPS).square().sum(), given[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(H, eps=EPS), ZeroCenteredRMSNorm(H, EPS, torch.float32)])
+def test_both_norms_are_computed_by_it(norm):
+    assert _is_own(norm(_given()[0]))
+
+
+def test_torch_computes_the_rest(monkeypatch):
+    inputs, weight = _given()
+    assert not _is_own(rms_norm(inputs.bfloat16(), weight.bfloat16(), EPS))
+    with torch.no_grad():
+        assert torch.equal(rms_norm(inputs, weight, EPS), F.rms_norm(inputs, (H,), weight, EPS))
+    monkeypatch.setattr(module.torch.compiler, "is_compiling", lambda: True)
+    assert not _is_own(rms_norm(inputs, weight, EPS))

@@ -1,0 +1,305 @@
+"""Proposals are legal, fit, and are the best by the model; their overrides choose them."""
+
+import os
+from dataclasses import asdict, replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mimo_train.config.compose import RECIPES, from_dict, shipped_configs, to_dict
+from mimo_train.config.compose import load as compose
+from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.estimate.memory import rank_memory, stage_memory
+from mimo_train.estimate.parameters import padded_vocab_size
+from mimo_train.layout.run import resolve
+from mimo_train.preflight.check import check
+from mimo_train.preflight.plan import search
+from mimo_train.preflight.plan.candidate import Candidate
+from mimo_train.preflight.plan.costs import Costs
+from mimo_train.preflight.plan.devices import DEVICES, Links
+from mimo_train.preflight.plan.fullest import Fullest
+from mimo_train.preflight.plan.predict import Predictor
+from mimo_train.preflight.plan.profile import LayerCost, Profile
+from mimo_train.preflight.plan.search import Request, plan, require_sound
+from tests.unit.configs import changed, load
+
+FOLDER = shipped_configs() / RECIPES
+NAMES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+ROWS = 384
+
+
+def request(cfg, gpus: int, **changes) -> Request:
+    vocab = padded_vocab_size(cfg.llm.vocab_size) if cfg.llm.vocab_size else ROWS
+    values = {"node": 8, "device": DEVICES["h100"], "vocab": vocab, "media": dict.fromkeys(cfg.encoders, 1.0)}
+    return Request(gpus, **values | changes)
+
+
+def predictor(cfg, asked: Request) -> Predictor:
+    """Of single candidates, as the search has it."""
+    links = Links(asked.device, asked.node)
+    cfgs = {each: replace(cfg, train=replace(cfg.train, recompute=each)) for each in ("none", "full")}
+    return Predictor(cfg, Costs(cfgs, asked.vocab, dict(asked.media), links, asked.profile), links)
+
+
+def seconds_of(cfg, asked: Request, candidate: Candidate) -> float:
+    one = predictor(cfg, asked)
+    return one.predict(candidate).seconds
+
+
+SIZES = (8, 64, 512)
+EVERY = list(product(NAMES, SIZES))
+"""Every one was tried; by default one size of each recipe, and all with MIMO_ALL_LAYOUTS=1."""
+DEFAULT = [(name, SIZES[at % len(SIZES)]) for at, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize(("name", "gpus"), EVERY if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT)
+def test_each_recipe_has_a_proposal_that_a_check_accepts(name, gpus):
+    cfg = load(f"{RECIPES}/{name}")
+    asked = request(cfg, gpus, top=2)
+    found = plan(cfg, asked)
+    for one in found.proposals:
+        chosen = compose(f"{RECIPES}/{name}", one.candidate.overrides(cfg))
+        assert chosen == one.candidate.config(cfg), "the overrides choose it"
+        report = check(chosen, without_data=True)
+        assert not report.faults, report.faults
+        assert one.candidate.world_size <= gpus
+        chosen.data.tokenizer = "bytes"  # is there
+        run = resolve(chosen)
+        assert run.layout.world_size == one.candidate.world_size
+        stages = [stage for part in cfg.modules for stage in stage_memory(run, part, asked.vocab)]
+        assert max(rank.total for rank in rank_memory(stages).values()) == one.memory
+        assert one.memory <= asked.device.memory * (1 - asked.margin)
+    seconds = [one.prediction.seconds for one in found.proposals]
+    assert seconds == sorted(seconds)
+    assert found.legal > 0 and found.bounded >= found.fitting >= found.simulated > 0
+
+
+@settings(max_examples=20)
+@given(
+    layers=st.integers(1, 7),
+    heads=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
+    groups=st.sampled_from([0, 1, 2]),
+    encoder_heads=st.sampled_from([1, 2, 4, 5]),
+    batch=st.sampled_from([1, 6, 8, 24, 32, 100]),
+    gpus=st.integers(1, 24),
+    node=st.sampled_from([1, 2, 4, 6, 8]),
+    experts=st.sampled_from([0, 0, 4]),
+    details=st.booleans(),
+    more=st.sampled_from([
+        {}, {"modules.images.balance": "patches"}, {"train.recompute": "selective"},
+        {"train.rampup_batch_size": [1, 1, 9]},
+        {"modules.language.llm.dropout": 0.1}, {"optim.distributed_optimizer": False},
+        {"modules.images.freeze": ["encoder"]}, {"data.sequence_length": 97}, {"placement.first_rank": {"images": 0,
+         "language": 1}},
+    ]),
+)  # fmt: skip
+def test_what_is_proposed_has_no_fault(layers, heads, groups, encoder_heads, batch, gpus, node, experts, details, more):
+    values = {
+        "modules.language.llm.num_layers": layers,
+        "modules.language.llm.num_attention_heads": heads,
+        "modules.language.llm.hidden_size": 16 * heads,
+        "modules.language.llm.num_query_groups": groups if groups and heads % groups == 0 else 0,
+        "modules.images.encoder.num_attention_heads": encoder_heads,
+        "modules.images.encoder.hidden_size": 16 * encoder_heads,
+        "train.global_batch_size": batch,
+        "modules.language.llm.num_experts": experts,
+        "modules.language.llm.experts_per_token": 2,
+    }
+    cfg = changed(values | more)
+    if details:
+        cfg.modules = {"details": from_dict(to_dict(cfg)).modules["images"], **cfg.modules}
+        if cfg.placement.first_rank:
+            cfg.placement.first_rank["details"] = 2
+    asked = request(cfg, gpus, node=node, top=3)
+    try:
+        require_sound(cfg)
+    except ConfigError:
+        return  # not a run at all
+    found = plan(cfg, asked)  # on one GPU there is one
+    for one in found.proposals:
+        chosen = one.candidate.config(cfg)
+        assert not check(chosen, without_data=True).faults
+        run = resolve(chosen)
+        assert run.layout.world_size == one.candidate.world_size <= gpus
+        assert 0 < one.prediction.seconds and 0 <= one.prediction.bubble < 1
+        assert set(one.prediction.idle) == set(cfg.modules)
+        assert sum(one.prediction.shares.values()) == pytest.approx(1)
+
+
+def test_a_config_with_faults_is_not_planned():
+    for values, key in (({"optim.lr": -1.0}, "optim.lr"), ({"modules.language.llm": None}, "modules.language.llm")):
+        with pytest.raises(ConfigError, match=key):
+            require_sound(changed(values))
+    require_sound(load("vlm_digits"))
+
+
+def test_what_fits_nowhere_says_how_much_is_missing():
+    cfg = load(f"{RECIPES}/llava_1_5_finetune")
+    device = replace(DEVICES["h100"], memory=4e9)
+    with pytest.raises(UserError, match=r"--gpus: no layout fits on 8 x h100: .* GiB, and 3.17 GiB are there \(15%"):
+        plan(cfg, request(cfg, 8, device=device))
+
+
+def test_less_memory_leaves_fewer_layouts():
+    cfg = load(f"{RECIPES}/llava_1_5_finetune")
+    best = {}
+    for memory in (40e9, 80e9, 141e9):
+        (one, *_) = plan(cfg, request(cfg, 8, device=replace(DEVICES["h100"], memory=memory))).proposals
+        assert one.memory <= 0.85 * memory
+        best[memory] = one.prediction.seconds
+    assert best[40e9] > best[80e9] >= best[141e9]
+
+
+def test_layouts_that_do_not_fit_take_no_place_of_one_that_does(monkeypatch):
+    """Of each kind the best that fits, though more than are looked at would be faster."""
+    cfg, room = load("vlm_digits", "train.global_batch_size=64"), 0.85 * 80e9
+    asked = request(cfg, 8, top=100)
+    original = Fullest.of
+
+    def fullest(self, candidate, option):
+        images = candidate.layouts["images"]
+        is_alone = (images.tp, images.pp, images.dp) == (1, 1, 1)
+        return original(self, candidate, option) if is_alone and not candidate.shared else int(room) + 1
+
+    monkeypatch.setattr(Fullest, "of", fullest)
+    monkeypatch.setattr(search, "_OF_A_KIND", 1)
+    found = plan(cfg, asked)
+    assert {one.candidate.language.dp for one in found.proposals} >= {1, 2, 4}
+    assert {one.candidate.layouts["images"].dp for one in found.proposals} == {1}
+
+
+@pytest.mark.parametrize("rate", ["half", "traffic", "inside", "across"])
+def test_a_better_device_is_never_slower(rate):
+    cfg = load(f"{RECIPES}/llava_1_5_finetune")
+    asked = request(cfg, 16, top=3)
+    faster = replace(asked, device=replace(asked.device, **{rate: 2 * getattr(asked.device, rate)}))
+    found = plan(cfg, asked).proposals
+    best = plan(cfg, faster).proposals[0].prediction.seconds
+    # Of those that are within 1 % the one with fewer ranks is shown.
+    assert best <= 1.01 * found[0].prediction.seconds
+    for one in found:
+        assert seconds_of(cfg, faster, one.candidate) <= one.prediction.seconds
+
+
+def test_more_gpus_are_never_slower():
+    cfg = load(f"{RECIPES}/siglip2_qwen3")
+    seconds = [plan(cfg, request(cfg, gpus, top=1)).proposals[0].prediction.seconds for gpus in (8, 16)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def gpt(**values):
+    """A language model alone, of four layers and 16 samples a step."""
+    own = {"train.global_batch_size": 16, "modules.language.llm.tie_embeddings": True}
+    return changed(own | {key.replace("__", "."): value for key, value in values.items()}, config="gpt_tiny")
+
+
+def measured(forward: float, backward: float) -> Profile:
+    """FLOP/s of the layers of a language model."""
+    return Profile("test", "fp32", (LayerCost("language", 1, 1, forward, backward, 1.0, 1.0),))
+
+
+def candidate(micro: int = 1, **sizes: int) -> Candidate:
+    layout = replace(load("gpt_tiny").language.layout, **sizes)
+    return Candidate({"language": layout}, frozenset(), False, micro, "none", True, 0, 8)
+
+
+def test_free_messages_make_replicas_the_best():
+    """With links that cost nothing but latency and no time for the update, replicas have no bubble."""
+    cfg = gpt()
+    device = replace(DEVICES["h100"], inside=1e18, across=1e18, traffic=1e18)
+    asked = request(cfg, 4, device=device, profile=measured(1e9, 1e9))
+    (best, *_) = plan(cfg, asked).proposals
+    assert asdict(best.candidate.language) | {"dp": 1} == asdict(load("gpt_tiny").language.layout)
+    assert best.candidate.language.dp == 4 and best.prediction.bubble == pytest.approx(0)
+
+
+def test_a_step_by_hand():
+    """Of one rank: forward and backward FLOPs of 16 samples over their rates. Two stages add the bubble of one of them
+    to half of that."""
+    from mimo_train.preflight.plan.work import module_work
+
+    cfg = gpt()
+    device = replace(DEVICES["h100"], inside=1e18, across=1e18, traffic=1e18)
+    asked = request(cfg, 4, device=device, profile=measured(1e9, 2e9))
+    work = module_work(cfg, "language", ROWS, 0.0)
+    whole = work.whole
+    sample = (whole.products + whole.attention) / 1e9 + (whole.products_back + whole.attention_back) / 2e9
+    # Matrices alone, from the sizes: 3 times 2 FLOPs a weight and token, and attention over half of the pairs.
+    llm, length = cfg.llm, cfg.data.sequence_length
+    weights = 4 * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size) + ROWS * llm.hidden_size
+    attention = 4 * 4 * llm.hidden_size * length * (length + 1) / 2
+    assert whole.products == 2 * weights * length and whole.products_back == 2 * whole.products
+    assert whole.attention == attention and whole.attention_back == 2 * attention
+    assert seconds_of(cfg, asked, candidate()) == pytest.approx(16 * sample)
+    assert seconds_of(cfg, asked, candidate(dp=4)) == pytest.approx(4 * sample, rel=1e-3)
+    assert seconds_of(cfg, asked, candidate(tp=2)) == pytest.approx(8 * sample, rel=1e-2)
+    last = work.of_stage(1, 2)
+    slower = (last.products + last.attention) / 1e9 + (last.products_back + last.attention_back) / 2e9
+    two = seconds_of(cfg, asked, candidate(pp=2))
+    assert two == pytest.approx(16 * slower + (sample - slower), rel=1e-3)
+
+
+def test_ranks_share_cores():
+    """Two replicas on one core take as long as one."""
+    cfg = gpt()
+    device = replace(DEVICES["h100"], inside=1e18, across=1e18, traffic=1e18)
+    asked = request(cfg, 4, device=device, profile=measured(1e9, 1e9))
+    shared = replace(asked, device=replace(device, cores=1.0))
+    alone, two = candidate(), candidate(dp=2)
+    assert seconds_of(cfg, asked, two) == pytest.approx(seconds_of(cfg, asked, alone) / 2, rel=1e-3)
+    assert seconds_of(cfg, shared, two) == pytest.approx(seconds_of(cfg, shared, alone), rel=1e-3)
+
+
+def test_encoders_apart_are_named_by_their_ranks():
+    """Overrides of every way to place encoders choose the same layout."""
+    cfg = load("vlm_digits", "placement.first_rank={images: 0, language: 1}")
+    for mode in (frozenset(), frozenset({"images"})):
+        layouts = {name: replace(module.layout) for name, module in cfg.modules.items()}
+        one = Candidate(layouts, mode, False, 8, "full", False, 0, 2)
+        chosen = load("vlm_digits", "placement.first_rank={images: 0, language: 1}", *one.overrides(cfg))
+        assert chosen == one.config(cfg)
+        assert resolve(chosen).layout.world_size == one.world_size == (1 if mode else 2)
+
+
+def test_products_in_fp8_by_hand():
+    """Of the first three of four layers: queries, keys and values, projection, feed-forward, at twice the rate."""
+    from mimo_train.preflight.plan import devices
+    from mimo_train.preflight.plan.work import module_work
+
+    fp8 = {"train__fp8": "tensorwise", "train__precision": "bf16", "train__num_layers_at_end_in_bf16": 1}
+    plain, cfg = gpt(train__precision="bf16"), gpt(**fp8)
+    llm, length = cfg.llm, cfg.data.sequence_length
+    without, work = (module_work(one, "language", ROWS, 0.0).whole for one in (plain, cfg))
+    in_fp8 = 3 * 2 * length * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size)
+    assert (work.in_fp8, work.in_fp8_back, without.in_fp8) == (in_fp8, 2 * in_fp8, 0)
+    assert (work.products, work.products_back, work.total) == (without.products, without.products_back, without.total)
+
+    # Rates at which neither the host nor memory nor messages count.
+    links = {"traffic": 1e18, "inside": 1e18, "across": 1e18}
+    device = replace(DEVICES["h100"], half=1e9, eighth=2e9, **links)
+    fast, slow, old = (
+        seconds_of(one, request(one, 1, device=on), candidate())
+        for one, on in ((cfg, device), (plain, device), (cfg, replace(device, eighth=0.0)))
+    )
+    attention = (work.attention + work.attention_back) / (1e9 * devices.ATTENTION)
+    products = (work.products + work.products_back - 3 * in_fp8 + 3 * in_fp8 / 2) / (1e9 * devices.PRODUCTS)
+    assert fast == pytest.approx(16 * (products + attention), rel=1e-6)
+    assert old == pytest.approx(slow, rel=1e-9) and fast < slow
+
+
+def test_products_in_fp8_are_those_of_each_encoder_and_of_experts():
+    from mimo_train.preflight.plan.work import module_work
+
+    half = ("train.fp8=tensorwise", "train.precision=bf16")
+    work = module_work(load("vlm_digits", *half), "images", ROWS, 1.0)
+    assert all(layer.in_fp8 == layer.products > 0 for layer in work.layers)
+    assert work.start.in_fp8 == work.end.in_fp8 == 0 < work.end.products
+    none = module_work(load("vlm_digits", *half, "modules.images.fp8=none"), "images", ROWS, 1.0)
+    assert none.whole.in_fp8 == 0 and none.whole.products == work.whole.products
+
+    moe = load("gpt_tiny", *half, "llm@modules.language.llm=gpt_tiny_moe")
+    first = module_work(moe, "language", ROWS, 0.0).layers[0]
+    router = 2 * moe.data.sequence_length * moe.llm.hidden_size * moe.llm.num_experts
+    assert first.in_fp8 == first.products - router
