@@ -16,9 +16,9 @@ import torch
 
 from data.errors import RecordError
 from data.records.conversation import Conversation, Turn
-from data.sample_key import Key
 from data.text.templates import Encoded, MediaTokens
 from data.text.tokens import Tokenizer
+from data.text_format import Key
 
 
 @dataclass(frozen=True)

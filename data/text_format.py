@@ -1,20 +1,51 @@
-"""Texts from outside as people may see them: a terminal obeys control characters, and logs break at line ends."""
+"""Text in messages: one printable line, counts with nouns, the first of many names, keys of samples."""
+
+from collections.abc import Callable, Sequence
+
+MOST_NAMES = 3
+"""Names in a message, unless the caller says otherwise."""
 
 
 def shown(text: str) -> str:
-    """The text in one line, with every character that cannot be printed written as Python writes it, such as
-    `\\x1b`."""
+    """Return the text in one line, with every unprintable character as Python writes it, such as `\\x1b`: a terminal
+    obeys control characters, and logs break at line ends."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode() for one in text)
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
 
 
 def shown_lines(text: str) -> str:
-    """`shown`, but lines stay lines and tabs tabs."""
-    return "".join(one if one in "\n\t" else shown(one) for one in text)
+    """Return `shown` text, but keep lines and tabs."""
+    return "".join(char if char in "\n\t" else shown(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode()
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: 1 shard, 2 shards, 2 microbatches, 2 processes."""
+    """Return a count with its noun: 1 shard, 2 shards, 2 microbatches, 2 processes."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def listed(names: Sequence[str], most: int = MOST_NAMES, *, between: str = ", ", before_more: str = " ") -> str:
+    """Return the first `most` names and the number of the others."""
+    more = f"{before_more}and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
+
+
+class SampleKey:
+    """The key of a sample, looked up only when a message needs it."""
+
+    def __init__(self, look_up: Callable[[], str]) -> None:
+        self._look_up = look_up
+
+    def __str__(self) -> str:
+        return self._look_up()
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
+Key = str | SampleKey

@@ -28,7 +28,7 @@ from data.build.find import fingerprint
 from data.build.parts import Contents, Part, done_part, read_part, rows_of
 from data.build.samples import Source
 from data.errors import DataError
-from data.listed import listed
+from data.text_format import listed
 from data.records.members import READABLE
 from data.order.order import GlobalOrder
 from data.processes import worker_processes

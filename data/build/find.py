@@ -14,7 +14,7 @@ from data.build.tables import Tables
 from data.index.compressed import refuse_compressed
 from data.errors import DataError
 from data.records.fields import MEDIA
-from data.listed import listed
+from data.text_format import listed
 from data.records.members import kind_of
 
 KINDS = ("records", "table", "tars", "files")

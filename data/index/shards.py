@@ -13,11 +13,11 @@ from data.index.braces import expand_braces, split_commas
 from data.index.compressed import refuse_compressed, refuse_left_out
 from data.index.energon import energon_part, energon_shards
 from data.index.remote_shards import find_remote
-from data.listed import listed
 from data.storage.place_list import PlaceList
 from data.storage.retry import retrying
 from data.storage.url import Place, Url, is_url
 from data.storage.version import require_file
+from data.text_format import listed
 
 _SUFFIX = ".tar"
 

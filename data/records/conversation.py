@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data.errors import RecordError
-from data.sample_key import Key
 from data.samples.frames import Picture
-from data.text_format import shown
+from data.text_format import Key, shown
 
 MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 KINDS = tuple(MARKERS.values())

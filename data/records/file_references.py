@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.records.members import OTHER_VIDEO, VIDEO
-from data.sample_key import Key
-from data.text_format import plural, shown
+from data.text_format import Key, plural, shown
 
 _VIDEO_FIELDS = ("video", "videos")
 _MEDIA_FIELDS = {"image": ("image", "images"), "video": _VIDEO_FIELDS, "audio": ("audio", "audios")}

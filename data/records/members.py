@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from data.listed import listed
 from data.records.fields import NO_FIELDS, Fields
-from data.text_format import shown
+from data.text_format import listed, shown
 
 IMAGES = frozenset(
     ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif", "hif"]

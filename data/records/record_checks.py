@@ -8,8 +8,7 @@ from typing import Any
 
 from data.errors import NotDownloaded, RecordError
 from data.records.conversation import Conversation
-from data.sample_key import Key
-from data.text_format import shown
+from data.text_format import Key, shown
 
 
 def text_of_file(text: str) -> str:

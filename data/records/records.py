@@ -33,9 +33,8 @@ from data.records.file_references import ALONE, Beside, misfit, stray_marker
 from data.records.foreign_markers import special_marker, with_our_markers
 from data.records.message_loss import split_loss
 from data.records.record_checks import require_characters, require_download, text_of_file
-from data.sample_key import Key
 from data.samples.frames import Picture
-from data.text_format import plural, shown
+from data.text_format import Key, plural, shown
 
 _ROLES = {
     "human": "user",

@@ -14,11 +14,10 @@ from data.media.resize import STRETCHED, Resize
 from data.records.fields import NO_FIELDS, Fields
 from data.records.file_references import ALONE, Beside
 from data.records.members import READABLE, UNREADABLE
-from data.sample_key import SampleKey
 from data.samples.frames import Picture, places_of
 from data.text.positions import Grid, Place
 from data.text.templates import MediaTokens
-from data.text_format import shown
+from data.text_format import SampleKey, shown
 
 
 @dataclass(frozen=True)

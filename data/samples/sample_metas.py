@@ -10,10 +10,9 @@ from data.media.bounds import Bounds
 from data.records.fields import NO_FIELDS
 from data.records.file_references import ALONE, Beside
 from data.records.members import unread
-from data.sample_key import SampleKey
 from data.samples.frames import Sampling, pictures_of
 from data.samples.sample_meta import Media, SampleOutline, count_tokens
-from data.text_format import shown
+from data.text_format import SampleKey, shown
 
 
 class Outlines:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data.listed import listed
 from data.storage.url import Place
+from data.text_format import listed
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from data.listed import listed
+from data.text_format import listed
 from encoders.native.whisper.positions import sinusoids
 from encoders.normal import fill
 from encoders.weight_map import Rows, Rule, WeightMap, spelt

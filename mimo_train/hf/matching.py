@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
-from data.listed import listed
-from data.text_format import plural
+from data.text_format import listed, plural
 from encoders.weight_map import Spelling, WeightMap, spelt
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE

@@ -9,11 +9,11 @@ from functools import partial
 from itertools import islice
 from threading import Lock
 
-from data.listed import listed
 from data.storage.base import Found
 from data.storage.io_thread import read_range, start_read
 from data.storage.stores import store_of
 from data.storage.url import WEB, Place, Url
+from data.text_format import listed
 from mimo_train.checkpoint.format.durable import digest, digest_of
 from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, objects_in, open_file, patiently
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index

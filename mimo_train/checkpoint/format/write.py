@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from xxhash import xxh3_128
 
-from data.listed import listed
 from data.storage.stores import store_of
 from data.storage.url import Place, Url
+from data.text_format import listed
 from mimo_train.checkpoint.format.blocks import require_size
 from mimo_train.checkpoint.format.dtypes import NAMES
 from mimo_train.checkpoint.format.durable import PARTIAL, digest, flush_folder, put_in_place, write_file
