@@ -214,9 +214,9 @@ class StepFlops:
         one of everything in `Media`, of each encoder."""
         if key not in self._unit:
             frozen, reached = dict(key), set[str]()
-            for giver, taker in self._connections:  # in the order of the forward pass
-                if giver in reached or self._adapted[giver] or is_trained(self._products[giver][0], frozen[giver]):
-                    reached.add(taker)
+            for source, destination in self._connections:  # in the order of the forward pass
+                if source in reached or self._adapted[source] or is_trained(self._products[source][0], frozen[source]):
+                    reached.add(destination)
             self._unit[key] = (
                 reached,
                 {

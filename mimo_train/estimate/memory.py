@@ -1,8 +1,8 @@
 """Estimates of memory per rank, from sizes alone. Imports no torch.
 
 Counted: weights, gradients, optimizer states, the activations that the backward pass needs, and the work at the fullest
-moment (`mimo_train.estimate.activations` has the formulas). Not counted: the CUDA context, buffers of NCCL, workspaces of
-kernels, fragmentation. Every position of a text counts as learned, and every row as full. Norms are those of a GPU,
+moment (`mimo_train.estimate.activations` has the formulas). Not counted: the CUDA context, buffers of NCCL, workspaces
+of kernels, fragmentation. Every position of a text counts as learned, and every row as full. Norms are those of a GPU,
 unless the run is on the CPU.
 """
 

@@ -202,7 +202,7 @@ class Recorder:
         STEP.pack_into(self._map, STEP_AT, step)
 
     def at(self, place: str, direction: int, microbatch: int) -> None:
-        """Where messages from now on belong: an edge `giver->taker` or a module, FORWARD or BACKWARD, and the
+        """Where messages from now on belong: an edge `source->destination` or a module, FORWARD or BACKWARD, and the
         microbatch, counted from 0."""
         number = self._places.get(place)
         if number is None:

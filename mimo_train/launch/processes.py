@@ -160,7 +160,7 @@ def _replicas(run: Run, started: int) -> str:
     together: dict[tuple[int, ...], list[str]] = {}
     for name in layout.modules:
         # Modules that share ranks change together: those inside another's first stage with it, others by their ranks.
-        inside = next((edge.taker for edge in layout.edges_from(name) if edge.is_shared), name)
+        inside = next((edge.destination for edge in layout.edges_from(name) if edge.is_shared), name)
         together.setdefault(tuple(layout.modules[inside].ranks), []).append(name)
     for names in (*sorted(together.values(), key=lambda names: LANGUAGE not in names), list(layout.modules)):
         ranks = len({rank for name in names for rank in layout.modules[name].ranks})

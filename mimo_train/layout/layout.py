@@ -83,18 +83,19 @@ class RunLayout:
 
     @property
     def shared_edges(self) -> tuple[Edge, ...]:
-        """Edges whose giver runs inside the taker's first stage."""
+        """Edges whose source runs inside the destination's first stage."""
         return tuple(edge for edge in self.edges if edge.is_shared)
 
     @property
     def piped_modules(self) -> tuple[str, ...]:
-        """The modules that are stages of the pipeline, givers before takers: all but those that run inside another."""
-        inside = {edge.giver for edge in self.shared_edges}
-        return tuple(name for name in self._givers_first() if name not in inside)
+        """The modules that are stages of the pipeline, sources before destinations: all but those that run inside
+        another."""
+        inside = {edge.source for edge in self.shared_edges}
+        return tuple(name for name in self._sources_first() if name not in inside)
 
-    def edges_from(self, giver: str) -> tuple[Edge, ...]:
+    def edges_from(self, source: str) -> tuple[Edge, ...]:
         """The edges on which a module gives features."""
-        return tuple(edge for edge in self.edges if edge.giver == giver)
+        return tuple(edge for edge in self.edges if edge.source == source)
 
     @property
     def world_size(self) -> int:
@@ -123,13 +124,15 @@ class RunLayout:
             kinds.append(f"{name}, stage {stage + 1} of {module.pp}" if module.pp > 1 else name)
         return " + ".join(kinds)
 
-    def _givers_first(self) -> list[str]:
+    def _sources_first(self) -> list[str]:
         """Every module after all that give to it; else in the order of the config."""
         ordered: list[str] = []
         waiting = list(self.modules)
         while waiting:
             name = next(
-                name for name in waiting if all(edge.giver in ordered for edge in self.edges if edge.taker == name)
+                name
+                for name in waiting
+                if all(edge.source in ordered for edge in self.edges if edge.destination == name)
             )
             ordered.append(name)
             waiting.remove(name)
@@ -173,7 +176,11 @@ def lay_out(cfg: ConfigContainer) -> RunLayout:
             balance=module.balance,
         )
     edges = tuple(
-        Edge(giver, taker, "shared" if modules[giver].ranks == modules[taker].stage_ranks(0) else "disjoint")
-        for giver, taker in connections(cfg)
+        Edge(
+            source,
+            destination,
+            "shared" if modules[source].ranks == modules[destination].stage_ranks(0) else "disjoint",
+        )
+        for source, destination in connections(cfg)
     )
     return RunLayout(modules, edges, placement.processes, cfg.placement.ranks_per_node)

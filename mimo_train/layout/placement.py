@@ -146,28 +146,29 @@ def _key_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _overlap_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
-    """Modules that share some ranks: a giver has exactly those of its taker's first stage, others all or none."""
+    """Modules that share some ranks: a source has exactly those of its destination's first stage, others all or
+    none."""
     shared: set[str] = set()
-    for giver, taker in connections(cfg):
-        span, of_taker, sizes = spans[giver], spans[taker], cfg.modules[taker].layout
-        first_stage = of_taker[: len(of_taker) // sizes.pp]
-        if not (cfg.placement.mode == "shared" or set(span) & set(of_taker)):
+    for source, destination in connections(cfg):
+        span, of_destination, sizes = spans[source], spans[destination], cfg.modules[destination].layout
+        first_stage = of_destination[: len(of_destination) // sizes.pp]
+        if not (cfg.placement.mode == "shared" or set(span) & set(of_destination)):
             continue
-        shared.add(giver)
+        shared.add(source)
         if span != first_stage:
-            same_start = cfg.placement.mode == "shared" or span[0] == of_taker[0]
+            same_start = cfg.placement.mode == "shared" or span[0] == of_destination[0]
             yield Fault(
-                f"modules.{giver}.layout" if same_start else f"placement.first_rank.{giver}",
-                f"{giver} has {plural(len(span), 'rank')} ({span_text(span)}), the first stage of {taker} "
+                f"modules.{source}.layout" if same_start else f"placement.first_rank.{source}",
+                f"{source} has {plural(len(span), 'rank')} ({span_text(span)}), the first stage of {destination} "
                 f"{len(first_stage)} ({span_text(first_stage)}): make them the same, with tp x dp "
-                f"{len(first_stage)} and first rank {first_stage[0]}, or put {giver} on ranks that {taker} "
-                f"({span_text(of_taker)}) does not have",
+                f"{len(first_stage)} and first rank {first_stage[0]}, or put {source} on ranks that {destination} "
+                f"({span_text(of_destination)}) does not have",
             )
-        elif (pp := cfg.modules[giver].layout.pp) > 1:
+        elif (pp := cfg.modules[source].layout.pp) > 1:
             yield Fault(
-                f"modules.{giver}.layout.pp",
-                f"an encoder on the ranks of {taker} has one stage, pp is {pp}: set it to 1, or put {giver} on other "
-                "ranks",
+                f"modules.{source}.layout.pp",
+                f"an encoder on the ranks of {destination} has one stage, pp is {pp}: set it to 1, or put {source} on "
+                "other ranks",
             )
     apart = [name for name in cfg.encoders if name not in shared]
     for index, name in enumerate(apart):

@@ -8,7 +8,7 @@ def stages_to_end(layout: RunLayout, name: str, stage: int) -> int:
     """Pipeline stages from this stage of a module to the end of the longest way that its features take, itself
     included. A module inside the first stage of another is at that stage."""
     edges = layout.edges_from(name)
-    behind = max((stages_to_end(layout, edge.taker, 0) for edge in edges), default=0)
+    behind = max((stages_to_end(layout, edge.destination, 0) for edge in edges), default=0)
     if any(edge.is_shared for edge in edges):
         return behind
     return layout.modules[name].pp - stage + behind

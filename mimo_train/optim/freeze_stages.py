@@ -68,9 +68,9 @@ class GradientNeeds:
             releases: the step from which parameters are trained that are not from the first on.
         """
         own: dict[tuple[str, int, bool], int] = {}
-        givers = {edge.giver for edge in layout.edges}
+        sources = {edge.source for edge in layout.edges}
         for name, chunks in modules.items():
-            for chunk in chunks if name in givers else ():
+            for chunk in chunks if name in sources else ():
                 for parameter_name, parameter in unwrap_model(chunk).named_parameters():
                     if parameter.requires_grad:
                         place = name, groups.collections[name].pp.rank(), parameter_name.startswith("encoders.")
@@ -82,10 +82,10 @@ class GradientNeeds:
         for found in everyone:
             for place, step in found.items():
                 self._first_steps[place] = min(step, self._first_steps.get(place, step))
-        self._stages = {name: layout.modules[name].pp for name in layout.modules if name in givers}
+        self._stages = {name: layout.modules[name].pp for name in layout.modules if name in sources}
 
     def at(self, step: int) -> dict[str, Needs]:
-        """Which givers need gradients after `step` steps."""
+        """Which sources need gradients after `step` steps."""
         trained = {place for place, first in self._first_steps.items() if first <= step}
         return {
             name: Needs(

@@ -113,17 +113,17 @@ def _embedding_groups(grid: HyperCommGrid, own: OwnGroups) -> tuple[dist.Process
 
 
 def _bridges(layout: RunLayout, own: OwnGroups) -> Iterator[tuple[Edge, dist.ProcessGroup]]:
-    """Groups of the ranks that give or take the features of an edge: the giver's last stage, the taker's first one.
+    """Groups of the ranks of an edge: the source's last stage and the destination's first.
 
     Over gloo none, which is the world's: nothing else refers to that one, so that a rank that fails closes its
     connections as it is destroyed, and nobody waits for it. gloo aborts no message of a group (torch 2.11), and an
     in-process restart would wait for those who wait for this rank.
     """
     for edge in layout.edges:
-        giver, taker = layout.modules[edge.giver], layout.modules[edge.taker]
-        ranks = sorted({*giver.stage_ranks(giver.pp - 1), *taker.stage_ranks(0)})
+        source, destination = layout.modules[edge.source], layout.modules[edge.destination]
+        ranks = sorted({*source.stage_ranks(source.pp - 1), *destination.stage_ranks(0)})
         if dist.get_rank() in ranks:
-            name = f"{edge.giver}->{edge.taker}"
+            name = f"{edge.source}->{edge.destination}"
             if device.backend_of_groups() == "nccl":
                 yield edge, own.of(ranks, name, BRIDGE, name)
 

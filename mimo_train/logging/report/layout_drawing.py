@@ -73,7 +73,7 @@ def module_colors(layout: RunLayout) -> dict[str, int]:
 def layout_drawing(run: Run) -> LayoutDrawing:
     """The drawing of a run's layout. Ranks are the launcher's."""
     layout = run.layout
-    inside = [edge.giver for edge in layout.shared_edges if edge.taker == LANGUAGE]
+    inside = [edge.source for edge in layout.shared_edges if edge.destination == LANGUAGE]
     apart = _sharing(layout, [name for name in layout.modules if name not in (*inside, LANGUAGE)])
     return LayoutDrawing(
         encoders=[_block(layout, names) for names in apart],

@@ -228,7 +228,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
     def current_stage(self) -> int:
         """Stage of this rank, counted from the end of the pipeline; the number of warm-up microbatches follows from it.
         Megatron-Core 0.19.2 counts a module's stages from 0 (multimodule_communicator.py:246-277): a module with fewer
-        stages than another would run further ahead than their common taker consumes, and both would deadlock."""
+        stages than another would run further ahead than their common destination consumes, and both would deadlock."""
         name, info = next(iter(self.rank_module_map.items()))
         return self.total_stages - stages_to_end(self._run.layout, name, info.pp_rank)
 
@@ -239,7 +239,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
                 self.module_to_grid_map,
                 self._run,
                 self._shapes,
-                features_width(self._run, edge.giver, self._hidden_sizes[edge.taker]),
+                features_width(self._run, edge.source, self._hidden_sizes[edge.destination]),
                 self.config.pipeline_dtype,
                 self._device,
                 self._bridges.get(edge),
@@ -265,6 +265,6 @@ def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: Transform
     """Arguments of `MultiModulePipelineCommunicator`: grids, topology, config, dimension names and counts."""
     topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}
     for edge in layout.disjoint_edges:
-        topology[edge.giver].append(edge.taker)
-    dimensions = {edge.giver: 2 for edge in layout.disjoint_edges}
+        topology[edge.source].append(edge.destination)
+    dimensions = {edge.source: 2 for edge in layout.disjoint_edges}
     return {name: grids[name] for name in topology}, topology, config, None, dimensions

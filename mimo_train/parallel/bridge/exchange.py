@@ -1,4 +1,4 @@
-"""Bridges: transfer of features along an edge from the giver's ranks to the taker's first stage, and gradients back.
+"""Bridges: features go along an edge from the source's ranks to the destination's first stage, and gradients back.
 
 Megatron-Core 0.19.2's `BridgeCommunicator` exchanges shapes before every transfer (bridge_communicator.py:864-980),
 launches a reduction for each debug message even when it is not printed (:428, 434, 512, ...), needs data-parallel
@@ -8,8 +8,8 @@ needs equal counts in every sample, one stage and no context parallelism (coloca
 The bridges here take the number of rows of every sample from the data index: they support any pair of data-parallel
 sizes and any counts, zero included, with one batch of sends and receives per transfer.
 
-Rows are features of one microbatch, [rows, hidden], in sample order. Every rank of a replica of the giver's last stage
-holds all rows of the replica's samples, and so does every rank of a replica of the taker's first stage.
+Rows are features of one microbatch, [rows, hidden], in sample order. Every rank of a replica of the source's last stage
+holds all rows of the replica's samples, and so does every rank of a replica of the destination's first stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Bridge:
     Args:
         edge: from the module that gives features to the one that takes them.
         shapes: rows of every sample of the current step.
-        hidden_size: width of a row, that of the taker.
+        hidden_size: width of a row, that of the destination.
         group: of the ranks of this edge; None on a rank that neither gives nor takes.
         watch: times the exchange as `bridge_wait`.
 
@@ -70,13 +70,13 @@ class Bridge:
         watch: Watch = not_timed,
     ):
         self._group = group
-        self.giver, self._shapes, self._watch = run.layout.modules[edge.giver], shapes, watch
+        self.source, self._shapes, self._watch = run.layout.modules[edge.source], shapes, watch
         self._hidden, self._dtype, self._device = hidden_size, dtype, device
-        self._name = f"{edge.giver}->{edge.taker}"
+        self._name = f"{edge.source}->{edge.destination}"
         self._rank = rank = dist.get_rank()
-        self.taker = run.layout.modules[edge.taker]
-        giving, taking = giving_replicas(self.giver), taking_replicas(self.taker)
-        self._giver_replica, self._taker_replica = _replica_of(giving), _replica_of(taking)
+        self.destination = run.layout.modules[edge.destination]
+        giving, taking = giving_replicas(self.source), taking_replicas(self.destination)
+        self._source_replica, self._destination_replica = _replica_of(giving), _replica_of(taking)
         forward, backward = routes(giving, taking), routes(taking, giving)
         self._forward_to = [to for sender, to in forward if sender == rank]
         self._forward_from = [sender for sender, to in forward if to == rank]
@@ -86,26 +86,26 @@ class Bridge:
         self.while_waiting: Callable[[], None] | None = None
 
     def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
-        """Rows that the giver sends."""
+        """Rows that the source sends."""
         RECORDER.at(self._name, FORWARD, microbatch)
-        peers = self._spans_of_taker(self._forward_to, microbatch)
-        return self._give(features, self._giver_span(microbatch), peers, microbatch)
+        peers = self._spans_of_destination(self._forward_to, microbatch)
+        return self._give(features, self._source_span(microbatch), peers, microbatch)
 
     def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        """Buffer for the rows that the taker receives."""
+        """Buffer for the rows that the destination receives."""
         RECORDER.at(self._name, FORWARD, microbatch)
-        peers = self._spans_of_giver(self._forward_from, microbatch)
-        return self._take(self._taker_span(microbatch), peers, microbatch)
+        peers = self._spans_of_source(self._forward_from, microbatch)
+        return self._take(self._destination_span(microbatch), peers, microbatch)
 
     def _give_backward(self, gradient: torch.Tensor | None, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
         RECORDER.at(self._name, BACKWARD, microbatch)
-        peers = self._spans_of_giver(self._backward_to, microbatch)
-        return self._give(gradient, self._taker_span(microbatch), peers, microbatch)
+        peers = self._spans_of_source(self._backward_to, microbatch)
+        return self._give(gradient, self._destination_span(microbatch), peers, microbatch)
 
     def _take_backward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
         RECORDER.at(self._name, BACKWARD, microbatch)
-        peers = self._spans_of_taker(self._backward_from, microbatch)
-        return self._take(self._giver_span(microbatch), peers, microbatch)
+        peers = self._spans_of_destination(self._backward_from, microbatch)
+        return self._take(self._source_span(microbatch), peers, microbatch)
 
     def _give(
         self, rows: torch.Tensor | None, own: Span, peers: Sequence[tuple[int, int, int]], microbatch: int
@@ -114,10 +114,10 @@ class Bridge:
         if not parts:
             return []
         if rows is None:
-            # Nothing in the taker depends on these features.
+            # Nothing in the destination depends on these features.
             rows = torch.zeros(count, self._hidden, dtype=self._dtype, device=self._device)
         assert rows.shape == (count, self._hidden), (
-            f"{self.giver.name}: features are {tuple(rows.shape)}, the data index says {(count, self._hidden)}"
+            f"{self.source.name}: features are {tuple(rows.shape)}, the data index says {(count, self._hidden)}"
         )
         rows = rows.detach().to(self._dtype).contiguous()
         return [(rows[part.first : part.last], part) for part in parts]
@@ -154,30 +154,30 @@ class Bridge:
                     work.wait()
 
     def _counts(self, microbatch: int) -> list[int]:
-        return self._shapes.counts[self.giver.name][microbatch]
+        return self._shapes.counts[self.source.name][microbatch]
 
-    def _giver_span(self, microbatch: int) -> Span:
-        return self._shapes.spans(self.giver, microbatch)[self._giver_replica[self._rank]]
+    def _source_span(self, microbatch: int) -> Span:
+        return self._shapes.spans(self.source, microbatch)[self._source_replica[self._rank]]
 
-    def _taker_span(self, microbatch: int) -> Span:
-        return self._taken(microbatch)[self._taker_replica[self._rank]]
+    def _destination_span(self, microbatch: int) -> Span:
+        return self._taken(microbatch)[self._destination_replica[self._rank]]
 
-    def _spans_of_giver(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
-        spans = self._shapes.spans(self.giver, microbatch)
-        return [(rank, *spans[self._giver_replica[rank]]) for rank in ranks]
+    def _spans_of_source(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
+        spans = self._shapes.spans(self.source, microbatch)
+        return [(rank, *spans[self._source_replica[rank]]) for rank in ranks]
 
-    def _spans_of_taker(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
+    def _spans_of_destination(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
         spans = self._taken(microbatch)
-        return [(rank, *spans[self._taker_replica[rank]]) for rank in ranks]
+        return [(rank, *spans[self._destination_replica[rank]]) for rank in ranks]
 
     def _taken(self, microbatch: int) -> list[Span]:
-        return self._shapes.taken(self.giver.name, self.taker, microbatch)
+        return self._shapes.taken(self.source.name, self.destination, microbatch)
 
 
 class DisjointBridge(Bridge):
     """An edge between modules on different ranks: messages between the steps of a pipeline schedule.
 
-    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. If nothing in the giver
+    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. If nothing in the source
     needs a gradient, none is sent or received. The received features require one nevertheless, because the schedule
     retains the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
     """
@@ -185,8 +185,8 @@ class DisjointBridge(Bridge):
     def __init__(self, edge: Edge, grids: dict[str, HyperCommGrid], *arguments: Any):
         """`arguments`: those of `Bridge` after the edge."""
         super().__init__(edge, *arguments)
-        self.src_module_name, self.dest_module_name = edge.giver, edge.taker
-        self.src_grid, self.dest_grid = grids[edge.giver], grids[edge.taker]
+        self.src_module_name, self.dest_module_name = edge.source, edge.destination
+        self.src_grid, self.dest_grid = grids[edge.source], grids[edge.destination]
 
     def is_current_rank_in_grid(self, grid: HyperCommGrid) -> bool:
         """Whether this rank belongs to `grid`."""
@@ -220,13 +220,13 @@ class DisjointBridge(Bridge):
         return gradient
 
     def _next_given_backward(self, gradient: torch.Tensor | None) -> list[tuple[torch.Tensor, Part]]:
-        if not self._shapes.features_need_gradient(self.giver.name):
+        if not self._shapes.features_need_gradient(self.source.name):
             return []
         return self._give_backward(gradient, self._turns.backward())
 
     def _next_taken_backward(self) -> tuple[torch.Tensor | None, list[Part]]:
-        """None where nothing of the giver needs a gradient: the schedule then has no backward pass for it."""
-        if not self._shapes.features_need_gradient(self.giver.name):
+        """None where nothing of the source needs a gradient: the schedule then has no backward pass for it."""
+        if not self._shapes.features_need_gradient(self.source.name):
             return None, []
         return self._take_backward(self._turns.backward())
 
@@ -239,22 +239,22 @@ class DisjointBridge(Bridge):
 
 
 class SharedBridge(Bridge):
-    """An edge whose giver is on the ranks of the taker's first stage: redistributes features inside the forward pass,
-    and their gradients in the backward pass. Collective over these ranks."""
+    """An edge whose source is on the ranks of the destination's first stage: redistributes features inside the forward
+    pass, and their gradients in the backward pass. Collective over these ranks."""
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """Features of the giving replica's samples of the next microbatch, [rows, hidden] -> those of the taking
         replica's samples."""
         return _Redistribute.apply(features, self, self._turns.forward())
 
-    def to_taker(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def to_destination(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
         """The exchange of the forward pass, without autograd."""
         given = self._give_forward(features, microbatch)
         taken, parts = self._take_forward(microbatch)
         self._exchange(given, taken, parts)
         return taken
 
-    def to_giver(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def to_source(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
         """The exchange of the backward pass."""
         given = self._give_backward(gradient, microbatch)
         taken, parts = self._take_backward(microbatch)
@@ -266,11 +266,11 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: torch.Tensor, bridge: SharedBridge, microbatch: int) -> torch.Tensor:
         ctx.bridge, ctx.microbatch = bridge, microbatch
-        return bridge.to_taker(features, microbatch)
+        return bridge.to_destination(features, microbatch)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.bridge.to_giver(gradient, ctx.microbatch), None, None
+        return ctx.bridge.to_source(gradient, ctx.microbatch), None, None
 
 
 def _replica_of(replicas: Sequence[range]) -> dict[int, int]:

@@ -31,9 +31,9 @@ class StepShapes:
     model's replicas have of each microbatch. Samples are in the order of the step's plan."""
 
     counts: Counts = field(default_factory=dict)
-    """Rows of features that a sample's media make, by giver."""
+    """Rows of features that a sample's media make, by source."""
     loads: Counts = field(default_factory=dict)
-    """Tokens that a sample's media take inside the giver's layers."""
+    """Tokens that a sample's media take inside the source's layers."""
     step: int = 0
     """Counts the steps, so that bridges detect a new one."""
     needs: dict[str, Needs] = field(default_factory=dict)
@@ -65,12 +65,16 @@ class StepShapes:
         self._taken, self._packed = [plan.spans(at) for at in chosen], plan.packed
         self._chosen, self._step_loads = chosen, loads
 
-    def taken(self, giver: str, taker: ModuleLayout, microbatch: int) -> list[Span]:
-        """Samples of a microbatch whose features each data-parallel rank of a taker needs."""
-        return self._taken[microbatch] if self._taken else equal_parts(len(self.counts[giver][microbatch]), taker.dp)
+    def taken(self, source: str, destination: ModuleLayout, microbatch: int) -> list[Span]:
+        """Samples of a microbatch whose features each data-parallel rank of a destination needs."""
+        return (
+            self._taken[microbatch]
+            if self._taken
+            else equal_parts(len(self.counts[source][microbatch]), destination.dp)
+        )
 
     def features_need_gradient(self, name: str) -> bool:
-        """Whether the taker sends a gradient to this giver."""
+        """Whether the destination sends a gradient to this source."""
         return name not in self.needs or self.needs[name].features
 
     def stage_needs_gradient(self, name: str, stage: int) -> bool:
@@ -142,10 +146,10 @@ def parts_of(counts: Sequence[int], own: Span, others: Sequence[tuple[int, int, 
     return ends[own[1]] - offset, parts
 
 
-def features_width(run: Run, giver: str, width: int) -> int:
+def features_width(run: Run, source: str, width: int) -> int:
     """Numbers in a row of an encoder's features: those for the input of the language model, which is `width` wide, and
     those for its layers."""
-    return width * (1 + deepstack_layers(run.cfg.modules[giver].encoder))
+    return width * (1 + deepstack_layers(run.cfg.modules[source].encoder))
 
 
 def giving_replicas(module: ModuleLayout) -> list[range]:
@@ -163,15 +167,15 @@ def _replicas(module: ModuleLayout, stage: int) -> list[range]:
     return [ranks[replica * width : (replica + 1) * width] for replica in range(module.dp)]
 
 
-def routes(givers: Sequence[range], takers: Sequence[range]) -> list[tuple[int, int]]:
-    """(giving rank, taking rank) pairs: every taking rank has one giving rank in every replica of the giver.
+def routes(sources: Sequence[range], destinations: Sequence[range]) -> list[tuple[int, int]]:
+    """(giving rank, taking rank) pairs: every taking rank has one giving rank in every replica of the source.
 
     All ranks of a replica hold the same rows. A rank on both sides gives to itself; otherwise the ranks of the giving
     replica take turns.
     """
     return [
         (taking if taking in replica else replica[index % len(replica)], taking)
-        for taking_replica in takers
+        for taking_replica in destinations
         for index, taking in enumerate(taking_replica)
-        for replica in givers
+        for replica in sources
     ]

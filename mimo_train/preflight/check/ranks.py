@@ -45,12 +45,12 @@ def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
 
 def _way(layout: RunLayout, edge: Edge) -> str:
     """The route of features along an edge, in words."""
-    giver, taker = layout.modules[edge.giver], layout.modules[edge.taker]
-    taking = placement.span_text(layout.processes_of(taker.stage_ranks(0)))
+    source, destination = layout.modules[edge.source], layout.modules[edge.destination]
+    taking = placement.span_text(layout.processes_of(destination.stage_ranks(0)))
     if edge.is_shared:
-        stage = replace(taker, pp=1, ep=1, etp=1, sp=False)
-        same = (giver.tp, giver.dp) == (stage.tp, stage.dp)
-        dealt = "stay where they are" if same else f"are redistributed, from {replace(giver, sp=False)} to {stage}"
-        return f"features of {giver.name} {dealt}: it is on the first ranks of {taker.name} ({taking})"
-    giving = placement.span_text(layout.processes_of(giver.stage_ranks(giver.pp - 1)))
-    return f"features of {giver.name} are sent from ranks {giving} to {taking}"
+        stage = replace(destination, pp=1, ep=1, etp=1, sp=False)
+        same = (source.tp, source.dp) == (stage.tp, stage.dp)
+        dealt = "stay where they are" if same else f"are redistributed, from {replace(source, sp=False)} to {stage}"
+        return f"features of {source.name} {dealt}: it is on the first ranks of {destination.name} ({taking})"
+    giving = placement.span_text(layout.processes_of(source.stage_ranks(source.pp - 1)))
+    return f"features of {source.name} are sent from ranks {giving} to {taking}"

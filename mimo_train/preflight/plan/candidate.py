@@ -40,7 +40,7 @@ class Candidate:
         """The layout that a config without faults has, on nodes of `node` GPUs. None: of the encoders on other ranks
         than the language model's some share these with each other and some do not, which no candidate has."""
         layout = lay_out(cfg)
-        shared = frozenset(edge.giver for edge in layout.shared_edges)
+        shared = frozenset(edge.source for edge in layout.shared_edges)
         apart = [layout.modules[name].first_rank for name in cfg.encoders if name not in shared]
         together = len(apart) > 1 and len(set(apart)) == 1
         if not together and len(set(apart)) < len(apart):
@@ -123,7 +123,8 @@ class Candidate:
             axes = {axis.name: getattr(sizes, axis.name) for axis in fields(LayoutConfig)}
             modules[name] = ModuleLayout(name=name, first_rank=firsts[name], balance=cfg.modules[name].balance, **axes)
         edges = tuple(
-            Edge(giver, taker, "shared" if giver in self.shared else "disjoint") for giver, taker in connections(cfg)
+            Edge(source, destination, "shared" if source in self.shared else "disjoint")
+            for source, destination in connections(cfg)
         )
         return RunLayout(modules, edges, processes=(), ranks_per_node=self.node)
 

@@ -136,8 +136,8 @@ class Predictor:
             for stage in range(layout.pp):
                 costs, parts = _loaded([(name, of_encoders[name][stage]) for name in chain], loads)
                 own = RankWork.of(chain, stage, layout, costs)
-                taker = len(stages) + 1 if stage < layout.pp - 1 else first
-                stages.append(Stage(own.forward, own.backward, taker, send, parts))
+                destination = len(stages) + 1 if stage < layout.pp - 1 else first
+                stages.append(Stage(own.forward, own.backward, destination, send, parts))
                 work.append(own)
         send = self._links.send(self._costs.boundary(language, samples), across)
         shared = tuple(name for name in candidate.layouts if name in candidate.shared)

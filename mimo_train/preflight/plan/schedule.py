@@ -28,10 +28,10 @@ class Stage(NamedTuple):
     forward: float
     """Seconds of one microbatch, of all chunks of the stage; the mean, where they differ."""
     backward: float
-    taker: int | None
+    destination: int | None
     """The stage that gets its output, a later one of all; None: it is the last."""
     send: float = 0.0
-    """Seconds of a message to the taker, and of its gradient back."""
+    """Seconds of a message to the destination, and of its gradient back."""
     parts: tuple[Part, ...] = ()
     """Where microbatches differ."""
 
@@ -50,10 +50,10 @@ def least_seconds(stages: Sequence[Stage], microbatches: float, chunks: int = 1)
     and of the last gradient back. With equal stages and no messages it is that largest."""
     before = [0.0] * len(stages)
     for at, stage in enumerate(stages):
-        if stage.taker is not None:
+        if stage.destination is not None:
             ways = stage.seconds(0)[0] + stage.seconds(-1)[1]
             way = before[at] + ways / chunks + 2 * stage.send
-            before[stage.taker] = max(before[stage.taker], way)
+            before[stage.destination] = max(before[stage.destination], way)
     return max(way + microbatches * (stage.forward + stage.backward) for way, stage in zip(before, stages, strict=True))
 
 
@@ -61,7 +61,7 @@ def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[fl
     """Seconds after the begin of a step at which each stage has done its last microbatch.
 
     Args:
-        stages: givers before takers.
+        stages: sources before destinations.
         chunks: of each stage; above 1 the stages are one line.
     """
     orders = [list(_order(stages, at, microbatches, chunks)) for at in range(len(stages))]
@@ -157,13 +157,13 @@ def _needs(
     backward: dict[tuple[int, int], list[_Need]] = {}
     last = len(stages) - 1
     for at, stage in enumerate(stages):
-        givers = [(giver, one.send) for giver, one in enumerate(stages) if one.taker == at]
+        sources = [(source, one.send) for source, one in enumerate(stages) if one.destination == at]
         for chunk in range(chunks):
-            forward[at, chunk] = [(giver, chunk, send, False) for giver, send in givers]
+            forward[at, chunk] = [(source, chunk, send, False) for source, send in sources]
             if at == 0 and chunk:
                 forward[at, chunk] = [(last, chunk - 1, stages[0].send, False)]
-            if stage.taker is not None:
-                backward[at, chunk] = [(stage.taker, chunk, stage.send, False)]
+            if stage.destination is not None:
+                backward[at, chunk] = [(stage.destination, chunk, stage.send, False)]
             elif chunk < chunks - 1:
                 backward[at, chunk] = [(0, chunk + 1, stages[0].send, False)]
             else:
@@ -172,8 +172,8 @@ def _needs(
 
 
 def _stages_to_end(stages: Sequence[Stage], at: int) -> int:
-    taker = stages[at].taker
-    return 1 if taker is None else 1 + _stages_to_end(stages, taker)
+    destination = stages[at].destination
+    return 1 if destination is None else 1 + _stages_to_end(stages, destination)
 
 
 def _order(stages: Sequence[Stage], at: int, microbatches: int, chunks: int) -> Iterator[_Operation]:

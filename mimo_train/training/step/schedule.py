@@ -1,9 +1,9 @@
 """Communicator, schedule and gradient finalisation for a set of modules: one or many.
 
-Where modules are on their own ranks, or a taker has several stages, Megatron-Core's 1F1B runs over
-`ModuleCommunicator`. Givers on the ranks of a taker of one stage, and one module in one stage, run without pipelining;
-one module in several stages runs 1F1B over Megatron-Core's `P2PCommunicator`, interleaved if each stage has several
-model chunks.
+Where modules are on their own ranks, or a destination has several stages, Megatron-Core's 1F1B runs over
+`ModuleCommunicator`. Sources on the ranks of a destination of one stage, and one module in one stage, run without
+pipelining; one module in several stages runs 1F1B over Megatron-Core's `P2PCommunicator`, interleaved if each stage has
+several model chunks.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Pipeline:
     """Runs forward and backward of all modules over the microbatches of a step.
 
     Attributes:
-        shapes: rows that givers send per sample, and rows of text; the data sets it before each step.
+        shapes: rows that sources send per sample, and rows of text; the data sets it before each step.
         is_last_stage: whether this rank computes the loss: the language model's last stage.
         router_losses: weights and values of the load-balancing loss and the z-loss of experts.
         stopwatch: measures the time that this rank waits for others.
@@ -168,18 +168,18 @@ class Pipeline:
         widths = self._hidden_sizes(model, config)
         model.shapes = self.shapes
         model.shared_bridges = {
-            edge.giver: SharedBridge(
+            edge.source: SharedBridge(
                 edge,
                 self._run,
                 self.shapes,
-                features_width(self._run, edge.giver, widths[edge.taker]),
+                features_width(self._run, edge.source, widths[edge.destination]),
                 config.pipeline_dtype,
                 self.device,
                 self.groups.bridges.get(edge),
                 self.stopwatch,
             )
             for edge in self.layout.shared_edges
-            if edge.giver in self._modules
+            if edge.source in self._modules
         }
 
     def _communicator_of(self, model: MimoModel, config: TransformerConfig) -> MultiModulePipelineCommunicator:

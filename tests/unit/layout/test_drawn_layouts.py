@@ -26,14 +26,14 @@ def test_a_legal_layout_divides_ranks_and_samples(drawn_layout):
         assert module.ranks == range(module.first_rank, layout.modules[name].ranks[-1] + 1)
         assert [rank for stage in range(module.pp) for rank in module.stage_ranks(stage)] == list(module.ranks)
         assert run.batch.microbatch_samples == MICROBATCH and MICROBATCH % module.dp == 0
-    assert sorted(edge.giver for edge in layout.edges) == sorted(cfg.encoders)
+    assert sorted(edge.source for edge in layout.edges) == sorted(cfg.encoders)
     for edge in layout.shared_edges:
-        giver, taker = layout.modules[edge.giver], layout.modules[edge.taker]
-        assert giver.ranks == taker.stage_ranks(0) and giver.pp == 1
+        source, destination = layout.modules[edge.source], layout.modules[edge.destination]
+        assert source.ranks == destination.stage_ranks(0) and source.pp == 1
     for edge in layout.disjoint_edges:
-        assert not set(layout.modules[edge.giver].ranks) & set(layout.modules[edge.taker].ranks)
-    givers = [edge.giver for edge in layout.disjoint_edges]
-    assert sorted(layout.piped_modules) == sorted([*givers, "language"]) and layout.piped_modules[-1] == "language"
+        assert not set(layout.modules[edge.source].ranks) & set(layout.modules[edge.destination].ranks)
+    sources = [edge.source for edge in layout.disjoint_edges]
+    assert sorted(layout.piped_modules) == sorted([*sources, "language"]) and layout.piped_modules[-1] == "language"
     for name, first in drawn_layout.first.items():
         assert layout.processes_of(layout.modules[name].ranks)[0] == first
     node = cfg.placement.ranks_per_node

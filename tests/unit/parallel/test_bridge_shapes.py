@@ -55,15 +55,15 @@ def test_every_row_arrives_once_and_in_order(sizes, counts):
 
 
 @pytest.mark.parametrize(("source_tp", "dest_tp"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_every_taking_rank_has_one_giver_in_each_replica(source_tp, dest_tp):
+def test_every_taking_rank_has_one_source_in_each_replica(source_tp, dest_tp):
     source = module("images", source_tp, 2, 0)
     dest = module("language", dest_tp, 3, source.size)
     giving, taking = giving_replicas(source), taking_replicas(dest)
-    for giver, taker, pairs in ((source, dest, routes(giving, taking)), (dest, source, routes(taking, giving))):
-        for rank in taker.ranks:
-            givers = [giving for giving, taking in pairs if taking == rank]
-            assert len(givers) == giver.dp
-            assert len({(giving - giver.first_rank) // giver.tp for giving in givers}) == giver.dp
+    for sender, receiver, pairs in ((source, dest, routes(giving, taking)), (dest, source, routes(taking, giving))):
+        for rank in receiver.ranks:
+            sources = [giving for giving, taking in pairs if taking == rank]
+            assert len(sources) == sender.dp
+            assert len({(giving - sender.first_rank) // sender.tp for giving in sources}) == sender.dp
 
 
 def test_every_step_starts_with_its_first_microbatch():

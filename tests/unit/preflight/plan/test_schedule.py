@@ -32,7 +32,7 @@ def test_two_stages_by_hand():
     assert least_seconds(pipeline, 3) == 22
 
 
-def test_two_givers_meet_at_their_taker():
+def test_two_sources_meet_at_their_destination():
     """Two encoders side by side: the slower one is waited for, the other costs nothing."""
     both = [Stage(2, 0, 2), Stage(1, 0, 2), Stage(1, 1, None)]
     alone = [Stage(2, 0, 1), Stage(1, 1, None)]
