@@ -1,4 +1,4 @@
-"""The values that a key of a config accepts, declared beside its default. Imports no torch."""
+"""The values that a key of a config accepts, declared beside its default."""
 
 import dataclasses
 import difflib

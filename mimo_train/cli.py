@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.launch.import_guard import require_own_packages, working_directory_last
 
 DESCRIPTION = """\

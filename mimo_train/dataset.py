@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.text_format import shown
 from mimo_train.config.compose import load
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.inputs import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
 from mimo_train.inputs.mixture import Mixing

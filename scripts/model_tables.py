@@ -25,10 +25,10 @@ if __name__ == "__main__":
 from encoders.pretrained import ACTIVATION_NAMES, ConfigFile  # noqa: E402
 from encoders.registry import FAMILIES, Family  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
+from mimo_train.config.llm_spec import RopeScaling  # noqa: E402
 from mimo_train.config.pretrained import language  # noqa: E402
 from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD  # noqa: E402
 from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
-from mimo_train.config.rope_spec import RopeScaling  # noqa: E402
 from scripts.key_tables import check_or_write, filled  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

@@ -3,7 +3,7 @@
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 
 def base_of(folder: Place, given: str = "") -> Place | None:

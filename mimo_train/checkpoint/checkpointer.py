@@ -37,7 +37,7 @@ from mimo_train.checkpoint.store import (
     save_parts,
 )
 from mimo_train.config.compose import to_dict
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.run import Run
 from mimo_train.models.param_gather import gathered

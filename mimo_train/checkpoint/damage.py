@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data.storage.url import Place, Url
 from mimo_train.checkpoint.format.files import COMPLETE, Damage
-from mimo_train.config.fault import PeersError, UserError
+from mimo_train.config.errors import PeersError, UserError
 
 
 class DamagedCheckpoint(UserError):

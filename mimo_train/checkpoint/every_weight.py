@@ -7,7 +7,7 @@ import torch.distributed as dist
 from data.errors import DataError
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.layout.run import Run
 
 _LOOKED_AT = 16

@@ -21,7 +21,7 @@ from mimo_train.checkpoint.folders import (
 from mimo_train.checkpoint.format.durable import make_folder
 from mimo_train.checkpoint.format.files import COMPLETE
 from mimo_train.checkpoint.full_disk import require_room
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 
 def begin(run_dir: Place, step: int, non_persistent: bool, nbytes: int) -> tuple[Place, Place]:

@@ -26,7 +26,7 @@ from mimo_train.checkpoint.damage import (
 from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
 from mimo_train.checkpoint.other_formats import require_own_format
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""

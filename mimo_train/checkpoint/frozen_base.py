@@ -14,7 +14,7 @@ from data.storage.url import Place
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.local_shards import Held
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.models.seeds import seed_for
 
 _CHUNK = 1 << 22

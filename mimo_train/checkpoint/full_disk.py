@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.errors import DataError
 from data.storage.url import Place, Url
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 

@@ -16,7 +16,7 @@ from mimo_train.checkpoint.damage import damage_in
 from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Index, Key, is_of_rank
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.layout.layout import AXES
 
 PERSISTENT, NON_PERSISTENT, UNFINISHED, SET_ASIDE = "persistent", "non-persistent", "unfinished", "set aside"

@@ -16,7 +16,7 @@ from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.local_shards import MOMENTS, Held
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.collective_errors import agreed
 

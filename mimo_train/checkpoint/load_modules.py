@@ -23,10 +23,10 @@ from mimo_train.checkpoint.local_shards import Held, held_tensors
 from mimo_train.checkpoint.resume.chosen import chosen_by_first
 from mimo_train.checkpoint.resume.same_run import module_faults
 from mimo_train.checkpoint.weights import fill_weights
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.parts import PARTS, is_adapter
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_load import LoadConfig
+from mimo_train.config.schema_checkpoint import LoadConfig
 from mimo_train.models.lora import start_magnitudes
 from mimo_train.parallel.collective_errors import agreed
 

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.models.names import modules_of, tensor_names
 
 METADATA = {"singleton_local_shards": False}

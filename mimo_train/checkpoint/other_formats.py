@@ -1,7 +1,7 @@
 """Checkpoints of other programs and of earlier versions, which are not read. Imports no torch."""
 
 from data.storage.url import Place, Url
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 _FORMATS = {
     (".metadata", "*.distcp", "common.pt"): "the format of torch.distributed.checkpoint",

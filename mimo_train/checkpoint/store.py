@@ -37,7 +37,7 @@ from mimo_train.checkpoint.resume.chosen import chosen_by_first
 from mimo_train.checkpoint.snapshot import Snapshot
 from mimo_train.checkpoint.weights import fill
 from mimo_train.config.compose import to_dict
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import is_adapter
 from mimo_train.layout.layout import RunLayout
 from mimo_train.layout.run import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text_format import shown
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 
 CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML file"
 OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: layout=one_process"

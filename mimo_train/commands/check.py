@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from mimo_train.commands.arguments import add_config_command
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 
 def add(commands: Any) -> None:

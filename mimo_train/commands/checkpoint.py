@@ -1,4 +1,4 @@
-"""`mimo-train checkpoint list|show|verify PATH`: what checkpoints hold and whether they are whole. Imports no torch."""
+"""`mimo-train checkpoint list|show|verify PATH`: what checkpoints hold and whether they are whole."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _show(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
     from mimo_train.checkpoint.format.blocks import Blocks
     from mimo_train.checkpoint.format.files import Damage
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
 
     continued = inspection.look(place_of(args.path))
     if len(continued) > 1:
@@ -110,7 +110,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
 
     paths = inspection.folders_at(place_of(args.path))
     if len(paths) > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands.arguments import add_command, add_trust, positive, print_fault, users_faults, whole
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.options import Sampling
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands.arguments import add_command, add_config_command, positive, whole
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 
 if TYPE_CHECKING:
     from mimo_train.launch.manifests import Manifest

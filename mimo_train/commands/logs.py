@@ -31,8 +31,8 @@ def add(commands: Any) -> None:
 
 def _logs(args: argparse.Namespace) -> None:
     from data.text_format import shown
-    from mimo_train.config.fault import UserError
-    from mimo_train.config.run_dir import runs_within
+    from mimo_train.config.errors import UserError
+    from mimo_train.config.paths import runs_within
     from mimo_train.launch.rank_log import FOLDER, Logs
 
     if not args.run_dir.is_dir():

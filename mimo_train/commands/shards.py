@@ -13,7 +13,7 @@ from data.storage.url import Place, is_url
 from data.text_format import plural, shown
 from mimo_train.commands import shards_build, shards_page, shards_tokens
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, about_files, positive, whole
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 if TYPE_CHECKING:
     from data.index.shard_index import ShardIndex

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.text_format import plural
 from mimo_train.commands.arguments import about_files, positive, whole
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 if TYPE_CHECKING:
     from mimo_train.logging.count_bar import CountBar

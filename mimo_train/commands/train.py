@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
 def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import compose
-    from mimo_train.config.fault import ConfigError
+    from mimo_train.config.errors import ConfigError
     from mimo_train.launch.config_broadcast import config_of_node
     from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
     from mimo_train.launch.restarts import require_resume
@@ -134,7 +134,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     except BaseException as error:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
-        from mimo_train.config.fault import PeersError
+        from mimo_train.config.errors import PeersError
 
         note_error(error)
         if isinstance(error, PeersError) or is_lost_peer(error):

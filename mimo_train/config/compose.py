@@ -1,4 +1,4 @@
-"""YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes. Imports no torch."""
+"""YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from encoders.joined.spec import JoinedSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import Family, family_of, is_path
 from mimo_train.config.energon import fill_in_energon
-from mimo_train.config.fault import ConfigError, Fault, nearest
+from mimo_train.config.errors import ConfigError, Fault, nearest
 from mimo_train.config.pretrained.absent import leave_out_absent
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts

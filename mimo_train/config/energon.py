@@ -1,4 +1,4 @@
-"""Datasets of Megatron-Energon in a config: what they say of themselves becomes keys of `data`. Imports no torch."""
+"""Datasets of Megatron-Energon in a config: what they say of themselves becomes keys of `data`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data.errors import DataError
 from data.index.braces import split_commas
 from data.index.energon import energon_fields, energon_part, read_metadataset
 from data.text_format import plural
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 
 _TRAIN, _HELD_OUT = "train", "val"
 

@@ -1,11 +1,12 @@
-"""Faults of keys whose accepted values are declared beside their defaults (`encoders.ranges`). Imports no torch."""
+"""Faults of keys whose accepted values are declared beside their defaults (`encoders.ranges`)."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from encoders.ranges import FixedKeys, Rules, complaints, key, rules_of, shown, unknown_key
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 
 __all__ = ["Rules", "Section", "changed_fields", "key", "rules_of", "shown", "value_faults"]
 
@@ -39,3 +40,29 @@ def changed_fields(section: Any) -> list[str]:
         if getattr(section, field.name) != default:
             changed.append(field.name)
     return changed
+
+
+def library_faults(section: Any, prefix: str, needed: Mapping[str, tuple[str, str]]) -> Iterator[Fault]:
+    """Keys of a section that are on and whose library is not installed.
+
+    Args:
+        needed: by key, the module that it needs and what pip installs it by.
+    """
+    for name, (module, install) in needed.items():
+        value = getattr(section, name)
+        if value and not is_installed(module):
+            off = str(type(value)()).lower()
+            yield Fault(
+                f"{prefix}.{name}",
+                f"{module} is not installed: run `pip install {install}`, or set {prefix}.{name}={off}",
+            )
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module of this name can be imported."""
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # of its package
+        return False
+    # A folder of that name in the working directory is found too, without an origin.
+    return found is not None and found.origin is not None

@@ -1,8 +1,8 @@
-"""Names of modules and their parts, shared by configs, models and checkpoints. Imports no torch."""
+"""Names of modules and their parts, shared by configs, models and checkpoints."""
 
 import re
 
-from mimo_train.config.fault import nearest
+from mimo_train.config.errors import nearest
 
 LANGUAGE = "language"
 """Name of the module with the loss: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""

@@ -1,4 +1,4 @@
-"""Keys that earlier versions had, and that change nothing in a checkpoint. Imports no torch."""
+"""Keys that earlier versions had, and that change nothing in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import _utils as omegaconf_utils
 
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.yaml_numbers import add_number_marks, marks_as_text
 
 SUFFIXES = (".yaml", ".yml")

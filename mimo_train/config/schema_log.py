@@ -1,11 +1,10 @@
-"""Config of what a run says about itself: metrics and profiles. Imports no torch."""
+"""Config of what a run says about itself: metrics and profiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mimo_train.config.fault import Fault
-from mimo_train.config.installed import library_faults
-from mimo_train.config.keys import Section, key, value_faults
+from mimo_train.config.errors import Fault
+from mimo_train.config.keys import Section, key, library_faults, value_faults
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Keys of mixtures and of held-out sets. Imports no torch."""
+"""Keys of mixtures and of held-out sets."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.records.fields import read_fields
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

@@ -1,11 +1,11 @@
-"""Keys of one module: what it is made of, what of it is trained and how, its layout. Imports no torch."""
+"""Keys of one module: what it is made of, what of it is trained and how, its layout."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH, LlmSpec
 from mimo_train.config.parts import ADAPTED, LANGUAGE, why_no_parameter

@@ -1,12 +1,13 @@
-"""Keys of where a run lives and what it runs on. Imports no torch."""
+"""Keys of where a run lives and what it runs on."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mimo_train.config.fault import Fault
-from mimo_train.config.installed import library_faults
-from mimo_train.config.keys import Section, key, value_faults
-from mimo_train.config.places import local_faults
+from mimo_train.config.errors import Fault
+from mimo_train.config.keys import Section, key, library_faults, value_faults
+from mimo_train.config.paths import local_faults
+from mimo_train.config.schema_modules import MOST_RANKS
 
 LEAST_PATIENCE = 0.25
 """`run.timeout_minutes` with in-process restarts, whose barriers wait twice as long, is longer than this."""
@@ -59,3 +60,70 @@ class RunConfig(Section):
                 f"must be auto with run.inprocess_restarts {self.inprocess_restarts}, is {resume!r}: a run that starts "
                 "again continues from its newest checkpoint",
             )
+
+
+@dataclass
+class PlacementConfig(Section):
+    """Which ranks the modules get."""
+
+    mode: str = key("disjoint", choices=("disjoint", "shared"))
+    """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
+    stage)."""
+    first_rank: dict[str, int] = key(factory=dict, at_most=MOST_RANKS)
+    """First rank of each module by name, instead of one after the other: `'placement.first_rank={images: 1, language:
+    0}'`. Names every module or none; with mode `disjoint`."""
+    allow_idle: bool = False
+    """Whether processes may be without a module: those in holes between modules, and those beyond the last one. They
+    end at once."""
+    ranks_per_node: int = key(0, at_least=0, at_most=MOST_RANKS)
+    """Ranks of a node, for `mimo-train check` before there is a launcher; 0: as many as the launcher has started on
+    each."""
+    tp_across_nodes: bool = False
+    """Whether a tensor-parallel group may have ranks on several nodes."""
+
+    def faults(self) -> Iterator[Fault]:
+        """Values that cannot be. Ranks and modules are looked at together in `mimo_train.layout.placement`."""
+        yield from value_faults(self, "placement")
+        for name, rank in self.first_rank.items():
+            if rank < 0:
+                yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
+        if self.first_rank and self.mode == "shared":
+            yield Fault(
+                "placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it"
+            )
+
+
+@dataclass
+class LaunchConfig(Section):
+    """What the launcher decides when it knows its nodes."""
+
+    layouts: dict[int, str] = key(factory=dict)
+    """Changes to the config by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. A word without = is a
+    file of the group `layout`. Those of the command line come after them; another number of nodes is an error. Empty:
+    the layout of the config, on any number of nodes. See docs/launch.md#fewer-nodes."""
+
+    def faults(self) -> Iterator[Fault]:
+        """Values that cannot be. `mimo-train check` looks at the layouts themselves."""
+        yield from value_faults(self, "launch")
+        for nodes, text in self.layouts.items():
+            if nodes < 1:
+                yield Fault(f"launch.layouts.{nodes}", "the number of nodes must be at least 1")
+            try:
+                words = shlex.split(text)
+            except ValueError as error:
+                yield Fault(f"launch.layouts.{nodes}", f"is {text!r}: {error}")
+                continue
+            for word in words:
+                if word.partition("=")[0].startswith("launch."):
+                    yield Fault(f"launch.layouts.{nodes}", f"changes {word.partition('=')[0]}, which has been read")
+
+    def overrides(self, nodes: int) -> list[str]:
+        """The changes for a number of nodes, of a section without faults; none where `layouts` is empty.
+
+        Raises:
+            KeyError: `layouts` has others only.
+        """
+        if not self.layouts:
+            return []
+        words = shlex.split(self.layouts[nodes])
+        return [word if "=" in word or word.startswith("~") else f"layout={word}" for word in words]

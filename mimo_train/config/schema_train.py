@@ -1,10 +1,10 @@
-"""Keys of the loop and of the optimizer: `train` and `optim`. Imports no torch."""
+"""Keys of the loop and of the optimizer: `train` and `optim`."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 
 RECOMPUTE = ("none", "selective", "full")

@@ -1,5 +1,4 @@
-"""Slips of the pen in YAML and overrides, which would mean something else than was written, or nothing. Imports no
-torch."""
+"""Slips of the pen in YAML and overrides, which would mean something else than was written, or nothing."""
 
 import json
 import re
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 
 PLACED = ("encoder", "llm", "projector")
 """Groups whose files go to a part of a module, which the pick must name."""

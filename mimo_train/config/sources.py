@@ -1,7 +1,7 @@
 """The YAML that a run is composed of, before anything reads it: that it is data, and of a size that can be read.
 
 A few lines of aliases stand for more memory than a machine has, brackets inside each other end the parser, and a search
-path of Hydra's may name a package, which is then imported. Imports no torch.
+path of Hydra's may name a package, which is then imported.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.run_files import base_path, content_of, defaults_of, shipped_configs
 
 MOST_BYTES, MOST_VALUES, MOST_DEPTH = 4_000_000, 100_000, 50

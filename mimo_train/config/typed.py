@@ -1,5 +1,4 @@
-"""From plain values to dataclasses, by the types of their fields; every value of another type is a fault with its key.
-Imports no torch."""
+"""From plain values to dataclasses, by the types of their fields; every value of another type is a fault with its key."""
 
 import dataclasses
 import functools
@@ -12,7 +11,7 @@ from typing import Any
 
 from data.text_format import shown_lines
 from encoders.ranges import rules_of
-from mimo_train.config.fault import Fault, unknown_key
+from mimo_train.config.errors import Fault, unknown_key
 from mimo_train.config.yaml_numbers import plain_numbers
 
 LONGEST_SHOWN = 80

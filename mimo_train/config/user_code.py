@@ -1,5 +1,5 @@
 """Code of users that a config names: where Python looks for it, what is said before it is imported, and whose word
-counts. Imports no torch."""
+counts."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ from typing import Any
 
 from encoders.joined.spec import PARTS as JOINED
 from encoders.registry import is_path, registered
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema_train import TrainConfig
 
 CALLBACKS, FORWARD_STEP = "train.callbacks", "train.forward_step"

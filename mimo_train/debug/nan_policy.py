@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.debug.bisect import Origin, bisect
 from mimo_train.debug.nan_findings import gather
 from mimo_train.debug.replay import FOLDER, write_replay

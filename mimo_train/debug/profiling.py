@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.utils import configure_nvtx_profiling
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.logging.memory_stats import start_memory_history_recording

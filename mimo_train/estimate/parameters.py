@@ -16,7 +16,7 @@ from encoders.base import (
 )
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from data.pipeline import GivesUp, TokenDataset, never, require_budget
 from data.storage.replace import replacing
 from data.text.tokens import Tokenizer
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.caller_losses import CallerLosses, is_default_step, writes_text

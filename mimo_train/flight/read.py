@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mimo_train.config.fault import UserError
-from mimo_train.config.run_dir import runs_within
+from mimo_train.config.errors import UserError
+from mimo_train.config.paths import runs_within
 from mimo_train.flight import layout
 from mimo_train.flight.processes import process
 from mimo_train.flight.recorder import FOLDER

@@ -10,7 +10,7 @@ from typing import Any
 
 from data.text.tokenizer_directory import make_readable_by_version_4, write_tokenizer
 from data.text.tokens import Tokenizer
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.inputs import placeholders_of

@@ -22,7 +22,7 @@ from encoders.pretrained import Published
 from encoders.projectors.weights import connector
 from encoders.registry import FAMILIES
 from encoders.weight_map import WeightMap
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite

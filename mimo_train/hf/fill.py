@@ -10,7 +10,7 @@ from data.text_format import listed
 from encoders.native.whisper.positions import sinusoids
 from encoders.normal import fill
 from encoders.weight_map import Rows, Rule, WeightMap, spelt
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.hf.matching import SHOWN, MatchedPart
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.models.seeds import seed_for

@@ -11,7 +11,7 @@ from encoders.errors import EncoderError
 from encoders.pretrained import ACTIVATION_NAMES, Published
 from encoders.registry import FAMILIES
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.keys import changed_fields
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from data.text_format import listed, plural
 from encoders.weight_map import Spelling, WeightMap, spelt
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.hf.parts import ENCODER, Part
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from mimo_train.config.fault import UserError, nearest
+from mimo_train.config.errors import UserError, nearest
 from mimo_train.config.parts import ADAPTERS
 from mimo_train.config.pretrained.adapter import (
     CONFIG,

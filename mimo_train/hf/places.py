@@ -8,7 +8,7 @@ import torch
 
 from encoders.base import built_layers
 from encoders.weight_map import Rule, Spelling, WeightMap, spelt
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import IN_LAYERS, MERGE, PREFIX, adapted_paths, paths_of, unread_layers
 from mimo_train.config.schema import ConfigContainer

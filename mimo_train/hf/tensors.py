@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.weight_files import INDEX, SINGLE, stored_tensors
 
 DTYPES = {

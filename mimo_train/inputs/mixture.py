@@ -7,7 +7,7 @@ from typing import Any
 
 from data.order.mixture import Phase, whole_weights
 from data.text_format import plural
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.layout.batch import Batch

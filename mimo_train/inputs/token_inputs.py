@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from data.errors import DataError
 from data.indexed.split import WHOLE, Part, split_parts
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_media import VideoConfig
+from mimo_train.config.schema_data import VideoConfig
 
 if TYPE_CHECKING:
     from data.pipeline import Source, TokenDataset

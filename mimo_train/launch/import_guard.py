@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 NAMES = ("encoders", "data")
 HOME = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from data.text_format import plural
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.launch.pods import Pods, Volumes
 from mimo_train.launch.requeue import AGAIN
 from mimo_train.launch.restarts import ANOTHER_MACHINE, STOPPED_CODE, require_resume

@@ -3,7 +3,7 @@ Imports no torch."""
 
 from dataclasses import dataclass
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.launch.tasks import ALONE, PORT, Environment, Tasks, number, tasks_of
 
 TORCHRUN = "PET_"

@@ -24,7 +24,7 @@ from data.storage.base import Changed, Found
 from data.storage.io_thread import read_range
 from data.storage.stores import store_of
 from data.storage.url import Url
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.launch.run_lock import BEAT, BEATS_MISSED, LOCK_FILE, end_process
 
 _LARGEST = 4096

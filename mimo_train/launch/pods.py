@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 type Volumes = tuple[tuple[str, str], ...]
 """Names of volumes, each with the folder that it is mounted at."""

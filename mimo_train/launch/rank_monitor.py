@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mimo_train.config.fault import PeersError
+from mimo_train.config.errors import PeersError
 from mimo_train.flight.layout import CALLER, ERROR
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.flight.watch import Watch, handed_down

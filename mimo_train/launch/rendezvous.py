@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 LONGEST_MEETING = 900.0
 """Seconds that nodes wait for each other, as torchrun's store does."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.flight.read import read_ranks
 from mimo_train.launch.shutdown import seconds_of
 from mimo_train.launch.temp_dir import FLIGHT

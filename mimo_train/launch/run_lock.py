@@ -22,7 +22,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 LOCK_FILE = "lock"
 

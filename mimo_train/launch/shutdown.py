@@ -2,7 +2,7 @@
 
 import os
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 
 def grace_seconds() -> float:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from data.text_format import plural
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import missing_code
 from mimo_train.launch.forked import OPTION as FORKED

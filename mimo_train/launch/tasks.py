@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 Environment = Mapping[str, str]
 

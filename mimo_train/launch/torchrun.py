@@ -32,7 +32,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.cpp_log import errors_only

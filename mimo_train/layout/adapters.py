@@ -12,7 +12,7 @@ from typing import Any
 
 from encoders.base import GATED, built_layers, encoders_in, joined_width
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.fault import Fault, nearest
+from mimo_train.config.errors import Fault, nearest
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.layout.layout import stage_layers

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from encoders.base import encoders_in, layer_options
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from encoders.base import deepstack_layers
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.layout import layers_of_stage

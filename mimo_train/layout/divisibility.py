@@ -6,7 +6,7 @@ from dataclasses import replace
 from data.text_format import plural
 from encoders.base import built_layers, encoders_in
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig

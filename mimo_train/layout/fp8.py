@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from encoders.base import GATED, EncoderSpec, built_layers, encoders_in, layer_options
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer

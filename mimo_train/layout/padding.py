@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from data.order.packing import Packing
 from data.order.step_plan import Padding
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from data.text_format import plural
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig

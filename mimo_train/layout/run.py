@@ -13,7 +13,7 @@ from data.storage.url import Place, place_of
 from encoders.base import encoders_in, joint_faults, most_tokens, number_faults
 from encoders.plain.spec import PlainSpec
 from encoders.ranges import MOST
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer

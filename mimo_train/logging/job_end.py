@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.flight.read import newest_start
 from mimo_train.launch.requeue import Ended, failed, stopped
 from mimo_train.launch.restarts import failure_in

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.storage.url import Place
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.flight.job import scheduled_job
 
 PROGRESS_FILE = "progress.txt"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema_train import TrainConfig
 
 SECONDS = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.estimate.activations import WIDEST_HEAD
 from mimo_train.models.documents import Documents
 from mimo_train.models.kept_scores import attend_causally, attend_turned, keeps_scores, turns_and_keeps_scores

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.compiling import compiled_modules
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.parallel.context import chunks_of
 from mimo_train.parallel.device import to_device
 

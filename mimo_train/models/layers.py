@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import get_pg_rank
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.models.attention import SdpaAttention
 from mimo_train.models.dense_layer import DenseLayer
 from mimo_train.models.documents import attention_inside_documents

@@ -47,7 +47,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.layout.adapters import WHOLE, AdaptedLinear, Linear

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 
 def require_neutral(layer: str, config: TransformerConfig, **values: Any) -> None:

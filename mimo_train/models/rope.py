@@ -8,8 +8,7 @@ import math
 
 import torch
 
-from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.rope_spec import RopeScaling
+from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 
 
 def inverse_frequencies(llm: LlmSpec) -> torch.Tensor:

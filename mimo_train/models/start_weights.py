@@ -5,7 +5,7 @@ from megatron.core.utils import unwrap_model
 
 from encoders.errors import EncoderError
 from encoders.plain.model import PlainEncoder
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.names import modules_of
 

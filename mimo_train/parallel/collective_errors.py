@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from data.errors import DataError
-from mimo_train.config.fault import PeersError, UserError
+from mimo_train.config.errors import PeersError, UserError
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from data.text_format import plural
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.parallel.cpu_backend import CPU, StandIn
 from mimo_train.parallel.freed_memory import keep_freed_memory
 

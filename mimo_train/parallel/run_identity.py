@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mimo_train.config.compose import to_dict
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.parallel.collective_errors import agreed
 

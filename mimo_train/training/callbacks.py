@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.user_code import CALLBACKS, load_code, unusable_code
 from mimo_train.training.step.result import StepResult
 from mimo_train.training.step.state import GlobalState

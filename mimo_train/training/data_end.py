@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from data.pipeline import Samples
 from data.text_format import plural
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.inputs.inputs import build_dataset, tokenizer_of

@@ -3,7 +3,7 @@
 import torch
 
 from data.text_format import plural
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.training.step.state import TrainState
 

@@ -10,7 +10,7 @@ from data.text_format import plural
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken
 from mimo_train.checkpoint.local_shards import held_tensors
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
 from mimo_train.config.schema import ConfigContainer

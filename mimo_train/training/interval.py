@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import StepPlan
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.estimate.flops import Flops
 from mimo_train.logging.memory_stats import report_memory

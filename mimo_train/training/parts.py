@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from data.text.tokens import Tokenizer
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.profiling import StepProfiler
 from mimo_train.estimate.parameters import vocabulary_faults

@@ -15,9 +15,9 @@ from data.storage.url import Url
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.checkpoint.contents import Fingerprints
 from mimo_train.checkpoint.every_weight import loads_every_weight
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
+from mimo_train.config.paths import make_folder
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
-from mimo_train.config.run_dir import make_folder
 from mimo_train.config.schema_mix import source_names
 from mimo_train.debug.rerun import Rerun
 from mimo_train.estimate.parameters import embedding_rows

@@ -100,7 +100,7 @@ def _refused(cfg) -> tuple[list[str], ...]:
     """The faults that `check`, `train` and `pretrain` name."""
     from mimo_train.cli import main
     from mimo_train.config.compose import to_yaml
-    from mimo_train.config.fault import ConfigError
+    from mimo_train.config.errors import ConfigError
     from mimo_train.training.pretrain import pretrain
 
     path, printed = Path(cfg.run.dir).with_suffix(".yaml"), []

@@ -10,7 +10,7 @@ import torch
 
 from data.demo.make import MARKER
 from data.pipeline import Batching, Reader, StepLoader
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
 from mimo_train.dataset import open_dataset
 from mimo_train.inputs.inputs import build_dataset, tokenizer_of

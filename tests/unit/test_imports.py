@@ -176,6 +176,7 @@ LIGHT = (
     "mimo_train/config",
     "mimo_train/layout",
     "mimo_train/estimate",
+    "mimo_train/commands",
     "mimo_train/inputs",
     "mimo_train/preflight/check",
 )

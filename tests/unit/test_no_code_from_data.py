@@ -22,7 +22,7 @@ from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.resume.recorded_config import recorded_config
 from mimo_train.cli import main
 from mimo_train.config import compose
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.adapter import adapted_paths
 from mimo_train.config.user_code import code_named
 from mimo_train.hf.tensors import TensorFolder

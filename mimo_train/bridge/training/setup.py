@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.bridge.training.state import SessionState
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.profiler import profile
 
 from mimo_train.bridge.training.state import SessionState, session_of
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
 from mimo_train.debug.replicas import require_equal_replicas

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from data.storage.url import Place, Url
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import all_damaged, damage_in
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.parallel.collective_errors import agreed
 
 

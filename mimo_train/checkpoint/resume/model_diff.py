@@ -9,7 +9,8 @@ from typing import Any
 
 from mimo_train.checkpoint.resume.key_diff import key_changes
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 
 MAY_CHANGE = {

@@ -16,9 +16,10 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
 from mimo_train.checkpoint.resume.config_diff import changed_numbers, unread_weights
 from mimo_train.checkpoint.resume.model_diff import model_changes, module_changes
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
-from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_data import DataConfig
 from mimo_train.inputs.mixture import Mixing
 
 

@@ -1,1 +1,1 @@
-"""Sizes and settings from the directory of a pretrained model, as `transformers` saves it. Imports no torch."""
+"""Sizes and settings from the directory of a pretrained model, as `transformers` saves it."""

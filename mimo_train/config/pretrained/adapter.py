@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.bin_header import read_bin_header
 from mimo_train.config.pretrained.safetensors_header import Unreadable, read_error, read_header

@@ -1,10 +1,10 @@
-"""The config of a model that is nothing but a directory of `transformers`, to generate with. Imports no torch."""
+"""The config of a model that is nothing but a directory of `transformers`, to generate with."""
 
 from pathlib import Path
 from typing import Any
 
 from mimo_train.config.compose import from_dict
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import CONFIG, adapted_paths, paths_of
 from mimo_train.config.pretrained.composites import COMPOSITES

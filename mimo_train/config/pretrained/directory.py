@@ -1,10 +1,10 @@
-"""The JSON files of a directory that `transformers` saved. Imports no torch."""
+"""The JSON files of a directory that `transformers` saved."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.safetensors_header import Unreadable, parsed, read_error, require_no_pointer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

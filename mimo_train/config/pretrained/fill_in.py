@@ -1,4 +1,4 @@
-"""`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed. Imports no torch."""
+"""`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -9,7 +9,7 @@ from encoders.errors import EncoderError
 from encoders.joined.spec import PARTS as JOINED
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys

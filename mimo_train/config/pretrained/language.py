@@ -1,4 +1,4 @@
-"""config.json of a language model <-> `LlmSpec`, for the families that can be built. Imports no torch.
+"""config.json of a language model <-> `LlmSpec`, for the families that can be built.
 
 A key that config.json lacks has the default of its class in transformers 5.23; versions 4 and 5 spell some keys in
 different ways, and both are read and written. What a model does that ours cannot is refused by its key.
@@ -8,12 +8,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mimo_train.config.fault import ConfigError, Fault
-from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.errors import ConfigError, Fault
+from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.language_families import FAMILIES, Family
 from mimo_train.config.pretrained.rope import read_rope, written_rope
-from mimo_train.config.rope_spec import RopeScaling
 
 Config = Mapping[str, Any]
 

@@ -1,5 +1,4 @@
-"""Families of language models in `transformers`, and the defaults of their config classes (version 5.23). Imports no
-torch."""
+"""Families of language models in `transformers`, and the defaults of their config classes (version 5.23)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,13 +1,11 @@
-"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of version 4.
-Imports no torch."""
+"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of version 4."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mimo_train.config.fault import ConfigError, Fault
-from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.rope_spec import USED_BY, RopeScaling
+from mimo_train.config.errors import ConfigError, Fault
+from mimo_train.config.llm_spec import USED_BY, LlmSpec, RopeScaling
 
 _NAMES = {
     "factor": "factor",

@@ -1,6 +1,6 @@
 """The header of a safetensors file: 8 bytes with its length, then dtype, shape and place of each tensor as JSON.
 
-Nothing in it is believed before it fits the file. Imports no torch."""
+Nothing in it is believed before it fits the file."""
 
 import json
 from dataclasses import dataclass

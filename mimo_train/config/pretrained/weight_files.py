@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.bin_header import read_bin_header
 from mimo_train.config.pretrained.safetensors_header import (
     MOST_BYTES,

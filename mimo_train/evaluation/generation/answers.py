@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data.text.tokens import Tokenizer
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.generation.prompts import Prompt
 from mimo_train.evaluation.generation.sampling import Sampler

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 
 @dataclass(frozen=True)

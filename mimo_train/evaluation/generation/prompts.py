@@ -22,7 +22,7 @@ from data.samples.sample_meta import Media
 from data.text.positions import Place, axis_positions
 from data.text.tokens import Tokenizer
 from data.text_format import plural
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.inputs import bounds_of, media_of, sampling_of
 

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.options import Sampling
 
 

@@ -15,7 +15,7 @@ from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, ModuleConfig
-from mimo_train.config.schema_placement import PlacementConfig
+from mimo_train.config.schema_run import PlacementConfig
 
 if TYPE_CHECKING:
     from data.text.tokens import Tokenizer

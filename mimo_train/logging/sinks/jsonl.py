@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data.storage.replace import replacing
 from data.text_format import plural
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 _logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults

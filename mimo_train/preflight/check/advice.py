@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.estimate.memory import stage_memory
 from mimo_train.layout.run import Run
 from mimo_train.preflight.check.findings import Report

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from data.text_format import plural, shown
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 
 PLAIN_WIDTH = 500
 """Columns of output that is no terminal: wide enough that no line is broken."""

@@ -11,7 +11,7 @@ from data.indexed.find import find_indexed
 from data.order.sources import Source
 from data.storage.local import ShardReader
 from data.text_format import plural
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.inputs import HeldOutSet, build_dataset, without_split
 from mimo_train.preflight.check.findings import Report, fault_of

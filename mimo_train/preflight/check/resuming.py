@@ -18,10 +18,10 @@ from mimo_train.checkpoint.resume.same_run import (
     weights_faults,
 )
 from mimo_train.config.compose import to_dict
-from mimo_train.config.fault import Fault, UserError
+from mimo_train.config.errors import Fault, UserError
+from mimo_train.config.paths import folder_fault
 from mimo_train.config.pretrained.fill_in import pretrained_folders
 from mimo_train.config.pretrained.weight_files import stored_tensors
-from mimo_train.config.run_dir import folder_fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import code_named
 from mimo_train.estimate.parameters import embedding_rows

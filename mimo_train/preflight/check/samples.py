@@ -19,7 +19,7 @@ from data.errors import DataError
 from data.index.text_lengths import TextLengths
 from data.order.sources import MixedOrder, Part, Source
 from data.text_format import plural, shown
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.inputs.inputs import (

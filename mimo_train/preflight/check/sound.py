@@ -6,7 +6,8 @@ from typing import Any
 from data.errors import DataError
 from data.media.background import colour_of
 from mimo_train.config.keys import value_faults
-from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_data import DataConfig
 
 
 def with_sound_values(cfg: ConfigContainer) -> ConfigContainer:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from data.errors import DataError
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer

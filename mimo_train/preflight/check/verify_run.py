@@ -22,7 +22,7 @@ from data.records.members import named_unread
 from data.samples.bad_samples import allowed_of
 from data.text_format import plural, shown
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.inputs import (
     HeldOutSet,

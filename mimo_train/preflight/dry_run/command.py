@@ -8,7 +8,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from mimo_train.config.compose import load
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.layout.run import Run, resolve
 from mimo_train.preflight.dry_run.kinds import Kind, chosen
 from mimo_train.preflight.dry_run.report import Failed, Found, head_of, text_of

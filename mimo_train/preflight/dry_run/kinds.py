@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.layout.layout import RunLayout
 
 ALL_KINDS = "all-kinds"

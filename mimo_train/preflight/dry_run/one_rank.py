@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from data.pipeline import TextLengths
-from mimo_train.config.fault import Fault
+from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig

@@ -7,7 +7,7 @@ from types import TracebackType
 from data.errors import DataError
 from data.text_format import plural, shown_lines
 from encoders.errors import EncoderError
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.compiling import compiled_modules
 from mimo_train.preflight.dry_run.kinds import Kind

@@ -7,7 +7,7 @@ from typing import Any
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.config.schema_placement import PlacementConfig
+from mimo_train.config.schema_run import PlacementConfig
 from mimo_train.layout.graph import Edge, connections
 from mimo_train.layout.layout import ModuleLayout, RunLayout, lay_out
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.text_format import plural
 from mimo_train.config.compose import load, to_yaml
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.inputs import tokenizer_of

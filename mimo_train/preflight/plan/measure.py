@@ -19,12 +19,12 @@ from encoders.base import encoders_in
 from encoders.joined.model import JoinedEncoder
 from encoders.plain.spec import PlainSpec
 from encoders.staged import StagedEncoder
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleConfig
-from mimo_train.config.schema_placement import PlacementConfig
+from mimo_train.config.schema_run import PlacementConfig
 from mimo_train.layout.divisibility import encoder_faults, language_faults, projector_faults
 from mimo_train.layout.run import resolve
 from mimo_train.models.names import modules_of

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 VERSION = 1
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig

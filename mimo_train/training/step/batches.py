@@ -22,7 +22,7 @@ from data.pipeline import (
     WaitGivenUp,
     never,
 )
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from data.index.text_lengths import Counted
 from data.pipeline import Dataset, TextLengths
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.inputs.inputs import OneShard
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.layout.run import Run

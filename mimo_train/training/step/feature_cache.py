@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from data.media.background import READING
 from data.pipeline import MEDIA, Lookup, Samples
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.fp8 import has_fp8

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.user_code import FORWARD_STEP, load_code, unusable_code
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.state import GlobalState

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import source_names
 from mimo_train.models.documents import documents_of
 from mimo_train.models.language.gpt import choose_logits

@@ -9,7 +9,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
 from data.pipeline import Microbatch
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import source_names
 from mimo_train.models.language.gpt import choose_logits
 from mimo_train.parallel.context import own_part

@@ -13,7 +13,7 @@ from tests.dist.steps import Steps
 def _started(source, starts: list, missing: str) -> list[str]:
     """What a rank says of each start from a run, where only rank 0 may look into the run's folder."""
     from mimo_train.checkpoint import folders
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
 
     steps = Steps(source)
     steps.save()

@@ -12,7 +12,7 @@ FROZEN = ("modules.images.freeze=[encoder]", "checkpoint.trained_only=true")
 def _started(cfg, vanish: bool) -> tuple[int, str]:
     """Numbers that are drawn while a run is set up, and what it fails with."""
     from encoders import normal
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.layout.run import resolve
     from mimo_train.training import setup
@@ -63,7 +63,7 @@ def test_weights_that_a_checkpoint_leaves_out_are_drawn(digits, tmp_path):
 def _refused(cfg) -> str:
     """What a rank says of a start that is refused."""
     from data.errors import DataError
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from tests.dist.steps import Steps
 
     try:

@@ -89,7 +89,7 @@ def _resumed(cfg, good: str, runs: list[str]) -> list[tuple]:
     import torch
 
     from mimo_train.checkpoint.local_shards import updated_ranges
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from mimo_train.layout.run import resolve
     from tests.dist.steps import Steps
 

@@ -21,7 +21,7 @@ DETAILS = (
 def _built(sources: list[ConfigContainer], cfg: ConfigContainer, faulty: list[ConfigContainer]) -> tuple:
     """Save a run of each source after a step, then one of `cfg` that begins with parts of them; what it says, and what
     each faulty one raises."""
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
 
     for source in sources:
         steps = Steps(source)

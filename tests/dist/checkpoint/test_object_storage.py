@@ -11,7 +11,7 @@ from data.storage.stores import store_of
 from data.storage.url import Url
 from mimo_train.checkpoint import folders, inspection, object_folders
 from mimo_train.cli import main
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, largest_difference

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mimo_train.config.compose import load
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.flight.read import Rank, newest_start, read_ranks
 from mimo_train.layout.run import resolve
 from tests.dist.ranks import started_ranks

@@ -111,7 +111,7 @@ def test_in_a_run_with_an_encoder_it_is_one_of_llava(made, digits, prose, tmp_pa
     ],
 )
 def test_keys_that_contradict_an_adapter_name_both_values(given, words, made, prose, tmp_path):
-    from mimo_train.config.fault import ConfigError
+    from mimo_train.config.errors import ConfigError
 
     llama, folder, _ = made
     with pytest.raises(ConfigError) as caught:

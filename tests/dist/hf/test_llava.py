@@ -9,7 +9,7 @@ import torch
 
 from data.text.tokens import build_tokenizer
 from mimo_train.config.compose import load
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.hf.documents import separate
 from mimo_train.inputs.inputs import placeholders_of

@@ -164,7 +164,7 @@ def test_of_a_model_of_several_parts_a_layer_too_many_is_named(llama, prose, tmp
 
 
 def _refused(cfg) -> str:
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
 
     try:
         train_rank(cfg)

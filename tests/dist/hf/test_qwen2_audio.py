@@ -300,7 +300,7 @@ def test_positions_that_are_no_sinusoids_are_refused(made, shards, tmp_path):
 
 
 def _refused(cfg) -> str:
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from tests.dist.runs import train_rank
 
     try:

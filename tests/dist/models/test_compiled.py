@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.models import compiled
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference

@@ -123,7 +123,7 @@ def first_weight(cfg) -> list[float]:
     ("axis", "key"), [("tp", "tp"), ("pp", "pp"), ("lora.rank", "lora.rank"), ("recompute", "recompute")]
 )
 def test_what_a_plain_encoder_cannot_do_is_a_fault(digits, tmp_path, axis, key):
-    from mimo_train.config.fault import ConfigError
+    from mimo_train.config.errors import ConfigError
     from mimo_train.layout.run import resolve
 
     value = "selective" if axis == "recompute" else "2"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.models.fp8 import require_fp8
 from mimo_train.models.layers import use_transformer_engine
 from tests.unit.configs import load

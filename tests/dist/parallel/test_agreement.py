@@ -6,7 +6,7 @@ from tests.dist.ranks import run_ranks
 def _outcomes() -> list[str]:
     import torch.distributed as dist
 
-    from mimo_train.config.fault import PeersError, UserError
+    from mimo_train.config.errors import PeersError, UserError
     from mimo_train.parallel.collective_errors import agreed
 
     dist.init_process_group("gloo")
@@ -30,7 +30,7 @@ def test_all_ranks_raise_what_the_first_one_has_found():
 
 
 def _alone() -> list[str]:
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from mimo_train.parallel.collective_errors import agreed
 
     with agreed():

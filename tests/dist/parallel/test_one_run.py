@@ -16,7 +16,7 @@ def _start(cfgs, folder):
 
     import torch.distributed as dist
 
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from mimo_train.parallel import run_identity
     from mimo_train.parallel.collective_errors import agreed
     from mimo_train.training.parts import start_processes
@@ -59,7 +59,7 @@ def test_other_configs_and_folders_that_are_not_shared_are_refused_on_every_rank
 
 
 def test_two_ranks_with_one_cuda_device_are_refused_by_name():
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from mimo_train.parallel.run_identity import Start, require_own_devices
 
     own = [Start("same", host="node0", device=f"GPU-{number}") for number in range(3)]

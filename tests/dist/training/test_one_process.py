@@ -20,7 +20,7 @@ def surroundings(digits, tmp_path_factory) -> dict:
 
 
 def _both(cfg, full) -> dict:
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.training.callbacks import Callback
     from mimo_train.training.pretrain import pretrain

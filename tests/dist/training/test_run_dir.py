@@ -4,7 +4,7 @@ import errno
 import os
 
 from data.errors import DataError
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_rank
 

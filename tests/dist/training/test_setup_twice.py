@@ -27,7 +27,7 @@ def _one_behind_the_other(first, second) -> tuple[str, list[float], bool, list[f
     """What a second run is refused with while there is the first, the losses of the first, whether anything is recorded
     between the two, and the losses of the second."""
     from mimo_train.bridge.training.setup import setup
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.errors import UserError
     from mimo_train.flight.recorder import RECORDER
 
     losses, run = _losses(first)

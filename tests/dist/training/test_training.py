@@ -128,7 +128,7 @@ def test_bf16_follows_fp32_and_layouts_agree(digits, tmp_path):
 
 def test_finetune_without_weights_is_a_fault():
     from mimo_train.config.compose import load
-    from mimo_train.config.fault import ConfigError
+    from mimo_train.config.errors import ConfigError
     from mimo_train.training.pretrain import finetune
 
     with pytest.raises(ConfigError, match=r"checkpoint\.weights"):

@@ -6,7 +6,7 @@ import pytest
 
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import damage_in, damaged
-from mimo_train.config.fault import PeersError, UserError
+from mimo_train.config.errors import PeersError, UserError
 from tests.records import write_record
 
 

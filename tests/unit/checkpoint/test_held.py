@@ -8,7 +8,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from mimo_train.checkpoint.local_shards import held_of
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 
 class Layer(torch.nn.Module):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.cli import main
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.hf.directory import UNFINISHED, new_directory
 
 

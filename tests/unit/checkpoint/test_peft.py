@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import BIN_WEIGHTS

@@ -16,7 +16,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 
 KEY = Key("language", "weight", WEIGHT)
 REMOVED = "was removed while it was read, as a run removes its old ones: start again"

@@ -13,7 +13,8 @@ from mimo_train.checkpoint.resume.config_diff import BEGAN, BY_CONTENT, BY_MODUL
 from mimo_train.checkpoint.resume.model_diff import MAY_CHANGE, SPECS
 from mimo_train.checkpoint.resume.same_run import begun_otherwise, continued_otherwise, resume_faults
 from mimo_train.config import compose
-from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_mix import SourceConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig

@@ -14,7 +14,7 @@ from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.resume import fallback
 from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.config.compose import load, to_dict
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import SourceConfig
 from tests.http_server import serving
 

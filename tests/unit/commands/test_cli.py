@@ -18,7 +18,7 @@ from mimo_train.cli import main
 from mimo_train.commands import export, generate, train
 from mimo_train.commands.arguments import about_files
 from mimo_train.config import compose
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.options import Sampling
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
@@ -224,7 +224,7 @@ def test_only_rank_0_prints_what_is_wrong_before_the_start(overrides, monkeypatc
 
 
 def test_a_users_fault_in_training_is_a_line_that_names_the_rank(trainer, monkeypatch, capsys):
-    trainer("from mimo_train.config.fault import UserError; raise UserError('data.shards: two things\\nare wrong')")
+    trainer("from mimo_train.config.errors import UserError; raise UserError('data.shards: two things\\nare wrong')")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "vlm_digits"]) == 1

@@ -12,7 +12,7 @@ from encoders.ranges import FixedKeys
 from encoders.registry import FAMILIES
 from mimo_train.config import compose
 from mimo_train.config.compose import load
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer

@@ -16,10 +16,10 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.ranges import RULES, rules_of
 from encoders.registry import FAMILIES
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_load import LoadConfig
+from mimo_train.config.schema_checkpoint import LoadConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.layout.run import config_faults
 

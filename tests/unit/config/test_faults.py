@@ -9,7 +9,7 @@ import pytest
 
 from data.demo.make import DEMOS
 from mimo_train.config.keys import rules_of, shown
-from mimo_train.config.schema import DataConfig
+from mimo_train.config.schema_data import DataConfig
 from mimo_train.layout.run import config_faults
 from tests.unit.configs import changed, load
 

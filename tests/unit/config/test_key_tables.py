@@ -10,8 +10,7 @@ import pytest
 
 from encoders.registry import FAMILIES
 from mimo_train.config.keys import rules_of
-from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.rope_spec import RopeScaling
+from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from scripts import key_tables

@@ -3,7 +3,7 @@
 import pytest
 
 from mimo_train.config.compose import load
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.layout.run import resolve
 
 
@@ -27,7 +27,7 @@ def test_what_is_no_place_is_a_fault(override, fault):
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr("mimo_train.config.places.is_installed", lambda module: False)
+    monkeypatch.setattr("mimo_train.config.paths.is_installed", lambda module: False)
     with pytest.raises(ConfigError, match=r"needs the extra `remote` \(obstore is not installed\): run `pip install"):
         resolve(load("vlm_digits", ("checkpoint.dir=s3://bucket/run",)))
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mimo_train.config.compose import from_dict, load, to_dict
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.pretrained.alone import base_of_adapter, config_of_directory
 
 LLAMA = {

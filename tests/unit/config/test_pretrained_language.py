@@ -4,15 +4,14 @@ import dataclasses
 
 import pytest
 
-from mimo_train.config.fault import ConfigError
-from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.errors import ConfigError
+from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 from mimo_train.config.pretrained.language import (
     language_config_json,
     language_keys,
     language_spec,
     model_types,
 )
-from mimo_train.config.rope_spec import RopeScaling
 from mimo_train.layout.run import config_faults
 from tests.unit.configs import changed
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mimo_train.config.compose import load, to_dict, to_yaml
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.pretrained.fill_in import pretrained_folders
 from tests.unit.config.test_pretrained import LLAMA
 from tests.unit.preflight.check.shards import write_weights

@@ -7,7 +7,7 @@ import pytest
 
 from encoders.registry import FAMILIES
 from mimo_train.config.compose import load
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.pretrained.fill_in import CHOICES
 from mimo_train.layout.run import resolve
 

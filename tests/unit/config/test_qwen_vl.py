@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mimo_train.config.compose import load
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.layout.run import config_faults
 
 LANGUAGE = {

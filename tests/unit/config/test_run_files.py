@@ -3,7 +3,7 @@
 import pytest
 
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 
 BOMB = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 
 LIKE_NUMBERS = "20241012_153000 12:30 0012 1e5 1E5 1_000 0x1F 0b11 +5 1.50 1.0e-3 2024 .5 5. 0o17 -0 1e-7 2024-10-12 09"
 

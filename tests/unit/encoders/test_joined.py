@@ -10,7 +10,7 @@ from encoders.joined.spec import JoinedSpec
 from encoders.native.dino.spec import Dinov3Spec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.compose import from_dict, load, to_dict
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.estimate.memory import stage_memory
 from mimo_train.estimate.parameters import encoder_parameters
 from mimo_train.layout.matmuls import Media, encoder_products

@@ -7,7 +7,7 @@ from encoders.native.qwen_audio.spec import QwenAudioSpec
 from encoders.native.vit.spec import VisionSpec
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
 from mimo_train.config.compose import load
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.layout.matmuls import Media, encoder_products
 from mimo_train.layout.run import resolve
 

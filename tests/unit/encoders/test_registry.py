@@ -10,7 +10,7 @@ from encoders import registry
 from encoders.errors import EncoderError
 from encoders.registry import FAMILIES, family_of
 from mimo_train.config.compose import from_dict
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 
 SPEC = """
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.flight.layout import BACKWARD, ERROR, FORWARD, HEAD, HEAD_AT, OPERATIONS, RECEIVE, SEND
 from mimo_train.flight.processes import process
 from mimo_train.flight.read import newest_start, read_ranks

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from encoders.weight_map import Rows, Rule, WeightMap, heads, same, spelt, stacked, with_biases
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.weight_files import SINGLE
 from mimo_train.hf.fill import Cut, Reader
 from mimo_train.hf.matching import require_all_used

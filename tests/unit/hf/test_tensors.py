@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.adapter import PREFIX, WEIGHTS, adapted_paths
 from mimo_train.config.pretrained.weight_files import BIN, BIN_INDEX, INDEX, SINGLE
 from mimo_train.hf import tensors

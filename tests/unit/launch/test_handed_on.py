@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mimo_train.config.compose import load
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.launch import config_broadcast
 from mimo_train.launch.config_broadcast import config_of_node
 

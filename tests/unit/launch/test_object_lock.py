@@ -12,7 +12,7 @@ import pytest
 
 from data.storage.stores import store_of
 from data.storage.url import Url
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.launch import object_lock
 from mimo_train.launch.object_lock import ObjectLock, require_seen
 from tests.object_storage import environment, moto_server

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.flight.layout import ERROR
 from mimo_train.flight.recorder import Recorder
 from mimo_train.launch.restarts import RESTARTS, Failure, Restarts, failure_of, first_wait, require_resume, run_dir_of

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.launch import run_lock
 from mimo_train.launch.run_lock import LOCK_FILE, RunLock
 

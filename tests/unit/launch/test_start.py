@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.launch.start import command, launch_of
 from tests.unit.launch.test_tasks import OPEN_MPI, SKY, SLURM
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.launch.tasks import Tasks, adopt_tasks, first_host, tasks_of
 
 SLURM = {

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.run import config_faults, resolve, steps_of_epochs

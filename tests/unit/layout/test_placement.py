@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.launch import processes
 from mimo_train.layout import placement
 from mimo_train.layout.run import layout_faults, resolve

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mimo_train.cli import main
-from mimo_train.config.fault import ConfigError
-from mimo_train.config.run_dir import folder_fault, make_folder
+from mimo_train.config.errors import ConfigError
+from mimo_train.config.paths import folder_fault, make_folder
 
 
 def in_the_way(tmp_path: Path, kind: str) -> tuple[Path, Path]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.logging.sinks.jsonl import JsonlSink, read_metrics
 
 

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from mimo_train.config import installed
+from mimo_train.config import keys
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import TRACKERS, LogConfig
 from mimo_train.layout.run import config_faults
@@ -126,7 +126,7 @@ def test_a_sink_without_its_library_is_refused_before_the_start(tmp_path, monkey
     module, install = TRACKERS[name]
     pytest.importorskip(module)
     assert not [fault for fault in config_faults(cfg) if fault.key == key]
-    monkeypatch.setattr(installed, "is_installed", lambda name: False)
+    monkeypatch.setattr(keys, "is_installed", lambda name: False)
     (fault,) = [fault for fault in config_faults(cfg) if fault.key == key]
     assert module in fault.message and f"pip install {install}" in fault.message and f"{key}=false" in fault.message
 

@@ -9,7 +9,8 @@ from mimo_train.bridge.training.train import (
 )
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_run import RunConfig
 from mimo_train.layout.run import resolve

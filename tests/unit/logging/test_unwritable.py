@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.evaluation import held_out
 from mimo_train.logging import progress
 from mimo_train.logging.console import Console

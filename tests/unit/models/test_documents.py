@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.models import attention
 from mimo_train.models.attention import SdpaAttention
 from mimo_train.models.documents import Documents, attention_inside_documents, documents_of, documents_of_media

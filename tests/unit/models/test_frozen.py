@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.flops import StepFlops
 from mimo_train.estimate.parameters import module_parameters

@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.models.attention import SdpaAttention

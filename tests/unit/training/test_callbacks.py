@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.training.callbacks import EVENTS, Callback, Callbacks, load_callbacks
 
 ARGUMENTS = {

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.layout.run import resolve, with_iters
 from mimo_train.logging.progress import FINISHED
 from mimo_train.training.data_end import data_end, nothing_left

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.config import installed
+from mimo_train.config import keys
 from mimo_train.layout.run import config_faults
 from tests.unit.configs import load
 
@@ -14,7 +14,7 @@ def test_without_restarts_nothing_is_wrapped():
 
 
 def test_without_the_package_it_is_a_fault(monkeypatch):
-    monkeypatch.setattr(installed, "is_installed", lambda name: False)
+    monkeypatch.setattr(keys, "is_installed", lambda name: False)
     (fault,) = config_faults(load("vlm_digits", "run.inprocess_restarts=2"))
     assert fault.key == "run.inprocess_restarts" and "pip install 'mimo-train[resiliency]'" in fault.message
     assert not config_faults(load("vlm_digits"))
@@ -29,6 +29,6 @@ def test_without_the_package_it_is_a_fault(monkeypatch):
     ],
 )
 def test_impossible_values_are_faults(overrides, words, monkeypatch):
-    monkeypatch.setattr(installed, "is_installed", lambda name: True)
+    monkeypatch.setattr(keys, "is_installed", lambda name: True)
     (fault,) = config_faults(load("vlm_digits", *overrides))
     assert overrides[0].startswith(f"{fault.key}=") and words in fault.message

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.training.interval import add_step
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mimo_train.config.fault import PeersError
+from mimo_train.config.errors import PeersError
 from mimo_train.training import setup as module
 from tests.unit.configs import load
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 from torch.distributed.tensor import DTensor
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.models.norms import grad_l2_norms, params_l2_norm, squares_of
 
 __all__ = ["calc_dtensor_params_l2_norm", "calc_params_l2_norm", "param_is_not_shared", "report_l2_norm_grad"]

@@ -20,7 +20,7 @@ from mimo_train.bridge.training.utils.reductions import (
     logical_and_across_model_parallel_group,
     reduce_max_stat_across_model_parallel_group,
 )
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.logging import memory_stats
 from mimo_train.logging.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording

@@ -1,5 +1,4 @@
-"""Models of several parts that `transformers` saves as one directory: where the config and the weights of each are.
-Imports no torch."""
+"""Models of several parts that `transformers` saves as one directory: where the config and the weights of each are."""
 
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.gemma3 import GEMMA3

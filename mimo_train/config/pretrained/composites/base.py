@@ -1,4 +1,4 @@
-"""What is known of a model of several parts. Imports no torch."""
+"""What is known of a model of several parts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,5 +1,5 @@
 """LLaVA-1.5 (Liu et al. 2024, arXiv 2310.03744): a CLIP, SigLIP or DINOv2 tower, an MLP of two layers, any language
-model. Imports no torch."""
+model."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen2-Audio: a Whisper-like tower, one linear layer, Qwen2. Imports no torch."""
+"""Qwen2-Audio: a Whisper-like tower, one linear layer, Qwen2."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 """Qwen2.5-VL and Qwen3-VL: a vision transformer at native resolution, a merger of squares of patches, a Qwen whose
-rotary positions are of time, row and column. Imports no torch."""
+rotary positions are of time, row and column."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config

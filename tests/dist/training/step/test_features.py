@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, largest_difference

@@ -11,7 +11,7 @@ from data.errors import DecodeError
 from data.records.conversation import Part, Turn, split_markers
 from data.records.records import parse_record
 from mimo_train.commands.generate import _converse
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.answers import Answers
 from mimo_train.evaluation.generation.chat import Chat
 from mimo_train.evaluation.generation.options import Sampling

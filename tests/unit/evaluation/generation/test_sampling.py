@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.generation.sampling import Sampler, distribution
 

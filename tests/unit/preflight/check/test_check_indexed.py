@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mimo_train.cli import main
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import check
 from tests.indexed import END, texts, write_indexed

@@ -17,7 +17,7 @@ from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.resume.recorded_config import recorded_config
 from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.config import compose
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.pretrained.weight_files import BIN
 from mimo_train.preflight.check import check
 from tests.records import write_record

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from encoders.ranges import rules_of
-from mimo_train.config.schema import DataConfig
+from mimo_train.config.schema_data import DataConfig
 from tests.unit.preflight.check.printed import run
 from tests.unit.preflight.check.shards import on, record, shard, sound
 

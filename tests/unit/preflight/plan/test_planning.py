@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mimo_train.config.compose import RECIPES, from_dict, shipped_configs, to_dict
 from mimo_train.config.compose import load as compose
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.estimate.memory import rank_memory, stage_memory
 from mimo_train.estimate.parameters import padded_vocab_size
 from mimo_train.layout.run import resolve

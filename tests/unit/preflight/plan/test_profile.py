@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.preflight.plan.profile import LayerCost, Profile, read_profile
 
 COSTS = (

@@ -6,7 +6,7 @@ from typing import Optional
 
 import pytest
 
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.errors import ConfigError
 from mimo_train.training.pretrain import default_forward_step, pretrain
 from mimo_train.training.step.forward_step import (
     load_forward_step,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.errors import UserError
 from mimo_train.training.step.losses import StepLosses
 
 ONE, PAIR = torch.tensor(2.0, requires_grad=True), torch.tensor([6.0, 3.0])

@@ -1,4 +1,4 @@
-"""User errors, and faults of a config with their keys. Imports no torch."""
+"""User errors, and faults of a config with their keys."""
 
 import difflib
 from collections.abc import Iterable
