@@ -1,8 +1,9 @@
 """The interface of the specs of all encoder families, and the arithmetic of layers. Imports no torch."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
 """Activation functions of encoders and projectors. `gelu_tanh` is the approximation by tanh."""
@@ -41,153 +42,213 @@ class Merging(Protocol):
         """See `encoders.projectors.spec.ProjectorSpec.latents`."""
 
 
-class Joining(Protocol):
-    """What the width of joined features follows from; every encoder's spec has it."""
+class EncoderSpec(ABC):
+    """The interface of every encoder's spec, with the defaults of what most encoders lack.
 
-    hidden_size: int
+    `extent0` and `extent1` are read from the header of an image or audio item: height and width in pixels, or samples
+    and samples per second. Everything is a pure function of the spec, so that data (placeholders), `mimo-train check`
+    and the pipeline (message shapes) agree without the model. Attributes without an annotation are properties of a
+    family; a family that lets the user choose has a field of that name.
+    """
 
-    def joined(self, merge: int) -> int:
-        """See `EncoderSpec.joined`."""
+    if TYPE_CHECKING:  # fields of the dataclasses that derive from it
+        name: str
+        family: str
 
+        @property
+        def hidden_size(self) -> int: ...
+        @property
+        def dropout(self) -> float: ...
 
-class EncoderSpec(Protocol):
-    """The interface of every family's spec. `extent0` and `extent1` are read from the header of a medium: height and
-    width in pixels, or samples and samples per second. Everything is a pure function of the spec, so that data
-    (placeholders), `mimo-train check` and the pipeline (message shapes) agree without the model."""
+    kind: ClassVar[str] = ""
+    """Kind of media this encoder reads: `image` or `audio`."""
+    medium: ClassVar[str] = ""
+    """What one item of it is called."""
+    placeholder: ClassVar[str] = ""
+    """Marker in a record's text at the place of an item."""
 
-    name: str
-    family: str
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    normalization: str
-    layernorm_epsilon: float
-    activation: str
-    dropout: float
-    init_std: float
-
-    @property
-    def kind(self) -> str:
-        """Kind of media this encoder reads: image or audio."""
-
-    @property
-    def medium(self) -> str:
-        """What one of them is called."""
+    resize = ""
+    """How images are resized; `tiles`: they are cut into tiles (`encoders.native.vit.tiles`)."""
+    rotary_positions = False
+    """True if queries and keys are rotated by position."""
+    deepstack: Sequence[int] = ()
+    """Layers whose states the first layers of the language model get too (DeepStack)."""
 
     @property
-    def placeholder(self) -> str:
-        """Marker in a record's text at the place of a medium."""
+    def parts(self) -> Mapping[str, Any]:
+        """The encoders with layers that this one consists of, by name; of a single one, itself without a name."""
+        return {"": self}
 
     @property
     def sizes_vary(self) -> bool:
-        """Whether media differ in their number of tokens."""
+        """True if items differ in their number of tokens."""
+        return False
 
     @property
+    def leading_tokens(self) -> int:
+        """Tokens of each item in front of its patches, inside the encoder."""
+        return 0
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of each item in front of its patches, in the sequence."""
+        return 0
+
+    @property
+    def largest_area(self) -> int:
+        """Pixels of the largest image that layers see; 0: not known."""
+        return 0
+
+    @property
+    def transform(self) -> PictureTransform:
+        """How an image becomes one of `input_size`."""
+        return PictureTransform()
+
+    @property
+    def is_tiled(self) -> bool:
+        """True if images are cut into tiles."""
+        return self.resize == "tiles"
+
+    @abstractmethod
+    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
+        """Return the size in which the encoder gets an item: (height, width) in pixels, or (samples, samples per
+        second). Raises EncoderError for an extent that it cannot take."""
+
+    @abstractmethod
+    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        """Return the tokens of an item inside the encoder. Raises EncoderError as `input_size` does."""
+
+    @abstractmethod
+    def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        """Return the tokens of an item in the sequence. Raises EncoderError as `input_size` does."""
+
+    @abstractmethod
+    def joined(self, merge: int) -> int:
+        """Return how many tokens inside the encoder make one of the sequence."""
+
+    @abstractmethod
+    def most_tokens(self, merge: int = 1) -> int:
+        """Return the tokens in the sequence of the largest item."""
+
+    @abstractmethod
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Return the tokens inside the encoder of the largest item."""
+
+    @abstractmethod
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """Return how an item is read, what the layers see of it, and its tokens in the sequence, in words."""
+
+    @abstractmethod
+    def faults(self) -> list[tuple[str, str]]:
+        """Return (field, sentence) of everything that cannot be built."""
+
+    @abstractmethod
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """Return (field of the module, sentence) of faults together with a projector."""
+
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Return the number of parameters, biases and norms included."""
+
+    def token_grid(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int] | None:
+        """Return (rows, columns) of the tokens in the sequence that come from an image; None where there is no grid."""
+        return None
+
+    def attention_pairs(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        """Return the pairs of tokens of an item that attend to each other, in a layer on average: all."""
+        return self.inner_tokens(extent0, extent1, merge=merge) ** 2
+
+    def most_features(self, merge: int = 1) -> int:
+        """Return the features of the largest item in front of the projector."""
+        return self.most_tokens(merge)
+
+    def patches_of(self, tokens: float, merge: int = 1) -> float:
+        """Return the patches or frames of items that take `tokens` in the sequence, all together."""
+        return tokens * self.joined(merge)
+
+    def joined_width(self, merge: int) -> int:
+        """Return the width of the features that the projector reads: all that make a token, side by side."""
+        return self.hidden_size * self.joined(merge)
+
+
+class LayeredSpec(EncoderSpec):
+    """The spec of an encoder whose layers are built here, and so can be split by tensor and pipeline parallelism."""
+
+    if TYPE_CHECKING:
+        num_layers: int
+        num_attention_heads: int
+        ffn_hidden_size: int
+        layernorm_epsilon: float
+        activation: str
+        init_std: float
+
+    normalization = "LayerNorm"
+    feature_layer = -1
+    """The layer whose output is read, counted from the last one; layers behind it are not built."""
+    final_norm = True
+    """True if a norm follows the layers."""
+    key_bias = True
+    layer_scale = 0.0
+    """Initial factor of the learned scale behind attention and feed-forward block; 0: none."""
+    full_attention: Sequence[int] | None = None
+    """Layers, counted from 0, whose tokens attend to the whole item, where others attend inside windows; None: all."""
+
+    @property
+    def built_layers(self) -> int:
+        """Number of layers up to the one that is read."""
+        return self.num_layers + 1 + self.feature_layer
+
+    @property
+    @abstractmethod
     def token_unit_fields(self) -> tuple[str, ...]:
         """Fields of the module that `token_unit` follows from."""
 
-    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """Size in which the encoder gets a medium: (height, width) in pixels, or (samples, samples per second). Raises
-        EncoderError for an extent that it cannot take."""
-
-    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """Tokens that a medium takes inside the encoder. Raises EncoderError as `input_size` does."""
-
-    def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """Tokens that a medium takes in the sequence. Raises EncoderError as `input_size` does."""
-
-    def joined(self, merge: int) -> int:
-        """How many tokens inside the encoder make one of the sequence."""
-
-    def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest medium."""
-
-    def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens inside the encoder of the largest medium."""
-
+    @abstractmethod
     def token_unit(self, merge: int = 1) -> int:
-        """What divides the number of tokens that any medium has inside the encoder."""
+        """Return a divisor of the number of tokens that any item has inside the encoder."""
 
+    @abstractmethod
     def embedding_products(self) -> dict[str, int]:
-        """Parameters in front of the layers: multiplications with each for one token inside the encoder."""
+        """Return the parameters in front of the layers: multiplications with each for one token inside."""
 
-    def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a medium is read, what the layers see of it, and its tokens in the sequence, in words."""
+    def layer_faults(self) -> list[tuple[str, str]]:
+        """Return (field, sentence) of everything that is wrong with the sizes of the layers."""
+        faults = [
+            (name, f"must be at least 1, is {getattr(self, name)}")
+            for name in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
+            if getattr(self, name) < 1
+        ]
+        heads, layers = self.num_attention_heads, self.num_layers
+        if not faults and self.hidden_size % heads:
+            text = f"{heads} does not divide hidden_size {self.hidden_size}: change one of them"
+            faults.append(("num_attention_heads", text))
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            faults.append(("normalization", f"must be LayerNorm or RMSNorm, is {self.normalization!r}"))
+        choices = (*ACTIVATIONS, GATED)
+        if self.activation not in choices:
+            faults.append(("activation", f"must be one of {', '.join(choices)}, is {self.activation!r}"))
+        if layers >= 1 and not -layers <= self.feature_layer <= -1:
+            text = f"must be from -{layers} (of num_layers {layers}) to -1, is {self.feature_layer}"
+            faults.append(("feature_layer", text))
+        return faults
 
-    def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
+    @property
+    def norm_parameters(self) -> int:
+        """Trainable parameters of one norm."""
+        return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
-    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
+    @property
+    def layer_parameters(self) -> int:
+        """Trainable parameters of one layer, biases and norms included."""
+        scale = 2 * self.hidden_size if self.layer_scale else 0
+        return self.split_parameters + 2 * self.hidden_size + 2 * self.norm_parameters + scale
 
-    def num_parameters(self) -> int:
-        """Number of trainable parameters, biases and norms included."""
-
-
-def encoders_in(encoder: Any) -> Mapping[str, Any]:
-    """The encoders with layers of their own that an encoder consists of, by their names in it; of one, itself without a
-    name."""
-    return getattr(encoder, "parts", None) or {"": encoder}
-
-
-def built_layers(spec: EncoderSpec) -> int:
-    """Layers that are there: those up to the one that is read. A spec without `feature_layer` reads the last."""
-    return spec.num_layers + 1 + getattr(spec, "feature_layer", -1)
-
-
-def has_final_norm(spec: EncoderSpec) -> bool:
-    """Whether a norm follows the layers. A spec without `final_norm` has one."""
-    return getattr(spec, "final_norm", True)
-
-
-def layer_options(spec: EncoderSpec) -> dict[str, Any]:
-    """What the layers of an encoder have that not every spec names: `layer_scale` (initial factor of a learned scale
-    behind attention and feed-forward block; 0: none) and `full_attention` (numbers from 0 of the layers whose tokens
-    see the whole medium, where others see their window; None: all)."""
-    return {name: getattr(spec, name, default) for name, default in (("layer_scale", 0.0), ("full_attention", None))}
-
-
-def layer_faults(spec: EncoderSpec) -> list[tuple[str, str]]:
-    """(field, sentence) of everything that is wrong with the sizes of an encoder's layers."""
-    found = [
-        (name, f"must be at least 1, is {getattr(spec, name)}")
-        for name in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
-        if getattr(spec, name) < 1
-    ]
-    if not found and spec.hidden_size % spec.num_attention_heads:
-        found.append(
-            (
-                "num_attention_heads",
-                f"{spec.num_attention_heads} does not divide hidden_size {spec.hidden_size}: change one of them",
-            )
-        )
-    if spec.normalization not in ("LayerNorm", "RMSNorm"):
-        found.append(("normalization", f"must be LayerNorm or RMSNorm, is {spec.normalization!r}"))
-    choices = (*ACTIVATIONS, GATED)
-    if spec.activation not in choices:
-        found.append(("activation", f"must be one of {', '.join(choices)}, is {spec.activation!r}"))
-    layer = getattr(spec, "feature_layer", -1)
-    if spec.num_layers >= 1 and not -spec.num_layers <= layer <= -1:
-        found.append(
-            ("feature_layer", f"must be from -{spec.num_layers} (of num_layers {spec.num_layers}) to -1, is {layer}")
-        )
-    return found
-
-
-def layer_parameters(spec: EncoderSpec) -> tuple[int, int]:
-    """Trainable parameters of one layer, biases and norms included, and of one norm."""
-    hidden = spec.hidden_size
-    norm = hidden * (2 if spec.normalization == "LayerNorm" else 1)
-    scale = 2 * hidden if layer_options(spec)["layer_scale"] else 0
-    return split_parameters(spec) + 2 * hidden + 2 * norm + scale, norm
-
-
-def split_parameters(spec: EncoderSpec) -> int:
-    """Parameters of one layer that tensor parallelism divides: matrices, and biases of what is cut by its outputs."""
-    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
-    up = 2 * ffn if spec.activation == GATED else ffn
-    return 4 * hidden * hidden + 3 * hidden + hidden * up + up + ffn * hidden
+    @property
+    def split_parameters(self) -> int:
+        """Parameters of one layer that tensor parallelism divides: matrices, and biases of matrices cut by outputs."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        up = 2 * ffn if self.activation == GATED else ffn
+        return 4 * hidden * hidden + 3 * hidden + hidden * up + up + ffn * hidden
 
 
 def num_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
@@ -204,98 +265,18 @@ def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
 def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int] | None:
     """(rows, columns) of the tokens that a picture takes in the sequence, row by row; None where they form no grid, as
     those of a clip, latents of a resampler, or those behind a class token. A spec without `token_grid` has none."""
-    if projector.latents or not hasattr(encoder, "token_grid"):
-        return None
-    rows, columns = encoder.token_grid(*extent, merge=projector.merge)
-    return (rows, columns) if rows * columns == num_tokens(encoder, projector, *extent) else None
-
-
-def deepstack_layers(encoder: EncoderSpec) -> int:
-    """Layers of the language model, the first ones, that get features of their own of this encoder. A spec without
-    `deepstack` gives features to its input alone."""
-    return len(getattr(encoder, "deepstack", ()))
-
-
-def inner_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
-    """Tokens that a medium takes inside the encoder. Raises EncoderError as `EncoderSpec.input_size`."""
-    return encoder.inner_tokens(*extent, merge=projector.merge)
-
-
-def attention_pairs(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
-    """Pairs of tokens of a medium that attend to each other inside the encoder, in a layer on average: all, where no
-    layer has windows. Raises EncoderError as `EncoderSpec.input_size`."""
-    if hasattr(encoder, "attention_pairs"):
-        return encoder.attention_pairs(*extent, merge=projector.merge)
-    return inner_tokens(encoder, projector, *extent) ** 2
-
-
-def picture_transform(encoder: EncoderSpec) -> PictureTransform:
-    """How a picture becomes one of `input_size`. A spec without `transform` stretches it."""
-    return getattr(encoder, "transform", PictureTransform())
-
-
-def is_tiled(encoder: EncoderSpec) -> bool:
-    """Whether pictures are cut into tiles (`encoders.vit.tiles`)."""
-    return getattr(encoder, "resize", "") == "tiles"
-
-
-def most_features(encoder: EncoderSpec, projector: Merging) -> int:
-    """Features of the largest medium in front of the projector. A spec without `most_features` has as many as
-    tokens."""
-    if hasattr(encoder, "most_features"):
-        return encoder.most_features(projector.merge)
-    return encoder.most_tokens(projector.merge)
-
-
-def patches_of(encoder: EncoderSpec, projector: Merging, tokens: float) -> float:
-    """Patches or frames of media that take `tokens` in the sequence, all together. A spec without `patches_of` keeps
-    nothing but these."""
-    if hasattr(encoder, "patches_of"):
-        return encoder.patches_of(tokens, merge=projector.merge)
-    return tokens * encoder.joined(projector.merge)
-
-
-def input_size(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int]:
-    """Size in which the encoder gets a medium. Raises EncoderError as `EncoderSpec.input_size`."""
-    return encoder.input_size(*extent, merge=projector.merge)
+    grid = None if projector.latents else encoder.token_grid(*extent, merge=projector.merge)
+    return grid if grid and grid[0] * grid[1] == num_tokens(encoder, projector, *extent) else None
 
 
 def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, str]]:
     """(field of the module, sentence) of faults of an encoder and a projector together."""
-    found, tiled = encoder.joint_faults(projector.merge), is_tiled(encoder)
+    found, tiled = encoder.joint_faults(projector.merge), encoder.is_tiled
     if tiled and projector.latents:
         text = f"is {projector.latents}, and with encoder.resize tiles a picture has lines of features: set it to 0"
         found.append(("projector.resampler.latents", text))
     if tiled != projector.newline:
-        text = f"encoder.resize {getattr(encoder, 'resize', 'of another kind')} "
+        text = f"encoder.resize {encoder.resize or 'of another kind'} "
         text += "has rows behind lines: set it to true" if tiled else "has no lines in the sequence: set it to false"
         found.append(("projector.newline", f"is {str(projector.newline).lower()}, and {text}"))
     return found
-
-
-def joined_width(encoder: Joining, projector: Merging) -> int:
-    """Width of the features that the projector reads. A spec without `joined_width` puts all that makes a token side by
-    side."""
-    if hasattr(encoder, "joined_width"):
-        return encoder.joined_width(projector.merge)
-    return encoder.hidden_size * encoder.joined(projector.merge)
-
-
-def number_faults(spec: Any) -> list[tuple[str, str]]:
-    """(field, sentence) of numbers outside of their range, of fields that most families have. Looks at the fields that
-    are there, so that it holds for any family."""
-    found = []
-    for name, fits, allowed in _RANGES:
-        value = getattr(spec, name, None)
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, (int, float)) and not fits(number) for number in numbers):
-            found.append((name, f"must be {allowed}, is {value}"))
-    return found
-
-
-_RANGES = (
-    ("dropout", lambda value: 0 <= value < 1, "at least 0 and below 1"),
-    ("init_std", lambda value: value >= 0, "at least 0"),
-    ("layernorm_epsilon", lambda value: value > 0, "above 0"),
-    ("pixel_std", lambda value: value > 0, "above 0 for each channel"),
-)

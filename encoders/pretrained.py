@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from encoders.base import EncoderSpec, built_layers, has_final_norm
+from encoders.base import LayeredSpec
 from encoders.errors import EncoderError
 from encoders.native.vit.picture import PictureSpec
 
@@ -146,7 +146,7 @@ def picture_values(
     return values | {"image_size": square[0]}
 
 
-def tower_config(spec: EncoderSpec, **own: Any) -> dict[str, Any]:
+def tower_config(spec: LayeredSpec, **own: Any) -> dict[str, Any]:
     """Keys of config.json that towers over patches have alike, of the layers that are built.
 
     Raises:
@@ -158,7 +158,7 @@ def tower_config(spec: EncoderSpec, **own: Any) -> dict[str, Any]:
     return {
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_hidden_size,
-        "num_hidden_layers": built_layers(spec),
+        "num_hidden_layers": spec.built_layers,
         "num_attention_heads": spec.num_attention_heads,
         "num_channels": 3,
         "hidden_act": names[spec.activation],
@@ -169,10 +169,10 @@ def tower_config(spec: EncoderSpec, **own: Any) -> dict[str, Any]:
     }
 
 
-def unread_norm(spec: EncoderSpec, name: str) -> dict[str, tuple[tuple[int, ...], float | None]]:
+def unread_norm(spec: LayeredSpec, name: str) -> dict[str, tuple[tuple[int, ...], float | None]]:
     """The norm behind the layers where it is not built, as one that changes nothing but the scale."""
     width = (spec.hidden_size,)
-    return {} if has_final_norm(spec) else {f"{name}.weight": (width, 1.0), f"{name}.bias": (width, 0.0)}
+    return {} if spec.final_norm else {f"{name}.weight": (width, 1.0), f"{name}.bias": (width, 0.0)}
 
 
 def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:

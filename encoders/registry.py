@@ -43,7 +43,7 @@ class Family:
     """How one family of encoders is described and built."""
 
     spec: type
-    """Dataclass of its sizes: see `encoders.spec`, and for plain torch modules `encoders.plain.spec`."""
+    """Dataclass of its sizes: see `encoders.base`, and for plain torch modules `encoders.plain.spec`."""
     builder: str
     """`module:attribute` of a class called as `encoders.staged.StagedEncoder`, or of the torch module of a plain
     encoder."""
@@ -310,20 +310,10 @@ def _why_no_spec(found: Any) -> str:
             'does not name the class of its module: it needs builder = "package.module:Class", without a type or as '
             "ClassVar[str]"
         )
-    members = (_members(PlainSpec) if issubclass(found, PlainSpec) else _members(EncoderSpec)) - fields
-    missing = {name for name in members if not hasattr(found, name)} | getattr(
-        found, "__abstractmethods__", frozenset()
-    )
-    missing |= {"name", "family"} - fields
-    if missing:
-        base = (
-            "" if issubclass(found, PlainSpec) else "; of a plain torch module it derives from PictureSpec or ClipSpec"
+    if not issubclass(found, EncoderSpec):
+        return (
+            "is no encoder's spec: derive it from encoders.plain.spec.PictureSpec or ClipSpec (a plain torch module) or "
+            "from a spec in encoders.native"
         )
-        return f"lacks {', '.join(sorted(missing))} (see encoders.spec){base}"
-    return ""
-
-
-def _members(protocol: type) -> set[str]:
-    """Public names that an interface asks for."""
-    own = {*vars(protocol), *getattr(protocol, "__annotations__", {})}
-    return {name for name in own if not name.startswith("_")}
+    missing = sorted(getattr(found, "__abstractmethods__", frozenset()) | {"name", "family"} - fields)
+    return f"lacks {', '.join(missing)} (see encoders.base)" if missing else ""

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.base import EncoderSpec, has_final_norm
+from encoders.base import LayeredSpec
 from encoders.copies import to_device
 
 Size = tuple[int, int]
@@ -52,7 +52,7 @@ class StagedEncoder(MegatronModule, ABC):
     def __init__(
         self,
         config: TransformerConfig,
-        spec: EncoderSpec,
+        spec: LayeredSpec,
         layer_spec: ModuleSpec,
         norm: type,
         merge: int,
@@ -70,10 +70,10 @@ class StagedEncoder(MegatronModule, ABC):
             spec=TransformerBlockSubmodules(layer_specs=[layer_spec] * layers, layer_norm=norm),
             pre_process=True,  # its input is handed over as an argument, on every stage
             post_process=self.is_last_stage,
-            post_layer_norm=has_final_norm(spec),
+            post_layer_norm=spec.final_norm,
             pg_collection=pg_collection,
         )
-        if not getattr(spec, "key_bias", True):
+        if not spec.key_bias:
             for layer in self.layers.layers:
                 _keep_key_bias_zero(layer.self_attention.linear_qkv.bias, config.kv_channels)
 

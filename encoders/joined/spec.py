@@ -1,9 +1,9 @@
 """Two encoders of the same pictures, and the arithmetic derived from them. Imports no torch."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from encoders.base import PictureTransform, number_faults
+from encoders.base import EncoderSpec, PictureTransform
 from encoders.native.vit.picture import PictureSpec
 from encoders.ranges import FixedKeys
 
@@ -12,7 +12,7 @@ PARTS = ("first", "second")
 
 
 @dataclass
-class JoinedSpec(FixedKeys):
+class JoinedSpec(FixedKeys, EncoderSpec):
     """Two vision encoders that read the same picture, side by side on the same ranks; behind them the features of a
     patch are joined, those of the first encoder in front (Tong et al. 2024, arXiv 2401.06209, section 4; Karamcheti et
     al. 2024, arXiv 2402.07865). Both need pictures of one size, resized alike, and equally many tokens."""
@@ -32,10 +32,9 @@ class JoinedSpec(FixedKeys):
     second_pretrained: str = ""
     """Directory of the second encoder; empty: none."""
 
-    kind = "image"
-    medium = "picture"
-    placeholder = "<image>"
-    sizes_vary = False
+    kind: ClassVar[str] = "image"
+    medium: ClassVar[str] = "picture"
+    placeholder: ClassVar[str] = "<image>"
     token_unit_fields = ("encoder.first", "encoder.second")
 
     @property
@@ -114,7 +113,7 @@ class JoinedSpec(FixedKeys):
                 text = f"must have the keys of a vision encoder of layers, such as family: clip; {have}"
                 found.append((f"{name}.family" if family else name, text))
             else:
-                found += [(f"{name}.{field}", text) for field, text in [*part.faults(), *number_faults(part)]]
+                found += [(f"{name}.{field}", text) for field, text in part.faults()]
                 if part.sizes_vary:
                     text = f"is {part.resize}, and encoders can be joined where all pictures have one size: set it to "
                     found.append((f"{name}.resize", f"{text}fixed or crop"))
@@ -143,7 +142,3 @@ class JoinedSpec(FixedKeys):
             text = f"a picture makes {counts[1]} tokens ({sizes[1]}), and {counts[0]} of the first ({sizes[0]})"
             return [("encoder.second.patch_size", f"{text}: features are joined token by token, make them equal")]
         return []
-
-    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
-        """Pairs of tokens of a picture inside the encoder that has more of them."""
-        return self.most_inner_tokens(merge) ** 2

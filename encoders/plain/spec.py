@@ -1,16 +1,17 @@
 """Specs of encoders that are plain torch modules: the base classes of a user's own. Imports no torch."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from encoders.base import EncoderSpec
 from encoders.errors import EncoderError
 from encoders.ranges import MOST_PIXELS, MOST_WIDTH, key
 
 
 @dataclass
-class PlainSpec(ABC):
+class PlainSpec(EncoderSpec):
     """What every plain encoder says of itself: derive from `PictureSpec` or `ClipSpec`."""
 
     name: str = "own"
@@ -25,57 +26,10 @@ class PlainSpec(ABC):
 
     builder: ClassVar[str] = ""
     """`module:Class` of the torch module, which is made with the spec as its only argument."""
-    kind: ClassVar[str] = ""
-    """Kind of media this encoder reads: image or audio."""
-    medium: ClassVar[str] = ""
-    """What one of them is called."""
-    placeholder: ClassVar[str] = ""
-    """Marker in a record's text at the place of a medium."""
-
-    @property
-    def sizes_vary(self) -> bool:
-        """Whether media differ in their number of tokens."""
-        return False
-
-    @abstractmethod
-    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """See `encoders.spec.EncoderSpec.input_size`."""
-
-    @abstractmethod
-    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """See `encoders.spec.EncoderSpec.inner_tokens`."""
-
-    @abstractmethod
-    def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """See `encoders.spec.EncoderSpec.num_tokens`."""
 
     @abstractmethod
     def output_tokens(self, extent0: int, extent1: int, /) -> int:
-        """Features that the module gives for a medium of this input size, before neighbours are joined."""
-
-    @abstractmethod
-    def joined(self, merge: int) -> int:
-        """How many features make one token of the sequence."""
-
-    @abstractmethod
-    def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest medium."""
-
-    @abstractmethod
-    def most_inner_tokens(self, merge: int = 1) -> int:
-        """Features of the largest medium."""
-
-    @abstractmethod
-    def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a medium is read, what features it gives, and its tokens in the sequence, in words."""
-
-    @abstractmethod
-    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
-
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """Number of parameters of the module, for estimates of memory and FLOPs."""
+        """Return the features that the module gives for an item of this input size, before neighbours are joined."""
 
     def activations(self) -> int:
         """Numbers that the backward pass of the largest medium keeps. 0: not known; `check` says so and counts none."""

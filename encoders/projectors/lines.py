@@ -1,4 +1,4 @@
-"""Features of pictures that are cut into tiles (`encoders.vit.tiles`) -> lines in the sequence.
+"""Features of pictures that are cut into tiles (`encoders.native.vit.tiles`) -> lines in the sequence.
 
 Shape suffixes: R, C rows and columns of features, H hidden size.
 """

@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache, partial
 
-from encoders.base import is_tiled, patches_of
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
@@ -160,12 +159,12 @@ class StepFlops:
             encoder, projector = self._modules[name].encoder, self._modules[name].projector
             if projector.latents:
                 pictures = rows / projector.latents
-                kept = pictures * getattr(encoder, "kept_tokens", 0)
-                patches = tokens - pictures * getattr(encoder, "leading_tokens", 0)
-            elif is_tiled(encoder):
+                kept = pictures * encoder.kept_tokens
+                patches = tokens - pictures * encoder.leading_tokens
+            elif encoder.is_tiled:
                 patches, kept = tokens * encoder.most_patches() / encoder.token_unit(), 0.0
             else:
-                patches = patches_of(encoder, projector, rows)
+                patches = encoder.patches_of(rows, projector.merge)
                 kept = rows - patches / encoder.joined(projector.merge)
             amounts = [patches, tokens, squares, kept, rows if projector.latents else 0]
             flops[name] = sum((unit * amount for unit, amount in zip(units[name], amounts, strict=True)), Flops())

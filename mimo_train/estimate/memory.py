@@ -9,16 +9,7 @@ unless the run is on the CPU.
 import math
 from dataclasses import dataclass
 
-from encoders.base import (
-    GATED,
-    EncoderSpec,
-    built_layers,
-    deepstack_layers,
-    encoders_in,
-    joined_width,
-    layer_options,
-    most_features,
-)
+from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -261,27 +252,27 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
         kept = 0 if "encoder" in module.freeze else module_kept * (1 if cfg.recompute_of(name) == "full" else flying)
         return Memory(activations=kept + _projector_activations(cfg, name, media, sizes.tp) * flying)
     memory = Memory()
-    for part in encoders_in(encoder).values():
+    for part in encoder.parts.values():
         memory += _layers_activations(run, name, stage, part, media * part.most_inner_tokens(projector.merge))
     if stage < sizes.pp - 1:
         return memory
     return memory + Memory(activations=_projector_activations(cfg, name, media, sizes.tp) * flying)
 
 
-def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, tokens: int) -> Memory:
+def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, tokens: int) -> Memory:
     """Bytes that the layers of an encoder on one rank of a stage keep of `tokens` in each microbatch, and work with."""
     cfg, sizes = run.cfg, run.layout.modules[name]
     module, precision = cfg.modules[name], cfg.train.precision
     size, hidden, gated = BYTES[precision], encoder.hidden_size, encoder.activation == GATED
     frozen, flying, recompute = _keeps_nothing(module), in_flight(run, name, stage), cfg.recompute_of(name)
-    scaled = layer_options(encoder)["layer_scale"] > 0
+    scaled = encoder.layer_scale > 0
     layer = layer_activations(
         tokens,
         hidden,
         encoder.ffn_hidden_size,
         precision,
         gated=gated,
-        rope=getattr(encoder, "rotary_positions", False),
+        rope=encoder.rotary_positions,
         scaled=scaled,
         dropout=encoder.dropout > 0,
         fused_norms=_has_fused_norms(cfg, encoder.normalization),
@@ -289,7 +280,7 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, t
         tp=sizes.tp,
         sp=sizes.sp,
     )
-    layers = layers_of_stage(built_layers(encoder), stage, sizes.pp)
+    layers = layers_of_stage(encoder.built_layers, stage, sizes.pp)
     # What the patches are cut from comes in fp32, and is copied when it is cut and rounded.
     inputs = tokens * sum(encoder.embedding_products().values()) // hidden if stage == 0 else 0
     if frozen:
@@ -315,13 +306,13 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
     each layer of a resampler its normalised features, keys and values, and what a layer keeps of the latents."""
     module, width, size = cfg.modules[name], cfg.llm.hidden_size, BYTES[cfg.train.precision]
     encoder, projector, resampler = module.encoder, module.projector, module.projector.resampler
-    joined = joined_width(encoder, projector)
+    joined = encoder.joined_width(projector.merge)
     per_token = joined + width + (joined if projector.norm else 0)
     if projector.kind == "mlp":
         per_token += (5 if projector.gated else 2) * (projector.ffn_hidden_size or width) // tp
     # Mergers of states keep their input, and what is behind norm, first linear layer and activation.
-    per_token += deepstack_layers(encoder) * (4 * joined + width)
-    kept = most_features(encoder, projector) * per_token * size
+    per_token += len(encoder.deepstack) * (4 * joined + width)
+    kept = encoder.most_features(projector.merge) * per_token * size
     if resampler.latents:
         head = resampler.head_width(width)
         keys = resampler.key_heads * head
@@ -335,6 +326,6 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
             gated=resampler.activation == GATED,
             tp=tp,
         )
-        features = most_features(encoder, projector) * (2 * width + 2 * keys // tp) * size
+        features = encoder.most_features(projector.merge) * (2 * width + 2 * keys // tp) * size
         kept += resampler.num_layers * (layer + features)
     return media * kept

@@ -5,15 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from data.text_format import plural
-from encoders.base import (
-    EncoderSpec,
-    built_layers,
-    encoders_in,
-    has_final_norm,
-    joined_width,
-    layer_parameters,
-    split_parameters,
-)
+from encoders.base import EncoderSpec, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.errors import Fault
@@ -109,7 +101,7 @@ def expert_parameters(
     return layers * llm.num_experts // ep * matrices * llm.hidden_size * llm.expert_width // etp
 
 
-def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
+def encoder_parameters(encoder: EncoderSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
     """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
 
     The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one
@@ -117,10 +109,11 @@ def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: 
     """
     if isinstance(encoder, PlainSpec):
         return encoder.num_parameters()
-    if len(parts := encoders_in(encoder)) > 1:
+    if len(parts := encoder.parts) > 1:
         return sum(encoder_parameters(part, tp=tp, stage=stage, stages=stages) for part in parts.values())
-    (layer, norm), split, layers = layer_parameters(encoder), split_parameters(encoder), built_layers(encoder)
-    last = norm if has_final_norm(encoder) else 0
+    assert isinstance(encoder, LayeredSpec)
+    layer, split, layers = encoder.layer_parameters, encoder.split_parameters, encoder.built_layers
+    last = encoder.norm_parameters if encoder.final_norm else 0
     count = layers_of_stage(layers, stage, stages) * (layer - split + split // tp)
     if stage == 0:
         count += encoder.num_parameters() - layers * layer - last
@@ -163,7 +156,7 @@ def module_parameters(
         counts = {"encoder": encoder_parameters(module.encoder, tp=tp, **place)}
         if stage == stages - 1:
             counts["projector"] = projector_parameters(
-                module.projector, joined_width(module.encoder, module.projector), width, tp=tp
+                module.projector, module.encoder.joined_width(module.projector.merge), width, tp=tp
             )
     frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
     if module.lora.rank:

@@ -15,7 +15,6 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.text.tokenizer_directory import COPIED as TOKENIZER_FILES
 from data.text.tokens import Tokenizer
-from encoders.base import joined_width
 from encoders.errors import EncoderError
 from encoders.native.whisper.positions import sinusoids
 from encoders.pretrained import Published
@@ -295,7 +294,7 @@ def _encoder(name: str, module: ModuleConfig) -> Document:
 def _projector(name: str, module: ModuleConfig, language_width: int) -> Document:
     """A projector by the names of a connector that computes the same, or by ours."""
     place, what = f"{name}.projector", f"projector of {name}"
-    width = joined_width(module.encoder, module.projector)
+    width = module.encoder.joined_width(module.projector.merge)
     published = connector(module.projector, width, language_width)
     if published is None:
         return _own(place, what, name, PROJECTOR, module.projector)

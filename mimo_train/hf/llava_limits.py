@@ -6,7 +6,6 @@ Imports no torch.
 from collections.abc import Iterator
 from pathlib import Path
 
-from encoders.base import is_tiled
 from encoders.errors import EncoderError
 from encoders.pretrained import ACTIVATION_NAMES, Published
 from encoders.registry import FAMILIES
@@ -129,7 +128,7 @@ def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
         raise NoLlava(
             f"{prefix}.encoder.register_tokens is {encoder.register_tokens}, and LLaVA would keep them in the sequence"
         )
-    if is_tiled(encoder):
+    if encoder.is_tiled:
         raise NoLlava(f"{prefix}.encoder.resize is tiles, and LLaVA reads pictures in one piece")
     if encoder.final_norm:
         raise NoLlava(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from encoders.base import EncoderSpec, encoders_in
+from encoders.base import EncoderSpec
 from encoders.registry import FAMILIES
 from encoders.weight_map import WeightMap
 from mimo_train.config.parts import LANGUAGE
@@ -44,7 +44,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
     """
     parts = []
     for name, module in cfg.modules.items():
-        for part, spec in encoders_in(module.encoder).items():
+        for part, spec in module.encoder.parts.items():
             folder = getattr(module.encoder, f"{part}_pretrained", "")
             if folder:
                 directory = read_directory(folder, f"modules.{name}.encoder.{part}_pretrained")

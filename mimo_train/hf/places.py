@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from encoders.base import built_layers
 from encoders.weight_map import Rule, Spelling, WeightMap, spelt
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
@@ -124,7 +123,7 @@ def _unread(module: ModuleConfig, name: str, paths: Collection[str]) -> frozense
     """Return those of the layers of an adapter that are behind the layer of the encoder that is read."""
     if module.encoder is None:
         return frozenset()
-    return frozenset(unread_layers(paths, name, module.encoder.num_layers, built_layers(module.encoder)))
+    return frozenset(unread_layers(paths, name, module.encoder.num_layers, module.encoder.built_layers))
 
 
 def unread_tensors(module: ModuleConfig, name: str, weights: WeightMap, loaded: Spelling) -> dict[str, torch.Tensor]:

@@ -16,15 +16,7 @@ from data.media.bounds import Bounds
 from data.records.fields import NO_FIELDS, Fields, read_fields
 from data.samples.frames import Sampling
 from data.storage.url import Place
-from encoders.base import (
-    attention_pairs,
-    inner_tokens,
-    input_size,
-    is_tiled,
-    num_tokens,
-    picture_transform,
-    token_grid,
-)
+from encoders.base import num_tokens, token_grid
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.inputs.token_inputs import of_tokens, require_none_for_tokens, token_dataset
@@ -57,12 +49,12 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             kind=module.encoder.kind,
             placeholder=placeholders[name],
             num_tokens=partial(num_tokens, module.encoder, module.projector),
-            size=partial(input_size, module.encoder, module.projector),
-            inner_tokens=partial(inner_tokens, module.encoder, module.projector),
-            pairs=partial(attention_pairs, module.encoder, module.projector),
-            resize=Resize(**asdict(picture_transform(module.encoder))),
+            size=partial(module.encoder.input_size, merge=module.projector.merge),
+            inner_tokens=partial(module.encoder.inner_tokens, merge=module.projector.merge),
+            pairs=partial(module.encoder.attention_pairs, merge=module.projector.merge),
+            resize=Resize(**asdict(module.encoder.transform)),
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
-            canvas=getattr(module.encoder, "canvas", None) if is_tiled(module.encoder) else None,
+            canvas=getattr(module.encoder, "canvas", None) if module.encoder.is_tiled else None,
             cut_several=getattr(module.encoder, "cut_several", True),
         )
         for name, module in cfg.encoders.items()

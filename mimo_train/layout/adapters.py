@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from encoders.base import GATED, built_layers, encoders_in, joined_width
+from encoders.base import GATED
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault, nearest
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
@@ -96,7 +96,7 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
     """
     if isinstance(module.encoder, PlainSpec):
         return []  # adapters are refused for the whole module
-    if len(encoders_in(module.encoder)) > 1:
+    if module.encoder and len(module.encoder.parts) > 1:
         return _projector_linears(module, language_width)  # and here for the encoders
     spec: Any = module.llm or module.encoder
     hidden, heads, ffn = spec.hidden_size, spec.num_attention_heads, spec.ffn_hidden_size
@@ -118,11 +118,11 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
 
 def _layers(module: ModuleConfig) -> int:
     """Transformer layers of a module that are there."""
-    return module.llm.num_layers if module.llm else built_layers(module.encoder)
+    return module.llm.num_layers if module.llm else module.encoder.built_layers
 
 
 def _projector_linears(module: ModuleConfig, language_width: int) -> list[Linear]:
-    width, name = joined_width(module.encoder, module.projector), f"{_PROJECTOR}.0.encoder"
+    width, name = module.encoder.joined_width(module.projector.merge), f"{_PROJECTOR}.0.encoder"
     if module.projector.kind == "linear":
         return [Linear(name, width, (("encoder", language_width),))]
     middle = module.projector.ffn_hidden_size or language_width

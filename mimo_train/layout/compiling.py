@@ -3,7 +3,6 @@ torch."""
 
 from collections.abc import Iterator
 
-from encoders.base import encoders_in, layer_options
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
@@ -56,7 +55,7 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
         return next((f"{key}.llm.{field} is {value}" for field, value in odd.items() if value), "")
     if isinstance(module.encoder, PlainSpec):
         return f"{key}.encoder.family {module.encoder.family} is a torch module of its own"
-    for part in encoders_in(module.encoder).values():
-        if part.dropout or layer_options(part)["layer_scale"]:
+    for part in module.encoder.parts.values():
+        if part.dropout or part.layer_scale:
             return f"{key}.encoder has {'dropout' if part.dropout else 'layer_scale'} in its layers"
     return ""

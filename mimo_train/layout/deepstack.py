@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from encoders.base import deepstack_layers
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -15,7 +14,7 @@ def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     llm, stages = cfg.llm, cfg.language.layout.pp
     first = layers_of_stage(llm.num_layers, 0, stages)
     for name, module in cfg.encoders.items():
-        layers = deepstack_layers(module.encoder)
+        layers = len(module.encoder.deepstack)
         if not layers:
             continue
         key = f"modules.{name}"

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from data.text_format import plural
-from encoders.base import built_layers, encoders_in
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
@@ -49,14 +48,14 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     if isinstance(encoder, PlainSpec):
         yield from _plain_encoder_faults(layout, encoder, key)
         return
-    if len(parts := encoders_in(encoder)) > 1:
+    if len(parts := encoder.parts) > 1:
         of_parts = [fault for part in parts.values() for fault in encoder_faults(replace(module, encoder=part), key)]
         yield from (fault for at, fault in enumerate(of_parts) if fault not in of_parts[:at])
         return
     yield from _tp_faults(
         layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
     )
-    if layout.pp > (layers := built_layers(encoder)):
+    if layout.pp > (layers := encoder.built_layers):
         yield Fault(
             f"{key}.layout.pp",
             f"pp {layout.pp} is more than the {plural(layers, 'layer')} of {key}.encoder.num_layers: each stage needs "

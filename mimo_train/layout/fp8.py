@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from encoders.base import GATED, EncoderSpec, built_layers, encoders_in, layer_options
+from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
@@ -48,7 +48,7 @@ def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
         return ""
     if isinstance(module.encoder, PlainSpec):
         return f"modules.{name}.encoder.family {module.encoder.family} is a plain torch module"
-    if any(layer_options(part)["full_attention"] is not None for part in encoders_in(module.encoder).values()):
+    if any(part.full_attention is not None for part in module.encoder.parts.values()):
         return f"modules.{name}.encoder has attention inside windows, which is torch's"
     return ""
 
@@ -108,7 +108,7 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
                 f"multiple of {unit} rows of it: use a multiple of {parts}",
             )
         return
-    for part in encoders_in(module.encoder).values():
+    for part in module.encoder.parts.values():
         if (tokens := part.token_unit(module.projector.merge)) % (tp * unit):
             yield Fault(
                 f"modules.{name}.layout.sp",
@@ -137,11 +137,11 @@ def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[st
             widths["shared_expert_ffn_hidden_size"] = (llm.shared_expert_ffn_hidden_size, *tp)
         yield f"modules.{name}.llm.", llm.num_layers, widths
         return
-    for part, spec in encoders_in(module.encoder).items():
+    for part, spec in module.encoder.parts.items():
         place = f"modules.{name}.encoder.{part}." if part else f"modules.{name}.encoder."
         yield (
             place,
-            built_layers(spec),
+            spec.built_layers,
             {
                 "hidden_size": (spec.hidden_size, "", 1),
                 "ffn_hidden_size": (spec.ffn_hidden_size, *tp),
@@ -167,14 +167,14 @@ def fp8_weight_bytes(
         widths = (attention + (experts if llm.has_experts(layer) else dense) for layer in own)
         return FP8_BYTES * llm.hidden_size * sum(widths)
     total = 0
-    for spec in encoders_in(cfg.modules[name].encoder).values():
-        layers = built_layers(spec)
+    for spec in cfg.modules[name].encoder.parts.values():
+        layers = spec.built_layers
         own = layers_in_fp8(cfg, stage_layers(layers, stage, stages), layers)
         total += FP8_BYTES * _matrices(spec) // tp * len(own)
     return total
 
 
-def _matrices(spec: EncoderSpec) -> int:
+def _matrices(spec: LayeredSpec) -> int:
     """Numbers in the matrices of a layer of an encoder."""
     up = (2 if spec.activation == GATED else 1) * spec.ffn_hidden_size
     return spec.hidden_size * (4 * spec.hidden_size + up + spec.ffn_hidden_size)

@@ -6,7 +6,7 @@ A row times a (k x n) weight is 2kn forward; `mimo_train.estimate.flops` says wh
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from encoders.base import GATED, EncoderSpec, built_layers, encoders_in, joined_width
+from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
@@ -82,7 +82,7 @@ class Media:
 
 
 def encoder_products(
-    name: str, spec: EncoderSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
+    name: str, spec: LayeredSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
 ) -> list[Product]:
     """The products of pictures or clips through encoder module `name` and its projector.
 
@@ -108,7 +108,7 @@ def encoder_products(
         products = _plain_products(name, spec, media)
     else:
         products = [one for part in _media_of_parts(name, spec, media) for one in _layered_products(*part)]
-    width, projection = joined_width(spec, projector), "input_projections.0"
+    width, projection = spec.joined_width(projector.merge), "input_projections.0"
     projected = media.patches / spec.joined(projector.merge) + media.kept
     for name, weights in projector.matrices(width, language_width).items():
         products.append(Product(f"{projection}.{name}.weight", 2 * projected * weights))
@@ -136,10 +136,10 @@ def _plain_products(name: str, spec: PlainSpec, media: Media) -> list[Product]:
     return [Product(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]
 
 
-def _media_of_parts(name: str, spec: EncoderSpec, media: Media) -> Iterator[tuple[str, EncoderSpec, Media]]:
+def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tuple[str, LayeredSpec, Media]]:
     """(name, encoder, its media) of each encoder that an encoder consists of: all have the same pictures, and one size
     of these."""
-    parts = encoders_in(spec)
+    parts = spec.parts
     for part, own in parts.items():
         if len(parts) == 1:
             yield name, own, media
@@ -148,7 +148,7 @@ def _media_of_parts(name: str, spec: EncoderSpec, media: Media) -> Iterator[tupl
         yield f"{name}.{part}", own, replace(media, tokens=media.tokens * share, pairs=media.pairs * share**2)
 
 
-def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Product]:
+def _layered_products(name: str, spec: LayeredSpec, media: Media) -> list[Product]:
     hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
     products = [
         # Mergers of states are behind layers.
@@ -156,7 +156,7 @@ def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Produc
         for parameter, each in spec.embedding_products().items()
     ]
     up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size
-    for index in range(built_layers(spec)):
+    for index in range(spec.built_layers):
         layer = f"{encoder}.layers.layers.{index}"
         products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
         products += _two_linears(f"{layer}.mlp", tokens, hidden, up, spec.ffn_hidden_size)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from data.storage.url import Place, place_of
-from encoders.base import encoders_in, joint_faults, most_tokens, number_faults
+from encoders.base import joint_faults, most_tokens
 from encoders.plain.spec import PlainSpec
 from encoders.ranges import MOST
 from mimo_train.config.errors import ConfigError, Fault, UserError
@@ -247,11 +247,11 @@ def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
     # Arithmetic with what is not finite raises.
     found = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
     found += value_faults(projector.resampler, f"{prefix}.projector.resampler")
-    for name, part in encoders_in(encoder).items():
+    for name, part in encoder.parts.items():
         found += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
     if found:
         return found
-    own = [(f"encoder.{field}", text) for field, text in [*encoder.faults(), *number_faults(encoder)]]
+    own = [(f"encoder.{field}", text) for field, text in encoder.faults()]
     own += [(f"projector.{field}", text) for field, text in projector.faults()]
     return [Fault(f"{prefix}.{field}", text) for field, text in own or joint_faults(encoder, projector)]
 
@@ -260,7 +260,7 @@ def _plain_encoder_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """What needs the transformer layers that an encoder of plain torch does not have."""
     for name, module in cfg.encoders.items():
         if not isinstance(module.encoder, PlainSpec):
-            if module.lora.rank > 0 and len(encoders_in(module.encoder)) > 1:
+            if module.lora.rank > 0 and len(module.encoder.parts) > 1:
                 yield Fault(
                     f"modules.{name}.lora.rank",
                     f"is {module.lora.rank}, and encoders that are joined have no adapters: set it to 0, and "

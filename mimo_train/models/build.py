@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from encoders.base import encoders_in, joined_width
 from encoders.registry import family_of
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
@@ -208,7 +207,7 @@ def _encoder_spec(
     def layers(config: TransformerConfig) -> dict[str, Any]:
         return {"layer_spec": layer_spec(config, AttnMaskType.no_mask, te), "norm": norm_class(te)}
 
-    parts = encoders_in(module.encoder)
+    parts = module.encoder.parts
     if len(parts) == 1:
         encoder.params |= layers(config)
     else:
@@ -230,7 +229,7 @@ def _encoder_spec(
                 module.projector.kind, te, adapted=adapts_projector(projection.adapters)
             ),
             "projector_type": {"mlp": "mlp", "linear": "affine"}[module.projector.kind],
-            "input_size": joined_width(module.encoder, module.projector),
+            "input_size": module.encoder.joined_width(module.projector.merge),
             "pg_collection": pgs,
         },
     )

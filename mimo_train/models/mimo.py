@@ -10,7 +10,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 
-from encoders.base import EncoderSpec, deepstack_layers
+from encoders.base import EncoderSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.documents import documents_of
 from mimo_train.parallel.bridge.exchange import SharedBridge
@@ -145,7 +145,7 @@ class PlacedMimoModel(MimoModel):
     def _empty_encoder_output(self, encoder_name: str) -> torch.Tensor:
         """Features of a microbatch without media, which are not sent: [0, width]."""
         output, spec = super()._empty_encoder_output(encoder_name), self._spec(encoder_name)
-        return output.new_empty(0, output.size(1) * (1 + deepstack_layers(spec)), requires_grad=True)
+        return output.new_empty(0, output.size(1) * (1 + len(spec.deepstack)), requires_grad=True)
 
     def _spec(self, name: str) -> EncoderSpec:
         return unwrap_model(self.modality_submodules[name]).encoders[name].spec

@@ -6,7 +6,6 @@ import torch
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.base import deepstack_layers
 from mimo_train.parallel import device
 
 
@@ -50,7 +49,7 @@ class StagedModality(VisionModalitySubmodules):
         """The projector's output, with the features for layers of the language model, if the encoder has these, behind
         it in each row: they are as wide as it already."""
         (encoder,) = self.encoders.values()
-        layers = deepstack_layers(encoder.spec) if hasattr(encoder, "spec") else 0
+        layers = len(encoder.spec.deepstack) if hasattr(encoder, "spec") else 0
         if not layers:
             return super().project_embeddings(embeddings, is_input)
         (rows,) = embeddings

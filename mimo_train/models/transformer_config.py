@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.base import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, layer_options
+from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
@@ -70,7 +70,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_fp8(cfg, LANGUAGE),
     )
     config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
-    config.deepstack = max((deepstack_layers(module.encoder) for module in cfg.encoders.values()), default=0)
+    config.deepstack = max((len(module.encoder.deepstack) for module in cfg.encoders.values()), default=0)
     return config
 
 
@@ -143,13 +143,13 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -
     """The config of one encoder's transformer layers.
 
     Args:
-        part: of the encoders that are joined in it (`encoders.spec.encoders_in`); empty: itself.
+        part: of the encoders that are joined in it (`EncoderSpec.parts`); empty: itself.
     """
     whole = cfg.modules[layout.name].encoder
-    if isinstance(whole, PlainSpec) or (not part and len(encoders_in(whole)) > 1):
+    if isinstance(whole, PlainSpec) or (not part and len(whole.parts) > 1):
         return _without_layers(cfg, layout)
-    encoder: EncoderSpec = encoders_in(whole)[part]
-    layers = built_layers(encoder)
+    encoder: LayeredSpec = whole.parts[part]
+    layers = encoder.built_layers
     config = _config(
         cfg,
         layout,
@@ -169,8 +169,7 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -
         **_uneven_stages(layers, layout.pp),
         **_fp8(cfg, layout.name),
     )
-    for name, value in layer_options(encoder).items():
-        setattr(config, name, value)
+    config.layer_scale, config.full_attention = encoder.layer_scale, encoder.full_attention
     config.packed, config.documents = True, documents_of_media  # media of several sizes are one row
     if part:
         config.init_seed = seed_for(cfg.run.seed, layout.name, part)

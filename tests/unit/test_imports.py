@@ -152,12 +152,12 @@ def test_each_part_has_a_level():
         ("mimo_train/models/a.py", "def f():\n    import mimo_train.optim.adam", "optim is not below models"),
         ("mimo_train/layout/a.py", "from mimo_train.parallel.device import x", "parallel is not below layout"),
         ("mimo_train/novelty/a.py", "from mimo_train.config.schema import x", "novelty has no level"),
-        ("encoders/vit/a.py", "import mimo_train.config", "encoders imports neither"),
-        ("encoders/vit/a.py", "import data", "encoders imports neither"),
-        ("data/a.py", "from encoders.spec import num_tokens", "data imports neither"),
+        ("encoders/native/a.py", "import mimo_train.config", "encoders imports neither"),
+        ("encoders/native/a.py", "import data", "encoders imports neither"),
+        ("data/a.py", "from encoders.base import num_tokens", "data imports neither"),
         ("mimo_train/training/a.py", "from mimo_train.models import build\nfrom .state import S\nimport data", ""),
         ("mimo_train/cli.py", "from mimo_train.commands import train\nfrom mimo_train.layout import layout", ""),
-        ("encoders/vit/a.py", "from encoders.spec import x\nfrom . import y\nimport torch", ""),
+        ("encoders/native/a.py", "from encoders.base import x\nfrom . import y\nimport torch", ""),
     ],
 )
 def test_a_wrong_arrow_is_found(tmp_path, file, line, complaint):

@@ -89,14 +89,7 @@ class Dinov3Spec(TowerSpec):
 
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
-        found = super().faults() + _own_faults(self)
-        heads = self.num_attention_heads
-        if heads > 0 and self.hidden_size % (4 * heads) and not self.hidden_size % heads:
-            text = f"rotation on two axes needs heads of a multiple of 4, {self.hidden_size} / {heads} is none"
-            found.append(("num_attention_heads", f"{text}: change one of them"))
-        if self.rotary_base <= 0:
-            found.append(("rotary_base", f"must be above 0, is {self.rotary_base:g}"))
-        return found
+        return super().faults() + _own_faults(self) + self.rotary_faults()
 
 
 def _own_faults(spec: Dinov2Spec | Dinov3Spec) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 Its features are, side by side, those in front of the projector and those of each layer of `deepstack`, which have gone
 through their mergers already.
 
-Shape suffixes as in `encoders.vit.model`; W width of a merger's output.
+Shape suffixes as in `encoders.native.vit.model`; W width of a merger's output.
 """
 
 from typing import Any

@@ -94,10 +94,4 @@ class Qwen3VitSpec(PictureSpec):
             found.append(("deepstack", text))
         if self.deepstack_width < 1:
             found.append(("deepstack_width", f"must be at least 1, is {self.deepstack_width}"))
-        heads = self.num_attention_heads
-        if heads > 0 and self.hidden_size % (4 * heads) and not self.hidden_size % heads:
-            text = f"rotation on two axes needs heads of a multiple of 4, {self.hidden_size} / {heads} is none"
-            found.append(("num_attention_heads", f"{text}: change one of them"))
-        if self.rotary_base <= 0:
-            found.append(("rotary_base", f"must be above 0, is {self.rotary_base:g}"))
-        return found
+        return found + self.rotary_faults()

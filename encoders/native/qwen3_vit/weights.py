@@ -84,7 +84,7 @@ def weight_map(spec: Qwen3VitSpec) -> WeightMap:
 
 
 def merger_map(width: int, language_width: int) -> WeightMap:
-    """See `encoders.qwen_vit.weights.merger_map`."""
+    """See `encoders.native.qwen_vit.weights.merger_map`."""
     return WeightMap(tuple(_linears("encoder.", "merger.", width, language_width)), prefixes=PREFIXES)
 
 

@@ -1,6 +1,6 @@
 """The audio transformer of Qwen2-Audio of Megatron-Core layers.
 
-Shape suffixes as in `encoders.whisper.model`.
+Shape suffixes as in `encoders.native.whisper.model`.
 """
 
 from collections.abc import Sequence

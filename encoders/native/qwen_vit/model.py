@@ -4,7 +4,7 @@ Inside the layers the patches of a picture are ordered by window, within a windo
 `merge` x `merge` patches), so that windows are neighbours, those of one length too, and a token's patches. Pictures are
 always in a packed row, whose documents they are, with windows inside of them.
 
-Shape suffixes as in `encoders.vit.model`.
+Shape suffixes as in `encoders.native.vit.model`.
 """
 
 from collections.abc import Sequence

@@ -92,13 +92,7 @@ class QwenVitSpec(PictureSpec):
         ):
             text = f"must name layers from 0 to {self.num_layers - 1}, each once, is {self.full_attention}"
             found.append(("full_attention", text))
-        heads = self.num_attention_heads
-        if heads > 0 and self.hidden_size % (4 * heads) and not self.hidden_size % heads:
-            text = f"rotation on two axes needs heads of a multiple of 4, {self.hidden_size} / {heads} is none"
-            found.append(("num_attention_heads", f"{text}: change one of them"))
-        if self.rotary_base <= 0:
-            found.append(("rotary_base", f"must be above 0, is {self.rotary_base:g}"))
-        return found
+        return found + self.rotary_faults()
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         """(field of the module, sentence) of faults together with a projector."""

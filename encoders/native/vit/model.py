@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.base import is_tiled
 from encoders.copies import to_device
 from encoders.drawing import bare_layer, draw_weights, drawn
 from encoders.native.vit.patches import Grid, gather_patches, token_by_token
@@ -49,7 +48,7 @@ class VisionTransformer(StagedEncoder):
             Rows of one picture after the other, and of its tiles. On the last stage features [N * P / merge^2, H *
             merge^2]; before it the tokens inside the encoder, [R, H].
         """
-        if is_tiled(self.spec):
+        if self.spec.is_tiled:
             assert sizes, "how many tiles a picture has follows from its own size"
             assert isinstance(self.spec, TowerSpec)
             tiles = sum(self.spec.tiling(*size).tiles for size in sizes)

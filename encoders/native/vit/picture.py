@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from encoders.base import PictureTransform, built_layers, layer_faults, layer_parameters
+from encoders.base import LayeredSpec, PictureTransform
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 
 
 @dataclass
-class PictureSpec(FixedKeys):
+class PictureSpec(FixedKeys, LayeredSpec):
     """The base of the specs of all transformers over patches: their common keys. What a family has and others lack are
     the attributes without an annotation; a family that lets the user choose has a field of that name."""
 
@@ -56,11 +56,13 @@ class PictureSpec(FixedKeys):
     pixel_std: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], above=0, at_most=1e6)
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
+    kind: ClassVar[str] = "image"
+    medium: ClassVar[str] = "picture"
+    placeholder: ClassVar[str] = "<image>"
     resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native")
     """What `resize` may be."""
     rounded_pixels = True
     """Whether resized pixels are whole numbers, as in the published preprocessing of most families."""
-    normalization = "LayerNorm"
     whole_patches = True
     """Whether patches cover a picture; otherwise pixels that are left over at its right and lower edge are not read."""
     pre_norm = False
@@ -89,28 +91,7 @@ class PictureSpec(FixedKeys):
     """Whether positions of a finer grid are averaged on their way to a coarser one."""
     position_corners = False
     """Whether the corners of another grid are those of the learned one, instead of their patches' outer edges."""
-    rotary_positions = False
     rotary_base = 100.0
-    layer_scale = 0.0
-    """Initial factor of the learned scale behind attention and feed-forward block; 0: none."""
-    key_bias = True
-    feature_layer = -1
-    final_norm = True
-
-    @property
-    def kind(self) -> str:
-        """Kind of media this encoder reads."""
-        return "image"
-
-    @property
-    def medium(self) -> str:
-        """What one of them is called."""
-        return "picture"
-
-    @property
-    def placeholder(self) -> str:
-        """Marker in a record's text at the place of a picture."""
-        return "<image>"
 
     @property
     def sizes_vary(self) -> bool:
@@ -172,10 +153,6 @@ class PictureSpec(FixedKeys):
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
         """Tokens that a picture takes inside the encoder: patches, class and register tokens."""
         return math.prod(self.grid(height, width, merge)) + self.leading_tokens
-
-    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
-        """Pairs of tokens of a picture that attend to each other: all."""
-        return self.inner_tokens(height, width, merge=merge) ** 2
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
         """Tokens that a picture takes in the sequence: patches / merge^2, and the class token where it is kept."""
@@ -252,7 +229,7 @@ class PictureSpec(FixedKeys):
 
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
-        found = layer_faults(self)
+        found = self.layer_faults()
         if found:
             return found
         for name in ("image_size", "position_size"):
@@ -307,15 +284,25 @@ class PictureSpec(FixedKeys):
             )
         return found
 
+    def rotary_faults(self) -> list[tuple[str, str]]:
+        """Return (field, sentence) of what rotation by row and column cannot be built with."""
+        faults, heads = [], self.num_attention_heads
+        if heads > 0 and self.hidden_size % (4 * heads) and not self.hidden_size % heads:
+            text = f"rotation on two axes needs heads of a multiple of 4, {self.hidden_size} / {heads} is none"
+            faults.append(("num_attention_heads", f"{text}: change one of them"))
+        if self.rotary_base <= 0:
+            faults.append(("rotary_base", f"must be above 0, is {self.rotary_base:g}"))
+        return faults
+
     def num_parameters(self) -> int:
         """Number of trainable parameters, biases and norms included."""
         hidden = self.hidden_size
-        layer, norm = layer_parameters(self)
         embeddings = self.patch_width * hidden + (hidden if self.patch_bias else 0)
         if self.learned_positions:
             embeddings += (math.prod(self.position_grid) + self.class_position) * hidden
         embeddings += self.leading_tokens * hidden
-        return embeddings + norm * (self.pre_norm + self.final_norm) + built_layers(self) * layer
+        norms = self.norm_parameters * (self.pre_norm + self.final_norm)
+        return embeddings + norms + self.built_layers * self.layer_parameters
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         """(field of the module, sentence) of faults together with a projector."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from encoders.base import PictureTransform, is_tiled
+from encoders.base import PictureTransform
 from encoders.errors import EncoderError
 from encoders.native.vit.picture import PictureSpec
 from encoders.native.vit.tiles import POOLED_FROM, UNCUT, Tiling, best_canvas, tiling
@@ -36,12 +36,12 @@ class TowerSpec(PictureSpec):
     @property
     def sizes_vary(self) -> bool:
         """Whether media differ in their number of tokens."""
-        return is_tiled(self) or super().sizes_vary
+        return self.is_tiled or super().sizes_vary
 
     @property
     def transform(self) -> PictureTransform:
         """How a picture becomes one of `input_size`."""
-        if not is_tiled(self):
+        if not self.is_tiled:
             return super().transform
         red, green, blue = (int(255 * mean) for mean in self.pixel_mean)
         ground = red, green, blue
@@ -74,37 +74,37 @@ class TowerSpec(PictureSpec):
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
         """As in `PictureSpec`; with resize tiles the picture's own, from which its `tiling` follows."""
-        if not is_tiled(self):
+        if not self.is_tiled:
             return super().input_size(height, width, merge)
         self.tiling(height, width)
         return height, width
 
     def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
         """As in `PictureSpec`; with resize tiles, of a tile."""
-        return (self._side, self._side) if is_tiled(self) else super().grid(height, width, merge)
+        return (self._side, self._side) if self.is_tiled else super().grid(height, width, merge)
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
         """Tokens that a picture takes inside the encoder, of all tiles together."""
         tokens = super().inner_tokens(height, width, merge)
-        return tokens * self.tiling(height, width).tiles if is_tiled(self) else tokens
+        return tokens * self.tiling(height, width).tiles if self.is_tiled else tokens
 
     def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
         """Pairs of tokens of a picture that attend to each other: those of a tile, where there are tiles."""
-        if not is_tiled(self):
-            return super().attention_pairs(height, width, merge)
+        if not self.is_tiled:
+            return super().attention_pairs(height, width, merge=merge)
         return self.inner_tokens(height, width) * self.token_unit()
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
         """Tokens that a picture takes in the sequence."""
-        return self.tiling(height, width).tokens if is_tiled(self) else super().num_tokens(height, width, merge)
+        return self.tiling(height, width).tokens if self.is_tiled else super().num_tokens(height, width, merge)
 
     def most_features(self, merge: int = 1) -> int:
         """Features of the largest picture in front of the projector."""
-        return self._most_tiles * self._side**2 if is_tiled(self) else self.most_tokens(merge)
+        return self._most_tiles * self._side**2 if self.is_tiled else self.most_tokens(merge)
 
     def most_tokens(self, merge: int = 1) -> int:
         """Tokens in the sequence of the largest picture; with resize tiles a bound of them."""
-        if not is_tiled(self):
+        if not self.is_tiled:
             return super().most_tokens(merge)
         tile, found = self._side**2, []
         bound = POOLED_FROM**2 * self.max_tiles * tile if self.max_tiles else math.inf
@@ -115,15 +115,15 @@ class TowerSpec(PictureSpec):
 
     def most_inner_tokens(self, merge: int = 1) -> int:
         """Tokens inside the encoder of the largest picture."""
-        return self._most_tiles * self.token_unit() if is_tiled(self) else super().most_inner_tokens(merge)
+        return self._most_tiles * self.token_unit() if self.is_tiled else super().most_inner_tokens(merge)
 
     def token_unit(self, merge: int = 1) -> int:
         """What divides the number of tokens that any picture has inside the encoder: with tiles, that of one."""
-        return self._side**2 + self.leading_tokens if is_tiled(self) else super().token_unit(merge)
+        return self._side**2 + self.leading_tokens if self.is_tiled else super().token_unit(merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
         """How a picture is read, its patches and its tokens, in words."""
-        if not is_tiled(self):
+        if not self.is_tiled:
             return super().describe_input(merge)
         return (
             f"whole and in up to {self._most_tiles - 1} tiles of {self.image_size} x {self.image_size} pixels",
@@ -134,7 +134,7 @@ class TowerSpec(PictureSpec):
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
         found = super().faults()
-        if not is_tiled(self):
+        if not self.is_tiled:
             is_set = {"grid_pinpoints": bool(self.grid_pinpoints), "max_tiles": self.max_tiles != 0}
             is_set["cut_several"] = not self.cut_several
             return found + [
@@ -154,11 +154,11 @@ class TowerSpec(PictureSpec):
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         """(field of the module, sentence) of faults together with a projector."""
-        if is_tiled(self) and merge > 1:
+        if self.is_tiled and merge > 1:
             return [
                 ("projector.merge", f"is {merge}, and with encoder.resize tiles patches are not joined: set it to 1")
             ]
-        if is_tiled(self) and self.keep_class_token:
+        if self.is_tiled and self.keep_class_token:
             text = "a class token in the sequence needs pictures in one piece, resize is tiles: set it to false"
             return [("encoder.keep_class_token", text)]
         return super().joint_faults(merge)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from encoders.base import GATED, EncoderSpec, built_layers, has_final_norm
+from encoders.base import GATED, LayeredSpec
 from encoders.native.vit.picture import PictureSpec
 from encoders.weight_map import Rows, Rule, heads, same, stacked, with_biases
 
@@ -30,21 +30,21 @@ class LayerNames:
     """Whether all queries, then all keys, then all values are rows of one tensor, `query`."""
 
 
-def layer_rules(spec: EncoderSpec, names: LayerNames) -> Iterator[Rule]:
+def layer_rules(spec: LayeredSpec, names: LayerNames) -> Iterator[Rule]:
     """Rules of all layers that are built."""
-    for number in range(built_layers(spec)):
+    for number in range(spec.built_layers):
         yield from _one_layer(spec, names, f"layers.layers.{number}", names.at.format(number))
 
 
-def unread(spec: EncoderSpec, at: str, norm: str) -> tuple[str, ...]:
+def unread(spec: LayeredSpec, at: str, norm: str) -> tuple[str, ...]:
     """Patterns of the tensors of layers behind the one that is read, and of the last norm if it is not applied.
 
     Args:
         at: beginning of a layer's names, `{}` for its number.
         norm: name of the norm.
     """
-    layers = [f"{at.format(number)}*" for number in range(built_layers(spec), spec.num_layers)]
-    return (*layers, *(() if has_final_norm(spec) else (f"{norm}.*",)))
+    layers = [f"{at.format(number)}*" for number in range(spec.built_layers, spec.num_layers)]
+    return (*layers, *(() if spec.final_norm else (f"{norm}.*",)))
 
 
 def norm_rules(ours: str, theirs: str, width: int, *, bias: bool = True) -> Iterator[Rule]:
@@ -61,7 +61,7 @@ def patch_rules(spec: PictureSpec, theirs: str) -> Iterator[Rule]:
     yield from with_biases(rules) if spec.patch_bias else rules
 
 
-def _one_layer(spec: EncoderSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
+def _one_layer(spec: LayeredSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
     hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
     bias = spec.normalization == "LayerNorm"
     for norm, name in zip(("input_layernorm", "pre_mlp_layernorm"), names.norms, strict=True):
@@ -86,7 +86,7 @@ def _up(theirs: str, names: LayerNames, ffn: int) -> list[tuple[str, int]]:
     return [(parts[0], len(parts) * ffn)] if len(set(parts)) == 1 else [(part, ffn) for part in parts]
 
 
-def _attention(spec: EncoderSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
+def _attention(spec: LayeredSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
     hidden, count = spec.hidden_size, spec.num_attention_heads
     sizes = {"groups": count, "per_group": 1, "size": hidden // count}
     firsts = (0, hidden, 2 * hidden) if names.fused else ()

@@ -2,14 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-from encoders.base import layer_faults, layer_parameters
+from encoders.base import LayeredSpec
 from encoders.errors import EncoderError
 from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
 
 
 @dataclass
-class WhisperSpec(FixedKeys):
+class WhisperSpec(FixedKeys, LayeredSpec):
     """A transformer over the log-mel spectrogram of a clip: two convolutions, the second with stride 2, sinusoidal
     positions, pre-norm layers, a final norm (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
 
@@ -51,20 +52,9 @@ class WhisperSpec(FixedKeys):
     init_std: float = key(0.02, at_least=0, at_most=1000)
     """Standard deviation of the initial weights."""
 
-    @property
-    def kind(self) -> str:
-        """Kind of media this encoder reads."""
-        return "audio"
-
-    @property
-    def medium(self) -> str:
-        """What one of them is called."""
-        return "clip"
-
-    @property
-    def placeholder(self) -> str:
-        """Marker in a record's text at the place of a clip."""
-        return "<audio>"
+    kind: ClassVar[str] = "audio"
+    medium: ClassVar[str] = "clip"
+    placeholder: ClassVar[str] = "<audio>"
 
     @property
     def frame(self) -> int:
@@ -151,7 +141,7 @@ class WhisperSpec(FixedKeys):
             for name in ("sample_rate", "num_mels", "window", "hop")
             if getattr(self, name) < 1
         ]
-        found += layer_faults(self)
+        found += self.layer_faults()
         if self.max_seconds <= 0:
             found.append(("max_seconds", f"must be above 0, is {self.max_seconds}"))
         if found:
@@ -173,6 +163,5 @@ class WhisperSpec(FixedKeys):
 
     def num_parameters(self) -> int:
         """Number of trainable parameters, biases and norms included."""
-        layer, norm = layer_parameters(self)
         convolutions = 3 * self.num_mels * self.hidden_size + 3 * self.hidden_size**2 + 2 * self.hidden_size
-        return convolutions + self.num_layers * layer + norm
+        return convolutions + self.num_layers * self.layer_parameters + self.norm_parameters

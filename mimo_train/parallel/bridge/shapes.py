@@ -7,7 +7,6 @@ from itertools import accumulate
 
 from data.order.split import Span, balanced_parts, equal_parts, spread_parts
 from data.order.step_plan import StepPlan
-from encoders.base import deepstack_layers
 from mimo_train.layout.layout import ModuleLayout
 from mimo_train.layout.run import Run
 
@@ -149,7 +148,7 @@ def parts_of(counts: Sequence[int], own: Span, others: Sequence[tuple[int, int, 
 def features_width(run: Run, source: str, width: int) -> int:
     """Numbers in a row of an encoder's features: those for the input of the language model, which is `width` wide, and
     those for its layers."""
-    return width * (1 + deepstack_layers(run.cfg.modules[source].encoder))
+    return width * (1 + len(run.cfg.modules[source].encoder.deepstack))
 
 
 def giving_replicas(module: ModuleLayout) -> list[range]:

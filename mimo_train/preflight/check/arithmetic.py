@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from data.text_format import plural
-from encoders.base import built_layers, encoders_in
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -184,8 +183,8 @@ def _describe(module: ModuleConfig) -> str:
         f"features of {encoder.hidden_size}"
         if isinstance(encoder, PlainSpec)
         else " and ".join(
-            f"{plural(built_layers(part), 'layer')} x {part.hidden_size}, {plural(part.num_attention_heads, 'head')}"
-            for part in encoders_in(encoder).values()
+            f"{plural(part.built_layers, 'layer')} x {part.hidden_size}, {plural(part.num_attention_heads, 'head')}"
+            for part in encoder.parts.values()
         )
     )
     name, kind = projector.name, projector.kind

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from encoders.base import GATED, built_layers, encoders_in, most_tokens
+from encoders.base import GATED, most_tokens
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -107,7 +107,7 @@ class Costs:
         encoder, media = module.encoder, samples * self._media[name]
         tokens = media * encoder.most_inner_tokens(module.projector.merge)
         plain = isinstance(encoder, PlainSpec)
-        parts = () if plain else tuple(encoders_in(encoder).values())
+        parts = () if plain else tuple(encoder.parts.values())
         kept = sum(
             layer_activations(
                 int(tokens), part.hidden_size, part.ffn_hidden_size, self._cfg.train.precision,
@@ -120,7 +120,7 @@ class Costs:
         found = []
         for stage in range(layout.pp):
             work = self._stage_work(name, recompute, stage, layout.pp, 1)
-            own = 1 if plain else layers_of_stage(max(map(built_layers, parts)), stage, layout.pp)
+            own = 1 if plain else layers_of_stage(max(part.built_layers for part in parts), stage, layout.pp)
             seconds = self._seconds(name, work, recompute, samples / layout.tp, layout.tp, own, kept)
             messages = each * own, each * own * (work.products_back > 0)
             found.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, divided, 1)))

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from encoders.base import encoders_in
 from encoders.joined.model import JoinedEncoder
 from encoders.plain.spec import PlainSpec
 from encoders.staged import StagedEncoder
@@ -151,7 +150,7 @@ def _with_one_layer(name: str, module: ModuleConfig, layout: LayoutConfig) -> Mo
         assert module.llm is not None, "the language model has its llm"
         return replace(bare, llm=replace(module.llm, num_layers=1))
     encoder = module.encoder
-    if len(parts := encoders_in(encoder)) > 1:
+    if len(parts := encoder.parts) > 1:
         return replace(bare, encoder=replace(encoder, **{part: _one_layer(own) for part, own in parts.items()}))
     return replace(bare, encoder=_one_layer(encoder))
 
@@ -190,7 +189,7 @@ def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> 
     """The layers of each encoder of a module, over media of the largest size."""
     encoder, projector = cfg.modules[name].encoder, cfg.modules[name].projector
     parameter = next(module.parameters())
-    area = getattr(encoder, "largest_area", 0) or getattr(encoder, "image_size", 0) ** 2
+    area = encoder.largest_area or getattr(encoder, "image_size", 0) ** 2
     extent = (math.isqrt(area),) * 2 if encoder.kind == "image" else (encoder.max_samples, encoder.sample_rate)
     sizes = [encoder.input_size(*extent, merge=projector.merge)] * cfg.train.micro_batch_size
     calls: list[_Call] = []

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from encoders.base import built_layers, encoders_in
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -161,7 +160,11 @@ class Space:
         """Whether an encoder has one stage: its features are kept, or it has no layers to cut."""
         module = self._cfg.modules[name]
         kept = bool(module.feature_cache.dir) or module.prefetch_microbatches > 0
-        return kept or isinstance(module.encoder, PlainSpec) or min(map(built_layers, _parts(module.encoder))) == 1
+        return (
+            kept
+            or isinstance(module.encoder, PlainSpec)
+            or min(part.built_layers for part in module.encoder.parts.values()) == 1
+        )
 
 
 def sizes_of_microbatches(cfg: ConfigContainer) -> list[int]:
@@ -170,10 +173,6 @@ def sizes_of_microbatches(cfg: ConfigContainer) -> list[int]:
     if cfg.data.pack and cfg.data.pack_length:
         return [own]
     return sorted({size for size in (*_powers(64), own) if cfg.train.global_batch_size % size == 0})
-
-
-def _parts(encoder: object) -> list:
-    return list(encoders_in(encoder).values())
 
 
 def _is_tried(stages: int, layers: int) -> bool:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from encoders.base import attention_pairs, built_layers, encoders_in, most_tokens
+from encoders.base import most_tokens
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -101,20 +101,20 @@ def _in_fp8(cfg: ConfigContainer, name: str) -> dict[str, list[int]]:
     elif isinstance(module.encoder, PlainSpec):
         stacks = {}
     else:
-        parts = encoders_in(module.encoder).items()
-        stacks = {f"encoders.{name}.{part}{'.' if part else ''}": built_layers(spec) for part, spec in parts}
+        parts = module.encoder.parts.items()
+        stacks = {f"encoders.{name}.{part}{'.' if part else ''}": spec.built_layers for part, spec in parts}
     return {start: layers_in_fp8(cfg, range(layers), layers) for start, layers in stacks.items()}
 
 
 def _largest(module: ModuleConfig, number: float) -> Media:
     encoder, projector = module.encoder, module.projector
     merge = projector.merge
-    tokens, kept = encoder.most_inner_tokens(merge), getattr(encoder, "kept_tokens", 0)
+    tokens, kept = encoder.most_inner_tokens(merge), encoder.kept_tokens
     pairs = tokens**2
-    area = getattr(encoder, "largest_area", 0)
+    area = encoder.largest_area
     if area and encoder.sizes_vary:  # windows, where layers have them, of a square
         side = math.isqrt(area)
-        pairs = attention_pairs(encoder, projector, side, side)
+        pairs = encoder.attention_pairs(side, side, merge=projector.merge)
     patches = encoder.joined(merge) * (encoder.most_tokens(merge) - kept)
     latents = most_tokens(encoder, projector) if projector.latents else 0
     return Media(*(number * each for each in (patches, tokens, pairs, kept, latents)))

@@ -170,7 +170,6 @@ def _of_an_encoder(spec: Any, layout: Any, groups: Any, reads: set[str]) -> None
     import torch
     from megatron.core.transformer.enums import AttnMaskType
 
-    from encoders.base import picture_transform
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig
     from mimo_train.models.layers import layer_spec, norm_class
@@ -180,7 +179,7 @@ def _of_an_encoder(spec: Any, layout: Any, groups: Any, reads: set[str]) -> None
     family = FAMILIES[spec.family]
     _recorded(spec, reads)
     if spec.kind == "image":
-        picture_transform(spec)
+        assert spec.transform
     size = spec.input_size(*((50, 40) if spec.kind == "image" else (7000, 16000)), merge=1)
     config = encoder_config(ConfigContainer(modules=modules), layout)
     layers = layer_spec(config, AttnMaskType.no_mask, False)

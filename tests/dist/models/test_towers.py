@@ -53,7 +53,6 @@ def compare_all(published: dict) -> dict[str, dict[str, float]]:
 def compare(tower, layouts, groups) -> dict[str, float]:
     from dataclasses import replace
 
-    from encoders.base import built_layers
     from encoders.registry import FAMILIES
 
     family = next(one for one in FAMILIES.values() if tower.config["model_type"] in one.readers)
@@ -63,7 +62,7 @@ def compare(tower, layouts, groups) -> dict[str, float]:
         spec = family.spec(**values | keys)
         assert not spec.faults() + spec.joint_faults(tower.merge)
         for name, layout in layouts.items():
-            if name not in groups or built_layers(spec) < layout.pp:
+            if name not in groups or spec.built_layers < layout.pp:
                 continue
             variants = [layout]
             if name == "tp2" and spec.token_unit(tower.merge) % 2 == 0:

@@ -84,9 +84,9 @@ def test_shards_have_the_bytes_that_earlier_builds_gave(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from data.build import Settings, build_shards
-from data.building.columns import Columns
-from data.building.find import find_source
+from data.build.build import Settings, build_shards
+from data.build.columns import Columns
+from data.build.find import find_source
 left = int(sys.argv[3])
 def progress(*_):
     global left

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from encoders.base import joined_width, num_tokens
+from encoders.base import num_tokens
 from encoders.joined.spec import JoinedSpec
 from encoders.native.dino.spec import Dinov3Spec
 from encoders.projectors.spec import ProjectorSpec
@@ -41,7 +41,7 @@ def test_features_are_as_wide_as_both_together(cfg):
     spec: JoinedSpec = cfg.modules["images"].encoder
     assert (spec.first.family, spec.second.family) == ("clip", "dinov2")
     assert num_tokens(spec, ProjectorSpec(merge=2), 77, 500) == 144
-    assert joined_width(spec, ProjectorSpec(merge=2)) == 4 * 2048
+    assert spec.joined_width(2) == 4 * 2048
     assert spec.num_parameters() == spec.first.num_parameters() + spec.second.num_parameters()
     stages = [encoder_parameters(spec, stage=stage, stages=2) for stage in (0, 1)]
     assert sum(stages) == spec.num_parameters()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from encoders.base import joined_width, most_tokens, num_tokens
+from encoders.base import most_tokens, num_tokens
 from encoders.native.qwen_audio.spec import QwenAudioSpec
 from encoders.native.vit.spec import VisionSpec
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
@@ -114,7 +114,7 @@ def test_tokens_of_a_clip_of_qwen2_audio(samples, frames, tokens):
     size = spec.input_size(samples, 16000)
     assert spec.input_size(*size) == size
     assert spec.num_tokens(samples, 16000, 2) == -(-frames // 4)
-    assert joined_width(spec, ProjectorSpec(merge=2)) == 2 * spec.hidden_size
+    assert spec.joined_width(2) == 2 * spec.hidden_size
 
 
 def test_clips_that_make_no_token_and_keys_that_mean_nothing_are_named():

@@ -15,7 +15,7 @@ from mimo_train.config.errors import ConfigError
 SPEC = """
 from dataclasses import dataclass
 from encoders.plain.spec import PictureSpec
-from encoders.vit.spec import VisionSpec
+from encoders.native.vit.spec import VisionSpec
 
 @dataclass
 class Good(PictureSpec):
@@ -48,7 +48,7 @@ class NoProtocol:
 
 @dataclass
 class Deep(VisionSpec):
-    builder = "encoders.vit.model:VisionTransformer"
+    builder = "encoders.native.vit.model:VisionTransformer"
 
 @dataclass
 class WrongKind(VisionSpec):
@@ -89,7 +89,7 @@ def test_a_path_leads_to_the_spec_and_its_keys_are_checked(module, sign):
         ("{}:BuilderIsAKey", "as ClassVar"),
         ("{}:BuilderNowhere", "no module no_such_package.model"),
         ("{}:NoGrid", "lacks grid, num_parameters"),
-        ("{}:NoProtocol", "lacks .*family.*num_tokens"),
+        ("{}:NoProtocol", "is no encoder's spec"),
         ("{}:Model", "is no dataclass"),
         ("{}:Goood", "has no Goood; did you mean Good"),
         ("{}_broken:Good", "importing .* fails: ModuleNotFoundError: .*a_library_that_is_missing"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoders.base import attention_pairs, built_layers, layer_parameters, patches_of
 from encoders.errors import EncoderError
 from encoders.native.clip.spec import ClipSpec
 from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
@@ -41,8 +40,8 @@ def test_published_sizes(spec, millions):
 
 def test_layers_behind_the_one_that_is_read_are_not_built():
     spec = ClipSpec(num_layers=5, feature_layer=-3)
-    assert built_layers(spec) == 3
-    layer, norm = layer_parameters(spec)
+    assert spec.built_layers == 3
+    layer, norm = spec.layer_parameters, spec.norm_parameters
     assert ClipSpec(num_layers=5).num_parameters() - spec.num_parameters() == 2 * layer
     assert replace(spec, final_norm=True).num_parameters() - spec.num_parameters() == norm
     stages = [encoder_parameters(spec, stage=stage, stages=2) for stage in (0, 1)]
@@ -90,7 +89,7 @@ def test_what_does_not_go_together_is_named(spec, merge, field):
 def test_a_class_token_in_the_sequence_is_counted_as_what_it_is():
     spec = ClipSpec(image_size=32, patch_size=16, keep_class_token=True)
     assert (spec.num_tokens(9, 9), spec.inner_tokens(9, 9), spec.most_tokens()) == (5, 5, 5)
-    assert patches_of(spec, ONE, 15) == pytest.approx(12)
+    assert spec.patches_of(15, ONE.merge) == pytest.approx(12)
     products = encoder_products("images", spec, ONE, 6, Media(patches=4, tokens=5, pairs=25, kept=1))
     assert products[0].forward == 2 * 4 * 3 * 16**2 * 768 and products[-1].forward == 2 * 5 * 768 * 6
 
@@ -117,14 +116,14 @@ def test_windows_of_a_picture():
     assert QWEN.grid(70, 42, merge=2) == (10, 6)
     assert QWEN.window_tokens(10, 6, 2) == [16, 8, 16, 8, 8, 4]
     windows = 2 * 16**2 + 3 * 8**2 + 4**2
-    assert attention_pairs(QWEN, TWO, 70, 42) == (60**2 + 3 * windows) // 4
+    assert QWEN.attention_pairs(70, 42, merge=2) == (60**2 + 3 * windows) // 4
     order = _patch_order(10, 6, 2, 2)
     assert sorted(order.tolist()) == list(range(60))
     assert order[:8].tolist() == [0, 1, 6, 7, 2, 3, 8, 9]  # two tokens of the first window
     assert order[16:20].tolist() == [24, 25, 30, 31]  # the next window of four tokens, behind which smaller ones are
     assert order[32:36].tolist() == [4, 5, 10, 11]
     assert _window_lengths(5, 3, 2) == (4, 4, 2, 2, 2, 1)
-    assert attention_pairs(ClipSpec(), ONE, 9, 9) == 197**2
+    assert ClipSpec().attention_pairs(9, 9) == 197**2
 
 
 def test_window_attention_is_attention_under_a_mask():

@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from encoders.base import picture_transform
 from encoders.errors import EncoderError
 from encoders.plain.model import dropout_rates
 from encoders.transformers.directory import KNOWN, tower_config
@@ -179,17 +178,17 @@ def test_pictures_are_resized_as_the_directory_says(tmp_path, given, interpolati
     config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
     path = saved(tmp_path, transformers.ViTModel(config), **PIXELS, size={"height": 32, "width": 32}, **given)
     spec = TransformersSpec(path=path)
-    assert not spec.faults() and picture_transform(spec).interpolation == interpolation
-    assert picture_transform(TransformersSpec(path=path, interpolation="bilinear")).interpolation == "bilinear"
+    assert not spec.faults() and spec.transform.interpolation == interpolation
+    assert TransformersSpec(path=path, interpolation="bilinear").transform.interpolation == "bilinear"
 
 
 def test_resized_pixels_of_dinov3_are_not_rounded(tmp_path):
     config = transformers.DINOv3ViTConfig(**SIZES, image_size=32, patch_size=8)
     path = saved(tmp_path, transformers.DINOv3ViTModel(config), **PIXELS, size={"height": 32, "width": 32}, resample=2)
     spec = TransformersSpec(path=path)
-    assert not picture_transform(spec).rounded
+    assert not spec.transform.rounded
     assert plain_model("images", spec).preprocessor["image_processor_type"] == "DINOv3ViTImageProcessorFast"
-    assert picture_transform(TransformersSpec(path=dinov2(tmp_path / "other"))).rounded
+    assert TransformersSpec(path=dinov2(tmp_path / "other")).transform.rounded
 
 
 def test_another_way_to_resize_is_a_fault(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.base import inner_tokens, input_size, joint_faults, num_tokens
+from encoders.base import joint_faults, num_tokens
 from encoders.native.vit.patches import gather_patches, token_by_token
 from encoders.native.vit.positions import interpolate, position_taps
 from encoders.native.vit.spec import VisionSpec
@@ -33,11 +33,11 @@ SIDES = st.integers(1, 3000)
 )
 def test_sides_are_multiples_within_the_bounds(size, resized):
     projector = ProjectorSpec(merge=2)
-    assert input_size(NATIVE, projector, *size) == resized
+    assert NATIVE.input_size(*size, merge=projector.merge) == resized
     rows, columns = (side // 8 for side in resized)
     assert NATIVE.grid(*size, merge=2) == (rows, columns)
     assert num_tokens(NATIVE, projector, *size) == rows * columns // 4
-    assert inner_tokens(NATIVE, projector, *size) == rows * columns + 1
+    assert NATIVE.inner_tokens(*size, merge=projector.merge) == rows * columns + 1
 
 
 @given(height=SIDES, width=SIDES, merge=st.sampled_from([1, 2, 3]), largest=st.sampled_from([576, 4096, 16384]))
@@ -52,8 +52,8 @@ def test_any_size_has_whole_tokens_and_no_more_than_the_most(height, width, merg
 
 def test_fixed_pictures_are_as_they_were():
     spec, projector = VisionSpec(image_size=48, patch_size=8), ProjectorSpec(merge=2)
-    assert input_size(spec, projector, 7, 900) == (48, 48)
-    assert num_tokens(spec, projector, 7, 900) == 9 and inner_tokens(spec, projector, 7, 900) == 36
+    assert spec.input_size(7, 900, merge=projector.merge) == (48, 48)
+    assert num_tokens(spec, projector, 7, 900) == 9 and spec.inner_tokens(7, 900, merge=projector.merge) == 36
     assert spec.most_patches(2) == 36
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.base import inner_tokens, input_size, num_tokens
+from encoders.base import num_tokens
 from encoders.errors import EncoderError
 from encoders.native.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters
 from encoders.native.whisper.positions import sinusoids
@@ -37,8 +37,8 @@ def test_thirty_seconds_are_1500_frames():
 )
 def test_clips_are_whole_tokens_of_the_encoder_s_rate(samples, rate, merge, given_to_encoder):
     projector = ProjectorSpec(merge=merge)
-    assert input_size(SPEC, projector, samples, rate) == (given_to_encoder, 16000)
-    assert inner_tokens(SPEC, projector, samples, rate) == given_to_encoder // 320
+    assert SPEC.input_size(samples, rate, merge=projector.merge) == (given_to_encoder, 16000)
+    assert SPEC.inner_tokens(samples, rate, merge=projector.merge) == given_to_encoder // 320
     assert num_tokens(SPEC, projector, samples, rate) == given_to_encoder // 320 // merge
 
 

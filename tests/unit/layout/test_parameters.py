@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from encoders.base import joined_width
 from encoders.native.vit.spec import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
@@ -110,8 +109,8 @@ def test_parameters_of_projectors_over_tensor_parallel_ranks():
     assert parameters.projector_parameters(mlp, 8, 4) == mlp.num_parameters(8, 4) == 8 * 6 + 6 + 6 * 4 + 4
     assert parameters.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
     linear = ProjectorSpec(kind="linear", merge=2)
-    assert parameters.projector_parameters(linear, joined_width(VisionSpec(hidden_size=8), linear), 4) == 32 * 4 + 4
-    assert parameters.projector_parameters(linear, joined_width(WhisperSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
+    assert parameters.projector_parameters(linear, VisionSpec(hidden_size=8).joined_width(2), 4) == 32 * 4 + 4
+    assert parameters.projector_parameters(linear, WhisperSpec(hidden_size=8).joined_width(2), 4) == 16 * 4 + 4
 
 
 def test_freezing_takes_parts_and_leaves_patterns_uncounted():

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from encoders.base import joined_width
 from encoders.native.qwen3_vit import weights as qwen3_vit
 from encoders.native.qwen_vit import weights as qwen_vit
 from encoders.weight_map import Spelling, WeightMap
@@ -48,7 +47,7 @@ def _projector(width: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 def _projector_weights(merger_map: Callable[[int, int], WeightMap]) -> Callable[[ModuleConfig, int], WeightMap]:
     def weights(module: ModuleConfig, width: int) -> WeightMap:
-        return merger_map(joined_width(module.encoder, module.projector), width)
+        return merger_map(module.encoder.joined_width(module.projector.merge), width)
 
     return weights
 

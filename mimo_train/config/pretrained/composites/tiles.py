@@ -1,5 +1,5 @@
 """LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): LLaVA of pictures that are cut
-into tiles (`encoders.vit.tiles`)."""
+into tiles (`encoders.native.vit.tiles`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
