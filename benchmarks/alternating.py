@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.layout import lay_out
+from mimo_train.layout.ranks import lay_out
 
 START_SECONDS = 180
 """After which a run that has not begun, or a step that has not ended, is given up."""

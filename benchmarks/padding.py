@@ -73,7 +73,7 @@ GPT = (
 def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
     """Forward and backward of steps of all ways in turn; the first round is not counted."""
     from mimo_train.inputs.inputs import build_dataset
-    from mimo_train.layout.padding import padding_of
+    from mimo_train.inputs.padding import padding_of
     from mimo_train.layout.run import resolve
     from mimo_train.parallel.device import to_device
     from mimo_train.training.parts import build_parts, start_processes

@@ -17,7 +17,7 @@ from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Index, Key, is_of_rank
 from mimo_train.config.errors import UserError
-from mimo_train.layout.layout import AXES
+from mimo_train.layout.ranks import AXES
 
 PERSISTENT, NON_PERSISTENT, UNFINISHED, SET_ASIDE = "persistent", "non-persistent", "unfinished", "set aside"
 """Kinds of folders; no run continues from the last two, whose damage is none of a run's."""

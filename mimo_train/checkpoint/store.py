@@ -39,7 +39,7 @@ from mimo_train.checkpoint.weights import fill
 from mimo_train.config.compose import to_dict
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import is_adapter
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.models.lora import start_magnitudes
 from mimo_train.optim.module_optimizer import ModuleOptimizer

@@ -103,7 +103,7 @@ def _count_texts(cfg: Any, workers: int) -> int:
     from data.index.text_lengths import TextLengths
     from data.samples.dataset import Dataset
     from mimo_train.inputs.inputs import OneShard, build_dataset, tokenizer_of
-    from mimo_train.layout.padding import padding_of
+    from mimo_train.inputs.padding import padding_of
     from mimo_train.layout.run import resolve
     from mimo_train.logging.count_bar import CountBar
 

@@ -1,4 +1,4 @@
-"""Bytes of activations of one layer, of the end of the language model, and of the work between. Imports no torch.
+"""Bytes of activations of one layer, of the end of the language model, and of the work between.
 
 What is *kept* waits for the backward pass. *Work* is what is there besides at the fullest moment: gradients of
 activations, logits, what is gathered from other ranks, and the gradient of one weight.

@@ -1,4 +1,4 @@
-"""FLOPs of every module in one optimizer step, from the tokens and pictures that are really computed. Imports no torch.
+"""FLOPs of every module in one optimizer step, from the tokens and pictures that are really computed.
 
 Counted are the matrix products, a multiplication and an addition as two; norms, activations, softmax and look-ups are
 left out, as the field does (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473,
@@ -19,9 +19,9 @@ from functools import cache, partial
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.estimate.matmuls import Matmul, Media, encoder_matmuls, language_matmuls
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
-from mimo_train.layout.graph import connections
-from mimo_train.layout.matmuls import Media, Product, encoder_products, language_products
+from mimo_train.layout.placement import connections
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Flops:
 
 
 def count(
-    products: Sequence[Product],
+    products: Sequence[Matmul],
     frozen: Sequence[str] = (),
     *,
     upstream: bool,
@@ -71,7 +71,7 @@ def count(
 class Passes:
     """How often the FLOPs of a product are computed in forward and backward; the forward pass is one of them."""
 
-    product: Product
+    product: Matmul
     matrix: int
     """With its weight."""
     attention: int
@@ -82,7 +82,7 @@ class Passes:
 
 
 def passes_of(
-    products: Sequence[Product],
+    products: Sequence[Matmul],
     frozen: Sequence[str] = (),
     *,
     upstream: bool,
@@ -129,10 +129,10 @@ class StepFlops:
         self._adapted_projectors = {name for name in adapters if adapts_projector(adapters[name])}
         one_of_each = [Media(**{field.name: 1}) for field in fields(Media)]
         self._products = {
-            name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
+            name: [encoder_matmuls(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
-        self._of_text = partial(language_products, cfg.llm, vocab=vocab)
+        self._of_text = partial(language_matmuls, cfg.llm, vocab=vocab)
         self._row_logits = None if cfg.train.logits == "all" else 0
         self._row, self._logit = cache(self._of_row), cache(self._of_one_logit)
         self._unit: dict[_Frozen, tuple[set[str], dict[str, list[Flops]]]] = {}
@@ -185,7 +185,7 @@ class StepFlops:
         reached, _ = self._units(frozen)
         return self._logit(frozen, LANGUAGE in reached)
 
-    def passes(self, name: str, products: Sequence[Product], step: int) -> list[Passes]:
+    def passes(self, name: str, products: Sequence[Matmul], step: int) -> list[Passes]:
         """Passes of products of module `name` in a step."""
         frozen = self._frozen(step)
         reached, _ = self._units(frozen)
@@ -232,10 +232,10 @@ class StepFlops:
     def _of_one_logit(self, frozen: _Frozen, reached: bool) -> Flops:
         return self._count(LANGUAGE, self._of_text(0, logits=1), dict(frozen)[LANGUAGE], reached)
 
-    def _count(self, name: str, products: Sequence[Product], frozen: tuple[str, ...], reached: bool) -> Flops:
+    def _count(self, name: str, products: Sequence[Matmul], frozen: tuple[str, ...], reached: bool) -> Flops:
         return count(products, frozen, upstream=reached, recompute=self._recompute[name], adapted=self._adapted[name])
 
 
-def is_trained(products: Sequence[Product], frozen: Sequence[str]) -> bool:
+def is_trained(products: Sequence[Matmul], frozen: Sequence[str]) -> bool:
     """Whether any matrix of a module is trained."""
     return any(not any(fnmatchcase(product.name, pattern) for pattern in frozen) for product in products)

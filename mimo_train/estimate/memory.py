@@ -1,4 +1,4 @@
-"""Estimates of memory per rank, from sizes alone. Imports no torch.
+"""Estimates of memory per rank, from sizes alone.
 
 Counted: weights, gradients, optimizer states, the activations that the backward pass needs, and the work at the fullest
 moment (`mimo_train.estimate.activations` has the formulas). Not counted: the CUDA context, buffers of NCCL, workspaces
@@ -28,11 +28,10 @@ from mimo_train.estimate.activations import (
     stack_activations,
 )
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
-from mimo_train.layout.fp8 import fp8_weight_bytes
-from mimo_train.layout.layout import layers_of_stage, stage_layers
-from mimo_train.layout.padding import pack_length
+from mimo_train.layout.batch import pack_length
+from mimo_train.layout.kernels import layers_in_fp8
+from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
 from mimo_train.layout.run import Run
-from mimo_train.layout.stages import in_flight
 
 GIB = 1024**3
 
@@ -329,3 +328,48 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
         features = encoder.most_features(projector.merge) * (2 * width + 2 * keys // tp) * size
         kept += resampler.num_layers * (layer + features)
     return media * kept
+
+
+def in_flight(run: Run, name: str, stage: int) -> int:
+    """Microbatches between forward and backward on a stage: as many as stages are left, at most m, under the 1F1B
+    schedule. Interleaved in v chunks a stage, those of one chunk each: min(v m, 2 (stages - stage - 1) + (v - 1) stages
+    + 1), the warm-up of Megatron-Core 0.19.2 (schedules.py:902) and one more."""
+    chunks = run.layout.language.vpp
+    if chunks > 1:
+        stages = pipeline_stages(run.layout)
+        return min(chunks * run.batch.num_microbatches, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
+    return min(run.batch.num_microbatches, stages_to_end(run.layout, name, stage))
+
+
+FP8_BYTES = 2
+"""Bytes of a weight's copies in fp8: one by rows for the forward pass, one by columns for the gradient of the input."""
+
+
+def fp8_weight_bytes(
+    cfg: ConfigContainer, name: str, stage: int, *, tp: int, stages: int, vpp: int = 1, ep: int = 1, etp: int = 1
+) -> int:
+    """Bytes of the copies in fp8 of a module's weights on one rank of a pipeline stage, kept from one step to the
+    next."""
+    if cfg.fp8_of(name) == "none":
+        return 0
+    if name == LANGUAGE:
+        llm = cfg.llm
+        own = layers_in_fp8(cfg, stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1), llm.num_layers)
+        matrices = 3 if llm.is_gated else 2
+        attention = (llm.qkv_width + llm.query_width) // tp
+        dense, shared = (matrices * width // tp for width in (llm.ffn_hidden_size, llm.shared_expert_ffn_hidden_size))
+        experts = shared + matrices * llm.expert_width // etp * (llm.num_experts // ep)
+        widths = (attention + (experts if llm.has_experts(layer) else dense) for layer in own)
+        return FP8_BYTES * llm.hidden_size * sum(widths)
+    total = 0
+    for spec in cfg.modules[name].encoder.parts.values():
+        layers = spec.built_layers
+        own = layers_in_fp8(cfg, stage_layers(layers, stage, stages), layers)
+        total += FP8_BYTES * _matrices(spec) // tp * len(own)
+    return total
+
+
+def _matrices(spec: LayeredSpec) -> int:
+    """Numbers in the matrices of a layer of an encoder."""
+    up = (2 if spec.activation == GATED else 1) * spec.ffn_hidden_size
+    return spec.hidden_size * (4 * spec.hidden_size + up + spec.ffn_hidden_size)

@@ -1,11 +1,11 @@
-"""Numbers of parameters, of whole modules and of one rank, from sizes alone. Imports no torch."""
+"""Numbers of parameters, of whole modules and of one rank, from sizes alone."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from data.text_format import plural
-from encoders.base import EncoderSpec, LayeredSpec
+from encoders.base import LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.errors import Fault
@@ -14,7 +14,7 @@ from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.layout.adapters import adapted_linears, adapter_parameters, adapts_projector
-from mimo_train.layout.layout import layers_of_stage, stage_layers
+from mimo_train.layout.ranks import layers_of_stage, stage_layers
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this, whatever the layout: with a padding that depends on tp, a checkpoint
@@ -101,7 +101,7 @@ def expert_parameters(
     return layers * llm.num_experts // ep * matrices * llm.hidden_size * llm.expert_width // etp
 
 
-def encoder_parameters(encoder: EncoderSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
+def encoder_parameters(encoder: LayeredSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
     """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
 
     The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one

@@ -23,7 +23,7 @@ from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import predictions_of, write_predictions
 from mimo_train.evaluation.shown_media import shown_media
 from mimo_train.inputs.inputs import HeldOutSet, build_dataset, held_out_sets
-from mimo_train.layout.padding import padding_of_documents
+from mimo_train.inputs.padding import padding_of_documents
 from mimo_train.layout.run import Run
 from mimo_train.parallel import device as devices
 from mimo_train.training.step.batches import StepIterator, open_loader

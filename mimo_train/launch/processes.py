@@ -15,8 +15,8 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.output import show
 from mimo_train.launch.tasks import adopt_tasks
-from mimo_train.layout.layout import RunLayout
 from mimo_train.layout.placement import node_faults
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run, config_faults, on_nodes, resolve
 
 

@@ -21,7 +21,7 @@ from mimo_train.launch.forked import OPTION as FORKED
 from mimo_train.launch.nodes import Nodes, nodes_of, without_torchruns
 from mimo_train.launch.restarts import OPTION
 from mimo_train.launch.tasks import number
-from mimo_train.layout.layout import lay_out
+from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, config_faults, resolve
 
 ARRAY_FILE = "MIMO_ARRAY_FILE"

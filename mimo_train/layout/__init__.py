@@ -1,1 +1,1 @@
-"""Arithmetic before a run: layouts, placement, batches, memory, FLOPs. Imports no torch."""
+"""Arithmetic before a run: layouts, placement, batches, memory, FLOPs."""

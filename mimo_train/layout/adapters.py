@@ -2,7 +2,7 @@
 
 Megatron-Core fuses projections that other libraries keep apart: `linear_qkv` is queries, keys and values, `linear_fc1`
 with a gate is gate and up. An adapter is beside the whole layer, or beside some of its projections, each with an A and
-a B of its own, as PEFT has them. Imports no torch.
+a B of its own, as PEFT has them.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault, nearest
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
-from mimo_train.layout.layout import stage_layers
+from mimo_train.layout.ranks import stage_layers
 
 WHOLE = ""
 """In the place of a projection's name: the whole linear layer."""

@@ -1,4 +1,4 @@
-"""The batch of a run: what divides it, and how it grows (`train.rampup_batch_size`). Imports no torch.
+"""The batch of a run: what divides it, how it grows (`train.rampup_batch_size`), and packed rows (`data.pack`).
 
 The rule of growth is Megatron's: [first, increment, samples] takes (global_batch_size - first) / increment steps up,
 at equal distances in consumed samples, and is at the full size once more than `samples` are consumed.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from data.text_format import plural
 from mimo_train.config.errors import Fault
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
@@ -173,4 +174,37 @@ def sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
             "data.sequence_length",
             f"{length} tokens are not equal parts of {of}, and {key}.sp splits sequences: use a multiple of "
             f"{chunks * tp}, or set sp to false",
+        )
+
+
+def pack_length(cfg: ConfigContainer) -> int:
+    """Most tokens of the samples of a packed row."""
+    return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.data.sequence_length
+
+
+def has_balancing_loss(llm: LlmSpec) -> bool:
+    return llm.num_experts > 0 and llm.router_balancing != "none" and llm.router_aux_loss > 0
+
+
+def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Why the samples of this run cannot be packed, or keys of packing without it."""
+    data, llm = cfg.data, cfg.llm
+    if not data.pack:
+        if data.pack_length:
+            yield Fault("data.pack_length", f"is {data.pack_length}, and data.pack is false: set data.pack to true")
+        return
+    if data.pad == "sequence":
+        yield Fault("data.pad", "is sequence, one sample in each row, and data.pack is true: set one of them only")
+    if 0 < data.pack_length < data.sequence_length:
+        yield Fault(
+            "data.pack_length",
+            f"{data.pack_length} tokens do not hold the longest sample, of data.sequence_length "
+            f"{data.sequence_length}: use at least that, better twice",
+        )
+    if has_balancing_loss(llm) and llm.router_balancing != "aux_loss":
+        what = "each row" if llm.router_balancing == "seq_aux_loss" else "ranks with as many tokens in each microbatch"
+        yield Fault(
+            f"modules.{LANGUAGE}.llm.router_balancing",
+            f"{llm.router_balancing} would balance {what}, and a row of data.pack is several samples: use aux_loss or "
+            "none",
         )

@@ -1,4 +1,4 @@
-"""Placement of modules: first ranks, shared ranks, idle processes, nodes. Imports no torch.
+"""Placement of modules: edges between them, first ranks, shared ranks, idle processes, nodes.
 
 An encoder is either on other ranks than the language model, or on exactly the ranks of its first stage. Encoders on
 other ranks may share these with each other, stage by stage.
@@ -6,13 +6,13 @@ other ranks may share these with each other, stage by stage.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from data.text_format import plural
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.layout.graph import connections
 
 
 @dataclass(frozen=True)
@@ -259,3 +259,28 @@ def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[F
                     f"there is dropout ({name} {dropout[name]}, {other} {dropout[other]}): set it to 0, or give both "
                     "the same tp and dp, or other ranks",
                 )
+
+
+EdgePlacement = Literal["disjoint", "shared"]
+"""disjoint: the source's last stage sends to the destination's first stage, on other ranks. shared: the source runs on
+the ranks of the destination's first stage, inside its forward pass."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Features go from the source to the destination in the forward pass, and their gradients back."""
+
+    source: str
+    destination: str
+    placement: EdgePlacement
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the source is on the ranks of the destination's first stage."""
+        return self.placement == "shared"
+
+
+def connections(cfg: ConfigContainer) -> list[tuple[str, str]]:
+    """(source, destination) of every edge, in the order of the config. Every encoder gives to the language model; this
+    is the only place that defines it."""
+    return [(name, LANGUAGE) for name in cfg.encoders] if LANGUAGE in cfg.modules else []

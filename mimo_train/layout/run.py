@@ -1,33 +1,33 @@
-"""A validated run: `resolve` checks a config and derives its layout and batch. Imports no torch."""
+"""A validated run: `resolve` checks a config and derives its layout and batch."""
 
 import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 from data.storage.url import Place, place_of
-from encoders.base import joint_faults, most_tokens
-from encoders.plain.spec import PlainSpec
+from encoders.base import most_tokens
 from encoders.ranges import MOST
 from mimo_train.config.errors import ConfigError, Fault, UserError
-from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.layout.adapters import adapter_faults
-from mimo_train.layout.batch import Batch, batch_faults
-from mimo_train.layout.compiling import compile_faults
-from mimo_train.layout.deepstack import deepstack_faults
-from mimo_train.layout.divisibility import encoder_faults, language_faults, projector_faults
-from mimo_train.layout.fp8 import fp8_faults
-from mimo_train.layout.layout import RunLayout, lay_out
-from mimo_train.layout.padding import packing_faults
+from mimo_train.layout.batch import Batch, batch_faults, packing_faults
+from mimo_train.layout.kernels import compile_faults, fp8_faults
+from mimo_train.layout.legality import (
+    deepstack_faults,
+    layer_faults,
+    module_faults,
+    projector_faults,
+)
 from mimo_train.layout.placement import placement_faults
+from mimo_train.layout.ranks import RunLayout, lay_out
 
 INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards", "data.test_shards")
 """Keys of files that are not looked for before the data is there."""
@@ -149,7 +149,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
         *([] if found else packing_faults(cfg)),
         *([] if found else fp8_faults(cfg)),
         *([] if found else compile_faults(cfg)),
-        *_plain_encoder_faults(cfg),
+        *layer_faults(cfg),
         *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
     ]
     return found + [fault for fault in others if fault.key not in known]
@@ -161,7 +161,7 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     of_modules = [
         fault
         for name, module in cfg.modules.items()
-        for fault in ([_stray(name, cfg, stray)] if name in stray else _module_faults(name, module))
+        for fault in ([_stray(name, cfg, stray)] if name in stray else module_faults(name, module))
     ]
     yield from of_modules
     if LANGUAGE not in cfg.modules:
@@ -221,91 +221,6 @@ def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
     )
 
 
-def _module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
-    layout, prefix = module.layout, f"modules.{name}"
-    wrong_sizes = list(layout.faults(f"{prefix}.layout"))
-    yield from wrong_sizes
-    if wrong_sizes:
-        return
-    wrong_parts = list(_part_faults(name, module))
-    yield from wrong_parts
-    if wrong_parts:
-        return
-    if module.llm is not None:
-        wrong_spec = list(module.llm.faults(f"{prefix}.llm"))
-    else:
-        wrong_spec = _spec_faults(module, prefix)
-    yield from wrong_spec
-    if not wrong_spec:
-        divide = language_faults(module.llm, layout, prefix) if module.llm else encoder_faults(module, prefix)
-        yield from divide
-
-
-def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
-    """What is wrong with the sizes of an encoder and its projector, alone and together."""
-    encoder, projector = module.encoder, module.projector
-    # Arithmetic with what is not finite raises.
-    found = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
-    found += value_faults(projector.resampler, f"{prefix}.projector.resampler")
-    for name, part in encoder.parts.items():
-        found += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
-    if found:
-        return found
-    own = [(f"encoder.{field}", text) for field, text in encoder.faults()]
-    own += [(f"projector.{field}", text) for field, text in projector.faults()]
-    return [Fault(f"{prefix}.{field}", text) for field, text in own or joint_faults(encoder, projector)]
-
-
-def _plain_encoder_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """What needs the transformer layers that an encoder of plain torch does not have."""
-    for name, module in cfg.encoders.items():
-        if not isinstance(module.encoder, PlainSpec):
-            if module.lora.rank > 0 and len(module.encoder.parts) > 1:
-                yield Fault(
-                    f"modules.{name}.lora.rank",
-                    f"is {module.lora.rank}, and encoders that are joined have no adapters: set it to 0, and "
-                    "freeze=[encoder] if they should stay as they are",
-                )
-            continue
-        prefix, own = f"modules.{name}", f"encoder.family {module.encoder.family} is a plain torch module"
-        if module.lora.rank > 0:
-            yield Fault(
-                f"{prefix}.lora.rank",
-                f"{own}, and adapters go beside Megatron-Core's linear layers, of which it has none: set it to 0 (is "
-                f"{module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
-            )
-        if cfg.recompute_of(name) == "selective":
-            yield Fault(
-                f"{prefix}.recompute",
-                f"{own}, and selective computes the attention of Megatron-Core's layers again, of which it has none: "
-                "set it to none, or to full for the whole module",
-            )
-
-
-def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
-    """The language module has an llm, every other one an encoder and a projector."""
-    prefix, parts = f"modules.{name}", ("encoder", "projector")
-    if name == LANGUAGE:
-        if module.llm is None:
-            yield Fault(
-                f"{prefix}.llm",
-                "the language module needs an llm: pick one, for example llm@modules.language.llm=gpt_tiny",
-            )
-        for part in parts:
-            if getattr(module, part) is not None:
-                yield Fault(f"{prefix}.{part}", "the language module has no encoder and no projector: remove this key")
-        return
-    if module.llm is not None and module.encoder is None and module.projector is None:
-        text = f"only the module named {LANGUAGE!r} has an llm: give it this name, or remove modules.{name}"
-        yield Fault(f"{prefix}.llm", text)
-        return
-    for part in parts:
-        if getattr(module, part) is None:
-            yield Fault(f"{prefix}.{part}", f"missing: every module but {LANGUAGE!r} has an encoder and a projector")
-    if module.llm is not None:
-        yield Fault(f"{prefix}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")
-
-
 def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """Sequences beyond what the language model's positions allow."""
     llm = cfg.modules[LANGUAGE].llm if LANGUAGE in cfg.modules else None
@@ -332,4 +247,25 @@ def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
                 f"one {encoder.medium} takes {tokens} tokens of {prefix} ({read_as}, {patches}, merge {merge}), a "
                 f"sequence has only {cfg.data.sequence_length}: raise it above {tokens}, or raise "
                 f"{prefix}.projector.merge",
+            )
+
+
+def warm_up_warnings(cfg: ConfigContainer, last_step: int | None = None) -> Iterator[str]:
+    """Modules whose learning rate never reaches its peak. That is no fault: a run of a few steps, to try a config, is
+    such a one.
+
+    Args:
+        last_step: of the run, where its data may end it before `train.iters`.
+    """
+    length = cfg.train.iters if last_step is None else last_step
+    named = f"train.iters {length}" if length == cfg.train.iters else f"the {length} steps that the data lasts for"
+    steps_of = {"optim": cfg.optim.warmup_iters}
+    steps_of |= {f"modules.{name}.optim": module.optim.warmup_iters or 0 for name, module in cfg.modules.items()}
+    for key, steps in steps_of.items():
+        if steps >= length > 0:  # 0: not known yet
+            # Step n has the rate of n - 1 steps of warm-up: the peak is that of the step behind it.
+            compared = "longer than" if steps > length else "as long as"
+            yield (
+                f"{key}.warmup_iters {steps} is {compared} {named}: the learning rate never "
+                "reaches its peak; lower it, unless this run is a trial"
             )

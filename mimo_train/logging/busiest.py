@@ -3,7 +3,7 @@ no torch."""
 
 from collections.abc import Sequence
 
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.logging.stopwatch import INTERVALS
 
 _BUSY = {"forward_backward": "computes", "optimizer": "optimizer", "data_wait": "waits for data"}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from data.order.split import Span
 from data.order.step import StepBatch
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.layout.layout import ModuleLayout, RunLayout
+from mimo_train.layout.ranks import ModuleLayout, RunLayout
 
 
 def imbalance(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 
 STEP = "step"
 INTERVALS = (STEP, "forward_backward", "data_wait", "bridge_wait", "pipeline_wait", "reduce", "optimizer")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from mimo_train.estimate.flops import Flops
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 
 PEAK_TFLOPS: dict[str, tuple[float, float, float | None]] = {
     "A100": (312.0, 19.5, None),

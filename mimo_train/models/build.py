@@ -22,7 +22,7 @@ from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.models.compiled import compile_layers, require_compiler
 from mimo_train.models.encoder_module import EncoderModule
 from mimo_train.models.fp8 import require_fp8

@@ -14,7 +14,7 @@ import torch
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.compiling import compiled_modules
+from mimo_train.layout.kernels import compiled_modules
 
 _logger = logging.getLogger(__name__)
 

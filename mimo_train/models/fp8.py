@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.fp8 import fp8_unit, has_fp8
+from mimo_train.layout.kernels import fp8_unit, has_fp8
 
 _SUPPORT = {
     "tensorwise": "check_fp8_support",

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.layout.layout import ModuleLayout
+from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.models.marks import mark
 from mimo_train.models.seeds import seed_for
 

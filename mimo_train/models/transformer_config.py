@@ -16,7 +16,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.adapters import adapted_linears, layers_name
-from mimo_train.layout.layout import ModuleLayout, RunLayout, layers_of_stage
+from mimo_train.layout.ranks import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.models.documents import documents_of_media
 from mimo_train.models.initial_weights import draw_by
 from mimo_train.models.seeds import seed_for

@@ -8,7 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel.bridge.shapes import Needs
 from mimo_train.parallel.groups import RunGroups

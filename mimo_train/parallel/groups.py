@@ -14,8 +14,8 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema_run import RunConfig
-from mimo_train.layout.graph import Edge
-from mimo_train.layout.layout import ModuleLayout, RunLayout
+from mimo_train.layout.placement import Edge
+from mimo_train.layout.ranks import ModuleLayout, RunLayout
 from mimo_train.parallel import device
 from mimo_train.parallel.local_groups import BRIDGE, EMBEDDING, GRADIENTS, LAYERS, STAGES, OwnGrid, OwnGroups
 

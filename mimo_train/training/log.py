@@ -12,7 +12,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.straggler import StragglerTimer
 from mimo_train.estimate.flops import StepFlops
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.layout.fp8 import has_fp8
+from mimo_train.layout.kernels import has_fp8
 from mimo_train.logging.busiest import Busiest
 from mimo_train.logging.imbalance import imbalance
 from mimo_train.logging.runtime import report_runtime, report_throughput

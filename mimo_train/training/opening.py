@@ -10,9 +10,8 @@ from data.storage.url import Place
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.config.compose import to_yaml
 from mimo_train.launch.processes import is_on_first_node
-from mimo_train.layout.compiling import compile_remark
-from mimo_train.layout.run import Run
-from mimo_train.layout.warm_up import warm_up_warnings
+from mimo_train.layout.kernels import compile_remark
+from mimo_train.layout.run import Run, warm_up_warnings
 from mimo_train.logging import progress
 from mimo_train.logging.console import Console, view_on
 from mimo_train.logging.console_relay import ReceivedView, SentView

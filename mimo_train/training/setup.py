@@ -27,10 +27,10 @@ from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.hf.load import load_pretrained, load_start_adapters
 from mimo_train.inputs.inputs import build_dataset
 from mimo_train.inputs.mixture import Mixing
+from mimo_train.inputs.padding import padding_of
 from mimo_train.launch.object_lock import ObjectLock, require_seen
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
-from mimo_train.layout.padding import padding_of
 from mimo_train.layout.run import Run
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.language.gpt import TrainedLogits

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from mimo_train.layout.layout import AXES
+from mimo_train.layout.ranks import AXES
 from tests.dist.runs import BOUNDS, BOUNDS_BF16, Bounds
 
 

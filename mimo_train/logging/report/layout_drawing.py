@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from data.text_format import plural
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.layout.layout import ModuleLayout, RunLayout
+from mimo_train.layout.ranks import ModuleLayout, RunLayout
 from mimo_train.layout.run import Run
 
 _MAX_BOXES = 64

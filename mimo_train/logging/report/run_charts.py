@@ -1,6 +1,6 @@
 """Which charts a run has: loss, exact match, gradient norm, learning rates, throughput. Imports no torch."""
 
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.logging.report.charts import Chart, Series, chart
 from mimo_train.logging.report.curves import Column, smooth
 from mimo_train.logging.report.headline import held_out_keys, set_of

@@ -15,9 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.layout.layout import ModuleLayout, RunLayout
+from mimo_train.layout.ranks import ModuleLayout, RunLayout, stages_to_end
 from mimo_train.layout.run import Run
-from mimo_train.layout.stages import stages_to_end
 from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns, features_width

@@ -23,7 +23,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from data.order.split import Span
 from mimo_train.flight.layout import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.layout.graph import Edge
+from mimo_train.layout.placement import Edge
 from mimo_train.layout.run import Run
 from mimo_train.parallel.bridge.shapes import (
     Part,

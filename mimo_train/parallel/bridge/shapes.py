@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from data.order.split import Span, balanced_parts, equal_parts, spread_parts
 from data.order.step_plan import StepPlan
-from mimo_train.layout.layout import ModuleLayout
+from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.layout.run import Run
 
 Counts = dict[str, list[list[int]]]

@@ -1,6 +1,6 @@
 """`mimo-train check`: check a run without a GPU, and report every fault at once.
 
-Parts that do not depend on a fault still run: an invalid layout does not hide a truncated shard. Imports no torch.
+Parts that do not depend on a fault still run: an invalid layout does not hide a truncated shard.
 """
 
 import shlex
@@ -15,7 +15,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.batch import Batch
-from mimo_train.layout.layout import lay_out
+from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, Run, config_faults, with_config_faults, with_iters
 from mimo_train.preflight.check import advice, arithmetic, launching, promises, ranks, resuming, samples, work
 from mimo_train.preflight.check.findings import Report, show

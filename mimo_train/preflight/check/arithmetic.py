@@ -10,13 +10,11 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate import memory
 from mimo_train.estimate.memory import GIB, Memory, StageMemory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
-from mimo_train.layout.fp8 import described
-from mimo_train.layout.layout import RunLayout
-from mimo_train.layout.padding import pack_length
+from mimo_train.layout.batch import pack_length
+from mimo_train.layout.kernels import described
 from mimo_train.layout.placement import span_text
-from mimo_train.layout.run import Run
-from mimo_train.layout.stages import bubble, pipeline_stages
-from mimo_train.layout.warm_up import warm_up_warnings
+from mimo_train.layout.ranks import RunLayout, pipeline_stages
+from mimo_train.layout.run import Run, warm_up_warnings
 from mimo_train.preflight.check.findings import Report, Table
 
 IMBALANCE = 2.0
@@ -204,3 +202,11 @@ def _gib(memory: Memory) -> tuple[str, ...]:
 
 def _span(layout: RunLayout, ranks: Sequence[int]) -> str:
     return span_text(layout.processes_of(ranks))
+
+
+def bubble(run: Run) -> float:
+    """Share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (v m + p - 1) for p stages of
+    equal duration, v chunks a stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give (p - 1) / (v m),
+    of the time without the bubble."""
+    stages, chunks = pipeline_stages(run.layout), run.layout.language.vpp * run.batch.num_microbatches
+    return (stages - 1) / (chunks + stages - 1)

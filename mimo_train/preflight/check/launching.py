@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.start import launch_of, processes_per_node
-from mimo_train.layout.layout import lay_out
+from mimo_train.layout.ranks import lay_out
 from mimo_train.preflight.check.findings import Report, Table
 
 

@@ -6,8 +6,8 @@ from itertools import groupby
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout import placement
-from mimo_train.layout.graph import Edge
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.placement import Edge
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.preflight.check.findings import Report, Table
 
 

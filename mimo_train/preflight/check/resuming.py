@@ -28,7 +28,7 @@ from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.hf.matching import MatchedPart, require_no_others
 from mimo_train.hf.parts import pretrained_parts
 from mimo_train.inputs.mixture import Mixing
-from mimo_train.layout.layout import RunLayout, lay_out
+from mimo_train.layout.ranks import RunLayout, lay_out
 from mimo_train.layout.run import all_made
 from mimo_train.preflight.check.findings import Report
 

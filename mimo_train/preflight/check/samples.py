@@ -33,7 +33,7 @@ from mimo_train.inputs.inputs import (
 from mimo_train.inputs.mixture import Mixing, too_short
 from mimo_train.inputs.token_inputs import require_none_for_tokens
 from mimo_train.layout.batch import Batch
-from mimo_train.layout.layout import lay_out
+from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import Run, steps_of_epochs
 from mimo_train.preflight.check.blocks import add_blocks
 from mimo_train.preflight.check.findings import Report, Table, fault_of, spread

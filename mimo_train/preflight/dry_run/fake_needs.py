@@ -8,7 +8,7 @@ from typing import Any
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import module_parameters
-from mimo_train.layout.layout import ModuleLayout
+from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.layout.run import Run
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mimo_train.config.errors import UserError
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 
 ALL_KINDS = "all-kinds"
 

@@ -21,7 +21,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig
 from mimo_train.layout.batch import Batch
-from mimo_train.layout.fp8 import has_fp8
+from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.run import Run
 from mimo_train.preflight.dry_run import (
     fake_attention,

@@ -9,7 +9,7 @@ from data.text_format import plural, shown_lines
 from encoders.errors import EncoderError
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.compiling import compiled_modules
+from mimo_train.layout.kernels import compiled_modules
 from mimo_train.preflight.dry_run.kinds import Kind
 from mimo_train.preflight.dry_run.places import short
 

@@ -8,8 +8,8 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.config.schema_run import PlacementConfig
-from mimo_train.layout.graph import Edge, connections
-from mimo_train.layout.layout import ModuleLayout, RunLayout, lay_out
+from mimo_train.layout.placement import Edge, connections
+from mimo_train.layout.ranks import ModuleLayout, RunLayout, lay_out
 
 
 def ranks_of(layout: LayoutConfig) -> int:

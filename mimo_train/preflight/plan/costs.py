@@ -11,7 +11,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.estimate.activations import BYTES, layer_activations
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
-from mimo_train.layout.layout import layers_of_stage
+from mimo_train.layout.ranks import layers_of_stage
 from mimo_train.preflight.plan import devices
 from mimo_train.preflight.plan.devices import Links
 from mimo_train.preflight.plan.profile import Profile

@@ -25,7 +25,8 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.estimate.flops import Flops, StepFlops
 from mimo_train.inputs.inputs import build_dataset, tokenizer_of, training_sources
-from mimo_train.layout.padding import pack_length, padding_of
+from mimo_train.inputs.padding import padding_of
+from mimo_train.layout.batch import pack_length
 from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.work import AT_THE_END, module_work
 

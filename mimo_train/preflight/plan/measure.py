@@ -24,7 +24,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleConfig
 from mimo_train.config.schema_run import PlacementConfig
-from mimo_train.layout.divisibility import encoder_faults, language_faults, projector_faults
+from mimo_train.layout.legality import encoder_faults, language_faults, projector_faults
 from mimo_train.layout.run import resolve
 from mimo_train.models.names import modules_of
 from mimo_train.parallel import device as devices

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.layout.padding import pack_length
+from mimo_train.layout.batch import pack_length
 from mimo_train.preflight.plan.candidate import Candidate, ranks_of
 from mimo_train.preflight.plan.costs import Costs, StageCost
 from mimo_train.preflight.plan.counts import Counts, Load, Loads

@@ -5,8 +5,8 @@ from typing import Any
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.memory import GIB
-from mimo_train.layout.fp8 import has_fp8
-from mimo_train.layout.layout import lay_out
+from mimo_train.layout.kernels import has_fp8
+from mimo_train.layout.ranks import lay_out
 from mimo_train.preflight.plan import devices
 from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.devices import Device

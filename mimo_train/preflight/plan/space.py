@@ -1,6 +1,6 @@
 """The legal layouts of a run, module by module. Imports no torch.
 
-Legal is what the checks of a config say (`mimo_train.layout.divisibility`, `mimo_train.layout.batch`); what modules are
+Legal is what the checks of a config say (`mimo_train.layout.legality`, `mimo_train.layout.batch`); what modules are
 to each other is looked at once more for what is proposed (`mimo_train.preflight.plan.search`).
 """
 
@@ -15,7 +15,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.layout.batch import Batch, sequence_faults
-from mimo_train.layout.divisibility import encoder_faults, language_faults, projector_faults
+from mimo_train.layout.legality import encoder_faults, language_faults, projector_faults
 
 MOST_CP, MOST_CHUNKS, MOST_STAGES_OF_ENCODER = 16, 8, 8
 """Largest sizes that are tried."""

@@ -11,9 +11,9 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.flops import Passes, StepFlops
-from mimo_train.layout.fp8 import layers_in_fp8
-from mimo_train.layout.layout import stage_layers
-from mimo_train.layout.matmuls import Media, encoder_products, language_products
+from mimo_train.estimate.matmuls import Media, encoder_matmuls, language_matmuls
+from mimo_train.layout.kernels import layers_in_fp8
+from mimo_train.layout.ranks import stage_layers
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
 _LINEAR = re.compile(r"(.*?)(?:layers\.)?layers\.(\d+)\..*linear_(?:qkv|proj|fc1|fc2)\.weight")
@@ -83,11 +83,11 @@ def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: f
     """
     if name == LANGUAGE:
         length = cfg.data.sequence_length
-        products = language_products(cfg.llm, length, vocab)
+        products = language_matmuls(cfg.llm, length, vocab)
     else:
         module = cfg.modules[name]
         media = _largest(module, media_per_sample)
-        products = encoder_products(name, module.encoder, module.projector, cfg.llm.hidden_size, media)
+        products = encoder_matmuls(name, module.encoder, module.projector, cfg.llm.hidden_size, media)
     return _by_layer(StepFlops(cfg, vocab).passes(name, products, AT_THE_END), _in_fp8(cfg, name))
 
 

@@ -26,7 +26,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.parallel.context import own_places
 from mimo_train.parallel.device import current, to_device

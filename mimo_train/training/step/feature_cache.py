@@ -18,7 +18,7 @@ from data.pipeline import MEDIA, Lookup, Samples
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.fp8 import has_fp8
+from mimo_train.layout.kernels import has_fp8
 from mimo_train.models.encoder_module import EncoderModule
 from mimo_train.models.feature_files import FeatureCache
 from mimo_train.models.names import modules_of

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.layout.fp8 import has_fp8
+from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.run import Run
 from mimo_train.models.fp8 import renew_copies
 from mimo_train.models.moe import RouterLosses

@@ -12,7 +12,7 @@ from megatron.core.utils import StragglerDetector
 
 from encoders.ranges import FixedKeys
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.logging.console import Console
 from mimo_train.logging.metrics_log import MetricsLog

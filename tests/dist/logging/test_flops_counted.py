@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mimo_train.estimate.flops import count, frozen_patterns
-from mimo_train.layout.matmuls import Media, encoder_products, language_products
+from mimo_train.estimate.matmuls import Media, encoder_matmuls, language_matmuls
 from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
@@ -56,13 +56,13 @@ def products_of(cfg):
     from mimo_train.inputs.inputs import tokenizer_of
 
     length, module = cfg.data.sequence_length, cfg.modules["images"]
-    language = language_products(cfg.language.llm, length, padded_vocab_size(tokenizer_of(cfg).vocab_size))
+    language = language_matmuls(cfg.language.llm, length, padded_vocab_size(tokenizer_of(cfg).vocab_size))
     whole = 2 * length / (length + 1)
     size = module.encoder.image_size
     tokens = module.encoder.inner_tokens(size, size, module.projector.merge)
     picture = Media(tokens - module.encoder.class_token, tokens, tokens**2)
     return {
-        "images": encoder_products("images", module.encoder, module.projector, cfg.language.llm.hidden_size, picture),
+        "images": encoder_matmuls("images", module.encoder, module.projector, cfg.language.llm.hidden_size, picture),
         "language": [replace(product, attention=product.attention * whole) for product in language],
     }
 

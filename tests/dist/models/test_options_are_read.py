@@ -127,7 +127,7 @@ def _recorded(spec: Any, reads: set[str]) -> Any:
 
 
 def _all_read(runs: list) -> dict[str, set[str]]:
-    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel.groups import build_groups
 
     found: dict[str, set[str]] = {name: set() for name in (*ENCODERS, "projector", "resampler", "llm")}

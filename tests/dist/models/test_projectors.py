@@ -127,7 +127,7 @@ def compare_all(folder: Path) -> dict[str, float]:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
 
@@ -243,7 +243,7 @@ def _mixed() -> float:
     from mimo_train.config.llm_spec import LlmSpec
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig
-    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.models.layers import norm_class
     from mimo_train.models.transformer_config import resampler_config
     from mimo_train.parallel import device as devices

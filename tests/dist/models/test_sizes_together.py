@@ -128,7 +128,7 @@ def _one_process_or_two(sp: bool) -> Iterator[tuple[Any, Any]]:
     import torch
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
 

@@ -34,7 +34,7 @@ def compare_all(published: dict) -> dict[str, dict[str, float]]:
     import torch
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
 

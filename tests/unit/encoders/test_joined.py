@@ -11,9 +11,9 @@ from encoders.native.dino.spec import Dinov3Spec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.compose import from_dict, load, to_dict
 from mimo_train.config.errors import ConfigError
+from mimo_train.estimate.matmuls import Media, encoder_matmuls
 from mimo_train.estimate.memory import stage_memory
 from mimo_train.estimate.parameters import encoder_parameters
-from mimo_train.layout.matmuls import Media, encoder_products
 from mimo_train.layout.run import resolve
 
 ENCODER = "modules.images.encoder"
@@ -60,9 +60,9 @@ def test_pixels_are_rounded_if_those_of_either_encoder_are(cfg):
 def test_what_is_computed_and_kept_is_that_of_both(cfg):
     spec, projector = cfg.modules["images"].encoder, ProjectorSpec(kind="linear")
     media = Media(patches=576, tokens=577, pairs=577**2)
-    found = encoder_products("images", spec, projector, 8, media)
+    found = encoder_matmuls("images", spec, projector, 8, media)
     alone = [
-        one for part in spec.parts.values() for one in encoder_products("images", part, ProjectorSpec(), 8, media)[:-2]
+        one for part in spec.parts.values() for one in encoder_matmuls("images", part, ProjectorSpec(), 8, media)[:-2]
     ]
     assert sum(one.forward + one.attention for one in found[:-1]) == sum(one.forward + one.attention for one in alone)
     assert {

@@ -8,7 +8,7 @@ from encoders.native.vit.spec import VisionSpec
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError
-from mimo_train.layout.matmuls import Media, encoder_products
+from mimo_train.estimate.matmuls import Media, encoder_matmuls
 from mimo_train.layout.run import resolve
 
 SEVEN = ResamplerSpec(
@@ -47,7 +47,7 @@ def test_products_of_a_resampler():
     """Keys and values of all features and latents, the rest of the latents alone."""
     spec = ProjectorSpec(kind="linear", resampler=SEVEN)
     media = Media(patches=30, tokens=30, latents=14)  # of two pictures
-    found = {one.name: one for one in encoder_products("images", VisionSpec(), spec, 4, media)}
+    found = {one.name: one for one in encoder_matmuls("images", VisionSpec(), spec, 4, media)}
     layer = "input_projections.0.resampler.layers.1"
     assert found["input_projections.0.encoder.weight"].forward == 2 * 30 * 768 * 4
     assert found[f"{layer}.linear_q.weight"].forward == 2 * 14 * 4 * 20

@@ -15,8 +15,8 @@ from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from mimo_train.estimate.activations import layer_activations
+from mimo_train.estimate.matmuls import Media, encoder_matmuls
 from mimo_train.estimate.parameters import encoder_parameters
-from mimo_train.layout.matmuls import Media, encoder_products
 
 ONE, TWO = ProjectorSpec(kind="linear"), ProjectorSpec(merge=2)
 QWEN = QwenVitSpec(patch_size=7, window_size=28, min_pixels=100, max_pixels=20000, num_layers=4, full_attention=[1])
@@ -90,7 +90,7 @@ def test_a_class_token_in_the_sequence_is_counted_as_what_it_is():
     spec = ClipSpec(image_size=32, patch_size=16, keep_class_token=True)
     assert (spec.num_tokens(9, 9), spec.inner_tokens(9, 9), spec.most_tokens()) == (5, 5, 5)
     assert spec.patches_of(15, ONE.merge) == pytest.approx(12)
-    products = encoder_products("images", spec, ONE, 6, Media(patches=4, tokens=5, pairs=25, kept=1))
+    products = encoder_matmuls("images", spec, ONE, 6, Media(patches=4, tokens=5, pairs=25, kept=1))
     assert products[0].forward == 2 * 4 * 3 * 16**2 * 768 and products[-1].forward == 2 * 5 * 768 * 6
 
 
@@ -100,7 +100,7 @@ def test_a_gated_layer_has_two_matrices_in_front():
     assert gated.num_parameters() - plain.num_parameters() == 8 * 12 + 12
     assert encoder_parameters(plain, tp=2) - encoder_parameters(gated, tp=2) == -(8 * 12 + 12) // 2
     (first, *_), (other, *_) = (
-        [one for one in encoder_products("images", spec, ONE, 4, Media(1, 1, 1)) if "linear_fc1" in one.name]
+        [one for one in encoder_matmuls("images", spec, ONE, 4, Media(1, 1, 1)) if "linear_fc1" in one.name]
         for spec in (plain, gated)
     )
     assert other.forward == 2 * first.forward

@@ -7,8 +7,8 @@ from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.estimate.flops import Flops, StepFlops, count
+from mimo_train.estimate.matmuls import Matmul, Media, encoder_matmuls, language_matmuls
 from mimo_train.estimate.parameters import language_parameters
-from mimo_train.layout.matmuls import Media, Product, encoder_products, language_products
 from tests.unit.configs import changed, load
 
 DENSE = LlmSpec(
@@ -23,27 +23,27 @@ ONE = Media(4, 4, 16)
 """One picture of 4 patches."""
 
 
-def forward(products: list[Product]) -> float:
+def forward(products: list[Matmul]) -> float:
     return sum(product.forward + product.attention for product in products)
 
 
 def test_a_sample_through_the_language_model_by_hand():
     # Heads of 2: q 4, k and v 2 each. qkv 4*8=32, output 4*4=16, up 4*16=64, down 8*4=32: 144 weights a layer.
     # Attention of 7 tokens over (7+1)/2 = 4 positions on average: 7*4*4*4 = 448. Output layer: 7*2*4*10 = 560.
-    assert forward(language_products(DENSE, 7, vocab=10)) == 2 * (7 * 2 * 144 + 448) + 560
+    assert forward(language_matmuls(DENSE, 7, vocab=10)) == 2 * (7 * 2 * 144 + 448) + 560
 
 
 def test_windows_and_heads_of_their_own_width_by_hand():
     spec = dataclasses.replace(DENSE, head_size=3, window=2, full_attention_layers=[1])
     # Heads of 3: q 6, k and v 3 each. qkv 4*12=48, output 6*4=24, up 64, down 32: 168 weights a layer.
     # Pairs of 7 tokens: 7*8/2 = 28 in the second layer, 1 + 6*2 = 13 in the first; 4*6 FLOPs each.
-    assert forward(language_products(spec, 7, vocab=0)) == 2 * 7 * 2 * 168 + (28 + 13) * 24
+    assert forward(language_matmuls(spec, 7, vocab=0)) == 2 * 7 * 2 * 168 + (28 + 13) * 24
 
 
 def test_without_swiglu_and_without_grouped_queries():
     spec = LlmSpec(num_layers=1, hidden_size=4, num_attention_heads=2, ffn_hidden_size=8, activation="gelu")
     # qkv 4*12=48, output 16, up 32, down 32: 128 weights. Attention over one position: 16.
-    assert forward(language_products(spec, 1, vocab=0)) == 2 * 128 + 16
+    assert forward(language_matmuls(spec, 1, vocab=0)) == 2 * 128 + 16
 
 
 def test_experts_count_as_often_as_a_token_passes_one():
@@ -61,14 +61,14 @@ def test_experts_count_as_often_as_a_token_passes_one():
     )
     # Attention weights 4*16 = 64 with its core 16; router 4*6 = 24; two experts of 2*4*3 = 24; shared 2*4*5 = 40;
     # its gate 4.
-    assert forward(language_products(spec, 1, vocab=0)) == 2 * (64 + 24 + 2 * 24 + 40 + 4) + 16
+    assert forward(language_matmuls(spec, 1, vocab=0)) == 2 * (64 + 24 + 2 * 24 + 40 + 4) + 16
 
 
 def test_a_large_model_trains_for_about_six_flops_per_weight_and_token():
     spec = LlmSpec(num_layers=16, hidden_size=2048, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=8192)
     vocab = 128256
     weights = language_parameters(spec, vocab, 128) - (2 * 16 + 1) * 2048
-    per_token = count(language_products(spec, 128, vocab), upstream=False).model / 128
+    per_token = count(language_matmuls(spec, 128, vocab), upstream=False).model / 128
     assert per_token == pytest.approx(6 * weights, rel=0.01)
     assert per_token > 6 * weights
 
@@ -84,14 +84,14 @@ def test_a_large_model_trains_for_about_six_flops_per_weight_and_token():
 def test_a_picture_through_encoder_and_projector_by_hand(projector, weights, tokens):
     # 4 patches of 12 numbers: 2*4*12*2 = 192. A layer: weights 4*4 + 2*2*5 = 36, 2*4*36 = 288; attention 4*16*2 = 128.
     assert (
-        forward(encoder_products("images", PICTURE, projector, 6, ONE)) == 192 + 3 * (288 + 128) + 2 * tokens * weights
+        forward(encoder_matmuls("images", PICTURE, projector, 6, ONE)) == 192 + 3 * (288 + 128) + 2 * tokens * weights
     )
 
 
 def test_a_class_token_takes_part_in_the_layers_only():
     spec = VisionSpec(**{**vars(PICTURE), "class_token": True})
     # 5 tokens in the layers: 2*5*36 = 360, attention 4*25*2 = 200; patches and projected tokens stay 4.
-    products = encoder_products("images", spec, ProjectorSpec(kind="linear"), 6, Media(4, 5, 25))
+    products = encoder_matmuls("images", spec, ProjectorSpec(kind="linear"), 6, Media(4, 5, 25))
     assert forward(products) == 192 + 3 * (360 + 200) + 2 * 4 * 12
 
 
@@ -99,11 +99,11 @@ def test_a_clip_through_encoder_and_projector_by_hand():
     sizes = {"hidden_size": 2, "num_layers": 3, "num_attention_heads": 1, "ffn_hidden_size": 5}
     spec = WhisperSpec(num_mels=7, **sizes)
     # 4 frames of 2 windows: 8*3*7*2 = 336 and 4*3*2*2 = 48 multiplications; layers as above; 2 tokens of 4 numbers.
-    products = encoder_products("clips", spec, ProjectorSpec(kind="linear", merge=2), 6, ONE)
+    products = encoder_matmuls("clips", spec, ProjectorSpec(kind="linear", merge=2), 6, ONE)
     assert forward(products) == 2 * (336 + 48) + 3 * (288 + 128) + 2 * 2 * 4 * 6
 
 
-LANGUAGE = language_products(DENSE, 7, vocab=10)
+LANGUAGE = language_matmuls(DENSE, 7, vocab=10)
 LAYERS, CORE, OUTPUT = 2 * 7 * 2 * 144, 2 * 448, 560
 
 
@@ -146,7 +146,7 @@ def test_adapters_let_gradients_pass_from_the_first_of_them_on_by_hand():
 def test_a_step_with_adapters_by_hand():
     adapted = changed({"modules.language.lora.rank": 2}, "gpt_tiny")
     spec, length = adapted.language.llm, 16
-    products = language_products(spec, length, 384, logits=0)
+    products = language_matmuls(spec, length, 384, logits=0)
     layers, core = sum(one.forward for one in products), sum(one.attention for one in products)
     (done,) = StepFlops(adapted, vocab=384)(texts={length: 1}, counts={}, loads={}, pairs={}, step=1).values()
     # All weights are frozen, and nothing asks for the gradient of the first product's input. The cores of attention are
@@ -181,7 +181,7 @@ EMBED, LAYER_PICTURE, CORE_PICTURE, PROJECT = 192, 3 * 288, 3 * 128, 2 * 4 * 48
     ],
 )
 def test_frozen_parts_of_an_encoder_module(frozen, expected):
-    products = encoder_products("images", PICTURE, ProjectorSpec(kind="mlp"), 6, ONE)
+    products = encoder_matmuls("images", PICTURE, ProjectorSpec(kind="mlp"), 6, ONE)
     assert count(products, frozen, upstream=False).model == expected
 
 
@@ -201,7 +201,7 @@ def test_pictures_of_a_step_count_as_each_alone():
     module, width = cfg.modules["images"], cfg.language.llm.hidden_size
     alone = sum(
         count(
-            encoder_products("images", module.encoder, module.projector, width, Media(p, p + 1, (p + 1) ** 2)),
+            encoder_matmuls("images", module.encoder, module.projector, width, Media(p, p + 1, (p + 1) ** 2)),
             upstream=False,
         ).model
         for p in (24, 4)
@@ -230,7 +230,7 @@ def test_a_plain_gpt_has_one_module():
     cfg, length = load("gpt_tiny"), 16
     flops, whole = (StepFlops(one, vocab=384) for one in (cfg, changed({"train.logits": "all"}, "gpt_tiny")))
     texts = {"texts": {length: 2}, "counts": {}, "loads": {}, "pairs": {}, "step": 1}
-    assert whole(**texts) == {"language": count(language_products(cfg.language.llm, length, 384), upstream=False) * 2}
+    assert whole(**texts) == {"language": count(language_matmuls(cfg.language.llm, length, 384), upstream=False) * 2}
     # Forward, and backward the gradients of the weight and of the input.
     assert flops.of_logit(1) == Flops(*[3 * 2 * cfg.language.llm.hidden_size * 384] * 2)
     assert flops(**texts)["language"] + flops.of_logit(1) * (2 * length) == whole(**texts)["language"]

@@ -3,8 +3,9 @@
 import pytest
 
 from mimo_train.estimate import memory
-from mimo_train.layout.fp8 import described, fp8_weight_bytes, row_unit
-from mimo_train.layout.padding import padding_of
+from mimo_train.estimate.memory import fp8_weight_bytes
+from mimo_train.inputs.padding import padding_of
+from mimo_train.layout.kernels import described, row_unit
 from mimo_train.layout.run import config_faults, resolve
 from tests.unit.configs import load
 

@@ -11,7 +11,7 @@ from encoders.native.vit.spec import VisionSpec
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
-from mimo_train.layout import layout
+from mimo_train.layout import ranks
 from mimo_train.layout.run import config_faults, layout_faults, resolve
 from tests.unit.configs import changed, load
 
@@ -319,4 +319,4 @@ def test_a_batch_is_legal_exactly_when_every_rank_gets_whole_samples(dp, encoder
     ("layers", "stages", "each"), [(4, 2, [2, 2]), (3, 2, [2, 1]), (7, 3, [3, 2, 2]), (5, 5, [1] * 5)]
 )
 def test_stages_share_the_layers_and_the_first_takes_what_is_left(layers, stages, each):
-    assert [layout.layers_of_stage(layers, stage, stages) for stage in range(stages)] == each
+    assert [ranks.layers_of_stage(layers, stage, stages) for stage in range(stages)] == each

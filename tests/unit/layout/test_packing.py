@@ -8,7 +8,8 @@ from data.order.step import StepBatch
 from data.order.step_plan import plan_in_order
 from mimo_train.config.compose import load
 from mimo_train.estimate.flops import StepFlops
-from mimo_train.layout.padding import pack_length, padding_of
+from mimo_train.inputs.padding import padding_of
+from mimo_train.layout.batch import pack_length
 from mimo_train.layout.run import config_faults, resolve
 from mimo_train.logging.imbalance import imbalance
 

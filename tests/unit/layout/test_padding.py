@@ -3,7 +3,7 @@
 import pytest
 
 from mimo_train.config.compose import load
-from mimo_train.layout.padding import padding_of
+from mimo_train.inputs.padding import padding_of
 
 LAYOUT, LLM = "modules.language.layout", "modules.language.llm"
 EXPERTS = "llm@modules.language.llm=gpt_tiny_moe"

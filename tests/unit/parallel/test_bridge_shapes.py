@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo_train.layout.layout import ModuleLayout
+from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns, giving_replicas, parts_of, routes, taking_replicas
 
 

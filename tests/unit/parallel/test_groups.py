@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mimo_train.config.compose import load
-from mimo_train.layout.layout import RunLayout
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import resolve
 from mimo_train.parallel import device
 from mimo_train.parallel.groups import RunGroups, build_groups

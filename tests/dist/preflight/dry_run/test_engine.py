@@ -19,7 +19,14 @@ NAMES = tuple(RUNS) if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT
 @pytest.fixture(scope="module")
 def found(digits, prose, tmp_path_factory):
     """What each run found; by a process of its own: Megatron-Core looks for Transformer Engine as it is imported."""
-    command = [sys.executable, "-m", "tests.dist.preflight.dry_run.engine_runs", digits, prose, tmp_path_factory.mktemp("engine")]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.dist.preflight.dry_run.engine_runs",
+        digits,
+        prose,
+        tmp_path_factory.mktemp("engine"),
+    ]
     done = subprocess.run(
         [*map(str, command), *NAMES],
         env=os.environ | {"PYTHONPATH": ROOT},

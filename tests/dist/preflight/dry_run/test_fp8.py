@@ -17,7 +17,13 @@ ROOT = str(Path(__file__).resolve().parents[3])
 @pytest.fixture(scope="module")
 def curves(digits, tmp_path_factory):
     """Loss and gradient norm of every step, and losses of evaluations, of each run."""
-    command = [sys.executable, "-m", "tests.dist.preflight.dry_run.engine_curves", digits, tmp_path_factory.mktemp("fp8")]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.dist.preflight.dry_run.engine_curves",
+        digits,
+        tmp_path_factory.mktemp("fp8"),
+    ]
     done = subprocess.run(
         [*map(str, command)],
         env=os.environ | {"PYTHONPATH": ROOT},

@@ -18,7 +18,7 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
     import torch
 
     from mimo_train.config.parts import LANGUAGE
-    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
     from mimo_train.parallel.metric_reduction import StepSum
@@ -76,7 +76,7 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
     import torch.distributed as dist
 
     from mimo_train.config.parts import LANGUAGE
-    from mimo_train.layout.layout import ModuleLayout, RunLayout
+    from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
     from mimo_train.parallel.metric_reduction import StepSum

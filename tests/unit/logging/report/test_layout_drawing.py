@@ -4,7 +4,7 @@ import copy
 
 from mimo_train.config.compose import load
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.layout.layout import ModuleLayout
+from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.layout.run import resolve
 from mimo_train.logging.report.layout_drawing import coordinates, layout_drawing
 from mimo_train.logging.report.render import environment

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mimo_train.config.compose import from_dict, to_dict
 from mimo_train.layout.batch import Batch
-from mimo_train.layout.layout import lay_out
+from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import Run
 from mimo_train.preflight.check import advice, check
 from mimo_train.preflight.check.advice import WORTH, advice_of, hardware

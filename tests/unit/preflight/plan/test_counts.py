@@ -5,7 +5,7 @@ import pytest
 
 from data.samples.sample_batch_meta import StepSamples
 from mimo_train.estimate.flops import StepFlops
-from mimo_train.layout.padding import padding_of
+from mimo_train.inputs.padding import padding_of
 from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.costs import Costs
 from mimo_train.preflight.plan.counts import Counts, KnownStep, steps_at_hand

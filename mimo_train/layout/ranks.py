@@ -1,4 +1,4 @@
-"""The layout of a run: which ranks each module has, and the edges between modules. Imports no torch.
+"""The layout of a run: the ranks of each module and pipeline stage, and the edges between modules.
 
 A module's ranks are tp * cp * dp * pp, counted from its first rank with tp innermost, then cp, dp, pp (the order of
 the `HyperCommGrid` in `groups`). One microbatch is `micro_batch_size * dp(language)` samples; each data-parallel rank
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.graph import Edge, connections
-from mimo_train.layout.placement import place
+from mimo_train.layout.placement import Edge, connections, place
 
 AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
 """Parallel sizes of a module, in the order in which they are written."""
@@ -184,3 +183,18 @@ def lay_out(cfg: ConfigContainer) -> RunLayout:
         for source, destination in connections(cfg)
     )
     return RunLayout(modules, edges, placement.processes, cfg.placement.ranks_per_node)
+
+
+def stages_to_end(layout: RunLayout, name: str, stage: int) -> int:
+    """Pipeline stages from this stage of a module to the end of the longest way that its features take, itself
+    included. A module inside the first stage of another is at that stage."""
+    edges = layout.edges_from(name)
+    behind = max((stages_to_end(layout, edge.destination, 0) for edge in edges), default=0)
+    if any(edge.is_shared for edge in edges):
+        return behind
+    return layout.modules[name].pp - stage + behind
+
+
+def pipeline_stages(layout: RunLayout) -> int:
+    """Stages that a microbatch passes on the longest way through the modules."""
+    return max(stages_to_end(layout, name, 0) for name in layout.modules)

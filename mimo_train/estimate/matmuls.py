@@ -1,4 +1,4 @@
-"""The products of matrices of language models and encoders, with the FLOPs of each. Imports no torch.
+"""The matmuls of language models and encoders, with the FLOPs of each.
 
 A row times a (k x n) weight is 2kn forward; `mimo_train.estimate.flops` says what is counted, and counts the passes.
 """
@@ -13,7 +13,7 @@ from mimo_train.config.llm_spec import LlmSpec
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """What is computed with one weight matrix, in the order of the forward pass."""
 
     name: str
@@ -29,7 +29,7 @@ class Product:
     Megatron-Core do and torch's own do not."""
 
 
-def language_products(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Product]:
+def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Matmul]:
     """The products of one row of `sequence_length` tokens, padding included since it is computed.
 
     Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
@@ -51,9 +51,9 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int, logits: in
     logits = sequence_length if logits is None else logits
     tokens, hidden, products = sequence_length, llm.hidden_size, []
     query, key = llm.query_width, llm.head_width * llm.key_heads
-    products.append(Product("embedding.word_embeddings.weight"))
+    products.append(Matmul("embedding.word_embeddings.weight"))
     if llm.position == "learned":
-        products.append(Product("embedding.position_embeddings.weight"))
+        products.append(Matmul("embedding.position_embeddings.weight"))
     for index in range(llm.num_layers):
         layer, seen = f"decoder.layers.{index}", min(llm.window_of(index) or tokens, tokens)
         core = 4 * query * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
@@ -61,7 +61,7 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int, logits: in
         experts = llm.has_experts(index)
         products += _experts(layer, tokens, llm) if experts else _feed_forward(f"{layer}.mlp", tokens, llm)
     output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
-    products.append(Product(output, 2 * logits * hidden * vocab))
+    products.append(Matmul(output, 2 * logits * hidden * vocab))
     return products
 
 
@@ -81,9 +81,9 @@ class Media:
     """Rows of a resampler."""
 
 
-def encoder_products(
+def encoder_matmuls(
     name: str, spec: LayeredSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
-) -> list[Product]:
+) -> list[Matmul]:
     """The products of pictures or clips through encoder module `name` and its projector.
 
     Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
@@ -111,7 +111,7 @@ def encoder_products(
     width, projection = spec.joined_width(projector.merge), "input_projections.0"
     projected = media.patches / spec.joined(projector.merge) + media.kept
     for name, weights in projector.matrices(width, language_width).items():
-        products.append(Product(f"{projection}.{name}.weight", 2 * projected * weights))
+        products.append(Matmul(f"{projection}.{name}.weight", 2 * projected * weights))
     return products + _resampler_products(
         f"{projection}.resampler", projector, language_width, projected, media.latents
     )
@@ -119,21 +119,21 @@ def encoder_products(
 
 def _resampler_products(
     place: str, projector: ProjectorSpec, width: int, projected: float, latents: float
-) -> list[Product]:
-    resampler, products = projector.resampler, [Product(f"{place}.latents")] if projector.latents else []
+) -> list[Matmul]:
+    resampler, products = projector.resampler, [Matmul(f"{place}.latents")] if projector.latents else []
     query = resampler.num_attention_heads * resampler.head_width(width) if resampler.latents else 0
     core = 4 * resampler.latents * (projected + latents) * query
     for layer in range(resampler.num_layers if resampler.latents else 0):
         for name, weights in resampler.matrices(width).items():
             rows = projected + latents if name in ("linear_k", "linear_v") else latents
             attention = core if name == "linear_v" else 0.0
-            products.append(Product(f"{place}.layers.{layer}.{name}.weight", 2 * rows * weights, attention))
+            products.append(Matmul(f"{place}.layers.{layer}.{name}.weight", 2 * rows * weights, attention))
     return products
 
 
-def _plain_products(name: str, spec: PlainSpec, media: Media) -> list[Product]:
+def _plain_products(name: str, spec: PlainSpec, media: Media) -> list[Matmul]:
     core = 4 * media.pairs * spec.attention_width()
-    return [Product(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]
+    return [Matmul(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]
 
 
 def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tuple[str, LayeredSpec, Media]]:
@@ -148,11 +148,11 @@ def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tupl
         yield f"{name}.{part}", own, replace(media, tokens=media.tokens * share, pairs=media.pairs * share**2)
 
 
-def _layered_products(name: str, spec: LayeredSpec, media: Media) -> list[Product]:
+def _layered_products(name: str, spec: LayeredSpec, media: Media) -> list[Matmul]:
     hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
     products = [
         # Mergers of states are behind layers.
-        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
+        Matmul(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
         for parameter, each in spec.embedding_products().items()
     ]
     up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size
@@ -163,28 +163,28 @@ def _layered_products(name: str, spec: LayeredSpec, media: Media) -> list[Produc
     return products
 
 
-def _attention(layer: str, tokens: float, hidden: int, query: int, key: int, core: float) -> Iterator[Product]:
-    yield Product(f"{layer}.self_attention.linear_qkv.weight", 2 * tokens * hidden * (query + 2 * key), core, True)
-    yield Product(f"{layer}.self_attention.linear_proj.weight", 2 * tokens * query * hidden, in_layer=True)
+def _attention(layer: str, tokens: float, hidden: int, query: int, key: int, core: float) -> Iterator[Matmul]:
+    yield Matmul(f"{layer}.self_attention.linear_qkv.weight", 2 * tokens * hidden * (query + 2 * key), core, True)
+    yield Matmul(f"{layer}.self_attention.linear_proj.weight", 2 * tokens * query * hidden, in_layer=True)
 
 
-def _two_linears(prefix: str, rows: float, hidden: int, up: int, down: int) -> Iterator[Product]:
-    yield Product(f"{prefix}.linear_fc1.weight", 2 * rows * hidden * up, in_layer=True)
-    yield Product(f"{prefix}.linear_fc2.weight", 2 * rows * down * hidden, in_layer=True)
+def _two_linears(prefix: str, rows: float, hidden: int, up: int, down: int) -> Iterator[Matmul]:
+    yield Matmul(f"{prefix}.linear_fc1.weight", 2 * rows * hidden * up, in_layer=True)
+    yield Matmul(f"{prefix}.linear_fc2.weight", 2 * rows * down * hidden, in_layer=True)
 
 
-def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Iterator[Product]:
+def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Iterator[Matmul]:
     ffn = ffn or llm.ffn_hidden_size
     yield from _two_linears(prefix, rows, llm.hidden_size, 2 * ffn if llm.is_gated else ffn, ffn)
 
 
-def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Product]:
+def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Matmul]:
     """Router, experts (each token passes `experts_per_token` of them; named as the first one), shared."""
-    yield Product(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
+    yield Matmul(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
     rows = tokens * llm.experts_per_token
     yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_width)
     if llm.shared_expert_ffn_hidden_size:
         shared = f"{layer}.mlp.shared_experts"
         yield from _feed_forward(shared, tokens, llm, llm.shared_expert_ffn_hidden_size)
         if llm.shared_expert_gate:
-            yield Product(f"{shared}.gate_weight", 2 * tokens * llm.hidden_size, in_layer=True)
+            yield Matmul(f"{shared}.gate_weight", 2 * tokens * llm.hidden_size, in_layer=True)

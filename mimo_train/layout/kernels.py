@@ -1,17 +1,13 @@
-"""Which layers of a run have fp8 (`train.fp8`), what that asks of sizes, and what it costs. Imports no torch."""
+"""Which kernels the layers of a run use: fp8 products of Transformer Engine (`train.fp8`), compiled layers
+(`train.compile`), and what keeps them from it."""
 
 from collections.abc import Iterable, Iterator
 
-from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.layout import stage_layers
-
-FP8_BYTES = 2
-"""Bytes of a weight's copies in fp8: one by rows for the forward pass, one by columns for the gradient of the input."""
 
 _IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
@@ -150,36 +146,6 @@ def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[st
         )
 
 
-def fp8_weight_bytes(
-    cfg: ConfigContainer, name: str, stage: int, *, tp: int, stages: int, vpp: int = 1, ep: int = 1, etp: int = 1
-) -> int:
-    """Bytes of the copies in fp8 of a module's weights on one rank of a pipeline stage, kept from one step to the
-    next."""
-    if cfg.fp8_of(name) == "none":
-        return 0
-    if name == LANGUAGE:
-        llm = cfg.llm
-        own = layers_in_fp8(cfg, stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1), llm.num_layers)
-        matrices = 3 if llm.is_gated else 2
-        attention = (llm.qkv_width + llm.query_width) // tp
-        dense, shared = (matrices * width // tp for width in (llm.ffn_hidden_size, llm.shared_expert_ffn_hidden_size))
-        experts = shared + matrices * llm.expert_width // etp * (llm.num_experts // ep)
-        widths = (attention + (experts if llm.has_experts(layer) else dense) for layer in own)
-        return FP8_BYTES * llm.hidden_size * sum(widths)
-    total = 0
-    for spec in cfg.modules[name].encoder.parts.values():
-        layers = spec.built_layers
-        own = layers_in_fp8(cfg, stage_layers(layers, stage, stages), layers)
-        total += FP8_BYTES * _matrices(spec) // tp * len(own)
-    return total
-
-
-def _matrices(spec: LayeredSpec) -> int:
-    """Numbers in the matrices of a layer of an encoder."""
-    up = (2 if spec.activation == GATED else 1) * spec.ffn_hidden_size
-    return spec.hidden_size * (4 * spec.hidden_size + up + spec.ffn_hidden_size)
-
-
 def layers_in_fp8(cfg: ConfigContainer, own: Iterable[int], layers: int) -> list[int]:
     """Which of these layers of a module with fp8 are in it, of so many that the module has."""
     first, behind = cfg.train.num_layers_at_start_in_bf16, layers - cfg.train.num_layers_at_end_in_bf16
@@ -195,3 +161,55 @@ def described(cfg: ConfigContainer) -> str:
     but = f", but for the first {ends[0]} and the last {ends[1]} of each" if any(ends) else ""
     modules = ", ".join(f"{name} {recipe}" for name, recipe in recipes.items())
     return f"layers in fp8: {modules}{but}; all else in {cfg.train.precision}"
+
+
+def compiled_modules(cfg: ConfigContainer) -> list[str]:
+    """Names of the modules whose layers are compiled."""
+    return [name for name in cfg.modules if cfg.compile_of(name) == "layers"]
+
+
+def compile_remark(cfg: ConfigContainer) -> str:
+    """What a run says before its first step, which waits for the compiler; empty where nothing is compiled."""
+    compiled = compiled_modules(cfg)
+    if not compiled:
+        return ""
+    layers = " and ".join(f"modules.{name}" for name in compiled)
+    return (
+        f"train.compile: the layers of {layers} are compiled in the first step, which takes seconds to minutes longer"
+    )
+
+
+def compile_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Why layers of this run cannot be compiled, of a config whose sizes and layouts have no fault."""
+    for name in compiled_modules(cfg):
+        key = f"modules.{name}.compile" if cfg.modules[name].compile else "train.compile"
+        if why := _not_plain_because(cfg, name):
+            yield Fault(
+                key,
+                f"is layers, and only layers that one rank computes in plain calls of torch are compiled: {why}; set "
+                f"modules.{name}.compile=none",
+            )
+
+
+def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
+    module, key = cfg.modules[name], f"modules.{name}"
+    if module.layout.tp > 1:
+        return f"{key}.layout.tp is {module.layout.tp}, which sends inside them"
+    if module.lora.rank > 0:
+        return f"{key}.lora.rank is {module.lora.rank}, and adapters are beside them"
+    if cfg.fp8_of(name) != "none":
+        return f"{key} has fp8 ({cfg.fp8_of(name)}), which is of Transformer Engine's layers"
+    if cfg.recompute_of(name) == "selective":
+        return f"{key} has recompute selective, which is inside them"
+    if name == LANGUAGE and cfg.optim.overlap_param_gather:
+        return "optim.overlap_param_gather waits for weights inside them"
+    if module.llm is not None:
+        llm = module.llm
+        odd = {"num_experts": llm.num_experts, "dropout": llm.dropout, "post_norms": llm.post_norms}
+        return next((f"{key}.llm.{field} is {value}" for field, value in odd.items() if value), "")
+    if isinstance(module.encoder, PlainSpec):
+        return f"{key}.encoder.family {module.encoder.family} is a torch module of its own"
+    for part in module.encoder.parts.values():
+        if part.dropout or part.layer_scale:
+            return f"{key}.encoder has {'dropout' if part.dropout else 'layer_scale'} in its layers"
+    return ""

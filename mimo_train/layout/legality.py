@@ -1,14 +1,18 @@
-"""What tensor, pipeline and expert parallelism cannot divide: sizes of models over parallel sizes. Imports no torch."""
+"""Legality of modules: their parts and sizes, and whether parallel sizes divide these."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 from data.text_format import plural
+from encoders.base import joint_faults
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
+from mimo_train.config.keys import value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
+from mimo_train.layout.ranks import layers_of_stage
 
 
 def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
@@ -215,3 +219,123 @@ def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
                 f"{key}.layout.tp",
                 f"tp {tp} does not divide {name} {size}: use a divisor of {size}, or change {name}",
             )
+
+
+def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Modules and layouts that cannot carry the features which an encoder has for layers of the language model: they
+    arrive with those for its input, on its first stage."""
+    llm, stages = cfg.llm, cfg.language.layout.pp
+    first = layers_of_stage(llm.num_layers, 0, stages)
+    for name, module in cfg.encoders.items():
+        layers = len(module.encoder.deepstack)
+        if not layers:
+            continue
+        key = f"modules.{name}"
+        if first < layers:
+            yield Fault(
+                f"modules.{LANGUAGE}.layout.pp",
+                f"{key} gives features to the first {layers} layers, and the first of {stages} stages has {first} of "
+                f"{llm.num_layers}: lower pp",
+            )
+        if module.encoder.deepstack_width != llm.hidden_size:
+            yield Fault(
+                f"{key}.encoder.deepstack_width",
+                f"must be modules.{LANGUAGE}.llm.hidden_size {llm.hidden_size}, is {module.encoder.deepstack_width}",
+            )
+        if module.layout.pp > 1:
+            yield Fault(
+                f"{key}.layout.pp",
+                f"features of encoder.deepstack {module.encoder.deepstack} come from layers of all stages, and one "
+                f"sends its last states alone: set pp to 1 (is {module.layout.pp})",
+            )
+        if module.projector.latents:
+            yield Fault(
+                f"{key}.projector.kind",
+                f"makes {module.projector.latents} tokens of each {module.encoder.medium}, and features of encoder."
+                "deepstack belong to those of patches: use mlp or linear, or set encoder.deepstack to []",
+            )
+
+
+def module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
+    layout, prefix = module.layout, f"modules.{name}"
+    wrong_sizes = list(layout.faults(f"{prefix}.layout"))
+    yield from wrong_sizes
+    if wrong_sizes:
+        return
+    wrong_parts = list(_part_faults(name, module))
+    yield from wrong_parts
+    if wrong_parts:
+        return
+    if module.llm is not None:
+        wrong_spec = list(module.llm.faults(f"{prefix}.llm"))
+    else:
+        wrong_spec = _spec_faults(module, prefix)
+    yield from wrong_spec
+    if not wrong_spec:
+        divide = language_faults(module.llm, layout, prefix) if module.llm else encoder_faults(module, prefix)
+        yield from divide
+
+
+def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
+    """What is wrong with the sizes of an encoder and its projector, alone and together."""
+    encoder, projector = module.encoder, module.projector
+    # Arithmetic with what is not finite raises.
+    found = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
+    found += value_faults(projector.resampler, f"{prefix}.projector.resampler")
+    for name, part in encoder.parts.items():
+        found += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
+    if found:
+        return found
+    own = [(f"encoder.{field}", text) for field, text in encoder.faults()]
+    own += [(f"projector.{field}", text) for field, text in projector.faults()]
+    return [Fault(f"{prefix}.{field}", text) for field, text in own or joint_faults(encoder, projector)]
+
+
+def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What needs the transformer layers that an encoder of plain torch does not have."""
+    for name, module in cfg.encoders.items():
+        if not isinstance(module.encoder, PlainSpec):
+            if module.lora.rank > 0 and len(module.encoder.parts) > 1:
+                yield Fault(
+                    f"modules.{name}.lora.rank",
+                    f"is {module.lora.rank}, and encoders that are joined have no adapters: set it to 0, and "
+                    "freeze=[encoder] if they should stay as they are",
+                )
+            continue
+        prefix, own = f"modules.{name}", f"encoder.family {module.encoder.family} is a plain torch module"
+        if module.lora.rank > 0:
+            yield Fault(
+                f"{prefix}.lora.rank",
+                f"{own}, and adapters go beside Megatron-Core's linear layers, of which it has none: set it to 0 (is "
+                f"{module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
+            )
+        if cfg.recompute_of(name) == "selective":
+            yield Fault(
+                f"{prefix}.recompute",
+                f"{own}, and selective computes the attention of Megatron-Core's layers again, of which it has none: "
+                "set it to none, or to full for the whole module",
+            )
+
+
+def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
+    """The language module has an llm, every other one an encoder and a projector."""
+    prefix, parts = f"modules.{name}", ("encoder", "projector")
+    if name == LANGUAGE:
+        if module.llm is None:
+            yield Fault(
+                f"{prefix}.llm",
+                "the language module needs an llm: pick one, for example llm@modules.language.llm=gpt_tiny",
+            )
+        for part in parts:
+            if getattr(module, part) is not None:
+                yield Fault(f"{prefix}.{part}", "the language module has no encoder and no projector: remove this key")
+        return
+    if module.llm is not None and module.encoder is None and module.projector is None:
+        text = f"only the module named {LANGUAGE!r} has an llm: give it this name, or remove modules.{name}"
+        yield Fault(f"{prefix}.llm", text)
+        return
+    for part in parts:
+        if getattr(module, part) is None:
+            yield Fault(f"{prefix}.{part}", f"missing: every module but {LANGUAGE!r} has an encoder and a projector")
+    if module.llm is not None:
+        yield Fault(f"{prefix}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")

@@ -1,16 +1,14 @@
 """How a run pads its texts (`data.pad`), or packs them (`data.pack`). Imports no torch."""
 
 import math
-from collections.abc import Iterator
 
 from data.order.packing import Packing
 from data.order.step_plan import Padding
-from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.fp8 import row_unit
-from mimo_train.layout.matmuls import language_products
+from mimo_train.estimate.matmuls import language_matmuls
+from mimo_train.layout.batch import has_balancing_loss, pack_length
+from mimo_train.layout.kernels import row_unit
 
 UNIT = 8
 """Rows are multiples of it: few shapes, and those that matrix units like."""
@@ -52,7 +50,7 @@ def _packing(cfg: ConfigContainer, budget: int) -> Packing:
 def _pair(llm: LlmSpec, length: int) -> float:
     """FLOPs of attention in a sample of `length` tokens, over its square and over those of one token in all else but
     the output layer, whose positions are those that learn."""
-    products = language_products(llm, length, vocab=0)
+    products = language_matmuls(llm, length, vocab=0)
     others = sum(product.forward for product in products)
     return sum(product.attention for product in products) / length / others
 
@@ -63,39 +61,6 @@ def _parts(cfg: ConfigContainer) -> int:
     return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1) * row_unit(cfg)
 
 
-def pack_length(cfg: ConfigContainer) -> int:
-    """Most tokens of the samples of a packed row."""
-    return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.data.sequence_length
-
-
-def _balances(llm: LlmSpec) -> bool:
-    return llm.num_experts > 0 and llm.router_balancing != "none" and llm.router_aux_loss > 0
-
-
 def _has_router_losses(llm: LlmSpec) -> bool:
     """Whether there is a load-balancing loss or a z-loss of experts."""
-    return _balances(llm) or (llm.num_experts > 0 and llm.router_z_loss > 0)
-
-
-def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Why the samples of this run cannot be packed, or keys of packing without it."""
-    data, llm = cfg.data, cfg.llm
-    if not data.pack:
-        if data.pack_length:
-            yield Fault("data.pack_length", f"is {data.pack_length}, and data.pack is false: set data.pack to true")
-        return
-    if data.pad == "sequence":
-        yield Fault("data.pad", "is sequence, one sample in each row, and data.pack is true: set one of them only")
-    if 0 < data.pack_length < data.sequence_length:
-        yield Fault(
-            "data.pack_length",
-            f"{data.pack_length} tokens do not hold the longest sample, of data.sequence_length "
-            f"{data.sequence_length}: use at least that, better twice",
-        )
-    if _balances(llm) and llm.router_balancing != "aux_loss":
-        what = "each row" if llm.router_balancing == "seq_aux_loss" else "ranks with as many tokens in each microbatch"
-        yield Fault(
-            f"modules.{LANGUAGE}.llm.router_balancing",
-            f"{llm.router_balancing} would balance {what}, and a row of data.pack is several samples: use aux_loss or "
-            "none",
-        )
+    return has_balancing_loss(llm) or (llm.num_experts > 0 and llm.router_z_loss > 0)
