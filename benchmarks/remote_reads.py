@@ -27,10 +27,10 @@ from obstore.store import HTTPStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.storage.io_thread import IN_FLIGHT_READS
-from data.storage.remote import RemoteReader
+from data.storage.files import ShardVersion
+from data.storage.reader import RemoteReader
+from data.storage.stores import IN_FLIGHT_READS
 from data.storage.url import Url
-from data.storage.version import ShardVersion
 
 OBJECT = 1 << 30
 PERIOD = 1 << 20

@@ -31,8 +31,7 @@ from data.samples.dataset import Dataset
 from data.samples.features import MEDIA, MicrobatchMedia, SampleMedia
 from data.samples.protocol import Samples
 from data.samples.sample_batch_meta import StepSamples
-from data.threads import OneTask, ReadingThreads, each
-from data.waiting import GivesUp, Wait, WaitGivenUp, never
+from data.threads import GivesUp, OneTask, ReadingThreads, Wait, WaitGivenUp, each, never
 
 _STEPS_AHEAD = 2
 _TOGETHER = 4  # samples of one task, at most
@@ -164,11 +163,8 @@ class StepLoader:
         submit = self._submit
         if self._threads is not None and self._pace.in_turn:
             submit = OneTask(self._threads, self._wait).submit
-        if isinstance(self._dataset, Dataset):
-            if self._dataset.is_remote:
-                self._expect(self._dataset, own)  # before a thread can read it: what comes too late is read again
-            elif self._threads is not None and self._dataset.reader.ahead.pays:
-                self._threads.submit(self._expect, self._dataset, own)  # of files it may; a reading thread does it
+        if isinstance(self._dataset, Dataset) and self._dataset.is_remote:
+            self._expect(self._dataset, own)  # before a thread can read it: what comes too late is read again
         read = [{module: one[module] for module in one if module not in self._sizes_only} for one in own]
         self._dataset.will_read(read)
         return _Step(

@@ -15,7 +15,7 @@ from data.samples.dataset import Dataset
 from data.samples.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
 from data.samples.protocol import Samples
 from data.samples.sample_meta import Media
-from data.waiting import GivesUp, WaitGivenUp, never
+from data.threads import GivesUp, WaitGivenUp, never
 
 __all__ = [
     "MEDIA",

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from data.samples.sample_meta import SampleOutline
+from data.storage.files import ShardVersion
 from data.storage.url import Place, Url
-from data.storage.version import ShardVersion
 
 if TYPE_CHECKING:
     from data.samples.dataset import Dataset

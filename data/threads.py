@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from data.waiting import Wait
-
 _NAME = "data_"
 _PATIENCE = 5.0  # seconds that the end of a read is waited for which nobody needs
 _Tasks = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -106,3 +104,41 @@ def _run(tasks: _Tasks) -> None:
             except BaseException as error:
                 future.set_exception(error)
         del task, future, work
+
+
+LOOK_SECONDS = 0.5
+"""How long a wait lasts before it first asks whether it is given up, and about how long between two questions."""
+
+GivesUp = Callable[[], bool]
+"""Whether nobody needs any more what is waited for; once true, it stays so."""
+
+
+class WaitGivenUp(Exception):
+    """Samples were not waited for, because nobody needs them any more. Nothing is wrong with them."""
+
+
+def never() -> bool:
+    """A `GivesUp` that waits for as long as it takes."""
+    return False
+
+
+class Wait:
+    """One wait, for one or several things; it begins when it is made."""
+
+    def __init__(self, gives_up: GivesUp) -> None:
+        self._gives_up, self._began = gives_up, time.monotonic()
+
+    def look(self) -> None:
+        """Raises WaitGivenUp if the wait has lasted for LOOK_SECONDS, and is given up."""
+        if time.monotonic() > self._began + LOOK_SECONDS and self._gives_up():
+            raise WaitGivenUp
+
+    def result_of[Result](self, future: Future[Result]) -> Result:
+        """What `future.result()` gives, or raises. Raises WaitGivenUp where there is none yet."""
+        while not future.done():
+            self.look()
+            try:
+                return future.result(LOOK_SECONDS)
+            except TimeoutError:  # of this wait; the work's own comes again below
+                continue
+        return future.result()

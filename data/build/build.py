@@ -33,7 +33,7 @@ from data.records.members import READABLE
 from data.order.order import GlobalOrder
 from data.processes import worker_processes
 from data.text_format import plural
-from data.storage.replace import replacing
+from data.storage.files import replacing
 from data.storage.write import shard_bytes, shard_file
 
 NAMED = 5
@@ -281,7 +281,7 @@ def _write_shards(planned: Sequence[_Shard], work: Path, workers: int, progress:
 
 
 def _write_shard(work: Path, shard: _Shard) -> None:
-    with Contents(work) as contents, shard_file(shard.path, shard.bytes) as file:
+    with Contents(work) as contents, shard_file(shard.path) as file:
         for row, line in enumerate(shard.lines.tolist(), shard.first):
             contents.copy(file, row, *line)
 

@@ -14,7 +14,7 @@ from data.media.headers import parse_header
 from data.media.video_headers import parse_video_header
 from data.records.members import READABLE
 from data.text_format import shown
-from data.storage.whole_read import pread_all
+from data.storage.files import pread_all
 
 _READ = os.O_RDONLY | os.O_CLOEXEC
 _AT_ONCE = _READ | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO is not waited for

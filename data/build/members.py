@@ -21,7 +21,7 @@ from data.index.shard_index import build_index
 from data.records.members import READABLE, arrange, unread
 from data.records.record_checks import text_of_file
 from data.text_format import plural, shown
-from data.storage.whole_read import pread_all
+from data.storage.files import pread_all
 
 _NAME = re.compile(r"([^.]+)[.](.+)")
 _STATS = "_stats.json"  # of img2dataset, beside a shard

@@ -22,8 +22,8 @@ from xxhash import xxh3_64_intdigest
 from data.build.samples import Sample, Source
 from data.errors import DataError, NothingToLearn, RecordError, ShardError, UnknownRecord
 from data.records.members import arrange
-from data.storage.replace import replacing
-from data.storage.whole_read import pread_all
+from data.storage.files import replacing
+from data.storage.files import pread_all
 from data.storage.write import ShardFile, tar_bytes
 
 ROW = np.dtype([("at", "<i8"), ("length", "<i8"), ("line", "<i8"), ("bytes", "<i8"), ("name", "<u8")])

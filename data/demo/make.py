@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
-from data.storage.replace import replacing
+from data.storage.files import replacing
 from data.storage.write import write_shard
 
 if TYPE_CHECKING:

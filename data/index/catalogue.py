@@ -11,13 +11,12 @@ from data.errors import DataError
 from data.index.file import CatalogueFile
 from data.index.folder import Folder, Progress
 from data.index.lengths_file import STAMP
+from data.index.locations import by_folder
 from data.index.rows import Rows
 from data.index.shard_index import ShardIndex
 from data.index.shard_list import Found
-from data.storage.place_list import PlaceList
-from data.storage.retry import RETRIES
+from data.storage.files import RETRIES, ShardVersion
 from data.storage.url import Place, Url, place_of
-from data.storage.version import ShardVersion
 
 
 class Catalogue:
@@ -124,13 +123,12 @@ def open_catalogue(
         ReadError: one cannot be read.
         DataError: the file cannot be written.
     """
-    places = shards if isinstance(shards, PlaceList) else PlaceList(shards)
-    found, errors = Found[CatalogueFile].of_none(len(places)), dict[int, DataError]()
-    for own, numbers in places.by_folder():
-        folder = Folder(own, cache_dir, retries, processes, progress, strict)
+    found, errors = Found[CatalogueFile].of_none(len(shards)), dict[int, DataError]()
+    for numbers in by_folder(shards):
+        folder = Folder([shards[number] for number in numbers], cache_dir, retries, processes, progress, strict)
         found.add(folder.opened(), numbers)
         errors |= {numbers[at]: error for at, error in folder.errors.items()}
-    return Catalogue(places, found, errors)
+    return Catalogue(shards, found, errors)
 
 
 def open_index(

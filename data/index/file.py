@@ -25,9 +25,8 @@ from data.errors import DataError
 from data.index.checks import codes_of, require_head, require_table, require_tags, rows_fault
 from data.index.named import Named
 from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex
-from data.storage.replace import cannot_write, replacing
+from data.storage.files import ShardVersion, cannot_write, open_file, replacing
 from data.storage.url import Place
-from data.storage.version import ShardVersion, open_file
 
 _log = logging.getLogger(__name__)
 

@@ -27,12 +27,9 @@ from data.index.locations import catalogue_path
 from data.index.shard_index import build_index, build_remote
 from data.index.shard_list import Found
 from data.processes import worker_processes
-from data.storage.place_list import PlaceList
-from data.storage.remote import WholeObject
-from data.storage.replace import cannot_write
-from data.storage.retry import retrying
+from data.storage.files import ShardVersion, cannot_write, open_file, require_file, retrying
+from data.storage.reader import WholeObject
 from data.storage.url import Place, Url
-from data.storage.version import ShardVersion, open_file, require_file
 from data.text_format import plural
 
 _log = logging.getLogger(__name__)
@@ -51,7 +48,7 @@ class Folder:
 
     def __init__(
         self,
-        shards: PlaceList,
+        shards: Sequence[Place],
         cache_dir: str | os.PathLike[str] | None,
         retries: int,
         processes: int,
@@ -62,7 +59,7 @@ class Folder:
         self._progress, self._strict = progress or _Told().progress, strict
         self._path = catalogue_path(shards[0], cache_dir, writable=True)
         self._paths = list(dict.fromkeys([catalogue_path(shards[0], cache_dir), self._path]))
-        self._names = shards.names
+        self._names = [shard.name for shard in shards]
         self._objects: dict[Place, WholeObject] = {}
         self._seen: np.ndarray | None = None  # of files, `_SEEN`
         self.errors: dict[int, DataError] = {}
@@ -118,13 +115,13 @@ class Folder:
         if self._seen is not None:
             return
         try:
-            seen = _all_seen(map(os.stat, map(str, self._shards.texts)), len(self._shards))
+            seen = _all_seen(map(os.stat, map(str, self._shards)), len(self._shards))
             unclear = np.flatnonzero(seen["mode"] & stat.S_IFMT(0xFFFF) != stat.S_IFREG)
         except OSError:
             seen, unclear = np.zeros(len(self._shards), dtype=_SEEN), np.arange(len(self._shards))
         for at in unclear.tolist():
             try:
-                seen[at] = _fields_seen(_looked_at(Path(str(self._shards.texts[at])), self._retries))
+                seen[at] = _fields_seen(_looked_at(Path(str(self._shards[at])), self._retries))
             except DataError as error:
                 self._failed(at, error)
                 seen[at] = 0

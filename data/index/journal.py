@@ -20,7 +20,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
-from data.reads_in_progress import READS
+from data.storage.files import READS
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from data.errors import DataError
 from data.index.named import Named
-from data.storage.replace import cannot_write, replacing
-from data.storage.version import open_file
+from data.storage.files import cannot_write, open_file, replacing
 
 _log = logging.getLogger(__name__)
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import DataError
 from data.storage.url import Place, Url, place_of
 
 _SUFFIX = ".mimo-catalogue"
+
+
+def by_folder(shards: Sequence[Place]) -> list[list[int]]:
+    """The numbers of the shards of each folder, in the order in which folders occur."""
+    numbers: dict[str, list[int]] = {}
+    for number, shard in enumerate(shards):
+        numbers.setdefault(str(shard).rpartition("/")[0], []).append(number)
+    return [*numbers.values()]
 
 
 def catalogue_path(

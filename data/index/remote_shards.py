@@ -10,10 +10,9 @@ from fnmatch import fnmatchcase
 
 from data.errors import DataError, ReadError
 from data.index.compressed import refuse_compressed, refuse_left_out
-from data.storage.base import Found
-from data.storage.retry import retrying
+from data.storage.files import retrying
 from data.storage.stores import store_of
-from data.storage.url import WEB, Url
+from data.storage.url import WEB, ObjectMeta, Url
 
 _FEW = 4  # objects of a folder that are looked at one by one, instead of a list of all
 
@@ -41,12 +40,12 @@ def find_remote(names: Sequence[str]) -> list[Url]:
     return found
 
 
-def _looked_at(files: Sequence[Url]) -> dict[Url, Found]:
+def _looked_at(files: Sequence[Url]) -> dict[Url, ObjectMeta]:
     """All of these. Many in one folder are taken from a list of it, which has a thousand in an answer."""
     by_folder: dict[Url, list[Url]] = {}
     for url in files:
         by_folder.setdefault(url.parent, []).append(url)
-    known: dict[Url, Found] = {}
+    known: dict[Url, ObjectMeta] = {}
     single: list[Url] = []
     for folder, of_folder in by_folder.items():
         if len(of_folder) <= _FEW or folder.scheme in WEB:
@@ -98,11 +97,11 @@ def _is_glob(url: Url) -> bool:
     return url.scheme not in WEB and re.search(r"[*?\[]", url.name) is not None
 
 
-def _listed(folder: Url) -> list[Found]:
+def _listed(folder: Url) -> list[ObjectMeta]:
     return retrying(lambda: [*store_of(folder).list(folder, deep=False)], f"{folder}: cannot list it")
 
 
-def _look(url: Url) -> Found:
+def _look(url: Url) -> ObjectMeta:
     try:
         return retrying(lambda: store_of(url).look(url), f"{url}: cannot look at it")
     except ReadError as error:
@@ -111,5 +110,5 @@ def _look(url: Url) -> Found:
         raise
 
 
-def _seen(found: Found) -> Url:
+def _seen(found: ObjectMeta) -> Url:
     return replace(found.url, seen=(found.size, found.tag) if found.tag else None)

@@ -29,15 +29,12 @@ from data.index.compressed import refuse_compressed
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
 from data.media.video_headers import parse_video_header
-from data.reads_in_progress import READS
 from data.records.fields import NO_FIELDS, Fields
 from data.records.members import Arrangement, arrange, kind_of, unread
-from data.storage.remote import WholeObject
-from data.storage.retry import RETRIES, retrying
+from data.storage.files import READS, RETRIES, ShardVersion, open_file, pread_all, retrying
+from data.storage.reader import WholeObject
 from data.storage.tar import ReadRange, walk_tar
 from data.storage.url import Place, Url, place_of
-from data.storage.version import ShardVersion, open_file
-from data.storage.whole_read import pread_all
 
 _NAME = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
@@ -226,7 +223,7 @@ def pack_keys(keys: list[str]) -> bytes:
 def build_remote(shard: Url, source: WholeObject) -> ShardIndex:
     """The index of an object that is being looked at. Raises ShardError and ReadError as `build_index` does."""
     refuse_compressed(str(shard))
-    return _build(shard, source.look(), source.read)
+    return _build(shard, source.version(), source.read)
 
 
 def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> ShardIndex:

@@ -13,10 +13,8 @@ from data.index.braces import expand_braces, split_commas
 from data.index.compressed import refuse_compressed, refuse_left_out
 from data.index.energon import energon_part, energon_shards
 from data.index.remote_shards import find_remote
-from data.storage.place_list import PlaceList
-from data.storage.retry import retrying
+from data.storage.files import require_file, retrying
 from data.storage.url import Place, Url, is_url
-from data.storage.version import require_file
 from data.text_format import listed
 
 _SUFFIX = ".tar"
@@ -24,14 +22,14 @@ _SUFFIX = ".tar"
 
 def find_shards(
     pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url],
-) -> PlaceList:
+) -> list[Place]:
     """Paths and URLs of the shards that `pattern` names.
 
     Accepted: a folder (its `*.tar`, sorted by name), a file, a glob (sorted), a brace range such as
     `x-{000000..000003}.tar` or choice `{a,b}.tar` (in the order written; each must exist), several of these separated
     by commas, or a sequence of them (in the order given); a folder of an energon dataset, `FOLDER:SPLIT` for one of its
-    splits. Any may be a URL (s3, gs, az, http, https, or of a file
-    system of fsspec); a web server lists nothing, so that there each shard is named.
+    splits. Any may be a URL (s3, gs, az, http, https); a web server lists nothing, so
+    that each of its shards must be named.
 
     Raises:
         DataError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
@@ -42,8 +40,7 @@ def find_shards(
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
         )
-    found = [_find_one(part) for part in parts]
-    return PlaceList.joined([one if isinstance(one, PlaceList) else PlaceList(one) for one in found])
+    return [shard for part in parts for shard in _find_one(part)]
 
 
 def patterns_of(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[str]:
@@ -60,7 +57,7 @@ def _text(item: str | os.PathLike[str] | Url) -> str:
     return str(item) if isinstance(item, Url) else os.fspath(item)
 
 
-def _find_one(part: str) -> Sequence[Place | str]:
+def _find_one(part: str) -> Sequence[Place]:
     if part.startswith("pipe:"):
         raise DataError(
             f"data.shards: {part!r} is a command, whose output cannot be indexed. Give the path or URL that it reads, "
@@ -103,7 +100,7 @@ def _holds_shards(folder: Path) -> bool:
         return False
 
 
-def _of_folder(folder: Path) -> PlaceList:
+def _of_folder(folder: Path) -> list[Path]:
     with os.scandir(folder) as found:
         entries = [*found]
     names = sorted(name for name in map(attrgetter("name"), entries) if name.endswith(_SUFFIX) and name[0] != ".")
@@ -124,7 +121,7 @@ def _of_folder(folder: Path) -> PlaceList:
     except OSError:  # of a link that leads in a circle, nothing is known
         unclear = {*names}
     _files(folder / name for name in names if name in unclear)
-    return PlaceList.of_folder(folder, names)
+    return [folder / name for name in names]
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:

@@ -30,12 +30,12 @@ import numpy as np
 from data.errors import DataError
 from data.index.journal import Busy, Journal, opened_journal, remove_journal
 from data.index.lengths_file import STAMP, LengthsFile, Part, load_lengths, write_lengths
-from data.index.locations import catalogue_path
+from data.index.locations import by_folder, catalogue_path
 from data.index.shard_list import Found
 from data.prefetch import expect_texts
 from data.processes import worker_processes
 from data.records.fields import Fields
-from data.storage.replace import cannot_write
+from data.storage.files import cannot_write
 from data.storage.url import Place
 from data.text_format import plural
 
@@ -70,10 +70,11 @@ class TextLengths:
         stamps, numbers = dataset.stamps(), dict[tuple[str, str], list[int]]()
         names: dict[tuple[str, str], list[str]] = {}
         for key, of_source in dataset.lengths_keys():
-            for own, at in dataset.shards[of_source.start : of_source.stop].by_folder():
-                place = key, str(own[0].parent)
+            of_shards = dataset.shards[of_source.start : of_source.stop]
+            for at in by_folder(of_shards):
+                place = key, str(of_shards[at[0]].parent)
                 numbers.setdefault(place, []).extend(of_source.start + one for one in at)
-                names.setdefault(place, []).extend(own.names)
+                names.setdefault(place, []).extend(of_shards[one].name for one in at)
         self._folders = []
         for place, of_folder in numbers.items():
             first, suffix = dataset.shards[of_folder[0]], f".{place[0]}.mimo-lengths"

@@ -23,8 +23,8 @@ from data.order.sources import MixedOrder, Source, fingerprint_of, order_of
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.protocol import Samples
 from data.samples.sample_batch_meta import StepSamples
-from data.storage.local import ShardReader
-from data.storage.retry import RETRIES
+from data.storage.files import RETRIES
+from data.storage.reader import ShardReader
 from data.storage.url import Place
 from data.text.tokens import Tokenizer
 from data.text_format import plural

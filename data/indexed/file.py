@@ -22,9 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import ShardError
-from data.storage.local import ShardReader
-from data.storage.retry import RETRIES, retrying
-from data.storage.version import ShardVersion, open_file
+from data.storage.files import RETRIES, ShardVersion, open_file, retrying
+from data.storage.reader import ShardReader
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")

@@ -21,8 +21,7 @@ from data.index.shards import find_shards
 from data.order.mixture import Phase, Phases, whole_weights
 from data.order.order import GlobalOrder, splitmix, splitmix_all
 from data.records.fields import Fields
-from data.storage.place_list import PlaceList
-from data.storage.url import Url
+from data.storage.url import Place, Url
 from data.text_format import plural
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
@@ -148,7 +147,7 @@ def sources_of(shards: Shards | Sequence[Source]) -> tuple[Source, ...]:
     return (Source("", cast(Shards, shards)),)
 
 
-def found_shards(source: Source) -> PlaceList:
+def found_shards(source: Source) -> list[Place]:
     """The shards of a source. Raises DataError as `find_shards`, with the source's key."""
     try:
         return find_shards(source.shards)

@@ -30,11 +30,9 @@ from data.samples.reading_samples import OutlinedSamples
 from data.samples.sample_batch_meta import SampleTable, StepSamples, lengths_key
 from data.samples.sample_meta import Media, SampleOutline
 from data.storage.file_cache import FileCache
-from data.storage.local import ShardReader
-from data.storage.place_list import PlaceList
-from data.storage.retry import RETRIES
-from data.storage.url import Place
-from data.storage.version import ShardVersion
+from data.storage.files import RETRIES, ShardVersion
+from data.storage.reader import ShardReader
+from data.storage.url import Place, Url
 from data.text.tokens import Tokenizer
 from data.text_format import plural
 
@@ -61,7 +59,7 @@ class Dataset(OutlinedSamples):
     """
 
     order: GlobalOrder | MixedOrder
-    shards: PlaceList
+    shards: list[Place]
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class Dataset(OutlinedSamples):
         assert sequence_length > 0, sequence_length
         self.sources = sources_of(shards)
         found = [found_shards(source) for source in self.sources]
-        self.shards = PlaceList.joined(found)
+        self.shards = [shard for of_source in found for shard in of_source]
         super().__init__(tokenizer, sequence_length, media, blind, keep_text, bounds, ground, skip_null, sampling)
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
         self.reader = ShardReader(read_retries, cache=members_cache)
@@ -102,7 +100,7 @@ class Dataset(OutlinedSamples):
         self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
-        self.is_remote = self.shards.is_remote
+        self.is_remote = any(isinstance(shard, Url) for shard in self.shards)
         """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
         self.is_at_hand = not self.is_remote
         self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
@@ -119,7 +117,7 @@ class Dataset(OutlinedSamples):
         self.order = order_of(self.sources, *of_shards, seed, shuffle, shuffle_block, held_fraction, only_held)
         self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
         self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
-        names = list(zip(self.shards.names, sizes, contents, counts, strict=True))
+        names = list(zip([shard.name for shard in self.shards], sizes, contents, counts, strict=True))
         self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
         """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
         of, and the share that is held out; it does not change when the folder moves."""

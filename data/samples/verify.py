@@ -14,8 +14,8 @@ from data.records.file_references import Beside
 from data.records.members import unread
 from data.records.records import parse_record
 from data.samples.frames import SAMPLING, pictures_of, places_of
+from data.storage.files import ShardVersion
 from data.storage.url import Place
-from data.storage.version import ShardVersion
 from data.text_format import shown
 
 

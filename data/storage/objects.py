@@ -1,5 +1,4 @@
-"""Object storage and web servers, through obstore: of the clients that were tried the one that costs least, and that
-notices most of what a server does wrong. What it does not notice is looked at here.
+"""Object storage and web servers through obstore, with errors as those of files.
 
 Credentials, regions and endpoints are those of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
 """
@@ -16,8 +15,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from data.storage.base import Changed, Found, named
-from data.storage.url import WEB, Url
+from data.storage.url import WEB, Changed, ObjectMeta, Url
 
 PART, MOST_PARTS = 16 << 20, 9000
 """Bytes of a part of an upload, and parts that it may have: of S3 10,000."""
@@ -48,10 +46,10 @@ _CODES: dict[type[BaseException], int] = {
 
 
 class ObjectStore:
-    """A bucket of s3, gs or az, or a web server; see `base.Store`.
+    """A bucket of s3, gs or az, or a web server. Methods may be called from several threads.
 
-    Raises:
-        OSError: the environment holds settings that are none.
+    All raise FileNotFoundError, PermissionError, `Changed`, FileExistsError, or another OSError, with the URL as file
+    name; creating one raises OSError for invalid settings in the environment.
     """
 
     def __init__(self, url: Url) -> None:
@@ -67,9 +65,10 @@ class ObjectStore:
             else:
                 self._store = (GCSStore if url.scheme == "gs" else AzureStore)(url.host, **options)
         except (exceptions.BaseError, ValueError) as error:
-            raise named(error, url, errno.EINVAL) from error
+            raise _os_error(error, url, errno.EINVAL) from error
 
-    def list(self, folder: Url, *, deep: bool = True) -> Iterator[Found]:
+    def list(self, folder: Url, *, deep: bool = True) -> Iterator[ObjectMeta]:
+        """Every object under a folder, at any depth, or, not `deep`, those in it; sorted by name."""
         try:
             if deep:
                 pages = obstore.list(self._store, folder.path or None, chunk_size=1000)
@@ -77,38 +76,46 @@ class ObjectStore:
             else:
                 objects = [*obstore.list_with_delimiter(self._store, folder.path or None)["objects"]]
         except (exceptions.BaseError, OSError) as error:
-            raise _as_of_files(error, folder) from error
-        found = [self._found(Url(folder.scheme, folder.host, meta["path"]), meta) for meta in objects]
+            raise _as_os_error(error, folder) from error
+        found = [self._meta(Url(folder.scheme, folder.host, meta["path"]), meta) for meta in objects]
         return iter(sorted(found, key=lambda one: one.url))
 
-    def look(self, url: Url) -> Found:
+    def look(self, url: Url) -> ObjectMeta:
+        """Size, tag and time of one object."""
         try:
             meta = obstore.head(self._store, url.path)
         except (exceptions.BaseError, OSError) as error:
-            raise _as_of_files(error, url) from error
-        found = self._found(url, meta)
+            raise _as_os_error(error, url) from error
+        found = self._meta(url, meta)
         if self._scheme not in WEB:
             self._versions[url.path] = found.tag, meta.get("version")
         return found
 
     async def read(self, url: Url, start: int, size: int, tag: str = "") -> memoryview:
+        """Bytes from `start` on, `size` or fewer: those that the object has. Raises `Changed` for another tag."""
         options: dict[str, Any] = {"range": (start, start + size)}
         if tag.startswith('"'):  # a weak one never matches
             options["if_match"] = tag
         try:
             answer = await obstore.get_async(self._store, url.path, options=options)
             meta, (first, last) = answer.meta, answer.range
-            if tag and self._found(url, meta).tag != tag:
+            if tag and self._meta(url, meta).tag != tag:
                 raise Changed(url)
             content = memoryview(await answer.bytes_async())
         except (exceptions.BaseError, OSError) as error:
-            raise _as_of_files(error, url) from error
+            raise _as_os_error(error, url) from error
         # A header that says something else than follows it is noticed by nobody else.
         if first != start or last - first != len(content) or len(content) > size:
             raise OSError(errno.EIO, f"the server sent {len(content)} bytes as {first} to {last}", str(url))
         return content
 
     def put(self, url: Url, content: bytes, *, new: bool = False, instead_of: str = "") -> str:
+        """Write an object at once; returns its tag.
+
+        Args:
+            new: raises FileExistsError if it exists.
+            instead_of: raises `Changed` if the existing one has another tag.
+        """
         mode: Any = "create" if new else "overwrite"
         if instead_of:
             tag, version = self._versions.get(url.path, (instead_of, None))
@@ -118,11 +125,12 @@ class ObjectStore:
         except (exceptions.BaseError, OSError) as error:
             if new and isinstance(error, exceptions.PreconditionError):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(url)) from error
-            raise _as_of_files(error, url) from error
+            raise _as_os_error(error, url) from error
         self._versions[url.path] = result["e_tag"] or "", result["version"]
         return result["e_tag"] or ""
 
     def upload(self, url: Url, parts: Iterable[bytes | memoryview], size: int) -> int:
+        """Write an object of about `size` bytes in parts; it appears when all of it is there. Returns its size."""
         sent = 0
         failed: list[BaseException] = []
 
@@ -144,11 +152,12 @@ class ObjectStore:
             if failed:
                 raise failed[0] from None
             if isinstance(error, exceptions.BaseError | OSError):
-                raise _as_of_files(error, url) from error
+                raise _as_os_error(error, url) from error
             raise
         return sent
 
     def remove(self, urls: Iterable[Url]) -> None:
+        """Remove objects; one that does not exist is no error."""
         urls = list(urls)
         try:
             obstore.delete(self._store, [url.path for url in urls])
@@ -156,17 +165,22 @@ class ObjectStore:
             for url in urls if len(urls) > 1 else []:
                 self.remove([url])
         except (exceptions.BaseError, OSError) as error:
-            raise _as_of_files(error, urls[0]) from error
+            raise _as_os_error(error, urls[0]) from error
 
-    def _found(self, url: Url, meta: Any) -> Found:
+    def _meta(self, url: Url, meta: Any) -> ObjectMeta:
         modified, tag = meta["last_modified"].timestamp(), meta["e_tag"]
         if tag and self._scheme not in WEB and not tag.startswith(('"', "W/")):
             tag = f'"{tag}"'  # Azure has quotes in answers, and none in lists
-        return Found(url, meta["size"], tag or f"{meta['size']} {modified:.6f}", modified)
+        return ObjectMeta(url, meta["size"], tag or f"{meta['size']} {modified:.6f}", modified)
 
 
 def _endpoint(scheme: str) -> str:
     return next((value for name in _ENDPOINTS.get(scheme, ()) if (value := os.environ.get(name))), "")
+
+
+def _os_error(error: BaseException, url: Url, code: int = errno.EIO) -> OSError:
+    """An error of the library as one of files. Some of its messages repeat themselves."""
+    return OSError(code, " ".join(str(error).split())[:300] or type(error).__name__, str(url))
 
 
 def _is_plain(url: Url) -> bool:
@@ -174,10 +188,10 @@ def _is_plain(url: Url) -> bool:
     return url.scheme == "http" or _endpoint(url.scheme).lower().startswith("http://")
 
 
-def _as_of_files(error: BaseException, url: Url) -> OSError:
+def _as_os_error(error: BaseException, url: Url) -> OSError:
     if isinstance(error, Changed):
         return error
     if isinstance(error, exceptions.PreconditionError | exceptions.NotModifiedError):
         return Changed(url)
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), errno.EIO)
-    return named(error, url, code)
+    return _os_error(error, url, code)

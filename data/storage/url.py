@@ -1,7 +1,8 @@
-"""Places outside of the file system, as URLs, with as much of `pathlib` as places of files are asked for."""
+"""URLs of objects, with as much of `pathlib` as callers need, and what is known of an object."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass, field
@@ -102,6 +103,26 @@ def _decoded(url: str) -> str:
 def _shown(text: str) -> str:
     """Without a query, which may be a signature."""
     return re.split("[?#]", text, maxsplit=1)[0]
+
+
+@dataclass(frozen=True)
+class ObjectMeta:
+    """An object."""
+
+    url: Url
+    size: int
+    """In bytes."""
+    tag: str
+    """Differs for every content: the etag, or, where there is none, size and time of modification."""
+    modified: float
+    """Seconds since the epoch, by the server's clock; 0 where it does not say."""
+
+
+class Changed(OSError):
+    """An object is not, or no longer, the one that was requested."""
+
+    def __init__(self, url: Url) -> None:
+        super().__init__(errno.ESTALE, "it has changed", str(url))
 
 
 Place = Path | Url

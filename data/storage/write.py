@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data.errors import DataError
-from data.storage.replace import replacing
-from data.storage.reserve import reserve
+from data.storage.files import replacing
 
 _BLOCK = 512
 _END = 2 * _BLOCK
@@ -35,12 +34,9 @@ def write_shard(path: Path, samples: Iterable[Sequence[tuple[str, bytes]]], firs
 
 
 @contextmanager
-def shard_file(path: Path, size: int = 0) -> Iterator[ShardFile]:
+def shard_file(path: Path) -> Iterator[ShardFile]:
     """A tar to write. The file appears when the block ends and it is whole; nothing stays when the block raises. Times
     and owners are fixed, so that equal content gives equal bytes.
-
-    Args:
-        size: bytes that it will have, `shard_bytes`, for which room is kept; 0: not known.
 
     Raises:
         DataError: a name above `LONGEST_NAME` bytes, or a member of 8 GiB or more.
@@ -48,8 +44,6 @@ def shard_file(path: Path, size: int = 0) -> Iterator[ShardFile]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, buffer=0) as file:
-        if size:
-            reserve(path, file.fileno(), size)
         shard = ShardFile(path, file)
         yield shard
         shard.end()

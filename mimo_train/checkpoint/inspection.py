@@ -8,9 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from data.storage import base
 from data.storage.stores import store_of
-from data.storage.url import WEB, Place, Url
+from data.storage.url import WEB, ObjectMeta, Place, Url
 from mimo_train.checkpoint import folders, object_folders
 from mimo_train.checkpoint.damage import damage_in
 from mimo_train.checkpoint.format.blocks import Blocks
@@ -152,7 +151,7 @@ def _look(folder: Place) -> Found:
     )
 
 
-def _objects_in(folder: Url, blocks: Blocks | None) -> dict[str, base.Found]:
+def _objects_in(folder: Url, blocks: Blocks | None) -> dict[str, ObjectMeta]:
     """By name; on a web server, which lists nothing, those that belong to a checkpoint."""
     if folder.scheme not in WEB:
         return object_folders.in_folder(folder).objects

@@ -15,9 +15,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from data.storage.base import Found
 from data.storage.stores import store_of
-from data.storage.url import Url
+from data.storage.url import ObjectMeta, Url
 from mimo_train.checkpoint.format.durable import PARTIAL
 from mimo_train.checkpoint.format.files import COMPLETE, objects_in
 
@@ -31,7 +30,7 @@ class Folder:
     """A folder of objects."""
 
     url: Url
-    objects: dict[str, Found] = field(default_factory=dict)
+    objects: dict[str, ObjectMeta] = field(default_factory=dict)
     """By name."""
 
     @property

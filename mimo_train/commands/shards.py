@@ -305,7 +305,7 @@ def _verify_shards(args: argparse.Namespace) -> int:
     from data.index.shards import find_shards
     from data.records.members import named_unread
     from data.samples.verify import check_sample
-    from data.storage.local import ShardReader
+    from data.storage.reader import ShardReader
 
     reader, checked, bad, broken = ShardReader(), 0, 0, 0
     not_read: Counter[tuple[str, str]] = Counter()

@@ -13,7 +13,7 @@ _SHOWN = 20
 
 def write(args: argparse.Namespace) -> int:
     """Write the page of the first samples of a run, in its order."""
-    from data.storage.replace import replacing
+    from data.storage.files import replacing
     from data.text_format import plural, shown
     from mimo_train.config.compose import load
     from mimo_train.dataset import open_dataset

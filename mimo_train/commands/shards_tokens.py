@@ -23,7 +23,7 @@ def inspect(pattern: str, samples: int) -> int:
     """How many documents and tokens they have, how long documents are, and the first ones' tokens. Raises DataError."""
     import numpy as np
 
-    from data.storage.local import ShardReader
+    from data.storage.reader import ShardReader
 
     reader = ShardReader()
     for file in _files(pattern):
@@ -40,7 +40,7 @@ def inspect(pattern: str, samples: int) -> int:
 
 def verify(pattern: str) -> int:
     """Look at every place of the indexes, and read every token. Raises DataError for files that cannot be used."""
-    from data.storage.local import ShardReader
+    from data.storage.reader import ShardReader
 
     reader = ShardReader()
     for file in _files(pattern):

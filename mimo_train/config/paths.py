@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.errors import DataError
-from data.storage.stores import EXTRA
-from data.storage.url import OBJECTS, WEB, Url, is_url, place_of
+from data.storage.stores import EXTRA, require_scheme
+from data.storage.url import OBJECTS, Url, is_url, place_of
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.keys import is_installed
 
@@ -35,9 +35,13 @@ def place_faults(key: str, text: str, *, written: bool = False) -> Iterator[Faul
     if written and place.scheme not in OBJECTS:
         yield Fault(key, f"is {text}: checkpoints are written to {schemes}, not to {place.scheme}://")
         return
-    library = "obstore" if place.scheme in OBJECTS + WEB else "fsspec"
-    if not is_installed(library):
-        yield Fault(key, f"{text} needs the extra `remote` ({library} is not installed): run `{EXTRA}`")
+    try:
+        require_scheme(place)
+    except DataError as error:
+        yield Fault(key, str(error))
+        return
+    if not is_installed("obstore"):
+        yield Fault(key, f"{text} requires the extra `remote` (obstore is not installed): run `{EXTRA}`")
 
 
 def local_faults(key: str, text: str, remedy: str) -> Iterator[Fault]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import GivesUp, TokenDataset, never, require_budget
-from data.storage.replace import replacing
+from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE

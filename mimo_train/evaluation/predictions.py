@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from data.pipeline import Samples
-from data.storage.replace import replacing
+from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 
 _logger = logging.getLogger(__name__)

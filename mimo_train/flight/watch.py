@@ -117,7 +117,7 @@ class Watch:
 
     def _look(self) -> None:
         now, recorder = time.monotonic(), self._recorder
-        from data.reads_in_progress import (
+        from data.storage.files import (
             READS,  # not where the launcher imports this module: `data` may be another package
         )
 

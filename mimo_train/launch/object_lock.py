@@ -20,10 +20,8 @@ from typing import Any
 
 import psutil
 
-from data.storage.base import Changed, Found
-from data.storage.io_thread import read_range
-from data.storage.stores import store_of
-from data.storage.url import Url
+from data.storage.stores import read_range, store_of
+from data.storage.url import Changed, ObjectMeta, Url
 from mimo_train.config.errors import UserError
 from mimo_train.launch.run_lock import BEAT, BEATS_MISSED, LOCK_FILE, end_process
 
@@ -169,7 +167,7 @@ class ObjectLock:
         self._store.put(self._url, self._text(), instead_of=there[1].tag)
         return ""
 
-    def _there(self) -> tuple[dict[str, Any], Found] | None:
+    def _there(self) -> tuple[dict[str, Any], ObjectMeta] | None:
         """(what the holder has written, the object); None if there is no lock.
 
         Raises:
@@ -185,7 +183,7 @@ class ObjectLock:
             holder = {}
         return holder if isinstance(holder, dict) else {}, found
 
-    def _read(self) -> tuple[Found, bytes]:
+    def _read(self) -> tuple[ObjectMeta, bytes]:
         for _ in range(_TRIES):
             found = self._store.look(self._url)
             with suppress(Changed):  # by a sign of life, in between

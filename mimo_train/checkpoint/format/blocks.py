@@ -9,10 +9,8 @@ from functools import partial
 from itertools import islice
 from threading import Lock
 
-from data.storage.base import Found
-from data.storage.io_thread import read_range, start_read
-from data.storage.stores import store_of
-from data.storage.url import WEB, Place, Url
+from data.storage.stores import read_range, start_read, store_of
+from data.storage.url import WEB, ObjectMeta, Place, Url
 from data.text_format import listed
 from mimo_train.checkpoint.format.durable import digest, digest_of
 from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, objects_in, open_file, patiently
@@ -167,16 +165,16 @@ class Blocks:
         self._expected.clear()
         self._begun.clear()
 
-    def _objects(self) -> dict[str, Found] | None:
+    def _objects(self) -> dict[str, ObjectMeta] | None:
         """All objects in the folder, if it is one of objects that can be listed."""
         if not isinstance(self.folder, Url) or self.folder.scheme in WEB:
             return None
         return patiently(partial(objects_in, self.folder), self.folder)
 
-    def _require_patiently(self, file: File, there: dict[str, Found] | None) -> None:
+    def _require_patiently(self, file: File, there: dict[str, ObjectMeta] | None) -> None:
         patiently(partial(self._require_file, file, there), self.folder / file.name)
 
-    def _require_file(self, file: File, there: dict[str, Found] | None) -> None:
+    def _require_file(self, file: File, there: dict[str, ObjectMeta] | None) -> None:
         require_size(self.folder, file, there)
         if isinstance(self.folder, Url):
             header: bytes | memoryview = read_range(self.folder / file.name, 0, file.header)
@@ -207,7 +205,7 @@ class Blocks:
                     yield f"{key.module} {key.name} ({key.state})"
 
 
-def require_size(folder: Place, file: File, objects: Mapping[str, Found] | None = None) -> None:
+def require_size(folder: Place, file: File, objects: Mapping[str, ObjectMeta] | None = None) -> None:
     """Opens the file: on a network file system the size of one that is only looked at may be an old one.
 
     Args:

@@ -18,11 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from data.errors import ReadError
-from data.storage.base import Found
-from data.storage.io_thread import read_range
-from data.storage.retry import retrying
-from data.storage.stores import store_of
-from data.storage.url import Place, Url
+from data.storage.files import retrying
+from data.storage.stores import read_range, store_of
+from data.storage.url import ObjectMeta, Place, Url
 from mimo_train.checkpoint.format.durable import digest, write_file
 
 INDEX, COMPLETE = "index.json", "COMPLETE"
@@ -126,7 +124,7 @@ def _require_at_most(path: Place, size: int, at_most: int | None) -> None:
         raise Damage(f"{path.name} has {size} bytes, not {at_most}")
 
 
-def objects_in(folder: Url) -> dict[str, Found]:
+def objects_in(folder: Url) -> dict[str, ObjectMeta]:
     """The objects in a folder, by name.
 
     Raises:

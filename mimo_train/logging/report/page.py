@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from data.storage.replace import replacing
+from data.storage.files import replacing
 from mimo_train.config.compose import to_yaml
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.layout.run import Run

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from numbers import Integral
 from pathlib import Path
 
-from data.storage.replace import replacing
+from data.storage.files import replacing
 from data.text_format import plural
 from mimo_train.config.errors import UserError
 

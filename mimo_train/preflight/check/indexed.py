@@ -9,7 +9,7 @@ from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.order.sources import Source
-from data.storage.local import ShardReader
+from data.storage.reader import ShardReader
 from data.text_format import plural
 from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer

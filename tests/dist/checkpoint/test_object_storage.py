@@ -190,7 +190,7 @@ def told(run_dir: Path) -> list[str]:
 
 
 def content_of(url: Url) -> bytes:
-    from data.storage.io_thread import read_range
+    from data.storage.stores import read_range
 
     return bytes(read_range(url, 0, 1 << 30))
 

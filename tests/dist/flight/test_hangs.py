@@ -65,8 +65,8 @@ def reads_for_ever_at_start(cfg) -> int:
 def reads_for_ever_in_evaluation(cfg) -> int:
     """Rank 1 waits for a held-out sample."""
     if os.environ["RANK"] == "1":
-        from data.reads_in_progress import READS
-        from data.storage.local import ShardReader
+        from data.storage.files import READS
+        from data.storage.reader import ShardReader
 
         read = ShardReader.read
 
@@ -224,7 +224,7 @@ def works_long(cfg) -> int:
     import subprocess
 
     import data.index.shard_index as index
-    from data.storage.local import ShardReader
+    from data.storage.reader import ShardReader
     from mimo_train.checkpoint.format import durable
     from mimo_train.parallel.bridge.exchange import Bridge
 

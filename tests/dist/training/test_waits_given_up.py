@@ -56,7 +56,7 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
     from data.pace import Pace
     from data.samples.protocol import Samples
     from data.samples.reading_samples import OutlinedSamples
-    from data.waiting import LOOK_SECONDS, Wait, WaitGivenUp
+    from data.threads import LOOK_SECONDS, Wait, WaitGivenUp
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
 

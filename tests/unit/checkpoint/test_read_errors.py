@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.storage import retry
+from data.storage import files as retry
 from mimo_train.checkpoint import damage, folder_changes, folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint, damage_in, damage_named
 from mimo_train.checkpoint.format import blocks, files

@@ -28,7 +28,7 @@ def test_what_is_no_place_is_a_fault(override, fault):
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr("mimo_train.config.paths.is_installed", lambda module: False)
-    with pytest.raises(ConfigError, match=r"needs the extra `remote` \(obstore is not installed\): run `pip install"):
+    with pytest.raises(ConfigError, match=r"requires the extra `remote` \(obstore is not installed\): run `pip"):
         resolve(load("vlm_digits", ("checkpoint.dir=s3://bucket/run",)))
 
 

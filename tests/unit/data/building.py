@@ -13,7 +13,7 @@ from data.build.find import find_source
 from data.index.catalogue import open_index
 from data.index.shards import find_shards
 from data.samples.verify import check_sample
-from data.storage.local import ShardReader
+from data.storage.reader import ShardReader
 from tests.unit.data.helpers import encode_picture
 
 TALK = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "Ein Hügel."}]

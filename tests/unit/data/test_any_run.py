@@ -14,13 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from obstore.store import MemoryStore
 
 from data.order.mixture import whole_weights
 from data.order.packing import Packing
 from data.pipeline import Batching, Dataset, MixedOrder, Padding, Reader, Source, StepLoader, TextLengths
+from data.storage import stores
+from data.storage.objects import ObjectStore
+from data.storage.url import Url
 from data.text.tokens import build_tokenizer
 from mimo_train.layout.batch import Batch
 from tests.tars import write_tar
@@ -107,8 +110,10 @@ def runs(draw) -> Run:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Iterator[tuple[Path, Path]]:
-    """(folder with `a-0.tar` and so on, which are on a server `memory://shards` too; folder for indexes)."""
-    folder, files = tmp_path_factory.mktemp("shards"), MemoryFileSystem()
+    """(folder with `a-0.tar` and so on, which are in a bucket `s3://shards` in memory too; folder for indexes)."""
+    folder, bucket = tmp_path_factory.mktemp("shards"), ObjectStore.__new__(ObjectStore)
+    bucket._scheme, bucket._versions, bucket._store = "s3", {}, MemoryStore()
+    stores._STORES["s3", "shards"] = bucket
     number = 0
     for source, size in SIZES.items():
         members = []
@@ -123,9 +128,9 @@ def shards(tmp_path_factory) -> Iterator[tuple[Path, Path]]:
         for at, part in enumerate((members[:cut], members[cut:])):
             if part:
                 path = write_tar(folder / f"{source}-{at}.tar", part)
-                files.pipe(f"/shards/{path.name}", path.read_bytes())
+                bucket.put(Url.parse(f"s3://shards/{path.name}"), path.read_bytes())
     yield folder, tmp_path_factory.mktemp("indexes")
-    MemoryFileSystem.store.clear()
+    del stores._STORES["s3", "shards"]
 
 
 def colour_of(key: str) -> int:
@@ -137,7 +142,7 @@ def colour_of(key: str) -> int:
 def opened(shards: tuple[Path, Path], run: Run, phases: list, remote: bool = False) -> Dataset:
     """The samples of a run, with lengths of their texts, as they are after a start."""
     folder, indexes = shards
-    place = "memory://shards" if remote else str(folder)
+    place = "s3://shards" if remote else str(folder)
     weights = run.weights or (None,) * len(run.sources)
     sources = [
         Source(name, f"{place}/{name}-*.tar", weight=weight) for name, weight in zip(run.sources, weights, strict=True)

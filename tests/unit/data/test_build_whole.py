@@ -14,7 +14,7 @@ from data.build.build import Settings
 from data.errors import DataError
 from data.index.catalogue import open_index
 from data.index.shards import find_shards
-from data.storage.whole_read import pread_all
+from data.storage.files import pread_all
 from tests.tars import write_tar
 from tests.unit.data.building import (
     RECORDS,

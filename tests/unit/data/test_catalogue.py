@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +18,7 @@ from data.index.journal import Journal, opened_journal
 from data.index.locations import catalogue_path
 from data.index.shard_index import MEMBER, SAMPLE, Codes, build_index, pack_keys
 from data.index.shards import find_shards
-from data.storage.place_list import PlaceList
-from data.storage.url import Url
-from data.storage.version import ShardVersion
+from data.storage.files import ShardVersion
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 
@@ -239,15 +236,15 @@ def test_a_shard_of_large_numbers_is_told_as_it_is(tmp_path):
     assert [index.key(row) for row in range(2)] == ["a", "b"] and len(index.members(0)) == 40_001
 
 
-def test_a_start_looks_at_each_shard_once_and_makes_no_path_of_it(folder, monkeypatch):
+def test_a_start_looks_at_each_shard_once(folder, monkeypatch):
     open_catalogue(find_shards(folder))
     looked, whole = [], os.stat
     monkeypatch.setattr(os, "stat", lambda path, **how: looked.append(str(path)) or whole(path, **how))
     shards = find_shards(folder)
     catalogue = open_catalogue(shards)
     of_shards = [path for path in looked if path.endswith(".tar")]
-    assert of_shards == [str(folder / f"s-{n}.tar") for n in range(5)] == shards.texts
-    assert catalogue.counts.tolist() == [1, 2, 3, 4, 5] and len(shards._made) <= 1
+    assert of_shards == [str(folder / f"s-{n}.tar") for n in range(5)]
+    assert catalogue.counts.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_parts_are_compared_one_by_one_only_where_all_together_differ(folder, monkeypatch):
@@ -265,19 +262,6 @@ def test_parts_are_compared_one_by_one_only_where_all_together_differ(folder, mo
     path.write_bytes(content)
     assert open_catalogue(shards).index(3).key(1) == "31"
     assert {0, 1, 2, 3, 4} <= set(compared)
-
-
-def test_places_are_paths_when_they_are_asked_for(tmp_path, monkeypatch):
-    url = Url.parse("s3://bucket/folder/x.tar")
-    places = PlaceList(["/a/b.tar", Path("c/d.tar"), url])
-    assert places.names == ["b.tar", "d.tar", "x.tar"]
-    assert [[*own] for _, own in places.by_folder()] == [[0], [1], [2]]
-    assert places == [Path("/a/b.tar"), Path("c/d.tar"), url] and places[1:] == [Path("c/d.tar"), url]
-    assert places[0] is places[0] and repr(places) == repr([*places]) and places != [url]
-    write_tar(tmp_path / "s.tar", [("a.txt", b"x")])
-    monkeypatch.chdir(tmp_path)
-    assert find_shards(".") == find_shards("./") == find_shards("s.tar") == [Path("s.tar")]
-    assert find_shards(".").texts == ["s.tar"]
 
 
 def test_a_folder_with_what_is_no_file_names_it(tmp_path):

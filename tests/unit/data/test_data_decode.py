@@ -14,8 +14,8 @@ from data.errors import DecodeError, ReadError, ShardError
 from data.media import vision
 from data.media.decode import decode_audio, decode_picture, decode_resized
 from data.media.headers import parse_audio_header, parse_header_bytes
-from data.storage.local import ShardReader
-from data.storage.version import ShardVersion
+from data.storage.files import ShardVersion
+from data.storage.reader import ShardReader
 from tests.unit.data.helpers import encode_picture
 
 
@@ -149,7 +149,7 @@ def test_clips_of_other_formats_are_read(kind, subtype):
 
 
 def test_reader_counts_bytes_and_bounds_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.storage.local._OPEN_FILES", 2)
+    monkeypatch.setattr("data.storage.reader._OPEN_FILES", 2)
     paths = [tmp_path / f"{n}.bin" for n in range(6)]
     for n, path in enumerate(paths):
         path.write_bytes(bytes([n]) * 100)

@@ -10,7 +10,7 @@ from data.index.shards import find_shards
 from data.records.fields import read_fields
 from data.records.records import parse_fields, parse_record
 from data.samples.verify import check_sample
-from data.storage.local import ShardReader
+from data.storage.reader import ShardReader
 from tests.tars import write_tar
 from tests.unit.data.building import ORDERED, build, found, picture
 

@@ -24,7 +24,7 @@ from data.media.resize import Resize
 from data.records.records import parse_record
 from data.samples.bad_samples import BadSample
 from data.samples.sample_meta import count_tokens
-from data.storage import retry
+from data.storage import files as retry
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images

@@ -13,10 +13,10 @@ from data.index.catalogue import open_index
 from data.index.locations import catalogue_path
 from data.index.shard_index import build_index
 from data.index.shards import find_shards
-from data.storage import retry
-from data.storage.local import ShardReader
+from data.storage import files
+from data.storage.files import ShardVersion
+from data.storage.reader import ShardReader
 from data.storage.tar import walk_tar
-from data.storage.version import ShardVersion
 from tests.tars import write_tar
 
 TEXT = b'{"text": "hello"}'
@@ -26,7 +26,7 @@ TEXT = b'{"text": "hello"}'
 def pauses(monkeypatch):
     """Seconds that were waited before another try."""
     waited: list[float] = []
-    monkeypatch.setattr(retry.time, "sleep", waited.append)
+    monkeypatch.setattr(files.time, "sleep", waited.append)
     return waited
 
 
@@ -266,7 +266,7 @@ def test_a_copied_shard_keeps_its_index(tmp_path, monkeypatch):
     for _ in range(2):
         again = open_index(shard)
         assert again.version.content == built.version.content and again.version.ctime_ns > built.version.ctime_ns
-    monkeypatch.setattr("data.storage.version.content_hash", lambda *args: pytest.fail("compared again"))
+    monkeypatch.setattr("data.storage.files._content_hash", lambda *args: pytest.fail("compared again"))
     assert open_index(shard).key(0) == "a"
 
 

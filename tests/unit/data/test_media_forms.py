@@ -11,7 +11,7 @@ from data.errors import DataError
 from data.index.catalogue import open_index
 from data.index.shards import find_shards
 from data.media.decode import decode_audio
-from data.storage.local import ShardReader
+from data.storage.reader import ShardReader
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.building import TALK, build, clip, found, media_folder, picture, written

@@ -8,9 +8,9 @@ import pytest
 
 from data.errors import ShardError
 from data.storage.file_cache import FileCache
-from data.storage.remote import RemoteReader
+from data.storage.files import ShardVersion
+from data.storage.reader import RemoteReader
 from data.storage.url import Url
-from data.storage.version import ShardVersion
 from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import members_cache
 from tests.hang import HANG_SECONDS
@@ -39,7 +39,7 @@ def test_what_another_reader_kept_is_not_asked_for(server, tmp_path):  # noqa: F
     before = server.requests["counted"]
     second = reader(tmp_path)
     read_all(second, url)
-    assert before > 0 and server.requests["counted"] == before and not second._begun and not second._bytes
+    assert before > 0 and server.requests["counted"] == before and not second._started and not second._bytes
 
 
 def test_another_tag_is_another_content_and_without_one_nothing_is_kept(server, tmp_path):  # noqa: F811

@@ -134,7 +134,7 @@ def test_a_turn_is_given_up(dataset, monkeypatch):
         return read(number)
 
     monkeypatch.setattr(data, "read_text", stand_still)
-    monkeypatch.setattr("data.waiting.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("data.threads.LOOK_SECONDS", 0.01)
     with (
         pytest.raises(WaitGivenUp),
         StepLoader(

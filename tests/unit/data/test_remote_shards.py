@@ -13,12 +13,11 @@ from data.index.shards import find_shards
 from data.pipeline import Batching, Reader, StepLoader
 from data.prefetch import expect_samples, expect_texts
 from data.records.fields import read_fields
-from data.storage import io_thread, retry
-from data.storage.local import ShardReader
-from data.storage.remote import RemoteReader
+from data.storage import files, stores
+from data.storage.files import ShardVersion
+from data.storage.reader import RemoteReader, ShardReader
 from data.storage.stores import store_of
 from data.storage.url import Url, place_of
-from data.storage.version import ShardVersion
 from tests.http_server import serving
 from tests.object_storage import environment, moto_server
 from tests.tars import write_tar
@@ -36,9 +35,9 @@ def server():
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch, request):
     """Time-outs and pauses that a test does not wait for; the client's own tries stay."""
-    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(files, "_FIRST_PAUSE", 0.001)
     if "is_right_or_named" in request.node.name:
-        monkeypatch.setattr(io_thread, "IO", io_thread.IoThread(patience=1.0))
+        monkeypatch.setattr(stores, "IO", stores.IoThread(patience=1.0))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_what_is_announced_is_read_once_and_bounded(server):
     version = ShardVersion(len(CONTENT), 0, 0, "", '"one"')
     for at in (0, 500, 500, 1000):  # the third is known, the last pushes the first out
         reader.expect([(url, at, 500, version)])
-    assert reader._bytes == 1000 and len(reader._begun) == 2
+    assert reader._bytes == 1000 and len(reader._started) == 2
     for at in (0, 500, 1000):
         assert reader.read(url, at, 500, version) == CONTENT[at : at + 500]
     # The one that was pushed out is asked for again, if it was sent at all before.
@@ -97,7 +96,7 @@ def test_neighbours_are_read_together_and_what_is_far_apart_is_not(server):
     places = [(900, 100), (0, 500), (2000, 300), (520, 80), (1000, 0)]
     reader.expect([(url, *place, version) for place in places])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.storage.remote._BETWEEN", 100)
+        patch.setattr("data.storage.reader._GAP", 100)
         far = RemoteReader(retries=0)
         far.expect([(url, *place, version) for place in ((0, 500), (520, 80), (900, 100))])
         for one, asked in ((reader, places), (far, [(0, 500), (520, 80), (900, 100)])):
@@ -117,31 +116,29 @@ def test_an_answer_for_neighbours_that_is_too_short_is_asked_for_again_alone(ser
         reader.read(url, end - 100, 200, version)
 
 
-def test_bytes_and_reads_in_flight_are_bounded():
-    """The loop has at most so many at once, and starves none: a large one goes alone."""
+def test_reads_in_flight_are_bounded():
+    """The loop has at most so many at once, and starves none."""
     import asyncio
 
     class Slow:
         def __init__(self):
-            self.now = self.most = self.bytes = self.most_bytes = 0
+            self.now = self.most = 0
 
         async def read(self, url, start, size, tag=""):
-            self.now, self.bytes = self.now + 1, self.bytes + size
-            self.most, self.most_bytes = max(self.most, self.now), max(self.most_bytes, self.bytes)
+            self.now += 1
+            self.most = max(self.most, self.now)
             for _ in range(3):
                 await asyncio.sleep(0)
-            self.now, self.bytes = self.now - 1, self.bytes - size
+            self.now -= 1
             return memoryview(bytes(size))
 
-    slow, thread = Slow(), io_thread.IoThread(in_flight_bytes=100, in_flight_reads=4)
-    url = Url("test", "slow", "a")
-    from data.storage import stores
-
-    stores._STORES["test", "slow"] = slow
+    slow, thread = Slow(), stores.IoThread(in_flight_reads=4)
+    url = Url("s3", "slow", "a")
+    stores._STORES["s3", "slow"] = slow
     try:
         sizes = [10, 20, 60, 500, 1, 1, 1, 1, 1, 90, 30] * 5
-        assert [len(one.result()) for one in [thread.read(url, 0, size) for size in sizes]] == sizes
-        assert slow.most == 4 and slow.most_bytes == 500
+        assert [len(one.result()) for one in thread.read_all([(url, 0, size, "") for size in sizes])] == sizes
+        assert slow.most == 4
         # Together they wake the thread once; each has its own end.
         woken, wake = [], thread._loop.call_soon_threadsafe
         thread._loop.call_soon_threadsafe = lambda *args: woken.append(args) or wake(*args)
@@ -150,7 +147,7 @@ def test_bytes_and_reads_in_flight_are_bounded():
         with pytest.raises(Exception, match="none"):
             several[1].result()
     finally:
-        del stores._STORES["test", "slow"]
+        del stores._STORES["s3", "slow"]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +162,7 @@ def test_bytes_and_reads_in_flight_are_bounded():
         ("s3:///a.tar", "is no URL"),
         ("pipe:cat a.tar", "is a command"),
         ("s3://bucket/a.tar.gz", "cannot be indexed"),
-        ("nosuch://host/a.tar", "no file system of this scheme"),
+        ("nosuch://host/a.tar", "is not supported"),
     ],
 )
 def test_what_is_no_place_of_shards(text, words):
@@ -289,14 +286,14 @@ def test_the_index_of_a_large_shard_reads_little_between_its_members(storage, tm
     path, url = write_tar(tmp_path / "large.tar", members), Url.parse("s3://bucket/large/large.tar")
     store_of(url).put(url, path.read_bytes())
     read: list[int] = []
-    submit = io_thread.IoThread.read
+    submit = stores.IoThread.read_all
 
-    def counted(self, url, start, size, tag=""):
-        read.append(size)
-        return submit(self, url, start, size, tag)
+    def counted(self, ranges):
+        read.extend(size for _, _, size, _ in ranges)
+        return submit(self, ranges)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(io_thread.IoThread, "read", counted)
+        patch.setattr(stores.IoThread, "read_all", counted)
         index = open_index(url, tmp_path / "cache")
     assert [index.members(row) for row in range(3)] == [open_index(path).members(row) for row in range(3)]
     assert sum(read) < 0.7 * path.stat().st_size

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from data.storage.replace import replacing
+from data.storage.files import replacing
 from tests.hang import HANG_SECONDS
 
 

@@ -8,12 +8,11 @@ from concurrent.futures import Future
 
 import pytest
 
-import data.waiting
+import data.threads
 from data.pipeline import Batching, Dataset, Reader, StepLoader, WaitGivenUp
-from data.storage import io_thread
+from data.storage import stores
 from data.text.tokens import build_tokenizer
-from data.threads import ReadingThreads, still_reading
-from data.waiting import Wait, never
+from data.threads import ReadingThreads, Wait, never, still_reading
 from tests.hang import HANG_SECONDS
 from tests.http_server import serving
 from tests.unit.data.helpers import images
@@ -25,11 +24,11 @@ READERS = [Reader("language", 0, 1), Reader("images", 0, 1)]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Waits look early, so that tests take no half seconds."""
-    monkeypatch.setattr(data.waiting, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(data.threads, "LOOK_SECONDS", 0.05)
 
 
 def test_a_server_that_stands_still_is_given_up_and_nobody_waits_for_the_threads(small, monkeypatch):
-    monkeypatch.setattr(io_thread, "IO", io_thread.IoThread(patience=HANG_SECONDS))
+    monkeypatch.setattr(stores, "IO", stores.IoThread(patience=HANG_SECONDS))
     names = ("a-000000.tar", "a-000001.tar")
     media = (images(),)
     with serving({name: (small / name).read_bytes() for name in names}) as server:

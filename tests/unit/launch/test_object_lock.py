@@ -44,7 +44,7 @@ def holds(root: Url, elsewhere: bool) -> subprocess.Popen:
 
 
 def holder(root: Url) -> dict:
-    from data.storage.io_thread import read_range
+    from data.storage.stores import read_range
 
     return json.loads(bytes(read_range(root / "lock", 0, 4096)))
 

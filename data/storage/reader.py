@@ -1,0 +1,389 @@
+"""Read members of shards by position, from local files and from object storage.
+
+Every read names the version that was indexed. Local files are read with one `pread` per member, from any thread.
+Ranges of objects are read many at a time, and every answer must have the requested length.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from data.errors import ShardError
+from data.storage.file_cache import FileCache
+from data.storage.files import (
+    READS,
+    RETRIES,
+    ShardVersion,
+    open_file,
+    pread_all,
+    retrying,
+    sampled_blocks,
+    version_hash,
+)
+from data.storage.stores import start_read, start_reads, store_of
+from data.storage.url import Changed, Place, Url
+
+AHEAD_BYTES = 512 << 20
+"""Most bytes of announced reads that nobody has asked for yet."""
+
+_OPEN_FILES = 128
+_STAT_AGAIN = 5.0  # seconds after which the path of an open file is compared with the file
+_BLOCK, _BLOCKS_AHEAD = 1 << 20, 8
+_GAP, _LONGEST = 8 << 10, 8 << 20
+"""Ranges with smaller gaps are read together, up to so many bytes. Headers and short records are smaller, so that
+images of neighbours come in one read; images are larger, so that reading records alone reads little else."""
+_FAR = 4 << 20  # bytes from one header to the next, from which on what is between is not read
+
+Range = tuple[Url, int, int, ShardVersion]
+"""A range of an object: URL, first byte, bytes, and the version that it must have."""
+
+
+class ShardReader:
+    """Reads byte ranges of shards; keeps some files open, and closes the least recently used first.
+
+    Args:
+        retries: `data.read_retries`: times that a read is tried again after an I/O error.
+        cache: keeps what was read of remote shards.
+
+    `bytes_read`: bytes read so far by extension, for accounting and for the proof that a rank reads only its members.
+    """
+
+    def __init__(
+        self,
+        retries: int = RETRIES,
+        clock: Callable[[], float] = time.monotonic,
+        cache: FileCache | None = None,
+    ) -> None:
+        self.bytes_read: dict[str, int] = Counter()
+        self._retries, self._clock = retries, clock
+        self._lock = threading.Lock()
+        self._files: OrderedDict[Path, _File] = OrderedDict()
+        self._remote = RemoteReader(retries, cache=cache)
+        self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version as last seen there
+
+    def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
+        """Read `size` bytes at `offset`.
+
+        Args:
+            version: the version of the shard when it was indexed. It is compared when the file is opened and after
+                every read, and every few seconds with the file at `path`; of an object at every read.
+
+        Raises:
+            ReadError: the file cannot be read, after several tries.
+            ShardError: it is not, or no longer, the one that was indexed, or ends early.
+        """
+        what = f"{path}: cannot read {size} bytes at byte {offset}"
+        with READS.of(path):
+            if isinstance(path, Url):
+                raw = self._remote.read(path, offset, size, version)
+            else:
+                raw = retrying(lambda: self._read(path, offset, size, version), what, self._retries)
+        with self._lock:
+            self.bytes_read[extension] += len(raw)
+        return raw
+
+    def expect(self, ranges: Iterable[tuple[Place, int, int, ShardVersion]]) -> None:
+        """Start to read ranges of objects that will be read: (URL, first byte, bytes, version). Ranges of files are
+        ignored. Raises nothing: a later read reports errors."""
+        self._remote.expect(
+            (url, offset, size, version) for url, offset, size, version in ranges if isinstance(url, Url)
+        )
+
+    def close(self) -> None:
+        """Close the files that no thread is reading, and forget announced ranges."""
+        self._close_files()
+        self._remote.close()
+
+    def _close_files(self) -> None:
+        with self._lock:
+            self._shrink(0)
+
+    def _read(self, path: Path, offset: int, size: int, version: ShardVersion | None) -> bytes:
+        try:
+            with self._open(path, version) as fd:
+                raw = pread_all(fd, size, offset)
+                if version is not None:
+                    self._confirm(path, fd, version)
+                if len(raw) < size:
+                    raise ShardError(
+                        f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its "
+                        "index. Copy or write the shard again."
+                    )
+                return raw
+        except OSError:
+            # The next try opens the file again, which a stale handle needs, with descriptors to spare.
+            self._close_files()
+            raise
+
+    def _confirm(self, path: Path, fd: int, version: ShardVersion) -> None:
+        """Raises ShardError unless the open file still has the content that was indexed."""
+        status = os.fstat(fd)
+        inode, seen = self._confirmed.get(path, (status.st_ino, version))
+        if inode != status.st_ino:
+            seen = replace(seen, ctime_ns=-1)  # another file may have been made at the same time
+        now = seen.confirmed(fd, status)
+        if now is None:
+            before, after = (version.size, version.mtime_ns), (status.st_size, status.st_mtime_ns)
+            difference = f"{before[0]} bytes of {before[1]} ns, now {after[0]} of {after[1]}"
+            if before == after:
+                difference = f"{before[0]} bytes as before, but with other content"
+            raise ShardError(
+                f"{path}: the shard changed after it was indexed ({difference}). Start the run again with shards that "
+                "stay as they are."
+            )
+        self._confirmed[path] = (status.st_ino, now)
+
+    @contextmanager
+    def _open(self, path: Path, version: ShardVersion | None) -> Iterator[int]:
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None and version is not None and self._clock() >= file.stat_again:
+                file.stat_again = self._clock() + _STAT_AGAIN
+                if self._is_replaced(path, file):
+                    del self._files[path]
+                    if not file.users:
+                        os.close(file.fd)
+                    file.is_orphan, file = True, None
+            if file is None:
+                file = self._opened(path, version)
+            self._files.move_to_end(path)
+            file.users += 1
+            self._shrink(_OPEN_FILES)
+        try:
+            yield file.fd
+        finally:
+            with self._lock:
+                file.users -= 1
+                if file.is_orphan and not file.users:
+                    os.close(file.fd)
+
+    def _opened(self, path: Path, version: ShardVersion | None) -> _File:
+        fd = open_file(path)
+        try:
+            if version is not None:
+                self._confirm(path, fd, version)
+            if hasattr(os, "posix_fadvise"):
+                # Samples are read in random order: reading ahead would fetch neighbours that nobody needs.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        except BaseException:
+            os.close(fd)
+            raise
+        file = self._files[path] = _File(fd, self._clock() + _STAT_AGAIN)
+        return file
+
+    def _is_replaced(self, path: Path, file: _File) -> bool:
+        """True if another file is at the path. One that was removed can still be read where it is open."""
+        try:
+            return not os.path.samestat(os.stat(path), os.fstat(file.fd))
+        except FileNotFoundError:
+            return False
+
+    def _shrink(self, limit: int) -> None:
+        excess = len(self._files) - limit
+        if excess > 0:
+            idle = [path for path, file in self._files.items() if file.users == 0]
+            for path in idle[:excess]:
+                os.close(self._files.pop(path).fd)
+
+
+@dataclass
+class _File:
+    """An open shard. `is_orphan`: another file is at its path, and its last user closes it."""
+
+    fd: int
+    stat_again: float
+    users: int = 0
+    is_orphan: bool = False
+
+
+class RemoteReader:
+    """Reads ranges of objects; announced ones are on their way meanwhile.
+
+    Args:
+        retries: times that a read is tried again after an I/O error.
+        cache: keeps what was read, by the object's tag.
+    """
+
+    def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES, cache: FileCache | None = None) -> None:
+        self._retries, self._max_bytes, self._cache = retries, ahead_bytes, cache
+        self._started: OrderedDict[tuple[Url, int, int], _Slice] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Start to read ranges that will be read; neighbours come in one read."""
+        with self._lock:
+            new = {item[:3]: item for item in ranges if item[:3] not in self._started and item[2] <= self._max_bytes}
+            if self._cache is not None:
+                new = {key: item for key, item in new.items() if not self._cache.has(_cache_key(*key, item[3].tag))}
+            runs = [*_runs(new.values())]
+            wanted = [
+                (url, first, last + size - first, version.tag)
+                for (url, first, _, version), (_, last, size, _) in ((run[0], run[-1]) for run in runs)
+            ]
+            for run, (url, first, _, _), future in zip(runs, wanted, start_reads(wanted), strict=True):
+                for _, offset, size, _ in run:
+                    while self._bytes + size > self._max_bytes:  # what was never read
+                        self._bytes -= self._started.popitem(last=False)[0][2]
+                    self._started[url, offset, size] = _Slice(future, offset - first, size)
+                    self._bytes += size
+
+    def read(self, url: Url, offset: int, size: int, version: ShardVersion | None) -> bytes:
+        """Read `size` bytes at `offset`.
+
+        Raises:
+            ReadError: they cannot be read, after several tries.
+            ShardError: the object is no longer the one that was indexed.
+        """
+        tag = version.tag if version is not None else ""
+
+        def once() -> bytes:
+            with self._lock:
+                started = self._started.pop((url, offset, size), None)
+                self._bytes -= size if started is not None else 0
+            return bytes(_complete(url, started or start_read(url, offset, size, tag), size))
+
+        what = f"{url}: cannot read {size} bytes at byte {offset}"
+        if self._cache is None or not tag:  # without a tag nobody knows which content it was
+            return retrying(once, what, self._retries)
+        key = _cache_key(url, offset, size, tag)
+        if (url, offset, size) not in self._started:
+            kept = self._cache.read(key)
+            if kept is not None and len(kept) == size:
+                return kept
+        content = retrying(once, what, self._retries)
+        self._cache.write(key, content)
+        return content
+
+    def close(self) -> None:
+        """Forget announced ranges."""
+        with self._lock:
+            self._started.clear()
+            self._bytes = 0
+
+
+def _cache_key(url: Url, offset: int, size: int, tag: str) -> str:
+    return f"{url}|{tag}|{offset}|{size}"
+
+
+class _Slice(NamedTuple):
+    """A part of a read that was started."""
+
+    future: Future[memoryview]
+    start: int
+    size: int
+
+    def result(self) -> memoryview:
+        """The part; of an answer that is too short, less."""
+        return self.future.result()[self.start : self.start + self.size]
+
+
+def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Ranges that are read together: of one object, with small gaps between them."""
+    run: list[Range] = []
+    for item in sorted(ranges, key=lambda item: item[:3]):
+        if run and not _continues(run, item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _continues(run: Sequence[Range], following: Range) -> bool:
+    (url, first, _, version), (_, last, size, _) = run[0], run[-1]
+    other_url, start, length, other = following
+    if (other_url, other) != (url, version):
+        return False
+    return 0 <= start - last - size <= _GAP and start + length - first <= _LONGEST
+
+
+class WholeObject:
+    """An object that is read from its start to its end, or in places far apart: for an index.
+
+    Raises:
+        ReadError, ShardError: see `RemoteReader.read`; also of the methods.
+    """
+
+    def __init__(self, url: Url, retries: int = RETRIES) -> None:
+        self._url, self._retries = url, retries
+        self._size, self._tag = url.seen or self._look()
+        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
+        self._last = 0
+
+    def is_same(self, version: ShardVersion) -> bool:
+        """True if this is the version of an index."""
+        return (version.size, version.tag) == (self._size, self._tag)
+
+    def version(self) -> ShardVersion:
+        """The version, with a hash of samples of its content: the same as of a file with this content."""
+        ranges = sampled_blocks(self._size)
+        started = start_reads([(self._url, start, length, self._tag) for start, length in ranges])
+        blocks = [
+            self._retrying(length, start, future) for future, (start, length) in zip(started, ranges, strict=True)
+        ]
+        return ShardVersion(self._size, 0, 0, version_hash(self._size, blocks), self._tag)
+
+    def read(self, length: int, offset: int) -> bytes:
+        """Read `length` bytes at `offset`, or fewer at the end. Small reads are served from blocks that are read
+        ahead."""
+        length = max(min(length, self._size - offset), 0)
+        if not length:
+            return b""  # a damaged header may point anywhere
+        is_far, self._last = abs(offset - self._last) > _FAR, offset + length
+        if length > _BLOCK or is_far:
+            return bytes(self._retrying(length, offset))
+        first, last = offset // _BLOCK, (offset + length - 1) // _BLOCK
+        content = b"".join(bytes(self._block(number)) for number in range(first, last + 1))
+        start = offset - first * _BLOCK
+        return content[start : start + length]
+
+    def _look(self) -> tuple[int, str]:
+        meta = retrying(lambda: store_of(self._url).look(self._url), f"{self._url}: cannot look at it", self._retries)
+        return meta.size, meta.tag
+
+    def _block(self, number: int) -> memoryview:
+        end = -(-self._size // _BLOCK)
+        for ahead in range(number, min(number + 1 + _BLOCKS_AHEAD, end)):
+            if ahead not in self._blocks:
+                self._blocks[ahead] = start_read(self._url, ahead * _BLOCK, self._length(ahead), self._tag)
+        while len(self._blocks) > 2 * _BLOCKS_AHEAD:
+            self._blocks.popitem(last=False)
+        return self._retrying(self._length(number), number * _BLOCK, self._blocks.get(number))
+
+    def _length(self, block: int) -> int:
+        return min(_BLOCK, self._size - block * _BLOCK)
+
+    def _retrying(self, length: int, offset: int, started: Future[memoryview] | None = None) -> memoryview:
+        """A range, at the first try from a read that was started."""
+        first = [started] if started is not None else []
+
+        def once() -> memoryview:
+            future = first.pop() if first else start_read(self._url, offset, length, self._tag)
+            return _complete(self._url, future, length)
+
+        return retrying(once, f"{self._url}: cannot read {length} bytes at byte {offset}", self._retries)
+
+
+def _complete(url: Url, started: Future[memoryview] | _Slice, size: int) -> memoryview:
+    """The result of a read. Raises ShardError for another version of the object, OSError for a short answer."""
+    try:
+        content = started.result()
+    except Changed as error:
+        raise ShardError(
+            f"{url}: the shard changed after it was indexed (it has another tag). Start the run again with shards that "
+            "stay as they are."
+        ) from error
+    if len(content) != size:
+        raise OSError(errno.EIO, f"the answer has {len(content)} bytes of {size}", str(url))
+    return content
