@@ -99,7 +99,7 @@ def train_ours(case: Case, folder: Path, name: str, turns: Turns, prepare: Calla
     """Our training loop, with everything that it does by default, behind what `prepare` does in its process."""
     from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
-    from mimo_train.training.stepped import SteppedRun
+    from mimo_train.training.pretrain import SteppedRun
 
     class Wait(Callback):
         def on_step_start(self, state: Any) -> None:
@@ -113,7 +113,7 @@ def train_ours(case: Case, folder: Path, name: str, turns: Turns, prepare: Calla
 
 def record_batches(case: Case, folder: Path, name: str, turns: Turns) -> None:
     """Write the microbatches of this rank's first steps, and what the reference needs to be as large as ours."""
-    from mimo_train.training.stepped import SteppedRun
+    from mimo_train.training.pretrain import SteppedRun
 
     run = SteppedRun(config_of(case, folder, name))
     steps = []
@@ -313,7 +313,7 @@ def import_everything() -> None:
 
     for name in ("llama", "llava", "siglip"):
         import_module(f"transformers.models.{name}.modeling_{name}")
-    import_module("mimo_train.training.stepped")
+    import_module("mimo_train.training.pretrain")
     import_program()
     torch.set_num_threads(1)
     gc.collect()

@@ -32,7 +32,7 @@ def write_checkpoint(cfg) -> str:
 
 def export(checkpoint: str, to: Path, options: list[str]) -> tuple[float, float]:
     """(peak in MiB, seconds) of the command."""
-    import mimo_train.training.exporting  # noqa: F401  what the command imports is no memory of the weights
+    import mimo_train.evaluation.export  # noqa: F401  what the command imports is no memory of the weights
     from mimo_train.cli import main
 
     Path("/proc/self/clear_refs").write_text("5")

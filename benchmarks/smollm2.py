@@ -145,14 +145,13 @@ class _Ours:
     """The model of a run, as `mimo-train generate` has it."""
 
     def __init__(self, run: Path):
-        from mimo_train.evaluation.generation.answers import Answers
+        from mimo_train.evaluation.generation.answers import Answers, Sampler
         from mimo_train.evaluation.generation.decoder import Decoder
         from mimo_train.evaluation.generation.options import Sampling
         from mimo_train.evaluation.generation.prompts import Prompts
-        from mimo_train.evaluation.generation.sampling import Sampler
         from mimo_train.evaluation.generation.source import open_source
         from mimo_train.layout.run import resolve
-        from mimo_train.training.parts import build_parts, start_processes
+        from mimo_train.training.step.parts import build_parts, start_processes
 
         source = open_source(run)
         resolved = resolve(source.cfg)

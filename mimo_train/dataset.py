@@ -114,7 +114,7 @@ class RunDataset:
 
     def decode(self, sample: Sample) -> DecodedSample:
         """Return the text, images and audio of a sample. Notebooks show learned tokens in colour."""
-        from mimo_train.evaluation.shown_media import shown_media
+        from mimo_train.evaluation.predictions import shown_media
 
         ids, learned = sample.input_ids.tolist(), [False, *(sample.loss_mask > 0).tolist()]
         if learned[-1]:  # the label of the last position, which a cut sequence does not read

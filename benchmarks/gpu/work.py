@@ -188,7 +188,7 @@ def reading(
     """
     require(*runs.NEEDED)
     from mimo_train.config.compose import load
-    from mimo_train.training.stepped import SteppedRun
+    from mimo_train.training.pretrain import SteppedRun
 
     shards = runs.write_pictures(Path(folder), picture, [characters] * 64)
     fixed = [*runs.FIXED, f"run.dir={folder}/run", f"run.device={device}", f"data.shards={shards}"]

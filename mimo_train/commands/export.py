@@ -81,7 +81,7 @@ def main(
         import torch.distributed as dist
 
         adopt_torch()
-        from mimo_train.training.exporting import export
+        from mimo_train.evaluation.export import export
 
         largest_file = int(file_gigabytes * 10**9)
         written, why = export(

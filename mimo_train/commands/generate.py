@@ -11,10 +11,9 @@ from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.options import Sampling
 
 if TYPE_CHECKING:
-    from mimo_train.evaluation.generation.answers import Answer
-    from mimo_train.evaluation.generation.chat import Chat
+    from mimo_train.evaluation.generation.answers import Answer, Chat
     from mimo_train.evaluation.generation.source import Source
-    from mimo_train.training.parts import Parts
+    from mimo_train.training.step.parts import Parts
 
 KINDS = ("image", "video", "audio")
 """Kinds of media, which are options and commands of a conversation."""
@@ -157,11 +156,9 @@ def main(
     import torch.distributed as dist
 
     adopt_torch()
-    from mimo_train.evaluation.generation.answers import Answers
-    from mimo_train.evaluation.generation.chat import Chat
+    from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.prompts import Prompts
-    from mimo_train.evaluation.generation.sampling import Sampler
 
     parts = _build(source)
     try:
@@ -192,7 +189,7 @@ def _parts_of_conversation(media: list[tuple[str, Path]], chat: bool, system: st
 
 def _build(source: "Source") -> "Parts":
     from mimo_train.layout.run import resolve
-    from mimo_train.training.parts import build_parts, start_processes
+    from mimo_train.training.step.parts import build_parts, start_processes
 
     run = resolve(source.cfg)
     return build_parts(run, *start_processes(run.cfg), undrawn=source.undrawn)

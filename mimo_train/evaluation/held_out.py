@@ -16,16 +16,15 @@ from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.caller_losses import CallerLosses, is_default_step, writes_text
 from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answer
 from mimo_train.evaluation.predictions import FILE as PREDICTIONS
-from mimo_train.evaluation.predictions import predictions_of, write_predictions
-from mimo_train.evaluation.shown_media import shown_media
+from mimo_train.evaluation.predictions import predictions_of, shown_media, write_predictions
 from mimo_train.inputs.inputs import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.inputs.padding import padding_of_documents
 from mimo_train.layout.run import Run
 from mimo_train.parallel import device as devices
+from mimo_train.training.step.bad_samples import BadSampleReport
 from mimo_train.training.step.batches import StepIterator, open_loader
 from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.forward_step import ForwardStepCallable

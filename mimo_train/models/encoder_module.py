@@ -1,15 +1,21 @@
 """An encoder with its projector, whose features may come from a cache or be prefetched."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from data.pipeline import MEDIA, MicrobatchMedia, SampleMedia
-from mimo_train.models.feature_files import FeatureCache
 from mimo_train.models.modality import StagedModality
 from mimo_train.parallel.device import to_device
+
+
+class FeatureStore(Protocol):
+    """Where computed features are kept (`mimo_train.training.step.feature_cache.FeatureCache`)."""
+
+    def write(self, key: str, features: torch.Tensor) -> None:
+        """Store the features of a sample under its identity."""
 
 
 class EncoderModule(StagedModality):
@@ -21,7 +27,7 @@ class EncoderModule(StagedModality):
         cached: whether features of samples are looked up, on this rank and all others of its tensor-parallel group.
     """
 
-    cache: FeatureCache | None = None
+    cache: FeatureStore | None = None
     cached: bool = False
 
     def encode(self, encoders_data_batch: dict[str, Any]) -> list[torch.Tensor]:

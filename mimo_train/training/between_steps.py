@@ -3,7 +3,7 @@
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.debug.profiling import StepProfiler
-from mimo_train.debug.replicas import require_equal_replicas
+from mimo_train.debug.rerun import require_equal_replicas
 from mimo_train.layout.run import Run
 from mimo_train.parallel.local_groups import limit_waits
 from mimo_train.training.garbage import collect_when_due

@@ -17,8 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.user_code import CALLBACKS, load_code, unusable_code
-from mimo_train.training.step.result import StepResult
-from mimo_train.training.step.state import GlobalState
+from mimo_train.training.step.state import GlobalState, StepResult
 
 
 class Callback:

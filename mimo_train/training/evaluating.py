@@ -14,8 +14,8 @@ from mimo_train.flight.recorder import RECORDER
 from mimo_train.logging import progress
 from mimo_train.logging.count_bar import CountBar
 from mimo_train.training.callbacks import Callbacks
-from mimo_train.training.exit import AgreedVotes
 from mimo_train.training.setup import Session
+from mimo_train.training.shutdown import AgreedVotes
 from mimo_train.training.step.forward_step import ForwardStepCallable
 
 

@@ -15,8 +15,7 @@ from mimo_train.estimate.flops import Flops
 from mimo_train.logging.memory_stats import report_memory
 from mimo_train.logging.stopwatch import INTERVALS, Stopwatch
 from mimo_train.parallel import device as devices
-from mimo_train.training.bad_sample_count import BadSampleCount
-from mimo_train.training.empty_steps import EmptySteps
+from mimo_train.training.step.bad_samples import BadSampleCount, EmptySteps
 from mimo_train.training.step.state import GlobalState
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"

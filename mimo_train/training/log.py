@@ -33,7 +33,7 @@ from mimo_train.training.interval import (
 )
 from mimo_train.training.setup import Session
 from mimo_train.training.step.batches import StepIterator
-from mimo_train.training.step.result import StepResult
+from mimo_train.training.step.state import StepResult
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from mimo_train.launch.restarts import stopped_code
 from mimo_train.logging import progress as progress_log
 from mimo_train.training.between_steps import BetweenSteps
 from mimo_train.training.callbacks import Callbacks
-from mimo_train.training.data_end import nothing_left
+from mimo_train.training.data_setup import nothing_left
 from mimo_train.training.evaluating import EvaluationHooks, Evaluations
-from mimo_train.training.exit import AgreedVotes, agreed_votes
 from mimo_train.training.garbage import manual_garbage_collection
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver, exit_reason
 from mimo_train.training.setup import Session
+from mimo_train.training.shutdown import AgreedVotes, agreed_votes
 from mimo_train.training.step.forward_step import ForwardStepCallable, prepare_forward_step_func
-from mimo_train.training.step.result import StepResult
+from mimo_train.training.step.state import StepResult
 from mimo_train.training.train_step import TrainStep
 
 PASSED_OVER = StepResult()
@@ -45,7 +45,7 @@ def train(
     log, saver = StepLog(session, callbacks), Saver(session, callbacks)
     watched = (state, parts.pipeline, session.optimizer, session.losses, step.forward_backward)
     nan_policy = NanPolicy(*watched, save=partial(saver.save_apart, data))
-    between_steps = BetweenSteps(state.run, session.model, parts.profiler)
+    between_steps = BetweenSteps(state.run, session.model, session.profiler)
     evaluations = Evaluations(session, step_func, callbacks, evaluation_hooks)
     exit_code = 0
     if progress.step >= state.last_step:
@@ -56,7 +56,7 @@ def train(
         ending = votes != AgreedVotes() and saver.save_and_decide_exit(data, votes)
         while progress.step < state.last_step and not ending:
             RECORDER.begin_step(progress.step + 1)
-            parts.profiler.before_step(progress.step + 1)
+            session.profiler.before_step(progress.step + 1)
             callbacks.fire("on_step_start", state)
             session.freeze_stages.apply(progress.step)
             log.start_step()
@@ -106,7 +106,7 @@ def finish(session: Session, votes: AgreedVotes | None = None) -> int:
         The exit code, of a run that may not be finished.
     """
     state = session.state
-    session.parts.profiler.close()
+    session.profiler.close()
     state.console.close()
     votes = votes or agreed_votes(session.optimizer, session.data)
     reason = exit_reason(state, votes) or "asked by the step"

@@ -17,7 +17,7 @@ from mimo_train.logging.console import Console, view_on
 from mimo_train.logging.console_relay import ReceivedView, SentView
 from mimo_train.logging.metrics_log import build_metrics_log
 from mimo_train.parallel import device as devices
-from mimo_train.training.data_end import DataEnd
+from mimo_train.training.data_setup import DataEnd
 from mimo_train.training.step.state import GlobalState, TrainState
 
 

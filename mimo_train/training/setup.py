@@ -19,9 +19,9 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.paths import make_folder
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
 from mimo_train.config.schema_mix import source_names
+from mimo_train.debug.profiling import StepProfiler
 from mimo_train.debug.rerun import Rerun
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.held_out import HeldOut, open_held_out
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.hf.load import load_pretrained, load_start_adapters
@@ -37,9 +37,8 @@ from mimo_train.models.language.gpt import TrainedLogits
 from mimo_train.models.layers import use_transformer_engine
 from mimo_train.models.names import modules_of
 from mimo_train.optim.factory import build_optimizer
-from mimo_train.optim.freeze_stages import FreezeStages, GradientNeeds
 from mimo_train.optim.module_optimizer import ModuleOptimizer
-from mimo_train.optim.schedules import ModuleSchedulers
+from mimo_train.optim.schedules import FreezeStages, GradientNeeds, ModuleSchedulers
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.collective_errors import agreed
@@ -51,16 +50,14 @@ from mimo_train.parallel.run_identity import (
     require_one_folder,
     require_own_devices,
 )
-from mimo_train.training.bad_sample_count import BadSampleCount
-from mimo_train.training.data_end import data_end, with_steps
-from mimo_train.training.empty_steps import EmptySteps
-from mimo_train.training.exit import ExitVotes
+from mimo_train.training.data_setup import count_texts, data_end, with_steps
 from mimo_train.training.opening import open_state
-from mimo_train.training.parts import Parts, build_parts, start_processes
+from mimo_train.training.shutdown import ExitVotes
+from mimo_train.training.step.bad_samples import BadSampleCount, BadSampleReport, EmptySteps
 from mimo_train.training.step.batches import StepIterator, open_loader
-from mimo_train.training.step.counted_texts import count_texts
 from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.losses import StepLosses
+from mimo_train.training.step.parts import Parts, build_parts, start_processes
 from mimo_train.training.step.schedule import Pipeline
 from mimo_train.training.step.state import GlobalState, TrainState
 
@@ -71,6 +68,7 @@ class Session:
 
     state: GlobalState
     parts: Parts
+    profiler: StepProfiler
     optimizer: ModuleOptimizer
     schedulers: ModuleSchedulers
     losses: StepLosses
@@ -96,10 +94,10 @@ class Session:
 
     def close(self) -> None:
         """End threads, profilers and writers, also after a failure."""
-        state, parts = self.state, self.parts
+        state = self.state
         with ExitStack() as ends:  # all of them, whichever fails
             ends.callback(self.opened.close)  # the last of all
-            for part in (state.metrics, state.console, self.checkpointer, parts.profiler, self.data):
+            for part in (state.metrics, state.console, self.checkpointer, self.profiler, self.data):
                 ends.callback(part.close)
 
 
@@ -165,6 +163,7 @@ def _build(
     given, (run, dataset) = run, with_steps(run)
     cfg, train_state = run.cfg, TrainState()
     drawn = not loads_every_weight(run)
+    profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg) if drawn else all_parts(cfg))
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
     RECORDER.to("optimizer build")
@@ -237,6 +236,7 @@ def _build(
     return Session(
         state=state,
         parts=parts,
+        profiler=profiler,
         optimizer=optimizer,
         schedulers=schedulers,
         losses=losses,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from mimo_train.training.setup import Session
 from mimo_train.training.step.forward_backward import ForwardBackward
 from mimo_train.training.step.forward_step import ForwardStepCallable
-from mimo_train.training.step.result import StepResult
+from mimo_train.training.step.state import StepResult
 
 
 class TrainStep:

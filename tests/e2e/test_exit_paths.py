@@ -13,7 +13,7 @@ from mimo_train.config.compose import load
 from mimo_train.flight.read import newest_start, read_ranks
 from mimo_train.layout.run import resolve
 from mimo_train.logging.sinks.jsonl import read_metrics
-from mimo_train.training.exit import ExitVotes
+from mimo_train.training.shutdown import ExitVotes
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve, train_on_ranks

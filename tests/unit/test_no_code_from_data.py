@@ -26,7 +26,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.adapter import adapted_paths
 from mimo_train.config.user_code import code_named
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.models.feature_files import FeatureCache
+from mimo_train.training.step.feature_cache import FeatureCache
 from tests.records import write_record
 from tests.tars import write_tar
 from tests.unit.checkpoint.format.test_files import written

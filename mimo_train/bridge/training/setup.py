@@ -23,8 +23,8 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.training import setup as native
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
-from mimo_train.training.exit import ExitVotes
 from mimo_train.training.pretrain import require_one_forward_step
+from mimo_train.training.shutdown import ExitVotes
 from mimo_train.training.step.batches import StepIterator
 
 

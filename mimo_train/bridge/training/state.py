@@ -13,8 +13,7 @@ from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
 from mimo_train.training.step.forward_backward import ForwardBackward
-from mimo_train.training.step.result import StepResult
-from mimo_train.training.step.state import GlobalState, TrainState
+from mimo_train.training.step.state import GlobalState, StepResult, TrainState
 
 __all__ = ["GlobalState", "SessionState", "TrainState", "session_of"]
 

@@ -17,7 +17,7 @@ from mimo_train.bridge.training.state import SessionState, session_of
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
-from mimo_train.debug.replicas import require_equal_replicas
+from mimo_train.debug.rerun import require_equal_replicas
 from mimo_train.debug.straggler import StragglerTimer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER
@@ -27,12 +27,12 @@ from mimo_train.layout.run import resolve
 from mimo_train.logging import progress
 from mimo_train.models.param_gather import overlapping_chunks
 from mimo_train.training import loop
-from mimo_train.training.data_end import decided_by
+from mimo_train.training.data_setup import decided_by
 from mimo_train.training.evaluating import EvaluationHooks
-from mimo_train.training.exit import agreed_votes
 from mimo_train.training.garbage import collect_when_due
 from mimo_train.training.log import is_logging_step
 from mimo_train.training.setup import Session
+from mimo_train.training.shutdown import agreed_votes
 from mimo_train.training.step.forward_step import ForwardStepCallable
 from mimo_train.training.train_step import TrainStep
 

@@ -1,18 +1,108 @@
-"""Answers of a model: the loop over new tokens."""
+"""Answers of a model: sampling of tokens, text as it becomes certain, the loop over new tokens, and a chat.
 
+Shape suffixes: V vocabulary, K the tokens that are left, the most likely first.
+"""
+
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from data.records.conversation import Part, Turn
 from data.text.tokens import Tokenizer
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.evaluation.generation.prompts import Prompt
-from mimo_train.evaluation.generation.sampling import Sampler
-from mimo_train.evaluation.generation.text_stream import TextStream
+from mimo_train.evaluation.generation.options import Sampling
+from mimo_train.evaluation.generation.prompts import Medium, Prompt, Prompts, user_turn
 
 if TYPE_CHECKING:
     from mimo_train.evaluation.generation.decoder import Decoder
+
+
+class TextStream:
+    """Gives the text of an answer piece by piece. Its pieces make `tokenizer.decode(tokens).strip()`: white space at
+    the end and characters of several tokens are held back until the next tokens decide."""
+
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]):
+        """
+        Args:
+            write: is called with each piece of text.
+        """
+        self.tokens: list[int] = []
+        self._tokenizer, self._write, self._written = tokenizer, write, ""
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far."""
+        return self._tokenizer.decode(self.tokens).strip()
+
+    def add(self, token: int) -> None:
+        """Take the next token."""
+        self.tokens.append(token)
+        self._write_up_to(self._tokenizer.decode(self.tokens).rstrip(UNDECODED).strip())
+
+    def end(self) -> None:
+        """Write what was held back."""
+        self._write_up_to(self.text, last=True)
+
+    def _write_up_to(self, text: str, last: bool = False) -> None:
+        # Some tokenizers change text that is behind them, as they do to bytes that turn out to be no character. Nothing
+        # can be taken back: the rest follows once the texts agree again.
+        if last or text.startswith(self._written):
+            piece = text[len(self._written) :]
+            self._written += piece
+            if piece:
+                self._write(piece)
+
+
+UNDECODED = "\ufffd"
+"""What decoders put in the place of bytes that are no character, or not a whole one yet."""
+
+
+class Sampler:
+    """Draws tokens, one after the other."""
+
+    def __init__(self, sampling: Sampling):
+        self._sampling, self._generator = sampling, torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    def __call__(self, logits_V: torch.Tensor) -> int:
+        """A token.
+
+        Raises:
+            UserError: a logit is not a number, or all are infinite.
+        """
+        best = int(logits_V.argmax())
+        if not math.isfinite(float(logits_V[best])):
+            raise UserError(
+                f"the model's logits are not finite ({float(logits_V[best])} for token {best}): its weights are not "
+                "usable, try an earlier checkpoint"
+            )
+        if not self._sampling.temperature:
+            return best
+        probabilities_K, tokens_K = distribution(logits_V.cpu(), self._sampling)
+        return int(tokens_K[torch.multinomial(probabilities_K, 1, generator=self._generator)])
+
+
+def distribution(logits_V: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [K] in float64 of the tokens [K] that can be drawn; of equally likely tokens the lower ids come
+    first. The temperature must be above 0."""
+    # The largest becomes 0, so that no temperature overflows.
+    scaled_V = (logits_V.double() - logits_V.double().max()) / sampling.temperature
+    scaled_K, tokens_K = scaled_V.sort(descending=True, stable=True)
+    if sampling.top_k:
+        scaled_K, tokens_K = scaled_K[: sampling.top_k], tokens_K[: sampling.top_k]
+    probabilities_K = scaled_K.softmax(0)
+    if sampling.top_p < 1:
+        before_K = probabilities_K.cumsum(0) - probabilities_K
+        left = max(1, int((before_K < sampling.top_p).sum()))
+        probabilities_K, tokens_K = probabilities_K[:left] / probabilities_K[:left].sum(), tokens_K[:left]
+    return probabilities_K, tokens_K
 
 
 @dataclass(frozen=True)
@@ -87,3 +177,39 @@ class Answers:
         if self._max_new_tokens <= left:
             return f"cut after {self._max_new_tokens} tokens, --max-new-tokens"
         return f"cut after {left} tokens, where data.sequence_length {self._sequence_length} ends"
+
+
+class Chat:
+    """One conversation. Every answer sees all turns before it, with their pictures and clips."""
+
+    def __init__(self, prompts: Prompts, answers: Answers, system: str = ""):
+        """
+        Args:
+            system: text of the turn before all others; empty for none.
+        """
+        self._prompts, self._answers, self._system = prompts, answers, system
+        self.attached: list[Medium] = []
+        """For the next message."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again: forget all turns, and what was attached."""
+        self._turns = [Turn("system", (Part("text", self._system),))] if self._system else []
+        self._media: list[Medium] = []
+        self.attached = []
+
+    def say(self, text: str, write: Callable[[str], None] = nowhere, *, keep_interrupted: bool = False) -> Answer:
+        """The answer to the next message, which takes what is attached. A message that fails is forgotten, with what
+        was attached to it.
+
+        Args:
+            write, keep_interrupted: as for `Answers`.
+
+        Raises:
+            UserError: other places for media than media, or the conversation leaves no room for an answer.
+        """
+        attached, self.attached = self.attached, []
+        turns, media = [*self._turns, user_turn(text, attached)], [*self._media, *attached]
+        answer = self._answers(self._prompts.of_conversation(turns, media), write, keep_interrupted=keep_interrupted)
+        self._turns, self._media = [*turns, Turn("assistant", (Part("text", answer.text),))], media
+        return answer

@@ -146,8 +146,8 @@ def _install(device: str, counts: Counts) -> Any:
 
 def _choose_layers(engine: bool) -> None:
     """Those of Transformer Engine itself need a GPU, installed or not."""
-    from mimo_train.training import parts
     from mimo_train.training import setup as setting_up
+    from mimo_train.training.step import parts
 
     setting_up.use_transformer_engine = parts.use_transformer_engine = lambda kind: engine and kind == "cuda"
 
@@ -159,9 +159,9 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.training import setup as setting_up
     from mimo_train.training.callbacks import Callback, Callbacks
-    from mimo_train.training.exit import ExitVotes
     from mimo_train.training.loop import train
     from mimo_train.training.pretrain import default_forward_step
+    from mimo_train.training.shutdown import ExitVotes
 
     last: dict[str, Any] = {}
     evaluated: list[int] = []

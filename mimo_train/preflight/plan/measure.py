@@ -31,7 +31,7 @@ from mimo_train.parallel import device as devices
 from mimo_train.preflight.dry_run import fake_world
 from mimo_train.preflight.plan.profile import LayerCost, Profile
 from mimo_train.preflight.plan.work import Work, module_work
-from mimo_train.training.parts import build_parts, start_processes
+from mimo_train.training.step.parts import build_parts, start_processes
 
 _WARM_UP, _TIMED = 2, 5
 """Calls that are not timed, and those of which the median counts."""

@@ -1,4 +1,4 @@
-"""Features of frozen encoders: fingerprints, lookups, and prefetching."""
+"""Features of frozen encoders: files on disk in the safetensors format, fingerprints, lookups, and prefetching."""
 
 import hashlib
 import inspect
@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from data.media.background import READING
 from data.pipeline import MEDIA, Lookup, Samples
+from data.storage.file_cache import FileCache
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.kernels import has_fp8
 from mimo_train.models.encoder_module import EncoderModule
-from mimo_train.models.feature_files import FeatureCache
 from mimo_train.models.names import modules_of
 from mimo_train.parallel.collective_errors import agreed
 from mimo_train.parallel.device import to_device
@@ -182,3 +184,55 @@ def _tensors(encoders: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _nothing(identity: str) -> torch.Tensor | None:
     return None
+
+
+SUFFIX = ".features"
+
+
+class FeatureCache:
+    """Tensors by key in a folder of at most `max_bytes`."""
+
+    def __init__(self, folder: Path, max_bytes: int, *, fingerprint: str, writers: int = 1):
+        """
+        Args:
+            fingerprint: of everything that features depend on besides the sample; entries with another one are not
+                found.
+            writers: processes that write into the folder at the same time; together they keep the bound.
+        """
+        self._fingerprint = fingerprint
+        self._files = FileCache(folder, max_bytes, suffix=SUFFIX, what="features", writers=writers)
+
+    @property
+    def hits(self) -> int:
+        """Entries found."""
+        return self._files.hits
+
+    @property
+    def misses(self) -> int:
+        """Entries not found, damaged ones included."""
+        return self._files.misses
+
+    @property
+    def damaged(self) -> int:
+        """Entries whose checksum was wrong, or that hold no features; they are removed."""
+        return self._files.damaged
+
+    def read(self, key: str) -> torch.Tensor | None:
+        """The tensor of this key, on the CPU, or None. May be called from several threads."""
+        content = self._files.read(self._key(key))
+        if content is None:
+            return None
+        try:
+            return load(content)["features"]
+        except (ValueError, KeyError, SafetensorError):  # whoever wrote it, it is computed again
+            self._files.drop(self._key(key))
+            return None
+
+    def write(self, key: str, features: torch.Tensor) -> None:
+        """Store a tensor under this key. An error of the disk disables further writing with a warning; the run
+        continues."""
+        content = save({"features": features.detach().to("cpu", copy=True).contiguous()})
+        self._files.write(self._key(key), content)
+
+    def _key(self, key: str) -> str:
+        return f"{self._fingerprint}|{key}"

@@ -1,4 +1,4 @@
-"""The state of a run for forward steps, callbacks and the log: its config, its progress, its loggers."""
+"""The state of a run for forward steps, callbacks and the log: config, progress, loggers, and the result of a step."""
 
 import math
 import time
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.timers import Timers
 from megatron.core.utils import StragglerDetector
@@ -16,7 +17,30 @@ from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.logging.console import Console
 from mimo_train.logging.metrics_log import MetricsLog
-from mimo_train.training.step.result import StepResult
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, before it is logged, and the actions it asks for."""
+
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Reduced losses by name, on ranks of the language model's last stage, else empty. They are on the device:
+    reading one waits for it."""
+    of_sources: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`, likewise."""
+    skipped_iter: int = 0
+    """1 if the update was skipped, else 0."""
+    grad_norm: float | None = None
+    """Gradient norm over all modules before clipping; not finite if that is why the update was skipped. None if the
+    step asks to exit, or was left out (`train.skip_iters`)."""
+    num_zeros_in_grad: int | None = None
+    """Number of gradient elements that are zero; None unless they are counted."""
+    should_checkpoint: bool = False
+    """Whether the step asks for a checkpoint."""
+    should_exit: bool = False
+    """Whether the step asks to end the run."""
+    exit_code: int = 0
+    """Exit code, if the step asks to end the run."""
 
 
 @dataclass

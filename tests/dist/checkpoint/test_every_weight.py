@@ -16,7 +16,7 @@ def _started(cfg, vanish: bool) -> tuple[int, str]:
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.layout.run import resolve
     from mimo_train.training import setup
-    from mimo_train.training.exit import ExitVotes
+    from mimo_train.training.shutdown import ExitVotes
 
     numbers, fill, looks = 0, normal.fill, setup.loads_every_weight
 

@@ -284,7 +284,7 @@ def test_bisect_runs_microbatches_alone_in_any_schedule(layout, prose, tmp_path)
 def _transient(cfg) -> str:
     from mimo_train.debug.nan_policy import NanPolicy, NonFiniteStep
     from mimo_train.training.step.forward_backward import ForwardBackward
-    from mimo_train.training.step.result import StepResult
+    from mimo_train.training.step.state import StepResult
     from tests.dist.steps import Steps
 
     steps = Steps(cfg)

@@ -31,12 +31,10 @@ def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[b
 def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[int], str]]:
     """(tokens, text) of the answers of `mimo-train generate`, from a run or a directory."""
     from mimo_train.commands.generate import _build
-    from mimo_train.evaluation.generation.answers import Answers
-    from mimo_train.evaluation.generation.chat import Chat
+    from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts
-    from mimo_train.evaluation.generation.sampling import Sampler
     from mimo_train.evaluation.generation.source import open_source
 
     source = open_source(model)

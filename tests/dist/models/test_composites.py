@@ -189,11 +189,10 @@ def answer(cfg, steps) -> list[int]:
     import tempfile
 
     from data.records.conversation import Part, Turn
-    from mimo_train.evaluation.generation.answers import Answers
+    from mimo_train.evaluation.generation.answers import Answers, Sampler
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts
-    from mimo_train.evaluation.generation.sampling import Sampler
 
     tokenizer, (parts, _) = steps.session.parts.tokenizer, SAMPLES[0]
     prompts, media = Prompts(cfg, tokenizer), []

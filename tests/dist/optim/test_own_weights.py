@@ -3,7 +3,7 @@
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from mimo_train.optim.own_weights import has_own_weights
+from mimo_train.optim.factory import has_own_weights
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole

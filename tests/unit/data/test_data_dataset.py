@@ -15,7 +15,7 @@ from data.errors import DataError, ShardError, TooManyBadSamples
 from data.media.resize import Resize
 from data.pipeline import Dataset, Media
 from data.text.tokens import build_tokenizer
-from mimo_train.evaluation.shown_media import shown_media
+from mimo_train.evaluation.predictions import shown_media
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images
 

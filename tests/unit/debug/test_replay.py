@@ -4,11 +4,11 @@ import shlex
 from types import SimpleNamespace
 
 from mimo_train.config.compose import load
-from mimo_train.debug import replay
+from mimo_train.debug import nan_policy
 
 
 def test_a_replay_writes_into_no_folder_of_its_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay.dist, "barrier", lambda: None)
+    monkeypatch.setattr(nan_policy.dist, "barrier", lambda: None)
     cfg = load("gpt_tiny", ["checkpoint.dir=s3://bucket/run"])
     state = SimpleNamespace(
         cfg=cfg,
@@ -17,7 +17,9 @@ def test_a_replay_writes_into_no_folder_of_its_run(tmp_path, monkeypatch):
         layout=SimpleNamespace(processes=range(1)),
         is_logging_rank=False,
     )
-    _, command = replay.write_replay(state, SimpleNamespace(current=None), {}, None, None, tmp_path / "step_00000003")
+    _, command = nan_policy.write_replay(
+        state, SimpleNamespace(current=None), {}, None, None, tmp_path / "step_00000003"
+    )
     words = shlex.split(command)
     again = load("gpt_tiny", words[words.index("train") + 2 :])
     assert again.checkpoint.dir == "" and again.run.dir == str(tmp_path / "replay" / "step_00000004")

@@ -14,8 +14,7 @@ from mimo_train.bridge.training.train import (
 from mimo_train.layout.run import config_faults
 from mimo_train.optim.adam import GroupStepAdamW
 from mimo_train.optim.factory import _grad_scaler
-from mimo_train.optim.freeze_stages import FreezeStages
-from mimo_train.optim.schedules import ModuleSchedulers, module_optim
+from mimo_train.optim.schedules import FreezeStages, ModuleSchedulers, module_optim
 from tests.unit.configs import changed, load
 
 

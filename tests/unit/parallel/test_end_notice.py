@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from mimo_train.parallel import stop_flag
-from mimo_train.parallel.stop_flag import EndNotice
+from mimo_train.training import shutdown
+from mimo_train.training.shutdown import EndNotice
 
 
 def test_a_notice_reaches_the_others_and_is_of_one_life(monkeypatch):
-    monkeypatch.setattr(stop_flag, "_PAUSE", 0.0)
+    monkeypatch.setattr(shutdown, "_PAUSE", 0.0)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     one, other, later = (EndNotice(dist.PrefixStore(f"life_{life}", store)) for life in (0, 0, 1))
     assert not other.is_given()
@@ -54,17 +54,17 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("opened", [False, True], ids=["not opened yet", "opened"])
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch, opened):
-    monkeypatch.setattr(stop_flag, "_PAUSE", 0.0)
-    monkeypatch.setattr(stop_flag, "_PATIENCE", 0.2)
+    monkeypatch.setattr(shutdown, "_PAUSE", 0.0)
+    monkeypatch.setattr(shutdown, "_PATIENCE", 0.2)
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     try:
         store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
         notice = EndNotice(store)
         if opened:
-            monkeypatch.setattr(stop_flag, "_PATIENCE", 20.0)
+            monkeypatch.setattr(shutdown, "_PATIENCE", 20.0)
             notice.give()
             assert notice.is_given()
-            monkeypatch.setattr(stop_flag, "_PATIENCE", 0.2)
+            monkeypatch.setattr(shutdown, "_PATIENCE", 0.2)
         os.kill(server.pid, signal.SIGSTOP)
         assert not notice.is_given()
         notice.give()

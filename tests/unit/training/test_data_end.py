@@ -7,10 +7,10 @@ import pytest
 from mimo_train.config.errors import ConfigError
 from mimo_train.layout.run import resolve, with_iters
 from mimo_train.logging.progress import FINISHED
-from mimo_train.training.data_end import data_end, nothing_left
-from mimo_train.training.exit import AgreedVotes
+from mimo_train.training.data_setup import data_end, nothing_left
 from mimo_train.training.log import is_logging_step
 from mimo_train.training.saving import exit_reason
+from mimo_train.training.shutdown import AgreedVotes
 from mimo_train.training.step.state import GlobalState, TrainState
 from tests.unit.configs import load
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from mimo_train.launch import exit_signal
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.layout.run import config_faults
-from mimo_train.parallel import stop_flag
-from mimo_train.training.exit import AgreedVotes, ExitVotes, StepsDiffer, agreed_votes
+from mimo_train.training import shutdown
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
+from mimo_train.training.shutdown import AgreedVotes, ExitVotes, StepsDiffer, agreed_votes
 from mimo_train.training.step.state import GlobalState
 from tests.hang import HANG_SECONDS
 from tests.unit.configs import changed
@@ -120,7 +120,7 @@ class Store(dist.HashStore):
 
 
 def test_a_wait_is_given_up_for_any_vote_of_this_rank_and_for_a_signal_to_another(monkeypatch):
-    monkeypatch.setattr(stop_flag, "_PAUSE", 0.0)
+    monkeypatch.setattr(shutdown, "_PAUSE", 0.0)
     late = ExitVotes(ExitSignal(), 1, time.time() - 61, ends_waits=True)
     assert late.gives_up() and late.own() == (False, True)
     assert not ExitVotes(ExitSignal(), 1, time.time() - 61).gives_up(), "where nobody asks for votes"

@@ -47,15 +47,14 @@ def compared(cfg, pictures: int) -> tuple[float, list[int], list[int], int]:
     import torch
     from PIL import Image
 
-    from mimo_train.evaluation.generation.answers import Answers
+    from mimo_train.evaluation.generation.answers import Answers, Sampler
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts, user_turn
-    from mimo_train.evaluation.generation.sampling import Sampler
     from mimo_train.evaluation.generation.source import on_one_process
     from mimo_train.evaluation.greedy import PredictStep
     from mimo_train.layout.run import resolve
-    from mimo_train.training.parts import build_parts, start_processes
+    from mimo_train.training.step.parts import build_parts, start_processes
 
     run = resolve(on_one_process(cfg))
     parts = build_parts(run, *start_processes(run.cfg))

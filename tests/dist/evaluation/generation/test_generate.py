@@ -46,15 +46,14 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     import torch
 
     from data.collate import collate_media
-    from mimo_train.evaluation.generation.answers import Answers
+    from mimo_train.evaluation.generation.answers import Answers, Sampler
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompt
-    from mimo_train.evaluation.generation.sampling import Sampler
     from mimo_train.evaluation.generation.source import open_source
     from mimo_train.inputs.inputs import media_of
     from mimo_train.layout.run import resolve
-    from mimo_train.training.parts import build_parts, start_processes
+    from mimo_train.training.step.parts import build_parts, start_processes
 
     source = open_source(Path(folder))
     run = resolve(source.cfg)

@@ -25,10 +25,9 @@ RUNS = {
 
 def curve(name: str, run) -> None:
     """Train with layers of the stand-in."""
-    from mimo_train.training import parts
     from mimo_train.training import setup as setting_up
     from mimo_train.training.pretrain import pretrain
-    from mimo_train.training.step import schedule
+    from mimo_train.training.step import parts, schedule
 
     setting_up.use_transformer_engine = parts.use_transformer_engine = lambda kind: True
     if STALE in name:

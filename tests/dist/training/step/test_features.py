@@ -118,7 +118,7 @@ def _differing(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
     """`_watched`, where each rank of a tensor-parallel group misses other features."""
     import os
 
-    from mimo_train.models.feature_files import FeatureCache
+    from mimo_train.training.step.feature_cache import FeatureCache
 
     read, rank = FeatureCache.read, int(os.environ["RANK"])
 

@@ -12,11 +12,9 @@ from data.records.conversation import Part, Turn, split_markers
 from data.records.records import parse_record
 from mimo_train.commands.generate import _converse
 from mimo_train.config.errors import UserError
-from mimo_train.evaluation.generation.answers import Answers
-from mimo_train.evaluation.generation.chat import Chat
+from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.generation.prompts import Prompts, user_turn
-from mimo_train.evaluation.generation.sampling import Sampler
 from mimo_train.inputs.inputs import tokenizer_of
 from tests.unit.configs import load
 from tests.videos import make_video

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mimo_train.config.errors import UserError
+from mimo_train.evaluation.generation.answers import Sampler, distribution
 from mimo_train.evaluation.generation.options import Sampling
-from mimo_train.evaluation.generation.sampling import Sampler, distribution
 
 LOGITS = torch.tensor([0.1, 2.0, -1.0, 1.5, 2.0, -3.0])
 

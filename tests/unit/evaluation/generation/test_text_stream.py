@@ -3,7 +3,7 @@
 import pytest
 
 from data.text.tokens import build_tokenizer
-from mimo_train.evaluation.generation.text_stream import UNDECODED, TextStream
+from mimo_train.evaluation.generation.answers import UNDECODED, TextStream
 
 BYTES = build_tokenizer("bytes")
 

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from mimo_train.models import feature_files as feature_cache
-from mimo_train.models.feature_files import SUFFIX, FeatureCache
+from mimo_train.training.step import feature_cache
+from mimo_train.training.step.feature_cache import SUFFIX, FeatureCache
 
 MEGABYTE = 10**6
 

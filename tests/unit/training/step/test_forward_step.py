@@ -7,7 +7,7 @@ from typing import Optional
 import pytest
 
 from mimo_train.config.errors import ConfigError
-from mimo_train.training.pretrain import default_forward_step, pretrain
+from mimo_train.training.pretrain import SteppedRun, default_forward_step, pretrain
 from mimo_train.training.step.forward_step import (
     load_forward_step,
     maybe_inject_state,
@@ -16,7 +16,6 @@ from mimo_train.training.step.forward_step import (
     record_losses,
 )
 from mimo_train.training.step.state import GlobalState
-from mimo_train.training.stepped import SteppedRun
 from tests.unit.configs import load
 
 STATE = SimpleNamespace(step=0)

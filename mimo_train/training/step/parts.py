@@ -1,4 +1,4 @@
-"""The parts of a run that a forward pass needs, on this rank: processes, groups, model and pipeline."""
+"""Build the parts of a run that a forward pass needs, on this rank: processes, groups, model and pipeline."""
 
 import os
 import random
@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from data.text.tokens import Tokenizer
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.debug.profiling import StepProfiler
 from mimo_train.estimate.parameters import vocabulary_faults
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.inputs.inputs import placeholders_of, tokenizer_of
@@ -41,7 +40,6 @@ class Parts:
     """With the model, the process groups and the device."""
     step_sum: StepSum
     stopwatch: Stopwatch
-    profiler: StepProfiler
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
@@ -94,7 +92,6 @@ def build_parts(
     cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
     if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):
         raise ConfigError(faults)
-    profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     _seed(cfg, groups)
     RECORDER.to("model")
     model = build_model(
@@ -111,7 +108,7 @@ def build_parts(
     _seed(cfg, groups)
     step_sum, stopwatch = StepSum(device), Stopwatch(cuda=kind == "cuda")
     pipeline = Pipeline(run, groups, model, device, step_sum, stopwatch)
-    return Parts(tokenizer, pipeline, step_sum, stopwatch, profiler)
+    return Parts(tokenizer, pipeline, step_sum, stopwatch)
 
 
 def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:

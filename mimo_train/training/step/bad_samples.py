@@ -1,0 +1,213 @@
+"""Samples that cannot be read, and steps without a token to learn from: counts, limits, and the report of the run."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data.pipeline import BadSample, BadSamples, Samples, require_budget
+from data.text_format import plural, shown
+from mimo_train.config.errors import UserError
+from mimo_train.parallel.metric_reduction import StepSum
+from mimo_train.training.step.batches import StepIterator
+from mimo_train.training.step.state import TrainState
+
+_logger = logging.getLogger(__name__)
+
+FILE = "bad_samples.jsonl"
+"""In `run.dir`: a JSON object a line, `shard`, `key`, `reason`, `part` (`train` or `held_out`), `number` and `source`
+(empty without a mixture)."""
+
+NAMED = 5
+"""Bad samples of one report that are named on the console; the rest is counted."""
+
+
+class BadSampleReport:
+    """Gathers what ranks have found."""
+
+    def __init__(self, run_dir: Path, logging_rank: int, message: Callable[[str], None]):
+        """
+        Args:
+            message: writes a line to the console.
+        """
+        self._file, self._logging_rank, self._message = run_dir / FILE, logging_rank, message
+
+    def adopt(self, found: BadSamples, part: str) -> None:
+        """From now on tell of these, instead of each rank for itself.
+
+        Args:
+            part: `train` or `held_out`.
+        """
+        found.is_quiet = True
+
+        def append(new: list[BadSample]) -> None:
+            _append(self._file, new, part)
+
+        found.on_excess = append
+
+    def __call__(self, found: BadSamples, part: str) -> None:
+        """Tell of those that are new since the last call. Collective over all ranks."""
+        new = found.take()
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, new)
+        if dist.get_rank() != self._logging_rank:
+            return
+        written = _append(self._file, [bad for of_rank in of_ranks for bad in of_rank], part)
+        for bad in written[:NAMED]:
+            self._message(f"bad sample: {bad}")
+        if len(written) > NAMED:
+            self._message(f"{len(written) - NAMED} more bad samples, see {self._file}")
+
+
+def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[BadSample]:
+    """Add those to the file that are not in it, and give them back: of a sample that several ranks have found, the
+    first."""
+    new: list[BadSample] = []
+    try:
+        known = _known(path)
+        for bad in bad_samples:
+            if (str(bad.shard), bad.key) not in known:
+                known.add((str(bad.shard), bad.key))
+                new.append(bad)
+        entries = [
+            {"shard": str(bad.shard), "key": bad.key, "reason": shown(bad.reason), "part": part}
+            | {"number": bad.number, "source": bad.source}
+            for bad in new
+        ]
+        if entries:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+    except OSError as error:  # no run ends for it
+        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)
+    return new
+
+
+def _known(path: Path) -> set[tuple[str, str]]:
+    """(shard, key) of the lines of the file."""
+    found: set[tuple[str, str]] = set()
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                    found.add((entry["shard"], entry["key"]))
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line that was cut when a job was killed
+    return found
+
+
+_MOST_WAITING = 64
+"""Steps whose flags are kept until the next count."""
+
+
+class BadSampleCount:
+    """Counts on the device without waiting for it; `settle` moves the count to the host.
+
+    A sample is counted the first time: its row is kept in `TrainState.bad_rows`, so that neither another epoch nor a
+    resume counts it again.
+
+    Attributes:
+        new: flags of bad samples not yet looked at, 0-d float64 on the device; the same on every rank.
+    """
+
+    def __init__(self, train_state: TrainState, dataset: Samples, report: BadSampleReport, device: torch.device):
+        self._train_state, self._dataset, self._report = train_state, dataset, report
+        self._rows = set(train_state.bad_rows)
+        self._waiting: list[tuple[int, torch.Tensor]] = []
+        self.new = torch.zeros((), dtype=torch.float64, device=device)
+        report.adopt(dataset.bad_samples, "train")
+
+    def note(self, data: StepIterator) -> None:
+        """Count the bad samples of the current step, found by any rank, after the step is done or left out. At times
+        collective over all ranks, as `settle` is."""
+        self.new += torch.count_nonzero(data.bad)
+        self._waiting.append((data.current.first_sample, data.bad.clone()))
+        if len(self._waiting) >= _MOST_WAITING:
+            self.settle()
+
+    def settle(self, new: int | None = None) -> None:
+        """Add the new bad samples to `TrainState.bad_samples`, and tell of them. Collective over all ranks.
+
+        Args:
+            new: their number, if it is already on the host; otherwise this waits for the device.
+        """
+        found = int(self.new) if new is None else new
+        waiting, self._waiting = self._waiting, []
+        self.new.zero_()
+        if not found:  # on every rank alike
+            return
+        for first, flags in waiting:
+            for place in flags.nonzero().flatten().tolist():
+                row = self._dataset.order.row(first + place)
+                if row not in self._rows:
+                    self._rows.add(row)
+                    self._train_state.bad_rows.append(row)
+                    self._train_state.bad_samples += 1
+        self._report(self._dataset.bad_samples, "train")
+
+    def require_budget(self) -> None:
+        """
+        Raises:
+            TooManyBadSamples: `TrainState.bad_samples` exceeds `data.max_bad_samples`; on every rank.
+        """
+        allowed, latest = self._dataset.allowed_bad_samples, self._dataset.bad_samples.latest
+        require_budget(self._train_state.bad_samples, allowed, latest)
+
+
+class EmptySteps:
+    """Counts on the device without waiting for it; `settle` moves the count to the host.
+
+    Attributes:
+        new: empty steps not yet in `TrainState.empty_steps`, 0-d float64 on the device; the same on every rank.
+    """
+
+    def __init__(self, train_state: TrainState, allowed: int, step_sum: StepSum, device: torch.device):
+        """
+        Args:
+            allowed: `train.max_empty_steps`.
+            step_sum: has the section `tokens`.
+        """
+        self._train_state, self._allowed, self._step_sum = train_state, allowed, step_sum
+        self.new = torch.zeros((), dtype=torch.float64, device=device)
+
+    def note(self) -> torch.Tensor:
+        """Count the step whose sum was made last.
+
+        Returns:
+            1 if it is empty, else 0; 0-d float64 on the device.
+        """
+        tokens = self._step_sum.total("tokens")
+        if tokens is None:  # a user's own loop, in which no step of ours was made
+            return torch.zeros_like(self.new)
+        empty = (tokens[0] == 0).double()
+        self.new += empty
+        return empty
+
+    def settle(self, new: int | None = None) -> None:
+        """Add the new ones to `TrainState.empty_steps`.
+
+        Args:
+            new: their number, if it is already on the host; otherwise this waits for the device.
+        """
+        self._train_state.empty_steps += int(self.new) if new is None else new
+        self.new.zero_()
+
+    def require_budget(self) -> None:
+        """
+        Raises:
+            UserError: `TrainState.empty_steps` exceeds `train.max_empty_steps`; on every rank.
+        """
+        state = self._train_state
+        if state.empty_steps <= self._allowed:
+            return
+        raise UserError(
+            f"train.max_empty_steps: {state.empty_steps} of {plural(state.step, 'step')} had no token with loss, "
+            f"{self._allowed} allowed; {plural(state.bad_samples, 'bad sample')} so far. Answers are empty, or cut by "
+            "data.sequence_length (`mimo-train check` counts the tokens with loss), or every sample of a step is bad: "
+            "mend the data, or raise train.max_empty_steps"
+        )
