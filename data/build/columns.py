@@ -10,9 +10,9 @@ from typing import Any
 
 from data.records.conversation import MARKERS
 from data.errors import DataError, RecordError
-from data.records.fields import MEDIA, TEXTS
-from data.records.foreign_markers import special_marker, with_our_markers
-from data.records.message_loss import LOSS_FIELDS
+from data.records.members import MEDIA, TEXTS
+from data.records.markers import special_marker, with_our_markers
+from data.records.record_checks import LOSS_FIELDS
 
 _FORMS = ("conversations", "messages", "caption", "text")
 """Of records, the first that one has counts."""

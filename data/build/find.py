@@ -13,7 +13,7 @@ from data.build.samples import Source
 from data.build.tables import Tables
 from data.index.compressed import refuse_compressed
 from data.errors import DataError
-from data.records.fields import MEDIA
+from data.records.members import MEDIA
 from data.text_format import listed
 from data.records.members import kind_of
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.records.file_references import Beside
+from data.records.record_checks import OtherMembers
 from data.build.columns import Columns
 from data.build.media import Medium, Place, extent_of, wrong_extent
 from data.build.samples import Sample, checked, counts_of, picture_of, require_name, sample_of
@@ -156,9 +156,9 @@ def _sample(
             raise RecordError(f"{where}: .{shown(member.extension)}{said}")
     names = {kind: [one.extension for one in media if one.kind == kind] for kind in READABLE}
     counts = counts_of([one.kind for one in media])
-    beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
+    others = OtherMembers(names, [name for name, _ in unread(member.extension for member in members)])
     pictures = [picture_of(one.extension, one.kind) for one in media if one.kind != "audio"]
-    checked(raw, record.extension, where, counts, beside, pictures)
+    checked(raw, record.extension, where, counts, others, pictures)
     if not media and is_json:
         require_no_media(_record(raw, is_json, where), {}, where)
     return Sample([(member.extension, member.place) for member in members], key)

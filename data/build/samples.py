@@ -9,15 +9,15 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from data.records.file_references import ALONE, Beside
+from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
 from data.build.columns import Columns
 from data.build.media import Medium, Place, wrong_extent
 from data.build.values import require_no_media, take_typed_parts
 from data.records.conversation import Conversation
 from data.errors import NothingToLearn, RecordError
-from data.samples.frames import Picture
+from data.records.conversation import Visual
 from data.records.members import READABLE
-from data.records.records import parse_made, parse_record
+from data.records.records import parse_record
 from data.text_format import shown
 from data.storage.write import LONGEST_NAME
 
@@ -98,12 +98,12 @@ def sample_of(
     several = len(media) > 1
     names = [f"{at}.{medium.extension}" if several else medium.extension for at, medium in enumerate(media)]
     members: list[tuple[str, bytes | Place]] = []
-    pictures: list[Picture] = []
+    pictures: list[Visual] = []
     for called, medium in zip(names, media, strict=True):
         members.append((called, medium.content))
         if medium.kind != "audio":
             pictures.append(picture_of(called, medium.kind))
-    _require_learnable(partial(parse_made, record, raw, where, counts, pictures=pictures), where)
+    _require_learnable(partial(parse_record, raw, "json", where, counts, visuals=pictures), where)
     if not media:
         require_no_media(given, columns.names, where, folder)
     members.append(("json", raw))
@@ -136,9 +136,9 @@ def counts_of(kinds: Sequence[str]) -> dict[str, int]:
 
 
 @lru_cache(maxsize=4096)
-def picture_of(extension: str, kind: str) -> Picture:
+def picture_of(extension: str, kind: str) -> Visual:
     """A picture or video of a sample. How many pictures of a video are read is for a run to say."""
-    return Picture(extension, int(kind == "video"))
+    return Visual(extension, int(kind == "video"))
 
 
 def checked(
@@ -146,11 +146,11 @@ def checked(
     extension: str,
     where: str,
     counts: Mapping[str, int],
-    beside: Beside = ALONE,
-    pictures: Sequence[Picture] = (),
+    others: OtherMembers = NO_OTHER_MEMBERS,
+    pictures: Sequence[Visual] = (),
 ) -> None:
     """Raises RecordError, NothingToLearn (blank or excluded ones too) for a record that cannot be trained on."""
-    read = partial(parse_record, raw, extension, where, counts, beside=beside, pictures=pictures)
+    read = partial(parse_record, raw, extension, where, counts, others=others, visuals=pictures)
     _require_learnable(read, where)
 
 

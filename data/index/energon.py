@@ -16,7 +16,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.index.braces import expand_braces
-from data.records.fields import read_fields
+from data.records.members import read_fields
 
 FOLDER = ".nv-meta"
 _FIELDS = {

@@ -29,8 +29,7 @@ from data.index.compressed import refuse_compressed
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
 from data.media.video_headers import parse_video_header
-from data.records.fields import NO_FIELDS, Fields
-from data.records.members import Arrangement, arrange, kind_of, unread
+from data.records.members import NO_FIELDS, Arrangement, Fields, arrange, kind_of, unread
 from data.storage.files import READS, RETRIES, ShardVersion, open_file, pread_all, retrying
 from data.storage.reader import WholeObject
 from data.storage.tar import ReadRange, walk_tar

@@ -34,7 +34,7 @@ from data.index.locations import by_folder, catalogue_path
 from data.index.shard_list import Found
 from data.prefetch import expect_texts
 from data.processes import worker_processes
-from data.records.fields import Fields
+from data.records.members import Fields
 from data.storage.files import cannot_write
 from data.storage.url import Place
 from data.text_format import plural

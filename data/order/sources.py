@@ -20,7 +20,7 @@ from data.errors import DataError
 from data.index.shards import find_shards
 from data.order.mixture import Phase, Phases, whole_weights
 from data.order.order import GlobalOrder, splitmix, splitmix_all
-from data.records.fields import Fields
+from data.records.members import Fields
 from data.storage.url import Place, Url
 from data.text_format import plural
 

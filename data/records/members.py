@@ -1,14 +1,17 @@
-"""What the members of a sample are, by their names alone: its record, its pictures, videos and clips in their order,
-and what is not read."""
+"""Members of a sample: which of them are its record, its images, videos and audio, and which are not read.
+
+Names decide, or `data.fields`, which says which members and which values of a JSON member are the record and the media.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
-from data.records.fields import NO_FIELDS, Fields
+from data.errors import DataError, RecordError
 from data.text_format import listed, shown
 
 IMAGES = frozenset(
@@ -18,21 +21,160 @@ IMAGES = frozenset(
 AUDIO = frozenset(
     ["wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff", "aifc", "au", "snd", "caf", "w64", "rf64"]
 )
+VIDEO = frozenset(["mp4", "m4v", "mov", "webm", "mkv"])
+READABLE = {"image": IMAGES, "video": VIDEO, "audio": AUDIO}
+"""kind -> extensions that are decoded."""
 UNREADABLE = {
     "image": frozenset(["jxl", "svg", "jpx", "psd", "ico", "dng", "exr"]),
     "audio": frozenset(["m4a", "aac", "wma", "amr", "ac3", "weba"]),
 }
-"""Pictures and clips that are not decoded: a sample with one is bad, where to overlook it would change its meaning."""
-VIDEO = frozenset(["mp4", "m4v", "mov", "webm", "mkv"])
+"""kind -> extensions that are not decoded. A sample with one is bad: to ignore the member would change its meaning."""
 OTHER_VIDEO = frozenset(["avi", "mpg", "mpeg", "flv", "wmv", "3gp", "ts"])
 ARRAYS = frozenset(["npy", "npz", "pt", "pth", "safetensors", "pkl", "pickle", "bin", "h5", "hdf5", "parquet", "arrow"])
 
-READABLE = {"image": IMAGES, "video": VIDEO, "audio": AUDIO}
-"""Extensions that are decoded, by kind of a medium."""
-_ALONE = {"image": "a picture", "video": "a video", "audio": "a clip"}
+MEDIA = ("image", "video", "audio")
+CONVERSATIONS = ("conversations", "messages")
+LEARNED = (*CONVERSATIONS, "answer", "caption", "text", "label")
+"""A sample needs one of these."""
+TEXTS = (*CONVERSATIONS, "question", "answer", "caption", "text", "label", "system", "tools")
+"""Names of the texts of a record."""
+ABSENT: Any = object()
+"""A value that a JSON member does not have, unlike null."""
+_SOURCE = re.compile(r"([^\[\]\s/?]+)((?:\[[^\[\]]+\])*)(\??)")
 _RECORDS = ("json", "txt")
-_NAMED = 8  # members in a message
 _NUMBER = re.compile(r"(.*?)(\d[\d._-]*)")
+_MOST_NAMES = 8  # members in a message
+_NOUNS = {"image": "an image", "video": "a video", "audio": "audio"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a text comes from: a member by its extension, and the keys that lead to a value in a JSON member."""
+
+    member: str
+    path: tuple[str, ...] = ()
+    may_be_absent: bool = False
+
+    def __str__(self) -> str:
+        return self.member + "".join(f"[{key}]" for key in self.path)
+
+    @property
+    def is_json(self) -> bool:
+        """True if the member is JSON."""
+        return self.member.rpartition(".")[2] == "json"
+
+    def value(self, record: Any) -> Any:
+        """Return the value in a JSON member; ABSENT if it has none."""
+        for key in self.path:
+            if isinstance(record, dict):
+                record = record.get(key, ABSENT)
+            elif isinstance(record, list) and key.isdecimal() and int(key) < len(record):
+                record = record[int(key)]
+            else:
+                return ABSENT
+        return record
+
+
+@dataclass(frozen=True)
+class Fields:
+    """`data.fields`, read."""
+
+    texts: tuple[tuple[str, Source], ...] = ()
+    """(name, source) of what becomes the conversation."""
+    image: tuple[str, ...] | None = None
+    """Extensions of the images, in the order of their placeholders; None: names decide."""
+    video: tuple[str, ...] | None = None
+    audio: tuple[str, ...] | None = None
+    key: str = field(default="data.fields", compare=False)
+    """Config key, for messages."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Extensions of the members that hold texts; empty if names decide."""
+        return tuple(dict.fromkeys(source.member for _, source in self.texts))
+
+    @property
+    def named_media(self) -> str:
+        """The media that are named, as one text; empty if none are."""
+        return "".join(f"|{kind} {getattr(self, kind)}" for kind in MEDIA if getattr(self, kind))
+
+    def media(self, kind: str) -> tuple[str, ...] | None:
+        """Return the extensions of a kind; None if names decide. Where images or videos are named, only these are
+        read."""
+        if kind == "audio":
+            return self.audio
+        extensions = self.image if kind == "image" else self.video
+        return () if extensions is None and (self.image or self.video) else extensions
+
+    def require(self, names: Collection[str], json_keys: Mapping[str, Sequence[str]]) -> None:
+        """Raise RecordError for a sample that lacks a text which may not be absent.
+
+        Of the texts that are learned one is enough; a question goes with all of these but turns.
+
+        Args:
+            names: texts that the sample has.
+            json_keys: JSON member -> its keys, for the message.
+        """
+        has = "".join(f"; its {member} has {list(keys)}" for member, keys in json_keys.items())
+        learned = [name for name, _ in self.texts if name in LEARNED]
+        if not any(name in names for name in learned):
+            sought = " and no ".join(str(source) for name, source in self.texts if name in LEARNED)
+            raise RecordError(f"{self.key}.{learned[0]}: the sample has no {sought}{has}")
+        has_turns = any(name in names for name in CONVERSATIONS)
+        for name, source in self.texts:
+            if name in (*learned, *names) or source.may_be_absent or (name == "question" and has_turns):
+                continue
+            raise RecordError(
+                f"{self.key}.{name}: the sample has no {source}{has}. If only some samples have one, set "
+                f'{name}: "{source}?"'
+            )
+
+
+NO_FIELDS = Fields()
+
+
+def read_fields(values: Mapping[str, Any], key: str = "data.fields") -> Fields:
+    """Read `data.fields`: `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`.
+
+    Args:
+        key: of the config, for messages about samples.
+
+    Raises:
+        DataError: a name or value is wrong; the message starts with the key below `data.fields` and a colon.
+    """
+    texts, media = [], dict[str, tuple[str, ...]]()
+    for name, value in values.items():
+        if name in MEDIA:
+            extensions = [value] if isinstance(value, str) else value
+            is_list = isinstance(extensions, list | tuple) and all(isinstance(item, str) for item in extensions)
+            if not is_list or not extensions:
+                raise DataError(f"{name}: must be the extension of a member or a list of extensions, got {value!r}")
+            media[name] = tuple(extension.lower().lstrip(".") for extension in extensions)
+        elif name in TEXTS:
+            texts.append((name, _read_source(name, value)))
+        else:
+            raise DataError(f"{name}: is not a field of a record. Use {', '.join((*TEXTS, *MEDIA))}")
+    names = [name for name, _ in texts]
+    if texts and not any(name in LEARNED for name in names):
+        raise DataError(f"{names[0]}: no field says what is learned. Add one of {', '.join(LEARNED)}")
+    if "tools" in names and not any(name in CONVERSATIONS for name in names):
+        raise DataError(f"tools: require {' or '.join(CONVERSATIONS)}. Add one of them")
+    return Fields(tuple(texts), **media, key=key)
+
+
+def _read_source(name: str, value: Any) -> Source:
+    match = _SOURCE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise DataError(
+            f"{name}: must be the extension of a member, such as txt or caption.txt, or a value in a JSON member, such "
+            f"as json[caption], got {value!r}"
+        )
+    source = Source(match[1].lower().lstrip("."), tuple(re.findall(r"\[([^\[\]]+)\]", match[2])), bool(match[3]))
+    if source.path and not source.is_json:
+        raise DataError(f"{name}: .{source.member} is not JSON, so it has no values with names. Set {source.member}")
+    if source.may_be_absent and name in LEARNED:
+        raise DataError(f"{name}: one learned field per sample is enough. Remove the question mark from {value!r}")
+    return source
 
 
 @dataclass(frozen=True)
@@ -40,124 +182,119 @@ class Arrangement:
     """The members of a sample as they are read."""
 
     order: tuple[int, ...]
-    """Places in the shard: those of pictures, of videos and of clips, in the order of their placeholders."""
+    """Positions in the shard; those of images, of videos and of audio are in the order of their placeholders."""
     kinds: tuple[str, ...]
-    """Of each, in that order: "image", "video", "audio" or "other"."""
+    """Kind of each member, in that order: "image", "video", "audio" or "other"."""
     record: int
-    """Which of them is the record; -1 without any."""
+    """Which of them is the record; -1 if none is."""
     reason: str | None
     """Why the sample is bad, as far as names tell."""
 
 
 def kind_of(extension: str) -> str:
-    """ "image", "video", "audio" or "other", of a member alone."""
+    """Return "image", "video", "audio" or "other"."""
     last = extension.rpartition(".")[2]
-    for kind, known in READABLE.items():
-        if last in known or last in UNREADABLE.get(kind, ()):
+    for kind, extensions in READABLE.items():
+        if last in extensions or last in UNREADABLE.get(kind, ()):
             return kind
     return "other"
 
 
 @lru_cache(maxsize=4096)
 def arrange(names: tuple[str, ...], fields: Fields = NO_FIELDS) -> Arrangement:
-    """The arrangement of members with these extensions, in the order of the shard."""
+    """Return the arrangement of members with these extensions, in the order of the shard."""
     kinds = [kind_of(name) for name in names]
     order = list(range(len(names)))
     for kind in READABLE:
-        own = [at for at, one in enumerate(kinds) if one == kind]
-        read = _chosen(names, own, fields.media(kind))
-        for at in own:
+        members = [at for at, other in enumerate(kinds) if other == kind]
+        read = _read_members(names, members, fields.media(kind))
+        for at in members:
             if at not in read:
                 kinds[at] = "other"
-        for place, at in zip(sorted(read), read, strict=True):
-            order[place] = at
-    record, reason = find_record(names, fields)
+        for position, at in zip(sorted(read), read, strict=True):
+            order[position] = at
+    record, reason = _find_record(names, fields)
     at = order.index(record) if record >= 0 else -1
-    return Arrangement(tuple(order), tuple(kinds[place] for place in order), at, reason)
+    return Arrangement(tuple(order), tuple(kinds[position] for position in order), at, reason)
 
 
-def _chosen(names: Sequence[str], own: Sequence[int], given: tuple[str, ...] | None) -> list[int]:
-    """Of the members of a kind those that are read, in the order of their placeholders.
+def _read_members(names: Sequence[str], members: Sequence[int], wanted: tuple[str, ...] | None) -> list[int]:
+    """Return the members of a kind that are read, in the order of their placeholders.
 
-    Those that `data.fields` names, else those whose extension is plain or has a number (`jpg`, `0.jpg`); where all have
-    a name before it (`left.jpg`), all. Where all have a number behind the same name, in the order of the numbers.
+    These are the members that `data.fields` names, else those whose extension is plain or has a number (`jpg`,
+    `0.jpg`), or all if each has a name before it (`left.jpg`). If all have a number behind the same name, they are in
+    the order of the numbers.
     """
-    if given is not None:
-        return [at for name in given for at in own if names[at] == name]
-    stems = {at: names[at].rpartition(".")[0] for at in own}
-    nameless = [at for at in own if not any(char.isalpha() for char in stems[at])]
-    read = nameless or list(own)
-    found = [_NUMBER.fullmatch(stems[at]) for at in read]
-    if len({match[1] for match in found if match}) == 1 and all(found):
-        numbers = {at: [int(one) for one in re.findall(r"\d+", m[2])] for at, m in zip(read, found, strict=True) if m}
-        return sorted(read, key=numbers.__getitem__)
+    if wanted is not None:
+        return [at for name in wanted for at in members if names[at] == name]
+    stems = {at: names[at].rpartition(".")[0] for at in members}
+    read = [at for at in members if not any(char.isalpha() for char in stems[at])] or list(members)
+    numbers = {at: match for at in read if (match := _NUMBER.fullmatch(stems[at]))}
+    if len(numbers) == len(read) and len({match[1] for match in numbers.values()}) == 1:
+        return sorted(read, key=lambda at: [int(digits) for digits in re.findall(r"\d+", numbers[at][2])])
     return read
 
 
-def find_record(names: Sequence[str], fields: Fields = NO_FIELDS) -> tuple[int, str | None]:
-    """(which member is the record or -1, why there is none). `json` comes before `txt`; `*.json` and `*.txt` do when
-    alone. With `data.fields`, the first of the members that these name."""
+def _find_record(names: Sequence[str], fields: Fields) -> tuple[int, str | None]:
+    """Return which member is the record, or -1 and why there is none. `json` precedes `txt`; `*.json` and `*.txt` are
+    records if there is one only. With `data.fields`, the first of the members that these name."""
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:
         return -1, f"the extension .{shown(repeated[0])} occurs {names.count(repeated[0])} times under one key"
-    members = listed(["." + shown(name) for name in names], _NAMED)
+    members = listed(["." + shown(name) for name in names], _MOST_NAMES)
     if fields.members:
-        for wanted in fields.members:
-            if wanted in names:
-                return names.index(wanted), None
-        sought = listed([f".{name}" for name in fields.members], _NAMED)
+        if record := next((name for name in fields.members if name in names), None):
+            return names.index(record), None
+        sought = listed([f".{name}" for name in fields.members], _MOST_NAMES)
         return -1, f"none of the members that {fields.key} names ({sought}; members: {members})"
     for last in _RECORDS:
         if last in names:
             return names.index(last), None
-        found = [at for at, name in enumerate(names) if name.rpartition(".")[2] == last]
-        if len(found) > 1:
-            two = " and ".join(f".{shown(names[at])}" for at in found[:2])
+        records = [at for at, name in enumerate(names) if name.rpartition(".")[2] == last]
+        if len(records) > 1:
+            two = " and ".join(f".{shown(names[at])}" for at in records[:2])
             return -1, (
-                f"{len(found)} records ({two}) under one key: a key ends at the first dot of the name, so names of "
+                f"{len(records)} records ({two}) under one key: a key ends at the first dot of the name, so names of "
                 "different samples must differ before it; data.fields says which one is read"
             )
-        if found:
-            return found[0], None
+        if records:
+            return records[0], None
     return -1, f"no .json and no .txt member (members: {members})"
 
 
 def unread(names: Iterable[str], fields: Fields = NO_FIELDS) -> list[tuple[str, str]]:
-    """(extension, what it is) of the members of a sample that are not read."""
+    """Return (extension, what it is) of the members of a sample that are not read."""
     names = tuple(names)
-    found = arrange(names, fields)
-    of_record = fields.members or (() if found.record < 0 else (names[found.order[found.record]],))
-    rest = [
-        names[place]
-        for place, kind in zip(found.order, found.kinds, strict=True)
-        if kind == "other" and names[place] not in of_record
-    ]
-    return [(name, _what(name, fields)) for name in rest]
+    arranged = arrange(names, fields)
+    records = fields.members or (() if arranged.record < 0 else (names[arranged.order[arranged.record]],))
+    pairs = zip(arranged.order, arranged.kinds, strict=True)
+    rest = [names[at] for at, kind in pairs if kind == "other" and names[at] not in records]
+    return [(name, _describe(name, fields)) for name in rest]
+
+
+def _describe(extension: str, fields: Fields) -> str:
+    last = extension.rpartition(".")[2]
+    if last in _RECORDS:
+        return "a record next to the one that is read"
+    if (kind := kind_of(extension)) != "other":
+        if fields.media(kind) is not None:
+            return f"{_NOUNS[kind]} that {fields.key} does not name"
+        return f"{_NOUNS[kind]} with a name, next to others without"
+    if last in OTHER_VIDEO:
+        return f"video that is not decoded: convert it, video formats are {', '.join(sorted(VIDEO))}"
+    return "an array or a file of weights" if last in ARRAYS else "an unknown kind of file"
 
 
 def named_unread(counts: Mapping[tuple[str, str], int]) -> list[str]:
-    """A sentence for each kind of members that are not read.
+    """Return a sentence for each kind of members that are not read.
 
     Args:
-        counts: how many, by (extension, what they are).
+        counts: (extension, what it is) -> number of members.
     """
     sentences = []
     for what in sorted({what for _, what in counts}):
-        own = [
-            f".{shown(name)} ({counts[name, what]:,})" for name in sorted(name for name, one in counts if one == what)
+        names = [
+            f".{shown(name)} ({counts[name, what]:,})" for name in sorted(n for n, other in counts if other == what)
         ]
-        sentences.append(f"members {listed(own, _NAMED)} are not read: {what}")
+        sentences.append(f"members {listed(names, _MOST_NAMES)} are not read: {what}")
     return sentences
-
-
-def _what(extension: str, fields: Fields) -> str:
-    last = extension.rpartition(".")[2]
-    if last in _RECORDS:
-        return "a record beside the one that is read"
-    if (kind := kind_of(extension)) != "other":
-        if fields.media(kind) is not None:
-            return f"{_ALONE[kind]} that {fields.key} does not name"
-        return f"{_ALONE[kind]} with a name, beside others without"
-    if last in OTHER_VIDEO:
-        return f"video that is not decoded: convert it, video formats are {', '.join(sorted(VIDEO))}"
-    return "an array or a file of weights" if last in ARRAYS else "of no kind that is known"

@@ -23,7 +23,7 @@ from data.media.bounds import BOUNDS, Bounds
 from data.order.mixture import Phase
 from data.order.order import GlobalOrder
 from data.order.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
-from data.records.fields import NO_FIELDS, Fields
+from data.records.members import NO_FIELDS, Fields
 from data.samples.bad_samples import BadSamples, allowed_of
 from data.samples.frames import SAMPLING, Sampling
 from data.samples.reading_samples import OutlinedSamples

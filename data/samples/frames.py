@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.index.shard_index import Frame, Member
+from data.records.conversation import Visual
 
 _ROUNDING = 1e-9
 """More than what the products of lengths and rates are off by."""
@@ -37,15 +38,6 @@ SAMPLING = Sampling()
 """That a config begins with."""
 
 
-@dataclass(frozen=True)
-class Picture:
-    """What stands at one place of a sample that pictures are read from: a picture, or a video."""
-
-    extension: str
-    frames: int
-    """Pictures of a video; 0: it is a picture."""
-
-
 def pictures_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
     """The members that pictures are read from, each video once for every picture of it; one without a readable header
     once."""
@@ -59,10 +51,10 @@ def pictures_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
     return found
 
 
-def places_of(pictures: Sequence[Member]) -> tuple[Picture, ...]:
+def places_of(pictures: Sequence[Member]) -> tuple[Visual, ...]:
     """The pictures and videos behind what `pictures_of` gives, in their order."""
     return tuple(
-        Picture(member.extension, member.frame.of if member.frame else 0)
+        Visual(member.extension, member.frame.of if member.frame else 0)
         for member in pictures
         if member.frame is None or member.frame.number == 0
     )

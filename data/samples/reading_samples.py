@@ -40,7 +40,7 @@ from data.samples.frames import Sampling
 from data.samples.protocol import Samples
 from data.samples.sample_meta import Media, MediaSize, SampleOutline
 from data.samples.sample_metas import Outlines
-from data.text.positions import axis_positions
+from data.text.placeholders import axis_positions
 from data.text.tokens import Tokenizer
 from data.text_format import shown
 

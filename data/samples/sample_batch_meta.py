@@ -17,8 +17,7 @@ from data.index.rows import Rows
 from data.index.shard_index import video_size
 from data.media.bounds import Bounds
 from data.order.order import splitmix
-from data.records.fields import Fields
-from data.records.members import arrange
+from data.records.members import Fields, arrange
 from data.samples.frames import SAMPLING, Sampling
 from data.samples.sample_meta import Media
 

@@ -11,11 +11,11 @@ from data.errors import DataError, reason_of
 from data.index.shard_index import Member
 from data.media.bounds import BOUNDS, Bounds
 from data.media.resize import STRETCHED, Resize
-from data.records.fields import NO_FIELDS, Fields
-from data.records.file_references import ALONE, Beside
-from data.records.members import READABLE, UNREADABLE
-from data.samples.frames import Picture, places_of
-from data.text.positions import Grid, Place
+from data.records.conversation import Visual
+from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields
+from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
+from data.samples.frames import places_of
+from data.text.placeholders import Grid, Place
 from data.text.templates import MediaTokens
 from data.text_format import SampleKey, shown
 
@@ -107,11 +107,11 @@ class SampleOutline:
     members: dict[str, list[Member]]  # of the kinds that the run uses, in the order of the shard; see `pictures_of`
     tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its pictures or clips
     bad_reason: str | None
-    beside: Beside = ALONE
+    beside: OtherMembers = NO_OTHER_MEMBERS
     fields: Fields = NO_FIELDS
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def pictures(self) -> tuple[Visual, ...]:
         """The pictures and videos, in the order of the shard."""
         return places_of(self.members.get("image", ()))
 

@@ -7,9 +7,8 @@ from functools import partial
 
 from data.index.shard_index import Member, ShardIndex
 from data.media.bounds import Bounds
-from data.records.fields import NO_FIELDS
-from data.records.file_references import ALONE, Beside
-from data.records.members import unread
+from data.records.members import NO_FIELDS, unread
+from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
 from data.samples.frames import Sampling, pictures_of
 from data.samples.sample_meta import Media, SampleOutline, count_tokens
 from data.text_format import SampleKey, shown
@@ -42,7 +41,7 @@ class Outlines:
             tokens, reason = count_tokens(members, self._modules, self._sequence_length, self._bounds)
         if reason is not None:
             members, tokens = {kind: [] for kind in self._kinds}, {media.module: [] for media in self._modules}
-        beside = ALONE
+        beside = NO_OTHER_MEMBERS
         if reason is None and len(every) > len(texts):
             beside = _beside(index, every)
         return SampleOutline(number, shard, key, texts, members, tokens, reason, beside, index.fields)
@@ -54,10 +53,10 @@ class Outlines:
         return [member for member in members if member.kind == kind]
 
 
-def _beside(index: ShardIndex, members: Sequence[Member]) -> Beside:
+def _beside(index: ShardIndex, members: Sequence[Member]) -> OtherMembers:
     """What is beside the record; of what is not read, where `data.fields` says nothing about it."""
     names: dict[str, list[str]] = {}
     for member in members:
         names.setdefault(member.kind, []).append(member.extension)
     extensions = [member.extension for member in members]
-    return Beside(names, [] if index.fields != NO_FIELDS else [name for name, _ in unread(extensions)])
+    return OtherMembers(names, [] if index.fields != NO_FIELDS else [name for name, _ in unread(extensions)])

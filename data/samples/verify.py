@@ -10,8 +10,8 @@ from data.media.bounds import BOUNDS
 from data.media.decode import decode_audio, decode_picture
 from data.media.video import decode_video
 from data.records.conversation import KINDS
-from data.records.file_references import Beside
 from data.records.members import unread
+from data.records.record_checks import OtherMembers
 from data.records.records import parse_record
 from data.samples.frames import SAMPLING, pictures_of, places_of
 from data.storage.files import ShardVersion
@@ -47,10 +47,10 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
             return above
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
         names = {kind: [one.extension for one in members if one.kind == kind] for kind in KINDS}
-        beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
+        others = OtherMembers(names, [name for name, _ in unread(member.extension for member in members)])
         counts = {kind: len(own) for kind, own in names.items()}
         pictures = places_of(pictures_of(members, SAMPLING))
-        parse_record(raw, record.extension, key, counts, beside=beside, pictures=pictures)
+        parse_record(raw, record.extension, key, counts, others=others, visuals=pictures)
     except (ReadError, ShardError, *OF_THE_MACHINE):
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.text.own_format import own_chat_template
+from data.text.templates import own_chat_template
 from data.text.tokens import ROLES, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 COPIED = (

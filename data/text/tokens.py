@@ -24,10 +24,9 @@ from typing import Any, Protocol
 from data.errors import DataError
 from data.text.chat_renderer import ChatRenderer
 from data.text.jinja_template import JinjaTemplate
-from data.text.own_format import own_chat_template
 from data.text.placeholders import Placeholder, as_placeholders, place_texts, resolved
 from data.text.special_text import SpecialText, admit
-from data.text.templates import OwnTemplate, Template
+from data.text.templates import OwnTemplate, Template, own_chat_template
 from data.text.tokenizer_files import files_fingerprint, require_plain_files
 
 ROLES = ("user", "assistant", "system")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.errors import DataError
-from data.records.fields import read_fields
+from data.records.members import read_fields
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 

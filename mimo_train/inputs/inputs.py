@@ -13,7 +13,7 @@ from data.errors import DataError
 from data.index.locations import cache_folder
 from data.media.background import colour_of
 from data.media.bounds import Bounds
-from data.records.fields import NO_FIELDS, Fields, read_fields
+from data.records.members import NO_FIELDS, Fields, read_fields
 from data.samples.frames import Sampling
 from data.storage.url import Place
 from encoders.base import num_tokens, token_grid

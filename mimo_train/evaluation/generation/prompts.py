@@ -16,10 +16,9 @@ from data.media.decode import decode_frames, decode_media
 from data.media.headers import parse_extent
 from data.media.video_headers import parse_video_header_bytes
 from data.records.conversation import MARKERS, Part, Turn, split_markers, with_media
-from data.records.file_references import stray_marker
-from data.records.foreign_markers import with_our_markers
+from data.records.markers import unknown_marker, with_our_markers
 from data.samples.sample_meta import Media
-from data.text.positions import Place, axis_positions
+from data.text.placeholders import Place, axis_positions
 from data.text.tokens import Tokenizer
 from data.text_format import plural
 from mimo_train.config.errors import UserError
@@ -213,7 +212,7 @@ def user_turn(text: str, media: Sequence[Medium]) -> Turn:
     except RecordError as error:
         raise UserError(f"the message{error}") from None
     parts = with_media(text, given)
-    if marker := stray_marker(text, MARKERS):
+    if marker := unknown_marker(text, MARKERS):
         raise UserError(f"the message has {marker}, and no model here takes what it marks: leave it out")
     marked = Counter(part.kind for part in parts)
     if len(given) > 1 and not any(part.kind != "text" for part in split_markers(text)):

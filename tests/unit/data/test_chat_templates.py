@@ -183,7 +183,7 @@ def test_system_texts_and_tools_of_a_record():
     for extra, words in (
         ({"tools": "{"}, "not JSON"),
         ({"tools": ["x"]}, "not a list of objects"),
-        ({"system": "s", "conversations": [{"from": "system", "value": "s"}, *talk["conversations"]]}, "too"),
+        ({"system": "s", "conversations": [{"from": "system", "value": "s"}, *talk["conversations"]]}, "a system turn"),
     ):
         with pytest.raises(RecordError, match=f"k7.*{words}"):
             parse(talk | extra)

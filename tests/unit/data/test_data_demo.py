@@ -294,6 +294,6 @@ def test_the_command_line_imports_no_heavy_package():
 
 
 def test_indexing_needs_no_torch():
-    code = "import sys, data.catalogue.catalogue, data.order, data.tokens, data.records; print('torch' in sys.modules)"
+    code = "import sys, data.index.catalogue, data.order.order, data.text.tokens, data.records.records; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

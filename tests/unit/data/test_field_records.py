@@ -7,7 +7,7 @@ import pytest
 from data.errors import DataError, NotDownloaded, RecordError
 from data.index.catalogue import open_index
 from data.index.shards import find_shards
-from data.records.fields import read_fields
+from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from data.samples.verify import check_sample
 from data.storage.reader import ShardReader

@@ -6,10 +6,9 @@ import pytest
 
 from data.build.columns import MARKED, Columns
 from data.errors import RecordError
-from data.records.conversation import MARKERS, Part
-from data.records.fields import read_fields
+from data.records.conversation import MARKERS, Part, Visual
+from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
-from data.samples.frames import Picture
 
 IMAGE = (
     "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|><|image_pad|>",
@@ -46,7 +45,7 @@ def test_they_are_places_of_media_where_they_stand(kind, marker, form):
         media, kind = {"image": 1}, "image"
         marker = marker.replace("<Video>", "<|video_pad|>")
         raw = json.dumps(record(f"what is {marker}\nthis?", form=form)).encode()
-        found = parse_record(raw, "json", "k", media, pictures=[Picture("0.jpg", 0)]).turns[0].parts
+        found = parse_record(raw, "json", "k", media, visuals=[Visual("0.jpg", 0)]).turns[0].parts
     else:
         found = parts(f"what is {marker}\nthis?", media, form=form)
     assert found == (Part("text", "what is "), Part(kind), Part("text", "this?"))
@@ -99,7 +98,7 @@ def test_what_does_not_fit_the_media_is_an_error(question, answer, media, messag
 
 
 def test_captions_and_named_fields():
-    with pytest.raises(RecordError, match=r"the caption: <\|vision_start\|>.* marks the place of a medium"):
+    with pytest.raises(RecordError, match=r"the caption: <\|vision_start\|>.* marks the place of an image"):
         parse_record(b"<|vision_start|><|image_pad|><|vision_end|>A cat", "txt", "k", {"image": 1})
     fields = read_fields({"question": "json[q]", "answer": "json[a]"})
     raws = {"json": json.dumps({"q": "Is [IMG] red?", "a": "no"}).encode()}

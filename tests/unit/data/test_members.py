@@ -8,8 +8,7 @@ import pytest
 from data.errors import DataError, NothingToLearn, RecordError
 from data.index.catalogue import open_index
 from data.records.conversation import Part
-from data.records.fields import NO_FIELDS, read_fields
-from data.records.members import arrange, named_unread, unread
+from data.records.members import NO_FIELDS, arrange, named_unread, read_fields, unread
 from data.records.records import parse_fields, parse_record
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
@@ -41,13 +40,13 @@ def test_numbered_pictures_are_in_the_order_of_their_numbers_and_named_ones_besi
 def test_members_that_are_not_read_are_named_once_for_each_kind():
     names = ["jpg", "mask.png", "mp4", "avi", "npy", "json", "txt", "meta.json", "xyz", "wav", "noise.wav"]
     assert dict(unread(names)) == {
-        "mask.png": "a picture with a name, beside others without",
+        "mask.png": "an image with a name, next to others without",
         "avi": "video that is not decoded: convert it, video formats are m4v, mkv, mov, mp4, webm",
         "npy": "an array or a file of weights",
-        "txt": "a record beside the one that is read",
-        "meta.json": "a record beside the one that is read",
-        "xyz": "of no kind that is known",
-        "noise.wav": "a clip with a name, beside others without",
+        "txt": "a record next to the one that is read",
+        "meta.json": "a record next to the one that is read",
+        "xyz": "an unknown kind of file",
+        "noise.wav": "audio with a name, next to others without",
     }
     assert named_unread({("a.txt", "x"): 3, ("b.txt", "x"): 1234, ("mp4", "y"): 1}) == [
         "members .a.txt (3), .b.txt (1,234) are not read: x",
@@ -119,7 +118,7 @@ def test_a_marker_that_nothing_takes_is_never_text(marker):
         {"caption": f"{marker} a cat"},
         {"caption": "<image> a cat"},
     ):
-        with pytest.raises(RecordError, match="marks the place of a medium|1 image placeholder|refers to 1 audio"):
+        with pytest.raises(RecordError, match="marks the place of an image|1 image placeholder|refers to 1 audio"):
             parse_record(json.dumps(record).encode(), "json", "k", {"image": 0})
     literal = [{"type": "text", "text": marker}]
     record = {"messages": [{"role": "user", "content": literal}, {"role": "assistant", "content": "a"}]}
@@ -163,7 +162,7 @@ def test_a_text_that_is_named_and_not_there_is_no_null():
         ({"json": "[]"}, r"data.fields.answer: the sample has no json\[a\]\[0\] and no txt$"),
         (
             {"json": "{}", "txt": "So."},
-            r'fields.question: the sample has no json\[q\]; its json has \[\]; where .* question: "json\[q\]\?"',
+            r'fields.question: the sample has no json\[q\]; its json has \[\]. If .* question: "json\[q\]\?"',
         ),
     ):
         with pytest.raises(RecordError, match=said) as raised:
@@ -192,12 +191,12 @@ def test_a_system_text_has_a_place_or_is_refused():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"titel": "txt"}, "titel: is no field of a record"),
-        ({"caption": "txt[a]"}, r"caption: .txt is no JSON"),
+        ({"titel": "txt"}, "titel: is not a field of a record"),
+        ({"caption": "txt[a]"}, r"caption: .txt is not JSON"),
         ({"caption": 3}, "caption: must be the extension of a member"),
-        ({"question": "txt"}, "question: nothing says what is learned"),
-        ({"caption": "txt?"}, "caption: of what is learned one is enough"),
-        ({"caption": "txt", "tools": "json[t]"}, "tools: have a place in conversations or messages only"),
+        ({"question": "txt"}, "question: no field says what is learned"),
+        ({"caption": "txt?"}, "caption: one learned field per sample is enough"),
+        ({"caption": "txt", "tools": "json[t]"}, "tools: require conversations or messages"),
         ({"image": []}, "image: must be the extension"),
     ],
 )

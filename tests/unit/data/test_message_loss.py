@@ -7,7 +7,7 @@ import pytest
 from data.build.samples import checked
 from data.collate import to_sample
 from data.errors import NothingToLearn, RecordError
-from data.records.fields import read_fields
+from data.records.members import read_fields
 from data.records.records import parse_fields
 from data.text.tokens import build_tokenizer
 from tests.unit.data.chat_templates import CHATML, GEMMA, LLAMA, LLAVA, QWEN3, QWEN_VL, TOOLS, marked

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.text.positions import axis_positions
+from data.text.placeholders import axis_positions
 
 PICTURE, CLIP = 50, 51
 

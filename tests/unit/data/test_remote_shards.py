@@ -12,7 +12,7 @@ from data.index.remote_shards import find_remote
 from data.index.shards import find_shards
 from data.pipeline import Batching, Reader, StepLoader
 from data.prefetch import expect_samples, expect_texts
-from data.records.fields import read_fields
+from data.records.members import read_fields
 from data.storage import files, stores
 from data.storage.files import ShardVersion
 from data.storage.reader import RemoteReader, ShardReader

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.records.fields import read_fields
+from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from data.text.placeholders import Placeholder
 from data.text.tokenizer_directory import write_tokenizer

@@ -8,7 +8,7 @@ import pytest
 from data.errors import DataError
 from data.order.sources import Source, found_shards
 from data.pipeline import TextLengths
-from data.records.fields import read_fields
+from data.records.members import read_fields
 from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict
@@ -102,7 +102,7 @@ def test_a_config_names_them_and_every_command_reads_by_them(folders, capsys):
         ("data.validation.x.fields.labell", f"data.validation={wrong}"),
     ):
         faults = load("vlm_digits", ["data.demo=", "data.shards=", given]).faults()
-        assert [fault.key for fault in faults if "is no field of a record" in fault.message] == [key]
+        assert [fault.key for fault in faults if "is not a field of a record" in fault.message] == [key]
 
 
 def test_a_run_continues_with_the_same_samples_only(folders):

@@ -10,7 +10,7 @@ from data.media.bounds import Bounds
 from data.order.order import GlobalOrder
 from data.order.step_plan import Padding, plan_by_length, plan_in_order
 from data.pipeline import Dataset
-from data.records.fields import NO_FIELDS, read_fields
+from data.records.members import NO_FIELDS, read_fields
 from data.samples.sample_batch_meta import SampleTable
 from data.samples.sample_meta import Media
 from data.text.tokens import build_tokenizer

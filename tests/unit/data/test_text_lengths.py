@@ -13,7 +13,7 @@ from data.index import lengths_file
 from data.index.lengths_file import LengthsFile, load_lengths
 from data.index.text_lengths import _count_one
 from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader, TextLengths
-from data.records.fields import NO_FIELDS
+from data.records.members import NO_FIELDS
 from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import OneShard
 from tests.tars import write_tar

@@ -14,7 +14,7 @@ from data.errors import DecodeError, MissingLibrary
 from data.media.bounds import Bounds
 from data.media.video import decode_video
 from data.media.video_headers import parse_video_header_bytes
-from data.records.fields import read_fields
+from data.records.members import read_fields
 from data.samples.frames import Sampling
 from mimo_train.cli import main
 from tests.tars import write_tar
@@ -207,12 +207,12 @@ TYPED = [
     [
         (["mp4"], "q", r"0 video placeholders, but the sample has 1 video member"),
         (["mp4"], "<video><video>q", r"2 video placeholders, but the sample has 1"),
-        (["mp4", "png"], "<image><video>q", r"marks <image>, <video>, and the members are \.mp4, \.png in this order"),
-        (["png"], "<video>q", r"no numbered pictures .* \(its pictures: \.png\)"),
+        (["mp4", "png"], "<image><video>q", r"marks <image>, <video>, but the members are \.mp4, \.png"),
+        (["png"], "<video>q", r"no numbered images .* \(its images: \.png\)"),
         (["0.png", "1.png"], "<video>and<video>q", r"has 2 <video>, but the sample has no video member"),
-        (["0.png", "1.png"], "<image><image><video>q", "no numbered pictures"),
-        ([], "<video>q", r"\(its pictures: none\)"),
-        (["avi"], "<video>q", r"\(its pictures: none\)"),
+        (["0.png", "1.png"], "<image><image><video>q", "no numbered images"),
+        ([], "<video>q", r"\(its images: none\)"),
+        (["avi"], "<video>q", r"\(its images: none\)"),
         (["clip.mp4", "mp4"], "<video><video>q", "2 video placeholder"),
     ],
 )
