@@ -1,4 +1,5 @@
-"""From plain values to dataclasses, by the types of their fields; every value of another type is a fault with its key."""
+"""From plain values to dataclasses, by the types of their fields; every value of another type is a fault with its
+key."""
 
 import dataclasses
 import functools

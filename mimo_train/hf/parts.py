@@ -44,7 +44,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
     """
     parts = []
     for name, module in cfg.modules.items():
-        for part, spec in module.encoder.parts.items():
+        for part, spec in (module.encoder.parts if module.encoder else {}).items():
             folder = getattr(module.encoder, f"{part}_pretrained", "")
             if folder:
                 directory = read_directory(folder, f"modules.{name}.encoder.{part}_pretrained")

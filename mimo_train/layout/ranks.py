@@ -53,6 +53,10 @@ class ModuleLayout:
         width = self.size // self.pp
         return range(self.first_rank + stage * width, self.first_rank + (stage + 1) * width)
 
+    def stage_name(self, stage: int) -> str:
+        """The module and the stage, counted from 1, if there are several."""
+        return f"{self.name}, stage {stage + 1} of {self.pp}" if self.pp > 1 else self.name
+
     def __str__(self) -> str:
         sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return " ".join(sizes + (["sp"] if self.sp else [])) or "one rank"
@@ -120,7 +124,7 @@ class RunLayout:
         for name in self.on_rank(rank):
             module = self.modules[name]
             stage = (rank - module.first_rank) // (module.size // module.pp)
-            kinds.append(f"{name}, stage {stage + 1} of {module.pp}" if module.pp > 1 else name)
+            kinds.append(module.stage_name(stage))
         return " + ".join(kinds)
 
     def _sources_first(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of version 4."""
+"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of version
+4."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -10,16 +10,19 @@ from pathlib import Path
 
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault
-from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults
+from mimo_train.config.user_code import missing_code
+from mimo_train.estimate.parameters import embedding_rows, freeze_patterns, vocabulary_faults
+from mimo_train.hf.llava_limits import why_several
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, Run, config_faults, with_config_faults, with_iters
-from mimo_train.preflight.check import advice, arithmetic, launching, promises, ranks, resuming, samples, work
-from mimo_train.preflight.check.findings import Report, show
-from mimo_train.preflight.check.tokenizer import build_tokenizer
+from mimo_train.preflight.check import advice, resuming, tables
+from mimo_train.preflight.check.data import add_data, build_tokenizer
+from mimo_train.preflight.check.report import Report, show
+from mimo_train.preflight.check.shards import Seen
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """With faults below these keys there is no layout."""
@@ -37,10 +40,10 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
     try:
         cfg = compose.load(config, overrides, without_data=without_data)
     except ConfigError as error:
-        show(Report(faults=_looked_at(with_config_faults(error).faults, without_data)), "", sys.stdout, sys.stderr)
+        show(Report(faults=_without_inputs(with_config_faults(error).faults, without_data)), "", sys.stdout, sys.stderr)
         return 1
     report = check(cfg, without_data=without_data)
-    launching.add_layouts(report, config, overrides, cfg, without_data=without_data)
+    tables.add_layouts(report, config, overrides, cfg, without_data=without_data)
     script = Path("scripts", "train_vlm.sh" if cfg.encoders else "train_gpt.sh")
     # Where mimo-train is installed as a package, there are no scripts.
     start = [str(script)] if script.is_file() else ["mimo-train", "launch", "here"]
@@ -60,30 +63,30 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     Args:
         without_data: leave out tokenizer, weights and shards. The vocabulary is that of the language model's config.
     """
-    report = Report(faults=_looked_at(config_faults(cfg), without_data))
+    report = Report(faults=_without_inputs(config_faults(cfg), without_data))
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
     run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
-    seen, tokenizer, vocab = samples.Seen(), None, None
+    seen, tokenizer, vocab = Seen(), None, None
     if specs_are_sound:
         tokenizer = None if without_data else build_tokenizer(report, cfg)
         vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
         if without_data and cfg.llm.vocab_size:
             vocab = embedding_rows(cfg.llm, cfg.llm.vocab_size)
         report.faults += vocabulary_faults(cfg.llm, tokenizer.text_size) if tokenizer else ()
-        arithmetic.add_modules(report, cfg, layout, vocab)
+        tables.add_modules(report, cfg, layout, vocab)
         if layout:
-            ranks.add_ranks(report, cfg, layout)
-        arithmetic.add_media(report, cfg)
+            tables.add_ranks(report, cfg, layout)
+        tables.add_media(report, cfg)
         if not without_data:
-            seen = samples.add_data(report, cfg, tokenizer)
+            seen = add_data(report, cfg, tokenizer)
         if run and seen.steps is not None:
             run = with_iters(run, seen.steps)
         if run:
-            arithmetic.add_batch(report, run)
-            arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
-            work.add_work(report, run, vocab, seen.media_per_sample)
-    promises.add_promises(report, cfg)
+            tables.add_batch(report, run)
+            tables.add_memory(report, run, vocab, seen.media_per_sample)
+            tables.add_work(report, run, vocab, seen.media_per_sample)
+    _add_remarks(report, cfg)
     mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
     of_data = (seen.fingerprint, tokenizer, mixing)
     resuming.add_run_dir(report, run.cfg if run else cfg, layout, *of_data, without_data=without_data)
@@ -92,8 +95,31 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     return report
 
 
-def _looked_at(faults: list[Fault], without_data: bool) -> list[Fault]:
-    """Faults without those of files that need not be there."""
+def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
+    """Report missing user code, and what only the start of the run can show."""
+    known = {fault.key for fault in report.faults}
+    report.faults += [fault for fault in missing_code(cfg.train) if fault.key not in known]
+    for name, module in cfg.modules.items():
+        until = [entry for entry in module.freeze_until if entry not in PARTS]
+        for key, patterns in (("freeze", freeze_patterns(module)), ("freeze_until", until)):
+            if patterns and f"modules.{name}.{key}" not in known:
+                report.notes.append(
+                    f"modules.{name}.{key}: whether {', '.join(patterns)} match parameters is seen when the model is "
+                    "built, as with --dry-run"
+                )
+    reason = "" if any(key.startswith("modules") for key in known) else why_several(cfg)
+    if reason:
+        several = "an export of this run is a directory for each part, since transformers has no model for all"
+        report.notes.append(f"{several}: {reason}")
+    if cfg.run.device == "cuda" and not advice.has_gpu_driver():
+        report.warnings.append(
+            "run.device is cuda, and this machine has no driver for GPUs: the run starts on others only, here with "
+            "run.device=cpu"
+        )
+
+
+def _without_inputs(faults: list[Fault], without_data: bool) -> list[Fault]:
+    """Leave out faults of files that need not exist, with `without_data`."""
     return [fault for fault in faults if not without_data or fault.key not in INPUT_KEYS]
 
 
@@ -102,7 +128,7 @@ def _any_below(faults: list[Fault], keys: Sequence[str]) -> bool:
 
 
 def _is_of_spec(fault: Fault) -> bool:
-    """Whether a fault says that an encoder, a projector or a language model cannot be built from its sizes."""
+    """True if a fault says that an encoder, a projector or a language model cannot be built from its sizes."""
     parts = fault.key.split(".")
     return parts[0] == "modules" and (
         len(parts) == 1 or (len(parts) > 2 and parts[2] in ("encoder", "projector", "llm"))

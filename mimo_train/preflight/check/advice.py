@@ -7,8 +7,7 @@ from pathlib import Path
 from mimo_train.config.errors import ConfigError
 from mimo_train.estimate.memory import stage_memory
 from mimo_train.layout.run import Run
-from mimo_train.preflight.check.findings import Report
-from mimo_train.preflight.check.promises import DRIVER
+from mimo_train.preflight.check.report import Report
 from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.devices import DEVICES, Device, processor
 from mimo_train.preflight.plan.predict import Prediction
@@ -18,6 +17,10 @@ from mimo_train.preflight.plan.search import Proposal, Request, beside, require_
 WORTH = 0.2
 """Share of a step that another layout must be predicted to save: each of both predictions may be off by a tenth, even
 where rates are measured (benchmarks/planner_demo_cpu2_2026-11-23.md)."""
+DRIVER = Path("/proc/driver/nvidia")
+"""Folder on machines with a driver for NVIDIA GPUs."""
+WINDOWS_GPU = Path("/dev/dxg")
+"""The same on Linux inside Windows."""
 GPU, GPUS_OF_NODE = "h100", 8
 """What `mimo-train plan` assumes where it is told nothing."""
 _SMALL = 0.03
@@ -88,6 +91,11 @@ def _is_for_cpu(run: Run, ranks: int, vocab: int, media: dict[str, float]) -> bo
         return False
     stages = [stage for name in run.cfg.modules for stage in stage_memory(run, name, vocab, media.get(name, 1.0))]
     return sum(stage.memory.total * len(stage.ranks) for stage in stages) <= _memory_of_machine()
+
+
+def has_gpu_driver() -> bool:
+    """True if this machine has a driver for NVIDIA GPUs."""
+    return DRIVER.exists() or WINDOWS_GPU.exists()
 
 
 def _gpus(driver: Path) -> int:

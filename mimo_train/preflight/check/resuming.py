@@ -30,7 +30,7 @@ from mimo_train.hf.parts import pretrained_parts
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.ranks import RunLayout, lay_out
 from mimo_train.layout.run import all_made
-from mimo_train.preflight.check.findings import Report
+from mimo_train.preflight.check.report import Report
 
 
 def add_run_dir(

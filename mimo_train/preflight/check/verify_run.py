@@ -34,7 +34,7 @@ from mimo_train.inputs.inputs import (
     without_split,
 )
 from mimo_train.layout.run import config_faults
-from mimo_train.preflight.check.text_remarks import special_sentence
+from mimo_train.preflight.check.shards import special_sentence
 
 if TYPE_CHECKING:
     from data.samples.protocol import Samples

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 _OWN = tuple(f"{ROOT}/{package}/" for package in ("mimo_train", "encoders", "data"))
 _HERE = f"{Path(__file__).resolve().parent}/"
 _CORE = "/megatron/core/"

@@ -6,7 +6,7 @@ from mimo_train.estimate import activations, memory, parameters
 from mimo_train.estimate.memory import Memory, in_flight
 from mimo_train.estimate.parameters import ParameterCount
 from mimo_train.layout.ranks import pipeline_stages
-from mimo_train.preflight.check.arithmetic import bubble
+from mimo_train.preflight.check.tables import bubble
 from tests.unit.layout.sizes import EXPERTS, SMALL_LAYER, resolved
 
 

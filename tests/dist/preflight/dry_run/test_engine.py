@@ -12,7 +12,7 @@ import pytest
 from tests.dist.preflight.dry_run.engine_runs import DEFAULT, RUNS, WITHIN_OTHERS
 from tests.hang import HANG_SECONDS
 
-ROOT = str(Path(__file__).resolve().parents[3])
+ROOT = str(Path(__file__).resolve().parents[4])
 NAMES = tuple(RUNS) if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT
 
 

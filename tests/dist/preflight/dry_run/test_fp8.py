@@ -11,7 +11,7 @@ import pytest
 
 from tests.hang import HANG_SECONDS
 
-ROOT = str(Path(__file__).resolve().parents[3])
+ROOT = str(Path(__file__).resolve().parents[4])
 
 
 @pytest.fixture(scope="module")

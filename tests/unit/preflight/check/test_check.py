@@ -56,7 +56,7 @@ def test_a_plain_gpt_run(capsys):
 @pytest.mark.parametrize(("config", "script"), [("gpt_tiny", "train_gpt.sh"), ("vlm_digits", "train_vlm.sh")])
 def test_in_a_checkout_a_run_is_started_by_its_script(capsys, config, script):
     """Elsewhere there is none: mimo-train may be installed as a package."""
-    Path("scripts").symlink_to(Path(__file__).parents[3] / "scripts")
+    Path("scripts").symlink_to(Path(__file__).parents[4] / "scripts")
     assert run(capsys, config)[1].splitlines()[-1] == f"no faults; start it with: scripts/{script} {config}"
 
 

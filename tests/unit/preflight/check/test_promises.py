@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mimo_train.preflight.check import check, promises
+from mimo_train.preflight.check import advice, check
 from tests.unit.configs import load
 
 SOURCES = {
@@ -59,8 +59,8 @@ def test_names_that_a_module_makes_are_there_or_not_known():
 
 
 def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(promises, "DRIVER", tmp_path / "none")
-    monkeypatch.setattr(promises, "OF_WINDOWS", tmp_path / "none")
+    monkeypatch.setattr(advice, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(advice, "WINDOWS_GPU", tmp_path / "none")
     frozen = ("modules.language.freeze=[nothing*,llm]", "modules.language.freeze_until={also*: 3}")
     report = check(load("vlm_digits", *frozen, "run.device=cuda"))
     for key, pattern in (("freeze", "nothing*"), ("freeze_until", "also*")):
@@ -68,9 +68,9 @@ def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
         assert any(said in note for note in report.notes)
     (warning,) = report.warnings
     assert warning.startswith("run.device is cuda, and this machine has no driver for GPUs: the run starts on others")
-    for there in ("DRIVER", "OF_WINDOWS"):
+    for there in ("DRIVER", "WINDOWS_GPU"):
         with monkeypatch.context() as patch:
-            patch.setattr(promises, there, tmp_path)
+            patch.setattr(advice, there, tmp_path)
             assert check(load("vlm_digits", "run.device=cuda")).warnings == []
 
 

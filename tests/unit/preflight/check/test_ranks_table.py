@@ -1,8 +1,8 @@
 """The table of ranks that `mimo-train check` prints."""
 
 from mimo_train.layout.run import resolve
-from mimo_train.preflight.check.findings import Report
-from mimo_train.preflight.check.ranks import add_ranks
+from mimo_train.preflight.check.report import Report
+from mimo_train.preflight.check.tables import add_ranks
 from tests.unit.layout.test_layout import arranged
 
 

@@ -88,7 +88,7 @@ def test_what_is_trained_is_what_the_page_says(name):
     assert set(LAYOUT_OF_ROW.findall(row)) == set(layouts_of(name).values()) or row.endswith("| the same |")
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[4] / "docs" / "recipes.md"
 LAYOUT_OF_ROW = re.compile(r"`(pictures_\w+)`")
 
 
@@ -106,7 +106,7 @@ def test_the_command_needs_neither_data_nor_torch(tmp_path):
         "    assert main(['check', f'recipes/{name}', '--without-data']) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
-    path = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    path = {"PYTHONPATH": str(Path(__file__).parents[4])}
     done = subprocess.run(
         [sys.executable, "-c", code, *NAMES],
         cwd=tmp_path,

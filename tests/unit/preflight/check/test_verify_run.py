@@ -18,7 +18,7 @@ def test_what_a_run_would_refuse_is_bad_though_every_file_is_whole(capsys):
     path = shard(Path("a.tar"), *members)
     assert main(["shards", "verify", "a.tar"]) == 0
     capsys.readouterr()
-    bounds = {"data.media.bounds.record_bytes": "110", "data.validation_shards": "a.tar"}
+    bounds = {"data.bounds.record_bytes": "110", "data.validation_shards": "a.tar"}
     code, lines, err = verify(capsys, *on(path, **bounds), "--workers", "2")
     assert code == 1
     bad = "bad: a.tar: key 0100: member .json: its bytes are"
@@ -34,7 +34,7 @@ def test_what_a_run_would_refuse_is_bad_though_every_file_is_whole(capsys):
 def test_a_reason_with_numbers_of_other_lengths_is_counted_as_one(capsys):
     members = [("0100.json", record("why? " * 20)), ("0101.json", record("why? " * 300))]
     path = shard(Path("a.tar"), *sound(3), *members)
-    _, lines, _ = verify(capsys, *on(path, **{"data.media.bounds.record_bytes": "110"}), "--workers", "1")
+    _, lines, _ = verify(capsys, *on(path, **{"data.bounds.record_bytes": "110"}), "--workers", "1")
     assert sum(line.startswith("  2 x member .json: its bytes are #") for line in lines) == 1
 
 

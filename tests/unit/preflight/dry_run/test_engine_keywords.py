@@ -11,7 +11,7 @@ import torch
 from mimo_train.preflight.dry_run import fake_engine, fake_fp8
 from mimo_train.preflight.dry_run import fake_engine_layers as layers
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 LINEAR = """in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker
     rng_tracker_name init_method bias return_bias params_dtype parallel_mode parameters_split device ub_overlap_ag

@@ -1,21 +1,26 @@
-"""Tables derived from the config alone: parameters, memory, batch, pipeline, tokens per picture."""
+"""Tables that follow from the config alone: parameters, ranks, memory, work, batch, tokens of media,
+`launch.layouts`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from data.text_format import plural
 from encoders.plain.spec import PlainSpec
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.estimate import memory
-from mimo_train.estimate.memory import GIB, Memory, StageMemory
+from mimo_train.estimate.memory import GIB, Memory, rank_memory, stage_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
+from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import described
-from mimo_train.layout.placement import span_text
-from mimo_train.layout.ranks import RunLayout, pipeline_stages
+from mimo_train.layout.placement import Edge, moved_for_nodes, span_text
+from mimo_train.layout.ranks import RunLayout, lay_out, pipeline_stages
 from mimo_train.layout.run import Run, warm_up_warnings
-from mimo_train.preflight.check.findings import Report, Table
+from mimo_train.preflight.check.report import Report, Table
+from mimo_train.preflight.plan.work import module_work
 
 IMBALANCE = 2.0
 """Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
@@ -33,7 +38,7 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
             notes.append(f"* patterns of modules.{name}.freeze ({', '.join(patterns)}) are not counted as frozen")
         where = (str(layout.modules[name]), _span(layout, layout.modules[name].ranks)) if layout else ("at fault", "")
         mark = "*" if patterns else ""
-        rows.append((name, _describe(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))
+        rows.append((name, _module_text(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))
     if len(rows) > 1:
         rows.append(("all", "", "", "", f"{totals.total:,}", f"{totals.trainable:,}"))
     if vocab is None:
@@ -46,20 +51,21 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
     """Estimated memory of each pipeline stage of each module, and of the fullest rank."""
     cfg, layout = run.cfg, run.layout
     stages = [
-        stage
-        for name in cfg.modules
-        for stage in memory.stage_memory(run, name, vocab or 0, media_per_sample.get(name, 1.0))
+        stage for name in cfg.modules for stage in stage_memory(run, name, vocab or 0, media_per_sample.get(name, 1.0))
     ]
-    rows = [(_stage_name(stage, layout), _span(layout, stage.ranks), *_gib(stage.memory)) for stage in stages]
-    ranks = memory.rank_memory(stages)
+    rows = [
+        (layout.modules[stage.module].stage_name(stage.stage), _span(layout, stage.ranks), *_gib(stage.memory))
+        for stage in stages
+    ]
+    ranks = rank_memory(stages)
     fullest = max(ranks, key=lambda rank: ranks[rank].total)
     emptiest = min(ranks, key=lambda rank: ranks[rank].total)
     if any(len(layout.on_rank(rank)) > 1 for rank in ranks):
         rows.append(("the fullest rank", f"{layout.processes[fullest]}", *_gib(ranks[fullest])))
-    own = [f"{module.recompute} of {name}" for name, module in cfg.modules.items() if module.recompute]
+    recompute = [f"{module.recompute} of {name}" for name, module in cfg.modules.items() if module.recompute]
     notes = [
         f"an estimate, without workspaces, buffers of NCCL and the CUDA context; {cfg.train.precision}, "
-        f"recompute {', '.join([cfg.train.recompute, *own])}"
+        f"recompute {', '.join([cfg.train.recompute, *recompute])}"
     ]
     if in_fp8 := described(cfg):
         notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
@@ -83,7 +89,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
 
 
 def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:
-    """What a microbatch is where samples are packed."""
+    """Rows for microbatches of packed samples."""
     length, replicas = pack_length(cfg), layout.language.dp
     most = -(-cfg.train.global_batch_size * cfg.data.sequence_length // (length * replicas))
     return [
@@ -165,12 +171,12 @@ def add_media(report: Report, cfg: ConfigContainer) -> None:
 
 
 def _processes(layout: RunLayout) -> str:
-    """How many, and how many of the launcher's are idle below the last."""
+    """The number of processes, and of idle ones of the launcher below the last."""
     idle = layout.processes[-1] + 1 - layout.world_size
     return f"{layout.world_size}" + (f", and {idle} idle" if idle else "")
 
 
-def _describe(module: ModuleConfig) -> str:
+def _module_text(module: ModuleConfig) -> str:
     if module.llm is not None:
         llm = module.llm
         heads = plural(llm.num_attention_heads, "head")
@@ -190,11 +196,6 @@ def _describe(module: ModuleConfig) -> str:
     return f"{encoder.name}: {sizes}; {joined}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 
 
-def _stage_name(stage: StageMemory, layout: RunLayout) -> str:
-    pp = layout.modules[stage.module].pp
-    return f"{stage.module}, stage {stage.stage + 1} of {pp}" if pp > 1 else stage.module
-
-
 def _gib(memory: Memory) -> tuple[str, ...]:
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.work, memory.total)
     return tuple(f"{part / GIB:.3f}" for part in parts)
@@ -210,3 +211,125 @@ def bubble(run: Run) -> float:
     of the time without the bubble."""
     stages, chunks = pipeline_stages(run.layout), run.layout.language.vpp * run.batch.num_microbatches
     return (stages - 1) / (chunks + stages - 1)
+
+
+def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
+    """One row per range of equal ranks; ranks are the launcher's, idle ones included."""
+    node = cfg.placement.ranks_per_node
+    rows = []
+    for here, span in _spans(layout):
+        where = (span_text(range(span[0] // node, span[-1] // node + 1)),) if node else ()
+        rows.append((span_text(span), *where, here))
+    notes = [_route(layout, edge) for edge in layout.edges]
+    moved = moved_for_nodes(cfg)
+    if moved:
+        notes.append(moved)
+    if not node and any(module.tp > 1 for module in layout.modules.values()):
+        notes.append(
+            "on one node; with several, placement.ranks_per_node shows here what the launcher's nodes will change"
+        )
+    header = ("ranks", *(("nodes",) if node else ()), "modules")
+    report.tables.append(Table("Ranks", header, rows, notes))
+
+
+def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
+    """Ranges of processes with equal contents, and these contents."""
+    here: dict[int, list[str]] = {process: [] for process in range(layout.processes[-1] + 1)}
+    for module in layout.modules.values():
+        for stage in range(module.pp):
+            title = module.stage_name(stage)
+            for process in layout.processes_of(module.stage_ranks(stage)):
+                here[process].append(title)
+    for titles, processes in groupby(here, lambda process: here[process]):
+        numbers = [*processes]
+        yield " + ".join(titles) or "idle", range(numbers[0], numbers[-1] + 1)
+
+
+def _route(layout: RunLayout, edge: Edge) -> str:
+    """The route of features along an edge, as a sentence."""
+    source, destination = layout.modules[edge.source], layout.modules[edge.destination]
+    taking = span_text(layout.processes_of(destination.stage_ranks(0)))
+    if edge.is_shared:
+        stage = replace(destination, pp=1, ep=1, etp=1, sp=False)
+        same = (source.tp, source.dp) == (stage.tp, stage.dp)
+        dealt = "stay where they are" if same else f"are redistributed, from {replace(source, sp=False)} to {stage}"
+        return f"features of {source.name} {dealt}: it is on the first ranks of {destination.name} ({taking})"
+    giving = span_text(layout.processes_of(source.stage_ranks(source.pp - 1)))
+    return f"features of {source.name} are sent from ranks {giving} to {taking}"
+
+
+_UNITS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (0.0, "FLOP"))
+
+
+def flops_of_ranks(run: Run, vocab: int, media_per_sample: dict[str, float]) -> dict[range, dict[str, float]]:
+    """FLOPs of one rank in a step, with recomputation: ranks with equal work -> module and stage, as
+    `RunLayout.kind_of` names them -> FLOPs.
+
+    Counts every row as full, every media item as the largest, and as trained what is trained at the end of the run.
+    Ranks of tp, cp and ep share the work of their replica evenly.
+
+    Args:
+        vocab: rows of the embedding.
+        media_per_sample: pictures or clips in a sample, by encoder; 1 of those that are not named.
+    """
+    flops_of: dict[range, dict[str, float]] = {}
+    for name, module in run.layout.modules.items():
+        work = module_work(run.cfg, name, vocab, media_per_sample.get(name, 1.0))
+        samples = run.batch.global_batch_size / (module.dp * module.tp * module.cp)
+        for stage in range(module.pp):
+            title = module.stage_name(stage)
+            flops = samples * work.of_stage(stage, module.pp, module.vpp).total
+            flops_of.setdefault(module.stage_ranks(stage), {})[title] = flops
+    return flops_of
+
+
+def add_work(report: Report, run: Run, vocab: int | None, media_per_sample: dict[str, float]) -> None:
+    """One row per kind of rank. `vocab`: None if it is not known."""
+    flops_of = flops_of_ranks(run, vocab or 0, media_per_sample)
+    most = max(sum(modules.values()) for modules in flops_of.values())
+    rows = []
+    for ranks, modules in sorted(flops_of.items(), key=lambda item: item[0].start):
+        total = sum(modules.values())
+        several = len(modules) > 1 and total  # 0 if the first samples have no media
+        parts = [f"{name} ({part / total:.0%})" if several else name for name, part in modules.items()]
+        rows.append((" + ".join(parts), _span(run.layout, ranks), flops_text(total), f"{total / most:.0%}"))
+    notes = ["forward, backward and what is recomputed, every row full; ranks with less than the busiest wait for it"]
+    if vocab is None:
+        notes.append(f"without the output layer of {LANGUAGE}: the size of the vocabulary is not known")
+    header = ("modules", "ranks", "a step", "of the busiest")
+    report.tables.append(Table("Work of a rank (FLOPs)", header, rows, notes, left=2))
+
+
+def flops_text(flops: float) -> str:
+    """Return text such as 350 MFLOP or 1,250 PFLOP."""
+    size, unit = next(one for one in _UNITS if flops >= one[0])
+    number = flops / (size or 1.0)
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+
+
+def add_layouts(
+    report: Report, config: str, overrides: Sequence[str], cfg: ConfigContainer, *, without_data: bool
+) -> None:
+    """A table of the layouts by their nodes, with the faults of each.
+
+    Args:
+        config, overrides: that `cfg` was loaded from.
+    """
+    if any(fault.key.startswith("launch.") for fault in report.faults):
+        return
+    rows, known = [], [*report.faults]
+    for nodes in sorted(cfg.launch.layouts):
+        key = f"launch.layouts.{nodes}"
+        try:
+            changed = launch_of(config, overrides, nodes, {}, without_data=without_data).cfg
+            per_node = processes_per_node(changed, nodes, without_data=without_data)
+        except ConfigError as error:
+            own = [fault for fault in error.faults if fault not in known]  # and not those of every layout
+            report.faults += [fault if fault.key == key else Fault(key, str(fault)) for fault in own]
+        except UserError as error:
+            report.faults.append(Fault(key, str(error)))
+        else:
+            modules = ", ".join(f"{name} ({sizes})" for name, sizes in lay_out(changed).modules.items())
+            rows.append((str(nodes), str(per_node), str(changed.train.micro_batch_size), modules))
+    if rows:
+        report.tables.append(Table("layouts by nodes", ("nodes", "processes each", "micro batch", "modules"), rows))
