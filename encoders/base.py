@@ -1,4 +1,4 @@
-"""The interface of the specs of all encoder families, and the arithmetic of layers. Imports no torch."""
+"""The interface of the specs of all encoder families, and the arithmetic of layers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

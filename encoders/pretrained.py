@@ -1,4 +1,4 @@
-"""What the readers of pretrained encoders share: values of `transformers`' config files. Imports no torch."""
+"""What the readers of pretrained encoders share: values of `transformers`' config files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -20,7 +20,7 @@ from encoders.native.qwen3_vit.spec import Qwen3VitSpec
 from encoders.native.qwen_audio.spec import QwenAudioSpec
 from encoders.native.qwen_vit.spec import QwenVitSpec
 from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
-from encoders.native.vit.spec import VisionSpec
+from encoders.native.vit.picture import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.plain.spec import PlainSpec
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
@@ -50,13 +50,12 @@ class Family:
 
     readers: Mapping[str, str] = field(default_factory=dict)
     """What reads the directory of a pretrained model, by `model_type` of its config.json: `module:function` of
-    (config, preprocessor's config) -> values of the spec's fields. Imports no torch."""
+    (config, preprocessor's config) -> values of the spec's fields."""
     weights: str = ""
-    """`module:function` of a spec -> its `WeightMap`, with our names as in the builder's class. Imports no torch."""
+    """`module:function` of a spec -> its `WeightMap`, with our names as in the builder's class."""
 
     writer: str = ""
-    """`module:function` of a spec -> how `transformers` has an encoder that was made here (`Published`). Imports no
-    torch."""
+    """`module:function` of a spec -> how `transformers` has an encoder that was made here (`Published`)."""
 
     @property
     def is_plain(self) -> bool:
@@ -312,7 +311,7 @@ def _why_no_spec(found: Any) -> str:
         )
     if not issubclass(found, EncoderSpec):
         return (
-            "is no encoder's spec: derive it from encoders.plain.spec.PictureSpec or ClipSpec (a plain torch module) or "
+            "is no encoder's spec: derive it from encoders.plain.spec.PictureSpec or ClipSpec (plain torch), or "
             "from a spec in encoders.native"
         )
     missing = sorted(getattr(found, "__abstractmethods__", frozenset()) | {"name", "family"} - fields)

@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.base import LayeredSpec
-from encoders.copies import to_device
 
 Size = tuple[int, int]
 """Of one medium as the encoder gets it: (height, width), or (samples, samples per second)."""
@@ -217,3 +216,11 @@ def by_size(sizes: Sequence[Size]) -> dict[Size, list[int]]:
 def stacked(media: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """Media of one size as one tensor."""
     return media if isinstance(media, torch.Tensor) else torch.stack(list(media))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`. From memory that is not pinned the host would wait for the copy, behind all
+    that is queued on the device."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,5 +1,5 @@
 """How the parameters of a model are made of the tensors of a directory that `transformers` saves, as data that is read
-both ways. Imports no torch.
+both ways.
 
 A rule says of which rows of which tensors one of our parameters consists. A row is an entry of the first dimension, so
 that a rule holds for weights and biases alike. Tensor parallelism cuts ranges of rows or of columns, so that each rank

@@ -41,10 +41,10 @@ class DiskCalls:
 
     def install(self, exchange: Callable | None = None) -> "DiskCalls":
         """For this process; `exchange` instead of that of two names."""
-        from mimo_train.checkpoint.format import durable
+        from mimo_train.checkpoint.format import files
 
-        durable.os = self
-        durable._exchange = self.counted(exchange or durable._exchange)
+        files.os = self
+        files._exchange = self.counted(exchange or files._exchange)
         return self
 
 

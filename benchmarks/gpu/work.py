@@ -68,7 +68,7 @@ def quick_weights(device: str):
     def drawn(block: torch.Tensor, std: float, seed: int, row: int = 0, column: int = 0) -> None:
         block.copy_(torch.empty(block.shape, dtype=block.dtype, device=device).normal_(0.0, std))
 
-    with patch("encoders.normal.fill", drawn):
+    with patch("encoders.initial_weights.fill", drawn):
         yield
 
 

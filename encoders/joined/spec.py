@@ -1,4 +1,4 @@
-"""Two encoders of the same pictures, and the arithmetic derived from them. Imports no torch."""
+"""Two encoders of the same pictures, and the arithmetic derived from them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Specs of encoders that are plain torch modules: the base classes of a user's own. Imports no torch."""
+"""Specs of encoders that are plain torch modules: the base classes of a user's own."""
 
 import math
 from abc import abstractmethod

@@ -1,6 +1,11 @@
-"""Joining neighbouring patches into one token (pixel shuffle), so that a picture takes fewer tokens."""
+"""Merge neighbouring patches into one token (pixel shuffle), and arrange the features of tiles as lines."""
+
+from collections.abc import Sequence
 
 import torch
+
+from encoders.native.vit.positions import interpolate
+from encoders.native.vit.tiles import Tiling
 
 
 def merge_patches(features_NPH: torch.Tensor, rows: int, columns: int, merge: int) -> torch.Tensor:
@@ -18,3 +23,34 @@ def merge_patches(features_NPH: torch.Tensor, rows: int, columns: int, merge: in
     pictures, _, hidden = features_NPH.shape
     squares = features_NPH.reshape(pictures, rows // merge, merge, columns // merge, merge, hidden)
     return squares.permute(0, 1, 3, 2, 4, 5).reshape(pictures, -1, merge * merge * hidden)
+
+
+def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: torch.Tensor) -> torch.Tensor:
+    """
+    Args:
+        features: of one picture after the other: of its tile as a whole, then of its other tiles, row by row, each
+            [side^2, H], [rows, H].
+        tilings: of each picture.
+        newline: the row behind a line, [H].
+
+    Returns:
+        [sum of `Tiling.tokens`, H], in the order of the pictures.
+    """
+    pictures = features.split([one.tiles * one.side**2 for one in tilings])
+    newline = newline.to(features.dtype)
+    return torch.cat([_one(rows, tiling, newline) for rows, tiling in zip(pictures, tilings, strict=True)])
+
+
+def _one(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Tensor:
+    whole, tiles = rows.split([tiling.side**2, len(rows) - tiling.side**2])
+    if not tiling.rows:
+        return torch.cat([whole, newline[None]])
+    canvas = tiles.view(tiling.rows, tiling.columns, tiling.side, tiling.side, -1).transpose(1, 2)
+    canvas_RCH = canvas.reshape(tiling.rows * tiling.side, tiling.columns * tiling.side, -1)
+    inner = tiling.inner
+    lines_RCH = canvas_RCH[tiling.top : tiling.top + inner[0], tiling.left : tiling.left + inner[1]]
+    if tiling.pooled:
+        # By a matrix for each axis: torch's own has a gradient that differs from run to run on CUDA.
+        lines_RCH = interpolate(lines_RCH, *tiling.pooled, "bilinear")
+    ends = newline.expand(len(lines_RCH), 1, -1)
+    return torch.cat([whole, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])

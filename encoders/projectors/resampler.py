@@ -13,7 +13,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.drawing import drawn
+from encoders.initial_weights import drawn
 
 
 class PerceiverResampler(MegatronModule):

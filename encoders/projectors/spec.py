@@ -1,4 +1,4 @@
-"""Sizes of a projector, and the arithmetic derived from them. Imports no torch."""
+"""Sizes of a projector, and the arithmetic derived from them."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Projectors by the names that connectors of published models have in `transformers`, as data. Imports no torch."""
+"""Projectors by the names that connectors of published models have in `transformers`, as data."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a directory of `transformers` says: sizes of the model, constants of its preprocessing. Imports no torch.
+"""What a directory of `transformers` says: sizes of the model, constants of its preprocessing.
 
 A `config.json` of transformers leaves out what is the default of its class: `KNOWN` has these, for the models whose
 number of tokens follows from them.

@@ -1,4 +1,4 @@
-"""Sizes of a model of `transformers`, read from its directory when the config is composed. Imports no torch."""
+"""Sizes of a model of `transformers`, read from its directory when the config is composed."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field

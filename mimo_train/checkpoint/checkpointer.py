@@ -10,14 +10,12 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folder_changes, folders
-from mimo_train.checkpoint.contents import Fingerprints, Repeatable, Stateful, Sums
+from mimo_train.checkpoint.background_save import Demand, InFlight, Snapshot, lacking
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.load_modules import Loaded, load_modules
-from mimo_train.checkpoint.local_shards import Held, held_tensors
-from mimo_train.checkpoint.resume.chosen import chosen_by_first
+from mimo_train.checkpoint.local_shards import Fingerprints, Held, Repeatable, Stateful, Sums, held_tensors
+from mimo_train.checkpoint.resume.choose import SetAside, chosen_by_first, newest_that_loads
 from mimo_train.checkpoint.resume.config_diff import BEGAN, began_with, begun_with
-from mimo_train.checkpoint.resume.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.resume.same_run import (
     begun_otherwise,
     continued_otherwise,
@@ -25,7 +23,6 @@ from mimo_train.checkpoint.resume.same_run import (
     resume_faults,
     weights_faults,
 )
-from mimo_train.checkpoint.snapshot import Demand, Snapshot, lacking
 from mimo_train.checkpoint.store import (
     Target,
     begin_save,

@@ -3,10 +3,10 @@
 from typing import Any, cast
 
 from data.storage.url import Place
+from mimo_train.checkpoint.folder_changes import why_full
 from mimo_train.checkpoint.folders import key_of
 from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.write import NotFinite
-from mimo_train.checkpoint.full_disk import why_full
 from mimo_train.config.errors import PeersError, UserError
 from mimo_train.parallel.collective_errors import agreed
 

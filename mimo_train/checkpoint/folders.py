@@ -1,5 +1,4 @@
-"""Folders of checkpoints: their names, which are complete, the newest one, their records; all of it only looks
-(`folder_changes` makes, renames and removes them). Imports no torch.
+"""Checkpoint folders, read only: names, which are complete, the newest, the base of one with trained weights only.
 
 They are on file systems or in object storage (`object_folders`): a `run_dir` is the folder or URL in which the folder
 `checkpoints` is, `run.dir` or `checkpoint.dir`.
@@ -21,11 +20,11 @@ from mimo_train.checkpoint.damage import (
     damage_named,
     damaged,
     failure_named,
+    require_own_format,
     unreadable,
 )
 from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
-from mimo_train.checkpoint.other_formats import require_own_format
 from mimo_train.config.errors import UserError
 
 RECORD = "run.json"
@@ -295,3 +294,28 @@ def require_seen(folder: Place, key: str) -> None:
 def key_of(run_dir: Place) -> str:
     """The config key that a folder of checkpoints is of."""
     return "checkpoint.dir" if isinstance(run_dir, Url) else "run.dir"
+
+
+def base_of(folder: Place, given: str = "") -> Place | None:
+    """The checkpoint with the weights that the checkpoint in `folder` leaves out; None if it has all of them, or its
+    run began with those of its seed.
+
+    Args:
+        given: `checkpoint.weights` of this run, used instead of that of the run that has written it.
+
+    Raises:
+        UserError: it is not there any more.
+    """
+    record = read_record(folder, "config")
+    if LEFT_OUT not in record:
+        return None
+    weights = given or record["config"]["checkpoint"]["weights"]
+    if not weights:
+        return None
+    found = in_folder(place_of(weights), "checkpoint.weights")
+    if found.resolve() == folder.resolve():
+        raise UserError(
+            f"checkpoint.weights: {found} has trained weights only, and cannot be its own base: give the weights that "
+            "its run began with"
+        )
+    return found

@@ -1,20 +1,24 @@
-"""What a checkpoint of trained weights alone leaves out: found, known again by a fingerprint, and rebuilt.
+"""The frozen weights that a checkpoint with `checkpoint.trained_only` leaves out: find, compare and rebuild them.
 
 With `checkpoint.trained_only` a checkpoint has no weights that its run never trains. A run that continues from it gets
 these as the first run did, from its `checkpoint.weights` or from its seed, and compares fingerprints.
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from data.errors import DataError
 from data.storage.url import Place
+from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.local_shards import Held
 from mimo_train.config.errors import UserError
+from mimo_train.layout.run import Run
 from mimo_train.models.seeds import seed_for
 
 _CHUNK = 1 << 22
@@ -114,3 +118,30 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         numbers = (numbers ^ (numbers >> shift)) * factor
     return numbers ^ (numbers >> 31)
+
+
+_LOOKED_AT = 16
+"""Checkpoints that are looked at: each is one that `checkpoint.resume=auto` may fall back to."""
+
+
+def loads_every_weight(run: Run) -> bool:
+    """Whether this start continues from a checkpoint with every weight of the model, as rank 0 finds it. Collective.
+
+    Where it is not sure, because a record cannot be read, or there are too many, the answer is no.
+    """
+    box = [False]
+    if dist.get_rank() == 0:
+        with suppress(UserError, DataError, OSError):  # `Checkpointer.resume` says it, on every rank
+            box = [_all_are_whole(run)]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _all_are_whole(run: Run) -> bool:
+    resume = run.cfg.checkpoint.resume
+    if resume == "auto":
+        found = folders.newest_first(run.checkpoints)
+    else:
+        chosen = folders.chosen(run.checkpoints, resume)
+        found = [] if chosen is None else [chosen]
+    return 0 < len(found) <= _LOOKED_AT and all(LEFT_OUT not in folders.read_record(folder) for folder in found)

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and whether it is whole: for people, without ranks. Imports no torch."""
+"""What is in a folder of checkpoints, and whether it is whole: for people, without ranks."""
 
 from collections.abc import Collection
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be loaded: it is complete, and it holds what the model asks for.
+"""Check that a checkpoint is complete and holds what the model needs, and read its weights into local shards.
 
 Every rank comes to the same answer before any of it is loaded, so that none is left waiting for one that has ended.
 What its files hold is compared with their hashes as it is read.
@@ -7,6 +7,7 @@ What its files hold is compared with their hashes as it is read.
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from data.storage.url import Place
@@ -14,7 +15,8 @@ from data.text_format import listed
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
-from mimo_train.checkpoint.format.read import Reader
+from mimo_train.checkpoint.format.read import Reader, Wanted
+from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.local_shards import MOMENTS, Held
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
@@ -114,3 +116,30 @@ def _complaint(key: Key, asked: Held, reader: Reader) -> str:
         return "is not in it" if key.state == WEIGHT else f"has no {key.state} in it"
     was, now = reader.index.shape(key), asked.boxes[0][1].shape
     return "" if was == now else f"has shape {was} there and {now} here"
+
+
+def fill_weights(reader: Reader, wanted: Iterable[tuple[Held, Key]]) -> None:
+    """Read tensors, each by the name that it has in the checkpoint.
+
+    Raises:
+        Damage: a block that is needed is damaged.
+    """
+    fill(
+        reader,
+        [
+            (key, span, one.tensor.detach().view(-1)[first:last])
+            for one, key in wanted
+            for first, last, span in one.spans(0, one.tensor.numel())
+        ],
+    )
+
+
+def fill(reader: Reader, targets: list[tuple[Key, Span, torch.Tensor]]) -> None:
+    """Read spans into tensors of any device, [span.numel] each; errors as of `fill_weights`."""
+    staged = [
+        (into, into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")) for *_, into in targets
+    ]
+    reader.fill(Wanted(key, span, here) for (key, span, _), (_, here) in zip(targets, staged, strict=True))
+    for into, here in staged:
+        if into is not here:
+            into.copy_(here)

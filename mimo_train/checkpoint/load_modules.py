@@ -18,11 +18,10 @@ from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.integrity import opened, told
+from mimo_train.checkpoint.integrity import fill_weights, opened, told
 from mimo_train.checkpoint.local_shards import Held, held_tensors
-from mimo_train.checkpoint.resume.chosen import chosen_by_first
+from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.checkpoint.resume.same_run import module_faults
-from mimo_train.checkpoint.weights import fill_weights
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.parts import PARTS, is_adapter
 from mimo_train.config.schema import ConfigContainer

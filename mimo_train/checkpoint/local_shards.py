@@ -1,11 +1,10 @@
-"""What this rank holds of a run: parameters and buffers by module and name, as boxes of the whole tensors, and the
-optimizer's values for them."""
+"""This rank's shards of parameters, buffers and optimizer state, and the other contents of a checkpoint."""
 
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -15,6 +14,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from data.pipeline import Samples
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.config.errors import UserError
@@ -164,3 +164,56 @@ def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
     if isinstance(optimizer, DistributedOptimizer):
         return {id(parameter) for buffer in optimizer.buffers for parameter in buffer.param_index_map}
     return {id(parameter) for parameter in _parameters(optimizer)}
+
+
+class Stateful(Protocol):
+    """Plain numbers that a checkpoint holds."""
+
+    step: int
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class Sums(Protocol):
+    """What the log has summed since its last line, for example `mimo_train.training.log.StepLog`."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """On the rank that writes the log; None on others."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Repeatable(Protocol):
+    """State of a step that may have to be repeated, for example `mimo_train.debug.rerun.Rerun`."""
+
+    def state_dict(self, data: Any) -> dict[str, Any] | None: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """What a run reads, as far as a checkpoint depends on it."""
+
+    data: str
+    """Of the training shards; a checkpoint of others is refused."""
+    text: str
+    """Of tokenizer, chat template and placeholders, likewise."""
+    vocabulary: str
+    """Of the tokenizer's vocabulary; weights that were trained with another one are refused."""
+
+    data_size: tuple[int, int] | None = None
+    """(shards, samples) of the training data, so that it can be said how others differ."""
+
+    @classmethod
+    def of(cls, dataset: Samples, vocabulary: str) -> "Fingerprints":
+        """Those of a run's training samples."""
+        size = (len(dataset.shards), sum(dataset.source_sizes))
+        return cls(dataset.fingerprint, dataset.text_fingerprint, vocabulary, size)
+
+    def record(self) -> dict[str, Any]:
+        """As a checkpoint's record has them."""
+        names = {"data": self.data, "text": self.text, "vocabulary": self.vocabulary}
+        return {f"{name}_fingerprint": value for name, value in names.items()} | {"data_size": self.data_size}

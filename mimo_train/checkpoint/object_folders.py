@@ -1,4 +1,4 @@
-"""Folders of checkpoints in object storage: what stands for the names that folders of files have. Imports no torch.
+"""Folders of checkpoints in object storage: what stands for the names that folders of files have.
 
 Nothing can be renamed there, so that a checkpoint has its final place from the start. It is one when its marker is
 there, as everywhere. Beside it, a mark says what another name says of a folder of files:
@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 from data.storage.stores import store_of
 from data.storage.url import ObjectMeta, Url
-from mimo_train.checkpoint.format.durable import PARTIAL
-from mimo_train.checkpoint.format.files import COMPLETE, objects_in
+from mimo_train.checkpoint.format.files import COMPLETE, PARTIAL, objects_in
 
 DAMAGED = "DAMAGED"
 STEP = re.compile(r"step_(\d{8})(?:\.(\d{3}))?")

@@ -19,10 +19,10 @@ from megatron.core.utils import unwrap_model
 
 from data.storage.url import Place
 from mimo_train.checkpoint import folder_changes, folders
-from mimo_train.checkpoint.base import base_of
+from mimo_train.checkpoint.background_save import InFlight, Job, Snapshot
 from mimo_train.checkpoint.damage import damage_named, damaged
 from mimo_train.checkpoint.failed_save import raise_together
-from mimo_train.checkpoint.folders import LEFT_OUT
+from mimo_train.checkpoint.folders import LEFT_OUT, base_of
 from mimo_train.checkpoint.format.files import of_rank
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.plain import pack, unpack
@@ -30,12 +30,9 @@ from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen, require_same
-from mimo_train.checkpoint.in_flight import InFlight, Job
-from mimo_train.checkpoint.integrity import opened, require_held, require_taken
+from mimo_train.checkpoint.integrity import fill, opened, require_held, require_taken
 from mimo_train.checkpoint.local_shards import Held, Updated, held_tensors, trained_parameters, updated_ranges
-from mimo_train.checkpoint.resume.chosen import chosen_by_first
-from mimo_train.checkpoint.snapshot import Snapshot
-from mimo_train.checkpoint.weights import fill
+from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.config.compose import to_dict
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import is_adapter

@@ -69,7 +69,7 @@ def main(
     """
     from data.storage.url import place_of
     from mimo_train.checkpoint import folders
-    from mimo_train.checkpoint.resume.recorded_config import recorded_config
+    from mimo_train.checkpoint.resume.same_run import recorded_config
     from mimo_train.hf.directory import new_directory
     from mimo_train.launch.library_log import adopt_torch, divert_of
 

@@ -1,21 +1,25 @@
-"""Adapters of a run, and where `transformers` has the layers that they are beside."""
+"""Export adapters to PEFT, and find the linear layers in transformers' models that they belong to."""
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mimo_train.config.parts import is_adapter
+from encoders.weight_map import Rule, Spelling, WeightMap, spelt
+from mimo_train.config.errors import UserError
+from mimo_train.config.parts import LANGUAGE, is_adapter
+from mimo_train.config.pretrained.adapter import IN_LAYERS, MERGE, PREFIX, adapted_paths, paths_of, unread_layers
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.hf.documents import Document
 from mimo_train.hf.export import Stored, Weights
 from mimo_train.hf.fill import Cut, Reader
-from mimo_train.hf.parts import ENCODER
-from mimo_train.hf.peft import Adapted, Place
-from mimo_train.hf.places import places_of, unread_tensors
+from mimo_train.hf.parts import ENCODER, Part, pretrained_parts
+from mimo_train.hf.peft import Adapted, Place, Places, load_tensors, read_adapter
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.layout.adapters import linears
+from mimo_train.layout.adapters import WHOLE, Linear, adapted_linears, linears
 
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
 
@@ -71,3 +75,147 @@ def named_in_hub(folder: Path) -> tuple[str, str]:
     revision of its hub, which mean the same on any machine; any other its path, and no revision."""
     found = _IN_CACHE.search(folder.absolute().as_posix())
     return (found[1].replace("--", "/"), found[2]) if found else (str(folder.resolve()), "")
+
+
+def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> dict[str, dict[str, Place]]:
+    """Where a model of `transformers` has linear layers, by its names in memory.
+
+    Args:
+        spelling: of names in memory.
+    """
+    rules, found = {rule.ours: rule for rule in weights.rules}, {}
+    for linear in layers:
+        rule = rules.get(f"{linear.name}.weight")
+        if rule is None:
+            continue
+        names = list(dict.fromkeys(rows.name for rows in rule.rows if rows.name))
+        paths = [spelt(name, spelling).removesuffix(".weight") for name in names]
+        if len(names) == len(linear.projections):
+            places = map(Place, paths)
+            found[linear.name] = dict(zip((one for one, _ in linear.projections), places, strict=True))
+        elif len(names) == 1:
+            found[linear.name] = {WHOLE: Place(paths[0], _rows_in_their_order(rule))}
+    return found
+
+
+def _rows_in_their_order(rule: Rule) -> tuple[int, ...]:
+    """The rows of a parameter that is one tensor there, in the order of that tensor."""
+    theirs = [row for rows in rule.rows for row in range(rows.first, rows.first + rows.count)]
+    return tuple(sorted(range(len(theirs)), key=theirs.__getitem__))
+
+
+@dataclass(frozen=True)
+class ModulePlaces:
+    """The linear layers of a module that starts with an adapter."""
+
+    linears: list[Linear]
+    places: Places
+    """By the names that the adapter has for them."""
+    unread: frozenset[str] = frozenset()
+    """Layers of the adapter that are behind the layer of the encoder that is read."""
+
+    @property
+    def paths(self) -> set[str]:
+        """The names that the adapter has for them."""
+        return {place.path for places in self.places.values() for place in places.values()} | self.unread
+
+
+def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
+    """The linear layers of every module that starts with an adapter.
+
+    Args:
+        rows: of the language model's embedding, with padding.
+
+    Raises:
+        UserError: an adapter cannot be read.
+    """
+    parts, found = pretrained_parts(cfg, rows), {}
+    for name, module in cfg.modules.items():
+        if module.lora.adapter:
+            layers = linears(name, module, cfg.llm.hidden_size)
+            paths = set(adapted_paths(Path(module.lora.adapter)))
+            places: dict[str, dict[str, Place]] = {}
+            for part in parts:
+                if part.module == name:
+                    places |= _as_spelt(part, layers, paths)
+            found[name] = ModulePlaces(layers, places, _unread(module, name, paths))
+    return found
+
+
+def start_adapter(
+    cfg: ConfigContainer, name: str, folder: Path, places: ModulePlaces, others: Collection[str]
+) -> Mapping[str, torch.Tensor]:
+    """Whole tensors of the adapter that a module starts with, by their names in the module.
+
+    Args:
+        others: layers that the adapter has of other modules, which start with it too.
+
+    Raises:
+        UserError: it is of another model, or of layers that the run's adapters are not beside.
+    """
+    key = f"modules.{name}.lora.adapter"
+    there = adapted_paths(folder)
+    apart = sorted({*there} - {*paths_of(there, name), *others})
+    if apart:
+        other = LANGUAGE if name != LANGUAGE else "its encoder"
+        raise UserError(
+            f"{key}: {folder} has an adapter of {apart[0]} too, which is not of {name}: start {other} with it too, by "
+            "its lora.adapter"
+        )
+    try:
+        _, adapters = read_adapter(folder, places.linears, places.places, {*others, *places.unread})
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    adapted = adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size).values()
+    built = {".".join(filter(None, (one.linear.name, own))) for one in adapted for own in one.projections}
+    read = {tensor.rpartition(".")[0] for tensor in adapters}
+    if built != read:
+        first = sorted(built ^ read)[0]
+        where = "the adapter has it" if first in read else "the run has it"
+        raise UserError(
+            f"{key}: the adapters of the run and those in {folder} differ in {first}, {where} alone: remove "
+            "lora.targets"
+        )
+    return adapters
+
+
+def _unread(module: ModuleConfig, name: str, paths: Collection[str]) -> frozenset[str]:
+    """Return those of the layers of an adapter that are behind the layer of the encoder that is read."""
+    if module.encoder is None:
+        return frozenset()
+    return frozenset(unread_layers(paths, name, module.encoder.num_layers, module.encoder.built_layers))
+
+
+def unread_tensors(module: ModuleConfig, name: str, weights: WeightMap, loaded: Spelling) -> dict[str, torch.Tensor]:
+    """Return the tensors of the adapter that a module started with that no parameter is made of, by the names that an
+    export has for them: those of layers behind the one that is read.
+
+    Args:
+        weights: of the encoder.
+        loaded: how names in memory are spelt.
+
+    Raises:
+        UserError: the adapter cannot be read.
+    """
+    folder = Path(module.lora.adapter)
+    unread = _unread(module, name, adapted_paths(folder))
+    named = {rows.name.removesuffix(".weight") for rule in weights.rules for rows in rule.rows if rows.name}
+    tensors = {}
+    for key, value in load_tensors(folder).items() if unread else ():
+        path, _, kind = key.removeprefix(PREFIX).partition(".lora_")
+        if path not in unread:
+            continue
+        first = IN_LAYERS.sub(lambda match: match[0].replace(match[1], "0"), path)
+        fitting = max((one for one in named if f".{first}".endswith(f".{one}")), key=len, default="")
+        if not fitting:
+            raise UserError(f"{folder}: {path} is no layer that can have adapters here: {MERGE}")
+        own = path[len(first) - len(fitting) :]
+        tensors[f"{PREFIX}{spelt(own, loaded)}.lora_{kind}"] = value
+    return tensors
+
+
+def _as_spelt(part: Part, layers: list[Linear], paths: Collection[str]) -> dict[str, dict[str, Place]]:
+    """The places of a part in the spelling in which an adapter has most of its names: versions of `transformers`
+    differ in it."""
+    choices = [places_of(part.weights, spelling, layers) for spelling in part.weights.prefixes]
+    return max(choices, key=lambda one: sum(place.path in paths for own in one.values() for place in own.values()))

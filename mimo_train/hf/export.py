@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from data.storage.url import Place
 from encoders.weight_map import Rule, WeightMap, spelt
 from mimo_train.checkpoint.damage import damage_named
-from mimo_train.checkpoint.format.dtypes import TYPES
+from mimo_train.checkpoint.format.plain import TYPES
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.local_shards import held_tensors
 from mimo_train.config.parts import is_adapter

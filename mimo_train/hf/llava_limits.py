@@ -1,7 +1,4 @@
-"""Which runs leave as one LLaVA of `transformers`, as far as the config shows: an export and `check` decide alike.
-
-Imports no torch.
-"""
+"""Which runs leave as one LLaVA of `transformers`, as far as the config shows: an export and `check` decide alike."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,10 +10,10 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.hf.adapters import start_adapter, start_places
 from mimo_train.hf.fill import Cut, Reader
 from mimo_train.hf.matching import require_no_others
 from mimo_train.hf.parts import pretrained_parts
-from mimo_train.hf.places import start_adapter, start_places
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.models.lora import load_adapters, start_magnitudes
 from mimo_train.models.names import global_names, modules_of

@@ -1,7 +1,4 @@
-"""The tensors of directories matched with the parts of a model, by names and rows: `check` and a run compare alike.
-
-Imports no torch.
-"""
+"""The tensors of directories matched with the parts of a model, by names and rows: `check` and a run compare alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -1,4 +1,4 @@
-"""The parts of a run that come from directories, with the names of their weights on both sides. Imports no torch."""
+"""The parts of a run that come from directories, with the names of their weights on both sides."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
 
-from encoders.normal import fill
+from encoders.initial_weights import fill
 from mimo_train.models.marks import mark
 
 ModelList = list[MegatronModule]

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.normal import Normal
+from encoders.initial_weights import Normal
 
 _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 _whole = layers._initialize_affine_weight_cpu

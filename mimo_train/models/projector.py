@@ -9,9 +9,9 @@ from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.drawing import drawn
+from encoders.initial_weights import drawn
 from encoders.native.vit.tiles import Tiling
-from encoders.projectors.lines import lines_of_tiles
+from encoders.projectors.merge import lines_of_tiles
 from encoders.projectors.resampler import PerceiverResampler
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.parts import PARTS

@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.checkpoint.full_disk import full_disk
+from mimo_train.checkpoint.folder_changes import full_disk
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import FORWARD_STEP

@@ -13,8 +13,8 @@ from data.errors import DataError
 from data.pipeline import Dataset, never
 from data.storage.url import Url
 from mimo_train.checkpoint.checkpointer import Checkpointer
-from mimo_train.checkpoint.contents import Fingerprints
-from mimo_train.checkpoint.every_weight import loads_every_weight
+from mimo_train.checkpoint.frozen_base import loads_every_weight
+from mimo_train.checkpoint.local_shards import Fingerprints
 from mimo_train.config.errors import UserError
 from mimo_train.config.paths import make_folder
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there

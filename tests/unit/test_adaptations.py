@@ -39,101 +39,101 @@ REASONS = [
         "- 1 ) # Convert from 1-indexed to 0-indexed",
     ),
     (
-        "model/mimo.py",
+        "models/mimo.py",
         "models.mimo.model.base:MimoModel.forward",
         "if self.role.mode == ModuleLayout.NON_COLOCATED: if self.role.has_modality_modules: return "
         "self._forward_encoders(",
     ),
     (
-        "model/modality.py",
+        "models/modality.py",
         "models.mimo.submodules.base:ModalitySubmodules.forward",
         "if hidden_states is not None: combined = hidden_states",
     ),
     (
-        "model/own_gradients.py",
+        "models/own_gradients.py",
         "distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
         "param.main_grad.add_(param.grad.data) param.grad = None",
     ),
     (
-        "model/attention.py",
+        "models/attention.py",
         "transformer.dot_product_attention:DotProductAttention.forward",
         "matmul_result = torch.baddbmm(",
     ),
     (
-        "model/documents.py",
+        "models/documents.py",
         "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
         "seqlens = ((cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size).tolist()",
     ),
     (
-        "model/documents.py",
+        "models/documents.py",
         "models.mimo.model.base:MimoModel._build_packed_seq_params",
         "packed_seq_params.qkv_format = 'thd'",
     ),
     (
-        "model/llm/attention.py",
+        "models/language/attention.py",
         "models.common.embeddings.yarn_rotary_pos_embedding:_yarn_get_concentration_factor_from_config",
         "yarn_mscale",
     ),
     (
-        "model/llm/rotary.py",
+        "models/language/rotary.py",
         "models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
         "emb = torch.cat([m[i % 3] for i, m in enumerate(emb.split(mrope_section, dim=-1))], dim=-1)",
     ),
     (
-        "model/llm/layers.py",
+        "models/language/layers.py",
         "transformer.attention:Attention.__init__",
         "init_method=not_none(self.config.output_layer_init_method), bias=self.config.add_bias_linear,",
     ),
     (
-        "model/attention.py",
+        "models/attention.py",
         "transformer.attention:Attention._adjust_key_value_for_inference",
         "attn_mask_type = AttnMaskType.no_mask",
     ),
     (
-        "generation/decoder.py",
+        "evaluation/generation/decoder.py",
         "models.mimo.model.base:MimoModel._forward_language_module",
         "decoder_input=combined_embeddings, labels=labels, attention_mask=attention_mask, "
         "packed_seq_params=packed_seq_params, )",
     ),
     (
-        "model/initial_weights.py",
+        "models/initial_weights.py",
         "tensor_parallel.layers:_initialize_affine_weight_cpu",
         "master_weight = torch.empty(output_size, input_size, dtype=torch.float, requires_grad=False) "
         "init_method(master_weight)",
     ),
     (
-        "model/initial_weights.py",
+        "models/initial_weights.py",
         "extensions.transformer_engine:condition_init_method",
         "return init_method if config.perform_initialization else (lambda w: None)",
     ),
     (
-        "model/moe.py",
+        "models/moe.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",
     ),
     (
-        "model/moe.py",
+        "models/moe.py",
         "transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
         "activation, aux_loss * num_local_tokens * self.tp_cp_group.size()",
     ),
     (
-        "model/freeze.py",
+        "models/freeze.py",
         "tensor_parallel.random:CheckpointFunction.backward",
         "detached_inputs = detach_variable(inputs) with torch.enable_grad(): outputs = ctx.run_function(",
     ),
     (
-        "model/freeze.py",
+        "models/freeze.py",
         "tensor_parallel.layers:LinearWithFrozenWeight.backward",
         "return grad_input, None, None, None, None",
     ),
     (
-        "model/build.py",
+        "models/build.py",
         "transformer.module:MegatronModule.sharded_state_dict",
         "if not hasattr(self, 'tp_group'): # some model interface hasn't updated for m4, fallback needed tp_group = "
         "parallel_state.get_tensor_model_parallel_group()",
     ),
     (
-        "model/heads.py",
+        "models/heads.py",
         "transformer.utils:make_sharded_tensors_for_checkpoint",
         "if tp_group is None and dp_cp_group is None: tp_group = get_tensor_model_parallel_group_if_none(tp_group)",
     ),
@@ -158,12 +158,12 @@ REASONS = [
         "for key in param_group_identifier_keys:",
     ),
     (
-        "model/llm/cross_entropy.py",
+        "models/language/cross_entropy.py",
         "tensor_parallel.cross_entropy:VocabParallelCrossEntropy.calculate_predicted_logits",
         "vocab_parallel_logits -= logits_max.unsqueeze(dim=-1)",
     ),
     (
-        "diagnose/replicas.py",
+        "debug/replicas.py",
         "utils:check_param_hashes_across_dp_replicas",
         "parallel_state.get_data_parallel_group(with_gtp_remat=False)",
     ),
@@ -250,7 +250,7 @@ def test_torch_composes_rms_norm_on_the_cpu():
 
 
 def test_torchs_attention_on_the_cpu_computes_scores_again():
-    """Else `model/kept_scores.py` need not keep them: from the sums of their exponentials it does."""
+    """Else `models/kept_scores.py` need not keep them: from the sums of their exponentials it does."""
     import torch
 
     parts = [torch.ones(1, 2, 128, 8, requires_grad=True) for _ in range(3)]
@@ -293,10 +293,14 @@ def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 20
-    looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
+    looked_at = {ours for ours, _, _ in REASONS} | {
+        "models/language/gpt.py",
+        "launch/torchrun.py",
+        "parallel/recorded.py",
+    }
     looked_at |= {f"data/media/{name}.py" for name in ("headers", "audio_headers", "resample")}
-    looked_at |= {"launch/forked.py", "model/rms_norm.py", "model/kept_scores.py"}
-    looked_at |= {"metrics/sinks/tensorboard.py", "config/run_files.py"}
+    looked_at |= {"launch/forked.py", "models/rms_norm.py", "models/kept_scores.py"}
+    looked_at |= {"logging/sinks/tensorboard.py", "config/run_files.py"}
     by_running = (
         "tests/dist/models/test_dense_layer.py",
         "tests/unit/hf/test_tensors.py",

@@ -19,7 +19,7 @@ from mimo_train.checkpoint.damage import DamagedCheckpoint
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, write_marker
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.resume.recorded_config import recorded_config
+from mimo_train.checkpoint.resume.same_run import recorded_config
 from mimo_train.cli import main
 from mimo_train.config import compose
 from mimo_train.config.errors import UserError

@@ -1,4 +1,4 @@
-"""Sizes of the vision tower of CLIP. Imports no torch."""
+"""Sizes of the vision tower of CLIP."""
 
 from dataclasses import dataclass
 

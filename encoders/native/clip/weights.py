@@ -1,4 +1,4 @@
-"""The vision tower of CLIP in a directory of `transformers`: its config, and its weights by name. Imports no torch."""
+"""The vision tower of CLIP in a directory of `transformers`: its config, and its weights by name."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Sizes of DINOv2 and DINOv3 encoders. Imports no torch."""
+"""Sizes of DINOv2 and DINOv3 encoders."""
 
 from dataclasses import dataclass
 

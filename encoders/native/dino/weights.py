@@ -1,4 +1,4 @@
-"""DINOv2 and DINOv3 in a directory of `transformers`: config, and weights by name. Imports no torch."""
+"""DINOv2 and DINOv3 in a directory of `transformers`: config, and weights by name."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.drawing import bare_layer, draw_weights
+from encoders.initial_weights import bare_layer, draw_weights
 from encoders.native.qwen3_vit.spec import Qwen3VitSpec
 from encoders.native.vit.model import VisionTransformer
-from encoders.native.vit.rotary import axial_angles
+from encoders.native.vit.positions import axial_angles
 from encoders.staged import Size
 
 

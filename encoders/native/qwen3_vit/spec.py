@@ -1,4 +1,4 @@
-"""Sizes of the vision transformer of Qwen3-VL, and the arithmetic derived from them. Imports no torch."""
+"""Sizes of the vision transformer of Qwen3-VL, and the arithmetic derived from them."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Sizes of the audio transformer of Qwen2-Audio, and the arithmetic derived from them. Imports no torch."""
+"""Sizes of the audio transformer of Qwen2-Audio, and the arithmetic derived from them."""
 
 from dataclasses import dataclass
 

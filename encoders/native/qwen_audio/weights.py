@@ -1,4 +1,4 @@
-"""The audio transformer of Qwen2-Audio in a directory of `transformers`. Imports no torch."""
+"""The audio transformer of Qwen2-Audio in a directory of `transformers`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from encoders.native.qwen_vit.spec import QwenVitSpec
 from encoders.native.vit.model import VisionTransformer
 from encoders.native.vit.patches import Grid, token_by_token
-from encoders.native.vit.rotary import axial_angles
+from encoders.native.vit.positions import axial_angles
 from encoders.staged import Size
 
 

@@ -1,4 +1,4 @@
-"""Sizes of the vision transformer of Qwen2.5-VL, and the arithmetic derived from them. Imports no torch."""
+"""Sizes of the vision transformer of Qwen2.5-VL, and the arithmetic derived from them."""
 
 import math
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""The vision transformer of Qwen2.5-VL in a directory of `transformers`: config, and weights by name. Imports no
-torch."""
+"""The vision transformer of Qwen2.5-VL in a directory of `transformers`: config, and weights by name."""
 
 from collections.abc import Mapping
 from typing import Any

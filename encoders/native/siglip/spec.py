@@ -1,4 +1,4 @@
-"""Sizes of the vision towers of SigLIP and SigLIP 2. Imports no torch."""
+"""Sizes of the vision towers of SigLIP and SigLIP 2."""
 
 from dataclasses import dataclass
 from functools import lru_cache

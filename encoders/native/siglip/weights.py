@@ -1,5 +1,4 @@
-"""The vision towers of SigLIP and SigLIP 2 in a directory of `transformers`: config, and weights by name. Imports no
-torch."""
+"""The vision towers of SigLIP and SigLIP 2 in a directory of `transformers`: config, and weights by name."""
 
 from collections.abc import Mapping
 from math import isqrt, prod
@@ -8,7 +7,7 @@ from typing import Any
 from encoders.errors import EncoderError
 from encoders.native.clip.weights import LAYERS, OTHER_TENSORS, tower_values
 from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
-from encoders.native.vit.spec import VisionSpec
+from encoders.native.vit.picture import VisionSpec
 from encoders.native.vit.weights import layer_rules, norm_rules, patch_rules, unread
 from encoders.pretrained import (
     ConfigFile,

@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.copies import to_device
-from encoders.drawing import bare_layer, draw_weights, drawn
+from encoders.initial_weights import bare_layer, draw_weights, drawn
 from encoders.native.vit.patches import Grid, gather_patches, token_by_token
 from encoders.native.vit.picture import PictureSpec
-from encoders.native.vit.positions import position_taps
-from encoders.native.vit.rotary import relative_angles
+from encoders.native.vit.positions import position_taps, relative_angles
 from encoders.native.vit.tower import TowerSpec
-from encoders.staged import Size, StagedEncoder
+from encoders.staged import Size, StagedEncoder, to_device
 
 
 class VisionTransformer(StagedEncoder):

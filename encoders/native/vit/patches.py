@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from encoders.copies import to_device
+from encoders.staged import to_device
 
 Grid = tuple[int, int]
 """(rows, columns) of the patches of a picture."""

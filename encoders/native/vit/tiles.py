@@ -1,5 +1,5 @@
 """Pictures of any size as tiles of one size (AnyRes; LLaVA-NeXT, Liu et al. 2024; pooling as in LLaVA-OneVision, Li et
-al. 2024, arXiv 2408.03326, section 4.1). Imports no torch.
+al. 2024, arXiv 2408.03326, section 4.1).
 
 A picture is read twice: whole, as one tile, and cut. To be cut it is resized to fit into one of several canvases and
 centred there. In the sequence its tile comes first; then the features of the canvas line by line, without those of

@@ -1,4 +1,4 @@
-"""Sizes of published vision towers: a layer of them is read, and pictures may be cut into tiles. Imports no torch."""
+"""Sizes of published vision towers: a layer of them is read, and pictures may be cut into tiles."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rules of the weights that all transformers over patches share. Imports no torch."""
+"""Rules of the weights that all transformers over patches share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

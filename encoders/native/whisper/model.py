@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torchaudio.functional import melscale_fbanks
 
-from encoders.drawing import bare_layer, draw_weights
+from encoders.initial_weights import bare_layer, draw_weights
 from encoders.native.whisper.positions import sinusoids
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.staged import Size, StagedEncoder, by_size, stacked

@@ -1,4 +1,4 @@
-"""Sizes of a Whisper encoder, and the arithmetic derived from them. Imports no torch."""
+"""Sizes of a Whisper encoder, and the arithmetic derived from them."""
 
 import math
 from dataclasses import dataclass

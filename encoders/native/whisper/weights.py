@@ -1,4 +1,4 @@
-"""The encoder of Whisper in a directory of `transformers`: config, and weights by name. Imports no torch."""
+"""The encoder of Whisper in a directory of `transformers`: config, and weights by name."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The bytes of a complete checkpoint, in blocks that each have a hash. Imports no torch."""
+"""The bytes of a complete checkpoint, in blocks that each have a hash."""
 
 import os
 from collections import deque
@@ -12,8 +12,16 @@ from threading import Lock
 from data.storage.stores import read_range, start_read, store_of
 from data.storage.url import WEB, ObjectMeta, Place, Url
 from data.text_format import listed
-from mimo_train.checkpoint.format.durable import digest, digest_of
-from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, objects_in, open_file, patiently
+from mimo_train.checkpoint.format.files import (
+    INDEX,
+    Damage,
+    digest,
+    digest_of,
+    marked_file,
+    objects_in,
+    open_file,
+    patiently,
+)
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index
 
 MOST_VIEWS = 1024

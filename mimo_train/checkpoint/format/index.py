@@ -1,4 +1,4 @@
-"""What is where in a checkpoint: the index of its files and tensors, as JSON. Imports no torch.
+"""What is where in a checkpoint: the index of its files and tensors, as JSON.
 
 Nothing that is read here is believed: names, numbers and places are compared with each other and with the files before
 a byte of a tensor is read or a buffer is made for it.

@@ -1,5 +1,4 @@
-"""Nested plain values, such as the state of random generators, as JSON text and a list of tensors. Nothing that is read
-names code: of classes there are those that the reader gives."""
+"""Nested plain values, such as the state of random generators, as JSON and tensors; dtypes by name."""
 
 import enum
 import json
@@ -9,8 +8,8 @@ from typing import Any
 import numpy
 import torch
 
-from mimo_train.checkpoint.format.dtypes import NAMES
 from mimo_train.checkpoint.format.files import Damage
+from mimo_train.checkpoint.format.index import SIZES
 
 _TAG = "$"
 """Key of a dict that stands for something that JSON has not."""
@@ -93,3 +92,20 @@ def _unpacked(value: Any, classes: dict[str, type], tensors: list[torch.Tensor])
     if kind == "dict":
         return dict(whole)
     raise KeyError(kind)
+
+
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+assert {name: dtype.itemsize for name, dtype in TYPES.items()} == SIZES

@@ -9,9 +9,9 @@ import torch
 
 from data.storage.url import Place
 from mimo_train.checkpoint.format.blocks import Blocks
-from mimo_train.checkpoint.format.dtypes import TYPES
 from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, Key, Piece
+from mimo_train.checkpoint.format.plain import TYPES
 from mimo_train.checkpoint.format.spans import Span, common_range, copy_common
 
 KEPT = 16

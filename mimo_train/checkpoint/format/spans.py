@@ -2,7 +2,7 @@
 
 The distributed optimizer cuts a rank's part of the parameters into flat ranges, without regard to rows; tensor
 parallelism gives a rank a box of a parameter. What a rank holds of a parameter is therefore a flat range of a box. Two
-layouts meet where such ranges overlap. Imports no torch.
+layouts meet where such ranges overlap.
 """
 
 from collections.abc import Iterator

@@ -12,10 +12,21 @@ from data.storage.stores import store_of
 from data.storage.url import Place, Url
 from data.text_format import listed
 from mimo_train.checkpoint.format.blocks import require_size
-from mimo_train.checkpoint.format.dtypes import NAMES
-from mimo_train.checkpoint.format.durable import PARTIAL, digest, flush_folder, put_in_place, write_file
-from mimo_train.checkpoint.format.files import INDEX, Damage, objects_in, of_rank, read_files, write_marker
+from mimo_train.checkpoint.format.files import (
+    INDEX,
+    PARTIAL,
+    Damage,
+    digest,
+    flush_folder,
+    objects_in,
+    of_rank,
+    put_in_place,
+    read_files,
+    write_file,
+    write_marker,
+)
 from mimo_train.checkpoint.format.index import BLOCK, WEIGHT, File, Index, Key, Piece
+from mimo_train.checkpoint.format.plain import NAMES
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.flight.recorder import RECORDER
 

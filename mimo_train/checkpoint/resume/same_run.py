@@ -1,9 +1,9 @@
-"""Whether a checkpoint is of the run that asks for it: model, tokenizer, shards and order of samples. Imports no torch.
+"""Check that a checkpoint belongs to this run: model, tokenizer, shards and order of samples.
 
 `train` and `mimo-train check` ask here, so that neither accepts what the other refuses.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from data.storage.url import Place
 from data.text_format import plural
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
-from mimo_train.checkpoint.resume.config_diff import changed_numbers, unread_weights
-from mimo_train.checkpoint.resume.model_diff import model_changes, module_changes
+from mimo_train.checkpoint.folders import RECORD, read_record
+from mimo_train.checkpoint.resume.config_diff import changed_numbers, model_changes, module_changes, unread_weights
+from mimo_train.config.compose import from_dict
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
+from mimo_train.config.removed import without_removed
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
+from mimo_train.config.user_code import require_trusted
 from mimo_train.inputs.mixture import Mixing
 
 
@@ -322,3 +325,44 @@ def _config(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(config.get(section), dict) or name not in config[section]:
             raise damaged(folder, f"{folders.RECORD} has no config.{section}.{name}")
     return config
+
+
+_REMEDY = (
+    "if it is yours, or you trust whoever made the checkpoint, say so with --trust-code; an encoder that an installed "
+    "package registers needs no such word (docs/your-encoder.md)"
+)
+
+
+def recorded_config(folder: Place, *, trust_code: bool) -> ConfigContainer:
+    """The config in the record of a complete checkpoint, without callbacks and forward step, which only training uses,
+    and without the keys of earlier versions.
+
+    Args:
+        trust_code: import the encoders that it names by their paths.
+
+    Raises:
+        UserError: the record is damaged, or names code that is not trusted.
+    """
+    plain = _plain(folder, read_record(folder, "config"))
+    try:
+        if not trust_code:
+            require_trusted(plain, str(folder / RECORD), (), _REMEDY)
+        return from_dict(plain)
+    except RecursionError as error:
+        raise damaged(folder, f"{RECORD} nests its config without end") from error
+
+
+def config_if_trusted(folder: Place, record: dict[str, Any], trusted: Collection[str]) -> ConfigContainer:
+    """As `recorded_config`, of a record that was read already; the user's own config names the code `trusted`."""
+    plain = _plain(folder, record)
+    require_trusted(plain, str(folder / RECORD), trusted, "the config of this run does not name it")
+    return from_dict(plain)
+
+
+def _plain(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
+    plain = record["config"]
+    if not isinstance(plain, dict):
+        raise damaged(folder, f"{RECORD} holds no config, but {type(plain).__name__}")
+    plain = without_removed(plain)
+    train = plain.get("train")
+    return {**plain, "train": {**train, "callbacks": [], "forward_step": ""}} if isinstance(train, dict) else plain

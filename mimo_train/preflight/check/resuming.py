@@ -6,11 +6,10 @@ from typing import Any
 from data.storage.url import Place, place_of
 from encoders.errors import EncoderError
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.base import base_of
-from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.checkpoint.resume.recorded_config import config_if_trusted
+from mimo_train.checkpoint.folders import LEFT_OUT, base_of
 from mimo_train.checkpoint.resume.same_run import (
     begun_otherwise,
+    config_if_trusted,
     continued_otherwise,
     left_behind,
     module_faults,

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from encoders import normal
+from encoders import initial_weights
 from mimo_train.preflight.dry_run import fake_world
 from mimo_train.preflight.dry_run.counts import ITEM, Counts
 
@@ -74,7 +74,7 @@ def enter(stack: ExitStack, counts: FakeCounts) -> None:
     # States of generators are values, by which the program compares them.
     torch.get_rng_state, torch.set_rng_state = outside(torch.get_rng_state), outside(torch.set_rng_state)
     # Weights have no values to be drawn.
-    normal.next_seed, normal.fill = (lambda: 0), (lambda *_, **__: None)
+    initial_weights.next_seed, initial_weights.fill = (lambda: 0), (lambda *_, **__: None)
     FakeTensor.tolist = _tolist(counts)  # type: ignore[method-assign, assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.checkpoint import folders, snapshot
+from mimo_train.checkpoint import background_save, folders
 from mimo_train.checkpoint.format.index import WEIGHT, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.training.callbacks import Callback
@@ -78,7 +78,7 @@ def terminate() -> None:
 def _without_memory(cfg) -> list[str]:
     """A run whose rank 1 has no memory free for a copy."""
     if os.environ["RANK"] == "1":
-        snapshot.free_memory = lambda: 0
+        background_save.free_memory = lambda: 0
     return _held(cfg, list)
 
 

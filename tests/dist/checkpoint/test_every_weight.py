@@ -11,14 +11,14 @@ FROZEN = ("modules.images.freeze=[encoder]", "checkpoint.trained_only=true")
 
 def _started(cfg, vanish: bool) -> tuple[int, str]:
     """Numbers that are drawn while a run is set up, and what it fails with."""
-    from encoders import normal
+    from encoders import initial_weights
     from mimo_train.config.errors import UserError
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.layout.run import resolve
     from mimo_train.training import setup
     from mimo_train.training.shutdown import ExitVotes
 
-    numbers, fill, looks = 0, normal.fill, setup.loads_every_weight
+    numbers, fill, looks = 0, initial_weights.fill, setup.loads_every_weight
 
     def counted(block, *place, **begin):
         nonlocal numbers
@@ -31,7 +31,7 @@ def _started(cfg, vanish: bool) -> tuple[int, str]:
             shutil.rmtree(run.checkpoints / "checkpoints")
         return found
 
-    normal.fill, setup.loads_every_weight = counted, looked
+    initial_weights.fill, setup.loads_every_weight = counted, looked
     try:
         session = setup.setup(resolve(cfg), ExitVotes(ExitSignal(), 0, 0), start_time=0.0)
     except UserError as error:

@@ -41,7 +41,7 @@ def _train(cfg, values: dict[str, str], hurt=None) -> list[int]:
         hurt: is called with the rank, the number of its upload, from 1 on, and of the block of that.
     """
     from data.storage import objects
-    from mimo_train.checkpoint.format import durable
+    from mimo_train.checkpoint.format import files as durable
     from mimo_train.logging.console import Console
     from mimo_train.training.pretrain import pretrain
 

@@ -83,9 +83,9 @@ def reads_for_ever_in_evaluation(cfg) -> int:
 def writes_for_ever(cfg) -> int:
     """Rank 1 waits for the disk while it saves."""
     if os.environ["RANK"] == "1":
-        from mimo_train.checkpoint.format import durable
+        from mimo_train.checkpoint.format import files
 
-        durable.write_all = lambda *_: for_ever(cfg)
+        files.write_all = lambda *_: for_ever(cfg)
     return train_rank(cfg)
 
 
@@ -225,7 +225,7 @@ def works_long(cfg) -> int:
 
     import data.index.shard_index as index
     from data.storage.reader import ShardReader
-    from mimo_train.checkpoint.format import durable
+    from mimo_train.checkpoint.format import files
     from mimo_train.parallel.bridge.exchange import Bridge
 
     pause, members = 0.2, index.walk_tar
@@ -241,7 +241,7 @@ def works_long(cfg) -> int:
             slowly("index")
             yield member
 
-    write, read, exchange = durable.write_all, ShardReader.read, Bridge._exchange
+    write, read, exchange = files.write_all, ShardReader.read, Bridge._exchange
 
     def written(file, data):
         for at in range(0, len(data), 4096):
@@ -260,7 +260,7 @@ def works_long(cfg) -> int:
             slowly("evaluation")
         return read(self, path, *arguments)
 
-    index.walk_tar, durable.write_all, Bridge._exchange, ShardReader.read = walked, written, compiles, read_slowly
+    index.walk_tar, files.write_all, Bridge._exchange, ShardReader.read = walked, written, compiles, read_slowly
     code = train_rank(cfg)
     if left["index"] == PIECES:
         left["index"] = 0  # the other rank indexed, and this one waited for it

@@ -25,16 +25,16 @@ class Draws(TorchDispatchMode):
     numbers = 0
 
     def __enter__(self):
-        from encoders import normal
+        from encoders import initial_weights
 
-        self._fill = normal.fill
-        normal.fill = self._counted
+        self._fill = initial_weights.fill
+        initial_weights.fill = self._counted
         return super().__enter__()
 
     def __exit__(self, *error):
-        from encoders import normal
+        from encoders import initial_weights
 
-        normal.fill = self._fill
+        initial_weights.fill = self._fill
         return super().__exit__(*error)
 
     def _counted(self, block, *place, **begin):

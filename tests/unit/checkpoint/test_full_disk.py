@@ -6,7 +6,7 @@ import os
 import pytest
 
 from data.errors import DataError
-from mimo_train.checkpoint.full_disk import full_disk
+from mimo_train.checkpoint.folder_changes import full_disk
 
 
 def _within(kind, cause) -> BaseException:

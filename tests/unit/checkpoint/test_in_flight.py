@@ -9,31 +9,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from mimo_train.checkpoint import folders, in_flight
+from mimo_train.checkpoint import background_save, folders
+from mimo_train.checkpoint.background_save import Snapshot
 from mimo_train.checkpoint.failed_save import SaveFailed
 from mimo_train.checkpoint.format.files import Damage, of_rank
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
-from mimo_train.checkpoint.snapshot import Snapshot
 
 KEY, VALUES = Key("language", "weight", WEIGHT), torch.arange(1000.0)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_the_end_of_a_run_does_not_wait_for_a_file_system_that_hangs(hangs, tmp_path, monkeypatch):
-    monkeypatch.setattr(in_flight.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(background_save.dist, "get_rank", lambda: 0)
     gate, done = threading.Event(), []
     if hangs:
-        monkeypatch.setattr(in_flight, "LONGEST_CLOSE", 0.1)
+        monkeypatch.setattr(background_save, "LONGEST_CLOSE", 0.1)
     else:
         threading.Timer(0.1, gate.set).start()
 
     def commit() -> None:
         done.append("complete")
 
-    save = in_flight.InFlight(tmp_path, tmp_path, gate.wait, commit, list, lambda: True, beside=True)
+    save = background_save.InFlight(tmp_path, tmp_path, gate.wait, commit, list, lambda: True, beside=True)
     closing = threading.Thread(target=save.close, daemon=True)
     closing.start()
     closing.join(20)
@@ -62,7 +62,7 @@ def saved(run_dir: Path, step: int, *, beside: bool = True, damage=lambda partia
         complete(partial, final, 2, {folders.RECORD: folders.record_text({"step": step})}, (2000, 2000))
 
     abandon = lambda: shutil.rmtree(partial)  # noqa: E731
-    save = in_flight.InFlight(
+    save = background_save.InFlight(
         final, run_dir, lambda: write(partial, beside=beside), commit, abandon, list, beside=beside
     )
     save._job.join()
@@ -73,7 +73,7 @@ def saved(run_dir: Path, step: int, *, beside: bool = True, damage=lambda partia
 
 @pytest.fixture
 def first_rank(monkeypatch):
-    monkeypatch.setattr(in_flight.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(background_save.dist, "get_rank", lambda: 0)
 
 
 def test_a_copy_is_written_as_the_tensors_themselves_are(first_rank, tmp_path):

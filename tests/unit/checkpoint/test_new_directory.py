@@ -54,7 +54,7 @@ def test_a_folder_that_another_process_writes_is_not_written(tmp_path):
 def test_an_export_onto_a_full_disk_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     monkeypatch.setattr("mimo_train.checkpoint.folders.in_folder", lambda folder, key: folder)
-    monkeypatch.setattr("mimo_train.checkpoint.resume.recorded_config.recorded_config", lambda folder, trust_code: None)
+    monkeypatch.setattr("mimo_train.checkpoint.resume.same_run.recorded_config", lambda folder, trust_code: None)
     monkeypatch.setattr("mimo_train.launch.library_log.divert_of", lambda *_: half_a_model(out))
     assert main(["export", str(tmp_path / "step_1"), "--to", str(out)]) == 1
     assert f"error: --to: {out} cannot take more files (No space left on device): free" in capsys.readouterr().err

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from data.order.sources import fingerprint_of
-from mimo_train.checkpoint.resume.config_diff import BEGAN, BY_CONTENT, BY_MODULE, FREE, FREE_OF_SPECS, REFUSED
-from mimo_train.checkpoint.resume.model_diff import MAY_CHANGE, SPECS
+from mimo_train.checkpoint.resume.config_diff import (
+    BEGAN,
+    BY_CONTENT,
+    BY_MODULE,
+    FREE,
+    FREE_OF_SPECS,
+    MAY_CHANGE,
+    REFUSED,
+    SPECS,
+)
 from mimo_train.checkpoint.resume.same_run import begun_otherwise, continued_otherwise, resume_faults
 from mimo_train.config import compose
 from mimo_train.config.schema import ConfigContainer

@@ -2,10 +2,10 @@
 
 import torch
 
+from mimo_train.checkpoint.background_save import Demand, Snapshot, free_memory, lacking
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part
-from mimo_train.checkpoint.snapshot import Demand, Snapshot, free_memory, lacking
 
 
 def parts(*tensors: torch.Tensor) -> list[Part]:

@@ -11,7 +11,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
-from mimo_train.checkpoint.resume import fallback
+from mimo_train.checkpoint.resume import choose
 from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.config.compose import load, to_dict
 from mimo_train.config.errors import UserError
@@ -64,9 +64,9 @@ def test_messages_name_the_key_of_the_place(overrides, key, tmp_path):
 
 def test_a_rank_that_does_not_see_the_storage_names_its_key(monkeypatch):
     root = Url.parse("s3://bucket/run")
-    monkeypatch.setattr(fallback, "agreed", nullcontext)
-    monkeypatch.setattr(fallback.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(fallback, "_candidates", lambda run_dir: [root / "checkpoints" / "step_00000004"])
+    monkeypatch.setattr(choose, "agreed", nullcontext)
+    monkeypatch.setattr(choose.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(choose, "_candidates", lambda run_dir: [root / "checkpoints" / "step_00000004"])
     monkeypatch.setattr(folders, "is_complete", lambda folder: False)
     with pytest.raises(UserError, match=r"^checkpoint\.dir: a rank does not find s3://bucket/run/checkpoints/"):
-        fallback.newest_that_loads(root, pytest.fail)
+        choose.newest_that_loads(root, pytest.fail)

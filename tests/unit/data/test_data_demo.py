@@ -294,6 +294,7 @@ def test_the_command_line_imports_no_heavy_package():
 
 
 def test_indexing_needs_no_torch():
-    code = "import sys, data.index.catalogue, data.order.order, data.text.tokens, data.records.records; print('torch' in sys.modules)"
+    modules = "data.index.catalogue, data.order.order, data.text.tokens, data.records.records"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

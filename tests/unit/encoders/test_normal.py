@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from encoders import normal
-from encoders.normal import Normal, fill
+from encoders import initial_weights
+from encoders.initial_weights import Normal, fill
 
 WHOLE = (700, 300)
 
@@ -33,8 +33,8 @@ def test_a_part_is_that_of_the_whole(whole, row, column, rows, columns):
 
 def test_only_the_strips_of_a_part_are_drawn(monkeypatch):
     drawn = []
-    original = normal._normal
-    monkeypatch.setattr(normal, "_normal", lambda *given: drawn.append(given[1]) or original(*given))
+    original = initial_weights._normal
+    monkeypatch.setattr(initial_weights, "_normal", lambda *given: drawn.append(given[1]) or original(*given))
     fill(torch.empty(500, 100), 1.0, seed=9, row=10_000_000, column=64 * 1000 + 10)
     assert sum(drawn) == 500 * 2 * 64
 
@@ -68,10 +68,10 @@ def test_numbers_are_the_inverse_of_the_normal_distribution():
     near_0 = [2**power + step for power in range(2, 31) for step in (-1, 0, 1)]
     words = [*uniform, *near_0, 0, 1, 2**31 - 1, 2**31 - 2]
     words += [] if len(words) % 2 == 0 else [5]
-    positive = normal._normal(Words(words), len(words), 1.0)
+    positive = initial_weights._normal(Words(words), len(words), 1.0)
     exact = [-NormalDist().inv_cdf((word | 1) / 2**32) for word in words]
     assert numpy.abs(positive - numpy.array(exact)).max() < 3e-6
-    negative = normal._normal(Words([word | 2**31 for word in words]), len(words), 1.0)
+    negative = initial_weights._normal(Words([word | 2**31 for word in words]), len(words), 1.0)
     assert numpy.array_equal(negative, -positive)
     assert positive.max() < 6.24 and positive.min() == 0
 

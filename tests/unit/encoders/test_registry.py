@@ -15,7 +15,7 @@ from mimo_train.config.errors import ConfigError
 SPEC = """
 from dataclasses import dataclass
 from encoders.plain.spec import PictureSpec
-from encoders.native.vit.spec import VisionSpec
+from encoders.native.vit.picture import VisionSpec
 
 @dataclass
 class Good(PictureSpec):

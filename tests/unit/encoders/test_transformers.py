@@ -16,7 +16,7 @@ from encoders.plain.model import dropout_rates
 from encoders.transformers.directory import KNOWN, tower_config
 from encoders.transformers.model import AudioTower, VisionTower
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
-from mimo_train.hf.plain import plain_model
+from mimo_train.hf.directory import plain_model
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 PIXELS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7], "rescale_factor": 1 / 255}

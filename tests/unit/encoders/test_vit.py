@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from encoders.base import joint_faults, num_tokens
 from encoders.native.vit.patches import gather_patches, token_by_token
+from encoders.native.vit.picture import VisionSpec
 from encoders.native.vit.positions import interpolate, position_taps
-from encoders.native.vit.spec import VisionSpec
 from encoders.projectors.spec import ProjectorSpec
 
 NATIVE = VisionSpec(resize="native", image_size=64, patch_size=8, min_pixels=1024, max_pixels=16384, class_token=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mimo_train.checkpoint.resume.key_diff import key_changes, plain
+from mimo_train.checkpoint.resume.config_diff import key_changes, plain
 
 
 @dataclass

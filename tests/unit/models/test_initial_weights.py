@@ -8,7 +8,7 @@ import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import layers
 
-from encoders.normal import Normal
+from encoders.initial_weights import Normal
 from mimo_train.models.initial_weights import draw_by, own_parts
 
 ROWS, COLUMNS = 24, 80

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.checkpoint import in_flight
+from mimo_train.checkpoint import background_save
+from mimo_train.checkpoint.background_save import InFlight
 from mimo_train.checkpoint.failed_save import SaveFailed
-from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.training import saving
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.saving import Saver
@@ -112,9 +112,9 @@ def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp
         if any(rank._job.error for rank in ranks):
             raise SaveFailed("run.dir: full")
 
-    monkeypatch.setattr(in_flight, "raise_together", together)
+    monkeypatch.setattr(background_save, "raise_together", together)
     for number in (0, 1):
-        monkeypatch.setattr(in_flight.dist, "get_rank", lambda number=number: number)
+        monkeypatch.setattr(background_save.dist, "get_rank", lambda number=number: number)
         abandon = lambda number=number: abandoned.append(number)  # noqa: E731
         ranks.append(InFlight(tmp_path, tmp_path, list, commit, abandon, lambda: True, beside=True))
     for step in range(2):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mimo_train.checkpoint import folder_changes, folders
-from mimo_train.checkpoint.format import durable
+from mimo_train.checkpoint.folder_changes import require_room
+from mimo_train.checkpoint.format import files
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import NotFinite, Part, complete, write_rank
-from mimo_train.checkpoint.full_disk import require_room
 from tests.disk_faults import DiskCalls, disk_of
 
 KEY, RANKS = Key("language", "weight", WEIGHT), 2
@@ -44,9 +44,9 @@ def left(run_dir: Path) -> float:
 @pytest.fixture(params=["exchanged", "renamed twice"])
 def exchange(request, monkeypatch):
     """Both ways to put a folder in the place of another one."""
-    monkeypatch.setattr(durable, "os", os)
-    monkeypatch.setattr(durable, "_exchange", durable._exchange)
-    return durable._exchange if request.param == "exchanged" else lambda one, other: False
+    monkeypatch.setattr(files, "os", os)
+    monkeypatch.setattr(files, "_exchange", files._exchange)
+    return files._exchange if request.param == "exchanged" else lambda one, other: False
 
 
 def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(exchange, tmp_path):
@@ -56,7 +56,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(exchange, tmp_path):
     save(tmp_path, 0.0)
     seen = []
     for number in range(calls.count - before):
-        durable.os = os
+        files.os = os
         child = os.fork()
         if child == 0:
             DiskCalls(number, lambda: os._exit(9)).install(exchange)
@@ -86,7 +86,7 @@ def test_an_error_at_any_call_is_raised_and_leaves_a_whole_one(code, exchange, t
             save(tmp_path, number + 1.0)
         assert raised.value.errno == code
         assert left(tmp_path) in (number + 1.0, 0.0, *range(1, number + 1))
-    durable.os = os
+    files.os = os
     save(tmp_path, 99.0)
     assert left(tmp_path) == 99.0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mimo_train.checkpoint import folder_changes, folders
-from mimo_train.checkpoint.format import durable
+from mimo_train.checkpoint.format import files as durable
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank

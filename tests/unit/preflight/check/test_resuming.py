@@ -14,8 +14,7 @@ from data.text.tokens import build_tokenizer
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
-from mimo_train.checkpoint.resume.recorded_config import recorded_config
-from mimo_train.checkpoint.resume.same_run import resume_faults
+from mimo_train.checkpoint.resume.same_run import recorded_config, resume_faults
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.pretrained.weight_files import BIN

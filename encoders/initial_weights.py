@@ -1,4 +1,4 @@
-"""Normal numbers of initial weights: a function of (seed, row, column) alone, the same on every machine.
+"""Initial weights drawn as a function of (seed, row, column), the same on every machine and at any layout.
 
 A rank draws the part of a weight that it holds, in the time that this part takes, and gets the numbers that it would
 have cut out of the whole weight. Columns are in strips; the numbers of a strip are a stream of Philox4x64 (Salmon et
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.utils import skip_init
 
 _STRIP = 64
 """Columns of a strip, of which a rank draws all or none."""
@@ -131,3 +133,24 @@ def _table() -> tuple[numpy.ndarray, numpy.ndarray]:
     values = numpy.array([-NormalDist().inv_cdf(value / 2**32) for value in floats])
     slopes = numpy.append(numpy.diff(values), 0.0) / (1 << _MANTISSA)
     return values.astype(numpy.float32), slopes.astype(numpy.float32)
+
+
+def bare_layer(kind: type, *sizes: int, **options: Any) -> Any:
+    """A linear layer or convolution of torch, whose memory is as it was, for `draw_weights`."""
+    return skip_init(kind, *sizes, **options)
+
+
+def draw_weights(layer: Any, std: float, config: TransformerConfig) -> None:
+    """Weights of a normal distribution, biases of 0; nothing without `config.perform_initialization`."""
+    if config.perform_initialization:
+        Normal(std)(layer.weight)
+        if layer.bias is not None:
+            torch.nn.init.zeros_(layer.bias)
+
+
+def drawn(shape: tuple[int, ...], std: float, config: TransformerConfig) -> torch.nn.Parameter:
+    """A parameter of a normal distribution; without `config.perform_initialization` its memory is as it was."""
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+    if config.perform_initialization:
+        Normal(std)(parameter)
+    return parameter

@@ -1,7 +1,6 @@
-"""`checkpoint.resume=auto`: of the newest checkpoints of a run the first that can be read; damaged ones are set aside.
+"""Choose the checkpoint to resume from: rank 0 chooses, damaged ones are set aside.
 
-All ranks try the same one, and give it up together. A folder gets another name only when an older checkpoint was read
-whole: a file system that fails for a while moves none.
+Each rank that looked for the newest by itself could find another one, while the run that writes them trains on.
 """
 
 from collections.abc import Callable
@@ -14,6 +13,29 @@ from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import all_damaged, damage_in
 from mimo_train.config.errors import UserError
 from mimo_train.parallel.collective_errors import agreed
+
+
+def chosen_by_first(choose: Callable[[], Place | None], key: str) -> Place | None:
+    """What `choose` finds on rank 0; every rank must find it too. Collective.
+
+    Args:
+        key: for messages, the config key that it comes from.
+
+    Raises:
+        UserError: that of `choose`, or a rank does not see the checkpoint; on every rank.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    box = list[Place | None]([None])
+    with agreed():
+        if alone or dist.get_rank() == 0:
+            box = [choose()]
+    if not alone:
+        dist.broadcast_object_list(box)
+    folder = box[0]
+    with agreed():
+        if folder is not None:
+            folders.require_seen(folder, key)
+    return folder
 
 
 @dataclass(frozen=True)
