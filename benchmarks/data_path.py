@@ -42,7 +42,7 @@ def main() -> None:
 def start(folder: Path, shards: int, of_shard: int) -> None:
     """Build and open the catalogue of a folder."""
     from data.index.catalogue import open_catalogue
-    from data.index.locations import catalogue_path
+    from data.index.folder_file import catalogue_path
     from data.index.shards import find_shards
 
     first = write_tar(
@@ -71,8 +71,8 @@ def opened(folder: str) -> None:
     import numpy as np
 
     from data.index.catalogue import open_catalogue
-    from data.index.file import load_catalogue
-    from data.index.locations import catalogue_path
+    from data.index.folder_file import catalogue_path
+    from data.index.index_file import load_file
     from data.index.shards import find_shards
     from data.pipeline import Dataset
     from data.text.tokens import build_tokenizer
@@ -82,7 +82,7 @@ def opened(folder: str) -> None:
     del warm
     before, kept = private(), []
     found = timed(lambda: find_shards(folder))
-    load = timed(lambda: kept.append(load_catalogue(catalogue_path(paths[0]))))
+    load = timed(lambda: kept.append(load_file(catalogue_path(paths[0]), "index")))
     of_file = private() - before
     whole = timed(lambda: kept.append(open_catalogue(paths)))
     of_catalogue = private() - before

@@ -4,7 +4,7 @@
     python benchmarks/remote_reads.py --reads 3000 --blocks 5 --latency 0.03
 
 A server in a process of its own waits before each answer, and gives ranges of objects of 1 GB. Two threads, as
-`data.workers` has them, read members through `data.storage.remote`: announced some steps ahead, as the loader does it,
+`data.workers` has them, read members through `data.storage.reader`: announced some steps ahead, as the loader does it,
 and not announced; a bare loop over obstore reads the same. Each beside a thread that trains, that is, computes in
 Python without a pause, and beside none. Ways take turns within a block. Every answer is compared with what is right.
 """

@@ -20,17 +20,15 @@ import torch
 
 from data.collate import TextSample, collate, collate_media, collate_packed
 from data.errors import DataError
-from data.index.text_lengths import require_planned
-from data.order.split import Span, spread_parts
 from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch
-from data.order.step_plan import Share, StepPlan
+from data.order.step_plan import Share, Span, StepPlan, spread_parts
 from data.pace import Pace
-from data.prefetch import expect_samples
 from data.samples.bad_samples import BadSample
 from data.samples.dataset import Dataset
 from data.samples.features import MEDIA, MicrobatchMedia, SampleMedia
 from data.samples.protocol import Samples
 from data.samples.sample_batch_meta import StepSamples
+from data.samples.text_lengths import require_planned
 from data.threads import GivesUp, OneTask, ReadingThreads, Wait, WaitGivenUp, each, never
 
 _STEPS_AHEAD = 2
@@ -186,8 +184,7 @@ class StepLoader:
         """Let what a rank reads of a step be on its way together: a reading thread waits for one at a time."""
         without = {LANGUAGE, *self._seldom_read}
         with suppress(DataError):  # reading it says so
-            expect_samples(
-                dataset,
+            dataset.expect_samples(
                 (
                     (number, () if module in without else (module,), module == LANGUAGE)
                     for of_microbatch in own

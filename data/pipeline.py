@@ -2,7 +2,6 @@
 
 from data.collate import TextSample
 from data.errors import DataError, TooManyBadSamples
-from data.index.text_lengths import TextLengths
 from data.indexed.dataset import TokenDataset
 from data.loader import StepLoader
 from data.media.resize import Resize
@@ -15,6 +14,7 @@ from data.samples.dataset import Dataset
 from data.samples.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
 from data.samples.protocol import Samples
 from data.samples.sample_meta import Media
+from data.samples.text_lengths import TextLengths
 from data.threads import GivesUp, WaitGivenUp, never
 
 __all__ = [

@@ -11,7 +11,7 @@ from data.build.members import Folders, Tars
 from data.build.records_file import JSON, TABLES, RecordsFile
 from data.build.samples import Source
 from data.build.tables import Tables
-from data.index.compressed import refuse_compressed
+from data.index.shard_names import refuse_compressed
 from data.errors import DataError
 from data.records.members import MEDIA
 from data.text_format import listed

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.index.braces import expand_braces
+from data.index.shard_names import expand_braces
 from data.records.members import read_fields
 
 FOLDER = ".nv-meta"

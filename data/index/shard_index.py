@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.errors import DataError, MissingLibrary, ShardError
-from data.index.compressed import refuse_compressed
+from data.index.shard_names import refuse_compressed
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
 from data.media.video_headers import parse_video_header

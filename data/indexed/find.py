@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 
 from data.errors import DataError
-from data.index.braces import expand_braces
-from data.index.remote_shards import refuse_tokens
-from data.index.shards import find_shards, patterns_of
+from data.index.shard_names import expand_braces
+from data.index.shards import find_shards, patterns_of, refuse_tokens
 from data.order.sources import Shards
 from data.storage.url import Place, is_url
 

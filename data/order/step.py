@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from data.order.packing import Packing, plan_in_packs
-from data.order.split import Span, balanced_parts, equal_parts
-from data.order.step_plan import Padding, StepPlan, plan_by_length, plan_in_order
+from data.order.step_plan import Padding, Span, StepPlan, balanced_parts, equal_parts, plan_by_length, plan_in_order
 
 LANGUAGE = "language"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -198,9 +198,36 @@ class Dataset(OutlinedSamples):
             found += self.index(shard).unread()
         return found
 
+    def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:
+        """Start to read what is needed of samples of remote shards: (sample number, modules that need media of it,
+        whether its record is needed). Raises what the index raises."""
+        self.reader.expect(
+            item
+            for number, modules, text in wanted
+            for item in self._ranges(self.outline(number), () if self.blind else modules, text=text)
+        )
+
+    def expect_texts(self, shard: int, rows: range) -> None:
+        """Start to read the records of some rows of a remote shard. Raises what the index raises."""
+        if isinstance(self.shards[shard], Url):
+            outlines = (self.outline_at(shard, row) for row in rows)
+            self.reader.expect(item for outline in outlines for item in self._ranges(outline, (), text=True))
+
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
+
+    def _ranges(
+        self, outline: SampleOutline, modules: Collection[str], *, text: bool
+    ) -> Iterator[tuple[Place, int, int, ShardVersion]]:
+        if outline.bad_reason is not None:
+            return
+        shard, version = self.shards[outline.shard], self.version(outline.shard)
+        kinds = dict.fromkeys(spec.kind for spec in self.modules if spec.module in modules)
+        # Once each: of a video there are many frames.
+        members = {member.offset: member for kind in kinds for member in outline.members[kind]}.values()
+        for member in (*members, *(outline.texts if text else ())):
+            yield shard, member.offset, member.size, version
 
     def _read(self, outline: SampleOutline, member: Member) -> bytes:
         shard, version = self.shards[outline.shard], self.version(outline.shard)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from data.index.rows import Rows
+from data.index.catalogue import Rows
 from data.index.shard_index import video_size
 from data.media.bounds import Bounds
 from data.order.order import splitmix

@@ -227,3 +227,15 @@ class Reads:
 
 READS = Reads()
 """The reads of this process."""
+
+
+_BEGINNING = b"version https://git-lfs.github.com/spec/"
+
+POINTER_ERROR = "is a Git-LFS pointer, not the file itself"
+POINTER_REMEDY = "run `git lfs pull` in its folder, or download it again"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is a pointer. Raises OSError where it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)) == _BEGINNING

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.index.lfs import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
+from data.storage.files import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
 
 FILES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tokenizer.model"}
 """Names that most classes use; others have names of their own (`vocab_files_names`). Not tokenizer_config.json: a model

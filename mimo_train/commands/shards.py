@@ -100,8 +100,8 @@ def _index(args: argparse.Namespace) -> int:
 
 
 def _count_texts(cfg: Any, workers: int) -> int:
-    from data.index.text_lengths import TextLengths
     from data.samples.dataset import Dataset
+    from data.samples.text_lengths import TextLengths
     from mimo_train.inputs.inputs import OneShard, build_dataset, tokenizer_of
     from mimo_train.inputs.padding import padding_of
     from mimo_train.layout.run import resolve

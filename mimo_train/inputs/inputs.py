@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
-from data.index.locations import cache_folder
+from data.index.folder_file import cache_folder
 from data.media.background import colour_of
 from data.media.bounds import Bounds
 from data.records.members import NO_FIELDS, Fields, read_fields

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from data.order.split import Span
 from data.order.step import StepBatch
+from data.order.step_plan import Span
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.layout.ranks import ModuleLayout, RunLayout
 

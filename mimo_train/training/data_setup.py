@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from data.index.text_lengths import Counted
 from data.pipeline import Dataset, Samples, TextLengths
+from data.samples.text_lengths import Counted
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.schema_train import TrainConfig

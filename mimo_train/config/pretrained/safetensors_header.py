@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from data.index.lfs import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
+from data.storage.files import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
 
 SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
-from data.order.split import Span
+from data.order.step_plan import Span
 from mimo_train.flight.layout import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.placement import Edge

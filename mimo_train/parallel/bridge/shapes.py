@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from data.order.split import Span, balanced_parts, equal_parts, spread_parts
-from data.order.step_plan import StepPlan
+from data.order.step_plan import Span, StepPlan, balanced_parts, equal_parts, spread_parts
 from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.layout.run import Run
 

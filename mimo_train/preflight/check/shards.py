@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.errors import DataError
-from data.index.text_lengths import TextLengths
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.order.sources import Source
+from data.samples.text_lengths import TextLengths
 from data.storage.reader import ShardReader
 from data.text_format import plural, shown
 from mimo_train.config.errors import Fault

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.indexed.find import find_any
-from data.order.split import balanced_parts, spread_parts
+from data.order.step_plan import balanced_parts, spread_parts
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer

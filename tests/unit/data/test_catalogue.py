@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 import threading
 import tracemalloc
 
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 
 from data.errors import DataError, ShardError
-from data.index import file as catalogue_file
+from data.index import index_file
 from data.index.catalogue import open_catalogue, open_index
-from data.index.file import Part, load_catalogue, write_catalogue
-from data.index.journal import Journal, opened_journal
-from data.index.locations import catalogue_path
-from data.index.shard_index import MEMBER, SAMPLE, Codes, build_index, pack_keys
+from data.index.folder_file import FolderFile, catalogue_path
+from data.index.index_file import Part, load_file, write_file
+from data.index.shard_index import MEMBER, SAMPLE, build_index, pack_keys
 from data.index.shards import find_shards
 from data.storage.files import ShardVersion
 from tests.tars import write_tar
@@ -46,7 +44,7 @@ def built(monkeypatch):
         names.append(shard.name)
         return build_index(shard, retries)
 
-    monkeypatch.setattr("data.index.folder.build_index", build)
+    monkeypatch.setattr("data.index.indexing.build_index", build)
     return names
 
 
@@ -84,56 +82,52 @@ def test_one_file_has_all_shards_and_rows_of_any_at_once(folder, built):
 def test_one_changed_shard_is_built_alone_and_the_others_stay(folder, built):
     shards = find_shards(folder)
     open_catalogue(shards)
-    before = load_catalogue(catalogue_path(shards[0]))
+    before = load_file(catalogue_path(shards[0]), "index")
     bodies = [bytes(before.part(number).body) for number in range(5)]
     del built[:]
     write_tar(shards[2], [("x.txt", b"x")])
     assert open_catalogue(shards).index(2).key(0) == "x" and built == ["s-2.tar"]
-    after = load_catalogue(catalogue_path(shards[0]))
+    after = load_file(catalogue_path(shards[0]), "index")
     assert [bytes(after.part(n).body) == bodies[n] for n in range(5)] == [True, True, False, True, True]
     # Asked for two of them, the file keeps the others, but not one that is gone.
     shards[4].unlink()
     write_tar(shards[3], [("y.txt", b"y")])
     open_catalogue(shards[2:4])
     assert built == ["s-2.tar", "s-3.tar"]
-    assert sorted(load_catalogue(catalogue_path(shards[0])).number_of) == [f"s-{n}.tar" for n in range(4)]
+    assert sorted(load_file(catalogue_path(shards[0]), "index").row_of) == [f"s-{n}.tar" for n in range(4)]
 
 
-@pytest.mark.parametrize("tail", [b"", b"torn", bytes(40)])
-def test_after_a_kill_the_rest_is_built_and_the_file_is_that_of_one_go(folder, built, monkeypatch, tail):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_after_a_kill_the_rest_is_built_and_the_file_is_that_of_one_go(folder, built, monkeypatch, is_killed):
+    """What was saved until then is kept: all of it at an interrupt, and what was due before at a kill."""
     shards = find_shards(folder)
-    journal = catalogue_path(shards[0]).with_name("shards.mimo-catalogue.journal")
 
-    def killed(shard, retries=0):
+    def stopped(shard, retries=0):
         if shard.name == "s-3.tar":
+            if is_killed:
+                monkeypatch.setattr(FolderFile, "save", lambda *arguments: None)
             raise KeyboardInterrupt
         return build_index(shard, retries)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("data.index.folder.build_index", killed)
-        open_catalogue(shards)
-    journal.write_bytes(journal.read_bytes() + tail)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.index.indexing.build_index", stopped)
+        if is_killed:
+            patch.setattr("data.index.folder_file.SAVE_SECONDS", 0.0)
+            patch.setattr("data.index.folder_file.SAVE_SHARE", 1e9)
+        with pytest.raises(KeyboardInterrupt):
+            open_catalogue(shards)
+    monkeypatch.undo()
+    names = []
+    monkeypatch.setattr(
+        "data.index.indexing.build_index", lambda shard, r=0: names.append(shard.name) or build_index(shard, r)
+    )
     write_tar(shards[1], [("other.txt", b"other")])
     open_catalogue(shards)
-    assert built == ["s-1.tar", "s-3.tar", "s-4.tar"] and not journal.exists()
+    assert names == ["s-1.tar", "s-3.tar", "s-4.tar"] and not [*folder.glob("*.lock")]
     mended = catalogue_path(shards[0]).read_bytes()
     catalogue_path(shards[0]).unlink()
     open_catalogue(shards)
     assert catalogue_path(shards[0]).read_bytes() == mended
-
-
-def test_a_record_of_a_journal_with_a_changed_byte_ends_it(tmp_path):
-    with opened_journal(tmp_path / "j") as journal:
-        for n in range(3):
-            journal.append(b"head%d" % n, b"body" * n)
-        shutil.copy(tmp_path / "j", tmp_path / "kept")
-    assert not (tmp_path / "j").exists()
-    whole = (tmp_path / "kept").read_bytes()
-    for at in range(len(whole)):
-        (tmp_path / "k").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with open(tmp_path / "k", "rb") as file:
-            journal = Journal(file.fileno())
-            assert len(journal) < 3 and all(journal[n][0] == b"head%d" % n for n in range(len(journal)))
 
 
 def test_those_that_ask_at_once_build_it_once(folder, built):
@@ -167,15 +161,15 @@ def test_a_damaged_shard_leaves_the_others_in_the_file(folder, built):
     with pytest.raises(ShardError, match="truncated"):
         catalogue.index(2)
     assert built.count("s-0.tar") == built.count("s-4.tar") == 1
-    assert not [*folder.glob("*.journal")]
+    assert not [*folder.glob("*.lock")]
 
 
 def test_a_part_of_a_large_file_is_compared_when_it_is_used(folder, monkeypatch):
     shards = find_shards(folder)
     keys = open_catalogue(shards).index(3).key(1)
-    monkeypatch.setattr(catalogue_file, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(index_file, "CHECKED_AT_ONCE", 0)
     path = catalogue_path(shards[0])
-    content, at = bytearray(path.read_bytes()), int(load_catalogue(path).table["at"][3])
+    content, at = bytearray(path.read_bytes()), int(load_file(path, "index").table["at"][3])
     content[at + 20] ^= 1
     path.write_bytes(content)
     catalogue = open_catalogue(shards)
@@ -209,22 +203,21 @@ def test_a_user_without_a_home_folder_is_told_the_key(folder, monkeypatch):
 
 
 def test_ten_thousand_shards_take_little_memory_of_their_own(tmp_path):
-    codes = Codes(("json", "jpg"), ("other", "image"), ())
+    codes = (("json", "jpg"), ("other", "image"), ())
     samples, members = np.zeros(101, dtype=SAMPLE), np.zeros(200, dtype=MEMBER)
     samples["first_member"] = 2 * np.arange(101)
     keys = pack_keys([f"{n:09d}" for n in range(100)])
     body = samples.tobytes() + members.tobytes() + keys
-    body += bytes(-len(body) % 64)
     version = ShardVersion(10**7, 1, 2, "0" * 32)
     rows = (100, 200, len(keys))
-    write_catalogue(tmp_path / "c", (Part(f"shard-{n:06d}.tar", version, codes, rows, body) for n in range(10_000)))
+    write_file(tmp_path / "c", [Part(f"shard-{n:06d}.tar", version, body, rows, codes) for n in range(10_000)], "index")
     tracemalloc.start()
     try:
-        found = load_catalogue(tmp_path / "c")
+        found = load_file(tmp_path / "c", "index")
         assert tracemalloc.get_traced_memory()[1] < 12e6
     finally:
         tracemalloc.stop()
-    assert len(found.number_of) == 10_000 and found.is_whole(9_999) and found.version(5) == version
+    assert len(found.row_of) == 10_000 and found.is_part_intact(9_999) and found.version(5) == version
 
 
 def test_a_shard_of_large_numbers_is_told_as_it_is(tmp_path):
@@ -251,13 +244,13 @@ def test_parts_are_compared_one_by_one_only_where_all_together_differ(folder, mo
     shards = find_shards(folder)
     open_catalogue(shards)
     path, compared = catalogue_path(shards[0]), []
-    one_by_one = catalogue_file.CatalogueFile.is_whole
+    one_by_one = index_file.IndexFile.is_part_intact
     monkeypatch.setattr(
-        catalogue_file.CatalogueFile, "is_whole", lambda own, at: compared.append(at) or one_by_one(own, at)
+        index_file.IndexFile, "is_part_intact", lambda own, at: compared.append(at) or one_by_one(own, at)
     )
     open_catalogue(shards)
     assert not compared
-    content, at = bytearray(path.read_bytes()), int(load_catalogue(path).table["at"][3])
+    content, at = bytearray(path.read_bytes()), int(load_file(path, "index").table["at"][3])
     content[at + 20] ^= 1
     path.write_bytes(content)
     assert open_catalogue(shards).index(3).key(1) == "31"
@@ -283,12 +276,12 @@ def test_an_index_that_others_write_over_is_there_as_soon_as_one_attempt_succeed
     """Each loses what was written before, as where files cannot be locked; the third attempt is the last."""
     shards, writes = find_shards(folder), []
 
-    def write(path, parts):
+    def write(path, *arguments):
         writes.append(path)
         if len(writes) > lost:
-            write_catalogue(path, parts)
+            write_file(path, *arguments)
 
-    monkeypatch.setattr("data.index.folder.write_catalogue", write)
+    monkeypatch.setattr("data.index.folder_file.write_file", write)
     if lost == 3:
         with pytest.raises(DataError, match="other processes write this index too"):
             open_catalogue(shards)

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.order.split import balanced_parts, equal_parts, spread_parts
+from data.order.step_plan import balanced_parts, equal_parts, spread_parts
 
 
 def test_equal_parts():

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data.errors import DataError, ShardError
 from data.index.catalogue import open_index
-from data.index.locations import catalogue_path
+from data.index.folder_file import catalogue_path
 from data.index.shard_index import build_index
 from data.index.shards import find_shards
 from data.media.headers import parse_header_bytes
@@ -119,7 +119,7 @@ def test_saved_index_is_used_until_the_shard_changes(shard, monkeypatch):
     first = open_index(shard)
     assert catalogue_path(shard).exists()
     with monkeypatch.context() as patch:
-        patch.setattr("data.index.folder.build_index", lambda *args: pytest.fail("built again"))
+        patch.setattr("data.index.indexing.build_index", lambda *args: pytest.fail("built again"))
         again = open_index(shard)
     assert again.members(1) == first.members(1) and again.key(1) == first.key(1)
     write_tar(shard, [("new.txt", b"new")])

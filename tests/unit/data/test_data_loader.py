@@ -251,9 +251,7 @@ def test_reads_are_announced_before_they_begin(dataset, monkeypatch):
     there, announced = dataset(), []
     monkeypatch.setattr(there, "is_remote", True)
     told = threading.current_thread
-    monkeypatch.setattr(
-        "data.loader.expect_samples", lambda data, wanted: announced.extend((told(), *w) for w in wanted)
-    )
+    monkeypatch.setattr(there, "expect_samples", lambda wanted: announced.extend((told(), *w) for w in wanted))
     with StepLoader(there, Batching(4, 2), [Reader("language", 0, 1)], workers=2, limit=1) as steps:
         assert len([*steps]) == 1
     assert announced == [(told(), number, (), True) for number in range(4)]

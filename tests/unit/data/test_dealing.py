@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.order.load_balance import deal
+from data.order.packing import deal
 from tests.unit.data.test_packing import PAIR, text
 
 

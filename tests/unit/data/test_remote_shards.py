@@ -7,11 +7,9 @@ import pytest
 
 from data.errors import DataError, ReadError, ShardError
 from data.index.catalogue import open_index
-from data.index.locations import catalogue_path
-from data.index.remote_shards import find_remote
-from data.index.shards import find_shards
+from data.index.folder_file import catalogue_path
+from data.index.shards import find_remote, find_shards
 from data.pipeline import Batching, Reader, StepLoader
-from data.prefetch import expect_samples, expect_texts
 from data.records.members import read_fields
 from data.storage import files, stores
 from data.storage.files import ShardVersion
@@ -271,8 +269,8 @@ def test_every_text_that_fields_name_is_announced(storage, dataset, tmp_path):
     fields = read_fields({"question": "q.txt", "answer": "a.txt"})
     there = dataset(shards=str(url), media=(), fields=fields, keep_text=True, cache_dir=tmp_path)
     for announce in (
-        lambda: expect_samples(there, [(0, (), True)]),
-        lambda: expect_texts(there, 0, range(1)),
+        lambda: there.expect_samples([(0, (), True)]),
+        lambda: there.expect_texts(0, range(1)),
     ):
         announce()
         assert there.reader._remote._bytes == len(b"Which?This one.")

@@ -1,19 +1,15 @@
 """Text lengths are those of the texts, counted once, and never taken for those of others."""
 
-import fcntl
 import logging
-import os
 import pickle
 
-import numpy as np
 import pytest
 
 from data.errors import DataError, RecordError
-from data.index import lengths_file
-from data.index.lengths_file import LengthsFile, load_lengths
-from data.index.text_lengths import _count_one
+from data.index.index_file import load_file
 from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader, TextLengths
 from data.records.members import NO_FIELDS
+from data.samples.text_lengths import _count_shard
 from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import OneShard
 from tests.tars import write_tar
@@ -88,7 +84,7 @@ def test_a_damaged_file_is_counted_again(shards, dataset, caplog):
     counted(dataset(shards=shards))
     (file,) = shards.glob("*.mimo-lengths")
     whole = file.read_bytes()
-    for at, again in ((256 + 4 * 6, 6), (len(whole) - 1, 12), (20, 12), (None, 12)):  # lengths of a shard, names, head
+    for at, again in ((len(whole) - 1, 6), (260, 12), (20, 12), (None, 12)):  # lengths of a shard, names, head
         content = bytearray(whole)
         if at is None:
             del content[-3:]
@@ -97,43 +93,20 @@ def test_a_damaged_file_is_counted_again(shards, dataset, caplog):
         file.write_bytes(content)
         with caplog.at_level(logging.WARNING):
             assert counted(dataset(shards=shards)) == again, at
-        assert "counted again" in caplog.text and file.read_bytes() == whole
+        assert "made again" in caplog.text and file.read_bytes() == whole
         caplog.clear()
-
-
-def test_a_file_that_says_what_cannot_be_is_counted_again(shards, dataset, monkeypatch):
-    counted(dataset(shards=shards))
-    (path,) = shards.glob("*.mimo-lengths")
-    file = load_lengths(path)
-
-    def lies(name, value):
-        table = np.zeros(2, dtype=lengths_file._ROW)
-        table["first"], table["check"], table["stamp"] = file.firsts, file._checks, file.stamps
-        (table["stamp"] if name == "samples" else table)[name][1] = value
-        return table
-
-    for name, value in (("first", 7), ("first", -1), ("samples", -1), ("samples", 2**40), ("first", 2**62)):
-        with pytest.raises(DataError, match="not in it"):
-            LengthsFile(path, lies(name, value), file.names, file.lengths, 0)
-    for names in (["a"], ["a", "a"], "ab", [1, 2]):
-        with pytest.raises(DataError, match="names"):
-            LengthsFile(path, lies("check", 0), names, file.lengths, 0)
 
 
 def test_a_count_that_is_killed_goes_on_where_it_was(shards, dataset, monkeypatch):
     lengths = TextLengths(dataset(shards=shards))
     work = lengths.build()
     assert next(work).samples == 6
-    work.close()  # as a kill leaves it: the journal
-    (journal,) = shards.glob("*.mimo-lengths.journal")
-    journal.write_bytes(journal.read_bytes() + b"torn")
+    work.close()  # as an end leaves it, and a kill after a save
     data, read = dataset(shards=shards), []
     monkeypatch.setattr(data, "length_of", lambda shard, row: read.append(shard) or Dataset.length_of(data, shard, row))
     done = list(TextLengths(data).build())
-    assert [(one.samples, one.here) for one in done] == [(6, False), (6, True)], (
-        "the first was counted by the one before"
-    )
-    assert counted(data) == 0 and read == [1] * 6 and not journal.exists()
+    assert [(one.samples, one.here) for one in done] == [(6, True)], "the first was counted by the one before"
+    assert counted(data) == 0 and read == [1] * 6 and not list(shards.glob("*.lock"))
     fresh = dataset(shards=shards, cache_dir=shards.parent / "apart")
     assert counted(fresh) == 12 and fresh.lengths.tolist() == data.lengths.tolist()
 
@@ -150,22 +123,6 @@ def test_one_that_finds_another_at_work_waits_for_what_it_counts(shards, dataset
     second.serve()
 
 
-def test_journals_that_nobody_goes_on_with_do_not_stay(shards, dataset):
-    """One of a kill between the file and the end, at once; of another tokenizer or length, after a month."""
-    counted(dataset(shards=shards))
-    (file,) = shards.glob("*.mimo-lengths")
-    own = file.with_name(f"{file.name}.journal")
-    others = [file.with_name(f"shards.{key}.mimo-lengths.journal") for key in ("old", "new", "held")]
-    for path in (own, *others):
-        path.write_bytes(b"torn")
-    for path in (others[0], others[2]):
-        os.utime(path, (0, 0))
-    with others[2].open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert counted(dataset(shards=shards)) == 0
-    assert sorted(shards.glob("*.journal")) == sorted(others[1:])
-
-
 def test_what_a_killed_count_has_of_other_shards_stays(shards, dataset, monkeypatch):
     counted(dataset(shards=shards / "s-1.tar"))
     work = TextLengths(dataset(shards=shards)).build()
@@ -173,15 +130,15 @@ def test_what_a_killed_count_has_of_other_shards_stays(shards, dataset, monkeypa
     work.close()  # as a kill leaves it
     assert counted(dataset(shards=shards / "s-1.tar")) == 0
     monkeypatch.delattr(Dataset, "length_of")
-    assert [done.here for done in TextLengths(dataset(shards=shards)).build()] == [False]
-    assert not list(shards.glob("*.journal"))
+    assert counted(dataset(shards=shards)) == 0
+    assert not list(shards.glob("*.lock"))
 
 
 def test_a_count_of_other_shards_takes_what_a_killed_one_has(shards, dataset, monkeypatch):
     work = TextLengths(dataset(shards=shards)).build()
     assert next(work).shard == shards / "s-0.tar"
     work.close()  # as a kill leaves it
-    assert counted(dataset(shards=shards / "s-1.tar")) == 6 and not list(shards.glob("*.journal"))
+    assert counted(dataset(shards=shards / "s-1.tar")) == 6 and not list(shards.glob("*.lock"))
     monkeypatch.delattr(Dataset, "length_of")
     assert counted(dataset(shards=shards)) == 0
 
@@ -194,7 +151,7 @@ def test_files_of_some_shards_are_joined_and_forget_those_that_are_gone(shards, 
     assert counted(backwards) == 0 and backwards.lengths.tolist() == [*data.lengths[6:], *data.lengths[:6]]
     (path,) = shards.glob("*.mimo-lengths")
     (shards / "s-0.tar").rename(shards / "z.tar")
-    assert counted(dataset(shards=shards)) == 6 and load_lengths(path).names == ["s-1.tar", "z.tar"]
+    assert counted(dataset(shards=shards)) == 6 and load_file(path, "lengths").names == ["s-1.tar", "z.tar"]
 
 
 def test_the_folder_of_the_cache_is_used_and_named_where_it_cannot_be_written(shards, dataset, tmp_path):
@@ -264,6 +221,6 @@ def test_other_processes_can_count_for_a_run(tmp_path):
     write_tar(folder / "a,b-{0}.tar", [(f"{n}.json", chat("q", "a" * n)) for n in range(1, 4)])
     cfg = load("gpt_tiny", (f"data.shards={folder}", "data.demo=", "data.validation_shards="))
     (shard,) = folder.glob("*.tar")
-    stamp, lengths = _count_one(pickle.dumps(OneShard(cfg)), shard, NO_FIELDS)
+    version, lengths = _count_shard(pickle.dumps(OneShard(cfg)), shard, NO_FIELDS)
     data = OneShard(cfg)(shard)
-    assert counted(data) == 3 and data.lengths.tobytes() == lengths and [stamp.item()] == data.stamps().tolist()
+    assert counted(data) == 3 and data.lengths.tobytes() == lengths and version == data.version(0)

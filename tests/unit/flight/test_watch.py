@@ -15,7 +15,7 @@ from tests.hang import HANG_SECONDS
 RANK = """
 import sys, threading, time
 from pathlib import Path
-from data.reads_in_progress import READS
+from data.storage.files import READS
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.flight.watch import Watch
 

@@ -1,0 +1,243 @@
+"""A file about the shards of one folder: a part for each shard, checksummed and mapped into memory.
+
+The file is one JSON line (padded), JSON texts (names and tags of the shards, what the codes of their rows mean), a
+table with a row for each shard, and the parts. No part depends on its position, so that it is copied as it is when
+another one changes. There are checksums of all that is before the parts (compared when the file is opened), of all
+parts together, and of each. The file is replaced atomically.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from data.errors import DataError
+from data.storage.files import ShardVersion, cannot_write, open_file, replacing
+
+_log = logging.getLogger(__name__)
+
+CHECKED_AT_ONCE = 256 << 20
+"""Bytes of a file up to which all of its parts are compared with their checksum when it is opened; a part of a larger
+file is when it is first used."""
+_VERSION = 10
+_HEAD = 256  # bytes of the JSON line
+UNIT = 64  # the parts begin at a multiple of it, as do those of a catalogue, whose bodies are padded
+_SHARD = np.dtype(
+    [("at", "<i8"), ("bytes", "<i8"), ("check", "<u8"), ("samples", "<i8"), ("members", "<i8"), ("keys", "<i8")]
+    + [("codes", "<i8"), ("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("content", "S32")]
+)
+STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("content", "S32"), ("tag", "<u8"), ("samples", "<i8")])
+"""The version of a shard without its change time, with its tag hashed, and its samples."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a file has of one shard."""
+
+    name: str
+    version: ShardVersion
+    body: bytes | memoryview
+    rows: tuple[int, int, int]
+    """Samples, members, bytes of keys."""
+    codes: tuple[tuple[str, ...], ...] = ()
+    """What the numbers in the rows mean."""
+
+
+class IndexFile:
+    """An open file.
+
+    Attributes:
+        names: of the shards, each of a row in `table`.
+        table: [shards] of `_SHARD`.
+        bytes: uint8, the whole file.
+    """
+
+    def __init__(self, path: Path, content: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
+        """
+        Args:
+            begin: first byte of the parts.
+
+        Raises:
+            DataError, KeyError, TypeError: table and texts do not fit each other or the file.
+        """
+        self.path, self.bytes, self.table = path, content, table
+        self.names: list[str] = texts["names"]
+        self.codes: list[tuple[tuple[str, ...], ...]] = [tuple(map(tuple, codes)) for codes in texts["codes"]]
+        self._tags: dict[str, str] = texts["tags"]
+        self._begin, self._check = begin, texts["check"]
+        if len(self.names) != len(table) or len(set(self.names)) != len(table):
+            raise DataError(f"it has names of {len(set(self.names))} shards, and {len(table)} rows")
+        if len(table) and (table["at"].min() < begin or (table["at"] + table["bytes"]).max() > len(content)):
+            raise DataError("it has a shard whose part is not in it")
+
+    @property
+    def is_small(self) -> bool:
+        """See CHECKED_AT_ONCE."""
+        return len(self.bytes) <= CHECKED_AT_ONCE
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """The row of a name."""
+        return {name: row for row, name in enumerate(self.names)}
+
+    def rows_of(self, names: Sequence[str]) -> np.ndarray:
+        """The rows of shards, int64; -1: none."""
+        if names == self.names:
+            return np.arange(len(names))
+        return np.array([self.row_of.get(name, -1) for name in names], dtype=np.int64)
+
+    def version(self, row: int) -> ShardVersion:
+        """The version of a shard that its part is of."""
+        entry = self.table[row]
+        times = int(entry["mtime_ns"]), int(entry["ctime_ns"])
+        return ShardVersion(int(entry["size"]), *times, entry["content"].decode(), self._tags.get(str(row), ""))
+
+    def stamps(self, rows: np.ndarray) -> np.ndarray:
+        """`STAMP` of rows."""
+        stamps = np.zeros(len(rows), dtype=STAMP)
+        for name in ("size", "mtime_ns", "content", "samples"):
+            stamps[name] = self.table[name][rows]
+        if self._tags:
+            hashes = np.zeros(len(self.table), dtype=np.uint64)
+            for row, tag in self._tags.items():
+                hashes[int(row)] = xxh3_64_intdigest(tag.encode())
+            stamps["tag"] = hashes[rows]
+        return stamps
+
+    def body(self, row: int) -> memoryview:
+        """The bytes of a part."""
+        entry = self.table[row]
+        return memoryview(self.bytes)[int(entry["at"]) : int(entry["at"]) + int(entry["bytes"])]
+
+    def part(self, row: int) -> Part:
+        """The part of a shard."""
+        entry = self.table[row]
+        rows = int(entry["samples"]), int(entry["members"]), int(entry["keys"])
+        return Part(self.names[row], self.version(row), self.body(row), rows, self.codes[int(entry["codes"])])
+
+    def is_intact(self) -> bool:
+        """True if all parts together have their checksum: much faster than one by one."""
+        return xxh3_64_intdigest(memoryview(self.bytes)[self._begin :]) == self._check
+
+    def is_part_intact(self, row: int) -> bool:
+        """True if a part has its checksum."""
+        return xxh3_64_intdigest(self.body(row)) == int(self.table["check"][row])
+
+
+def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
+    """Write the file in place of another one.
+
+    Args:
+        what: the file, for messages.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    parts = sorted(parts, key=lambda part: part.name)
+    known: dict[tuple[tuple[str, ...], ...], int] = {}
+    table, all_parts, offset = np.zeros(len(parts), dtype=_SHARD), xxh3_64(), 0
+    for row, part in zip(table, parts, strict=True):
+        version, length = part.version, len(part.body)
+        row["at"], row["bytes"], row["check"] = offset, length, xxh3_64_intdigest(part.body)
+        row["samples"], row["members"], row["keys"] = part.rows
+        row["codes"] = known.setdefault(part.codes, len(known))
+        row["size"], row["mtime_ns"], row["ctime_ns"] = version.size, version.mtime_ns, version.ctime_ns
+        row["content"] = version.content.encode()
+        all_parts.update(part.body)
+        offset += length
+    tags = {str(number): part.version.tag for number, part in enumerate(parts) if part.version.tag}
+    texts = {"names": [part.name for part in parts], "tags": tags, "codes": [*known], "check": all_parts.intdigest()}
+    text = json.dumps(texts).encode()
+    text += b" " * (-len(text) % UNIT)
+    gap = bytes(-table.nbytes % UNIT)
+    begin = _HEAD + len(text) + table.nbytes + len(gap)
+    table["at"] += begin
+    before = text + table.tobytes() + gap
+    meta = {"version": _VERSION, "texts": len(text), "shards": len(parts), "bytes": begin + offset}
+    line = json.dumps(meta | {"check": _head_check(meta, before)}).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever reads the shards may read this file, whatever the umask of the user who made it.
+        with replacing(path, mode=0o644) as file:
+            file.write(line.ljust(_HEAD - 1) + b"\n" + before)
+            for part in parts:
+                file.write(part.body)
+    except OSError as error:
+        raise cannot_write(what, path, error) from error
+
+
+def load_file(path: Path, what: str) -> IndexFile | None:
+    """Open a file without reading its parts; None if it is absent, of another version, or damaged."""
+    try:
+        with open(open_file(path), "rb") as file:
+            head = file.read(_HEAD)
+            meta = json.loads(head)
+            if meta["version"] != _VERSION:
+                return None
+            if os.fstat(file.fileno()).st_size != meta["bytes"]:
+                raise DataError(f"expected {meta['bytes']} bytes")
+            # Of the file that was just read, also if another process has replaced it.
+            content = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
+        check, text_end = meta.pop("check"), _HEAD + meta["texts"]
+        table_end = text_end + meta["shards"] * _SHARD.itemsize
+        begin = table_end + -(table_end - text_end) % UNIT
+        if check != _head_check(meta, memoryview(content)[_HEAD:begin]):
+            raise DataError("its checksum is wrong")
+        texts = json.loads(bytes(content[_HEAD:text_end]))
+        return IndexFile(path, content, content[text_end:table_end].view(_SHARD), texts, begin)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        _log.warning("%s: damaged (%s), made again: %s", path, what, error)
+        return None
+
+
+def _head_check(meta: Mapping[str, int], before: bytes | memoryview) -> int:
+    return xxh3_64_intdigest(before, seed=xxh3_64_intdigest(json.dumps(meta, sort_keys=True).encode()))
+
+
+@dataclass
+class Located:
+    """Where the parts of shards are, by the numbers of the shards.
+
+    Attributes:
+        files: those that have a part.
+        file: int32 [shards], which of `files`; -1: none has a part of it.
+        row: int64 [shards], in the table of that file.
+    """
+
+    files: list[IndexFile]
+    file: np.ndarray
+    row: np.ndarray
+
+    @classmethod
+    def none(cls, shards: int) -> Located:
+        """No parts of so many shards."""
+        return cls([], np.full(shards, -1, dtype=np.int32), np.full(shards, -1, dtype=np.int64))
+
+    @property
+    def missing(self) -> np.ndarray:
+        """bool [shards]: which have no part."""
+        return self.file < 0
+
+    def take(self, file: IndexFile, rows: np.ndarray, which: np.ndarray) -> None:
+        """Add the parts of a file, at `rows` [shards], of the shards `which`, int64."""
+        if len(which):
+            self.file[which], self.row[which] = len(self.files), rows[which]
+            self.files.append(file)
+
+    def add(self, other: Located, numbers: Sequence[int]) -> None:
+        """Add the parts of other shards, which have the `numbers` here."""
+        of = np.asarray(numbers)
+        self.file[of] = np.where(other.missing, -1, other.file + len(self.files))
+        self.row[of] = other.row
+        self.files += other.files

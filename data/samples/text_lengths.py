@@ -1,0 +1,241 @@
+"""How many tokens every sample takes in the sequence: counted once, and kept next to the shards' catalogue.
+
+The plan of a step needs the lengths of all its samples on every rank, also of those that never read text. So every
+text is tokenized once before a run: `shards.KEY.mimo-lengths` (`index_file`) has the tokens of each sample of a folder,
+media included, cut at `sequence_length`. KEY is a hash of whatever the lengths follow from besides the shards:
+vocabulary, chat template and placeholders, the tokens of the media, the cut, bounds. A run with another key counts
+again, into a file of its own; one shard that has changed is counted alone. The length of a bad sample is that of its
+stand-in: its placeholders.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from data.errors import DataError, ShardError
+from data.index.folder_file import Busy, FolderFile, SaveTimer, by_folder
+from data.index.index_file import IndexFile, Part
+from data.processes import worker_processes
+from data.records.members import Fields
+from data.storage.files import ShardVersion
+from data.storage.url import Place
+from data.text_format import plural
+
+if TYPE_CHECKING:
+    from data.samples.dataset import Dataset
+
+_AHEAD = 256  # records of a remote shard that are announced together
+_FEW = 20_000  # samples that are counted before processes for it would have started
+_POLL_SECONDS = 0.1  # between looks whether another process still counts
+
+Lengths = tuple[ShardVersion, bytes]
+"""The version of a shard whose texts were counted, and the int32 lengths of its samples."""
+Count = Callable[[Sequence[int]], Iterator[tuple[int, Lengths]]]
+"""Numbers of shards -> (number, lengths) of each, as they are done."""
+
+
+class Counted(NamedTuple):
+    """A shard whose texts have been counted; no samples: another process still counts those of its folder."""
+
+    shard: Place
+    samples: int
+    here: bool
+    """True if this process has counted it just now, not another one or an earlier one that was killed."""
+
+
+class TextLengths:
+    """The lengths of a dataset's samples: which are known, and how the others become known."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        numbers: dict[tuple[str, str], list[int]] = {}
+        for key, of_source in dataset.lengths_keys():
+            shards = [dataset.shards[number] for number in of_source]
+            for of_folder in by_folder(shards):
+                folder = str(shards[of_folder[0]].parent)
+                numbers.setdefault((key, folder), []).extend(of_source.start + number for number in of_folder)
+        self._folders = [_Folder(dataset, key, of_folder) for (key, _), of_folder in numbers.items()]
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that have not been counted yet."""
+        return sorted(number for folder in self._folders for number in folder.missing())
+
+    def serve(self) -> None:
+        """Give the lengths to the dataset, for `Dataset.plan_step`. Raises DataError if some are missing."""
+        if missing := self.missing():
+            example = self._dataset.shards[missing[0]]
+            raise DataError(f"not counted: the texts of {plural(len(missing), 'shard')}, for example {example}")
+        if len(self._folders) == 1 and (mapped := self._folders[0].mapped()) is not None:
+            self._dataset.lengths = mapped
+            return
+        counts = [self._dataset.samples_of(shard) for shard in range(len(self._dataset.shards))]
+        lengths, begins = np.empty(sum(counts), dtype=np.int32), np.cumsum([0, *counts])
+        for folder in self._folders:
+            for shard, of_shard in folder.lengths():
+                lengths[begins[shard] : begins[shard + 1]] = of_shard
+        self._dataset.lengths = lengths
+
+    def build(
+        self, open_shard: Callable[[Place, Fields], Dataset] | None = None, processes: int | None = None
+    ) -> Generator[Counted]:
+        """Count what is missing, and yield each shard that is done.
+
+        Args:
+            open_shard: opens one shard, by its `data.fields`, as this dataset does; it is pickled and called in other
+                processes. None: everything is counted in this one.
+            processes: to count in; None: as many as this one may use, if there is work for them.
+
+        Raises:
+            What `Dataset.length_of` raises, and DataError: the file cannot be written.
+        """
+        missing = self.missing()
+        if processes is None:
+            is_little = sum(self._dataset.samples_of(shard) for shard in missing) < _FEW
+            processes = 1 if is_little else len(os.sched_getaffinity(0))
+        processes = min(processes, len(missing))
+        if open_shard is None or processes <= 1:
+            yield from self._build(self._count_here)
+            return
+        with worker_processes(processes) as pool:
+            opener, dataset = pickle.dumps(open_shard), self._dataset
+            job_of = cache(
+                lambda shard: pool.submit(_count_shard, opener, dataset.shards[shard], dataset.fields_of(shard))
+            )
+            for shard in missing:  # of all folders: one of few shards keeps no process waiting
+                job_of(shard)
+            yield from self._build(partial(_count_in, job_of))
+
+    def _build(self, count: Count) -> Generator[Counted]:
+        for folder in self._folders:
+            while folder.missing():
+                try:
+                    yield from folder.build(count)
+                except Busy:
+                    yield Counted(self._dataset.shards[folder.missing()[0]], 0, False)
+                    time.sleep(_POLL_SECONDS)
+
+    def _count_here(self, shards: Sequence[int]) -> Iterator[tuple[int, Lengths]]:
+        for shard in shards:
+            yield shard, (self._dataset.version(shard), _lengths_of(self._dataset, shard))
+
+
+class _Folder:
+    """Shards of one folder that are counted alike: their numbers in the dataset, each maybe more than once."""
+
+    def __init__(self, dataset: Dataset, key: str, numbers: list[int]) -> None:
+        self._dataset, self._shards = dataset, [dataset.shards[number] for number in numbers]
+        self._numbers, self._stamps = np.array(numbers), dataset.stamps()[numbers]
+        suffix = f".{key}.mimo-lengths"
+        self._file = FolderFile(self._shards, dataset.cache_dir, suffix, "text lengths", checks_all=True)
+        self._is_loaded = False
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards whose lengths are not in a file."""
+        if not self._is_loaded:
+            self._load()
+        return self._numbers[self._file.located.missing].tolist()
+
+    def mapped(self) -> np.ndarray | None:
+        """The lengths as they are in the file, if they are those of all shards of a dataset in its order."""
+        located, ends = self._file.located, np.cumsum(self._stamps["samples"])
+        if len(located.files) != 1 or (self._numbers != np.arange(len(self._numbers))).any():
+            return None
+        firsts = located.files[0].table["at"][located.row]
+        if (firsts != firsts[0] + 4 * (ends - self._stamps["samples"])).any():
+            return None
+        return located.files[0].bytes[int(firsts[0]) : int(firsts[0] + 4 * ends[-1])].view("<i4")
+
+    def lengths(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(number, lengths) of each shard; none is missing."""
+        located = self._file.located
+        for number, file, row in zip(self._numbers.tolist(), located.file, located.row, strict=True):
+            yield number, np.frombuffer(located.files[file].body(row), dtype="<i4")
+
+    def build(self, count: Count) -> Generator[Counted]:
+        """Count what is missing and write the file; yields each shard that is done.
+
+        Raises:
+            Busy: another process does it.
+            DataError: the file cannot be written.
+        """
+        with self._file.lock(wait=False):
+            before = self._file.located.missing
+            self._load()  # another process may have worked meanwhile
+            for at in np.flatnonzero(before & ~self._file.located.missing).tolist():
+                yield Counted(self._shards[at], int(self._stamps["samples"][at]), False)
+            # A shard that is there twice is counted once.
+            missing = {self._shards[at].name: at for at in np.flatnonzero(self._file.located.missing).tolist()}
+            place_of = {int(self._numbers[at]): at for at in missing.values()}
+            new: dict[str, Part] = {}
+            timer = SaveTimer()
+            try:
+                for number, (version, lengths) in count([*place_of]):
+                    shard, samples = self._shards[place_of[number]], len(lengths) // 4
+                    if replace(version, ctime_ns=0) != replace(self._dataset.version(number), ctime_ns=0):
+                        raise ShardError(f"{shard}: the shard changed while its texts were counted. Start again.")
+                    new[shard.name] = Part(shard.name, version, lengths, (samples, 0, 0))
+                    if timer.is_due():
+                        with timer.saving():
+                            self._file.save(new, {})
+                        new.clear()
+                    yield Counted(shard, samples, True)
+            finally:
+                if new:
+                    self._file.save(new, {})
+        self._load()
+
+    def _load(self) -> None:
+        self._file.load(self._current)
+        self._is_loaded = True
+
+    def _current(self, file: IndexFile, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
+        return which[file.stamps(rows[which]) == self._stamps[which]]
+
+
+def _count_in(job_of: Callable[[int], Future[Lengths]], shards: Sequence[int]) -> Iterator[tuple[int, Lengths]]:
+    jobs = {job_of(shard): shard for shard in shards}
+    for job in as_completed(jobs):
+        yield jobs[job], job.result()
+
+
+_opener = lru_cache(maxsize=1)(pickle.loads)  # one for all shards that a process counts: it may hold a tokenizer
+
+
+def _count_shard(opener: bytes, shard: Place, fields: Fields) -> Lengths:
+    """At module level, so that worker processes can find it."""
+    dataset = _opener(opener)(shard, fields)
+    try:
+        return dataset.version(0), _lengths_of(dataset, 0)
+    finally:
+        dataset.close()
+
+
+def _lengths_of(dataset: Dataset, shard: int) -> bytes:
+    """Tokenize every text of a shard; int32 lengths."""
+    rows = dataset.samples_of(shard)
+    lengths = np.empty(rows, dtype=np.int32)
+    for row in range(rows):
+        if row % _AHEAD == 0:
+            dataset.expect_texts(shard, range(row, min(row + 2 * _AHEAD, rows)))
+        lengths[row] = dataset.length_of(shard, row)
+    return lengths.tobytes()
+
+
+def require_planned(found: int, planned: int, where: tuple[Place, str]) -> None:
+    """Raises DataError for a text that is not as long as the plan of its step says: its row may have no room for it."""
+    if found != planned:
+        shard, key = where
+        raise DataError(
+            f"{shard}, key {key!r}: its text has {found} tokens, and had {planned} when texts were counted: the "
+            "tokenizer or the shard has changed in a way that does not show. Remove the *.mimo-lengths beside the "
+            "shards, or in data.cache_dir, and start again"
+        )
