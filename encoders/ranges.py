@@ -3,8 +3,8 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, get_origin
 
 RULES = "rules"
 """Key of a field's metadata."""
@@ -96,9 +96,22 @@ class FixedKeys:
 def unknown_key(section: type, name: str) -> str:
     """A sentence that names the nearest keys of a dataclass."""
     keys = [field.name for field in dataclasses.fields(section)]
-    near = sorted(difflib.get_close_matches(name, keys, n=3, cutoff=0.5), key=lambda key: key not in name)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Its keys are {', '.join(keys)}."
-    return f"{section.__name__} has no key {name!r}. {hint}"
+    return f"{section.__name__} has no key {name!r}. {nearest(name, keys)}"
+
+
+def near_names(word: str, choices: Iterable[str]) -> list[str]:
+    """Return up to three of `choices` that are spelled like `word`, those that it contains first."""
+    near = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
+    return sorted(near, key=lambda choice: choice not in word)
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A sentence that names the nearest of `choices`, or all of them when none is near; empty if there are none."""
+    choices = list(choices)
+    near = near_names(word, choices)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"Choose from {', '.join(choices)}" if choices else ""
 
 
 def rules_of(field: dataclasses.Field) -> Rules:
@@ -109,9 +122,16 @@ def rules_of(field: dataclasses.Field) -> Rules:
 def complaints(section: Any) -> list[tuple[str, str]]:
     """(field, sentence) of the values of a dataclass that its fields do not accept; dataclasses inside are not looked
     at."""
-    rules = {field.name: rules_of(field) for field in dataclasses.fields(section)}
-    named = {name: rule.complaint(getattr(section, name)) for name, rule in rules.items()}
-    return [(name, sentence) for name, sentence in named.items() if sentence]
+    sentences = []
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if get_origin(field.type) is list and isinstance(value, str):  # set by a program: its items are letters
+            sentence = f"must be a list, is {value!r}. Write [{value!r}]"
+        else:
+            sentence = rules_of(field).complaint(value)
+        if sentence:
+            sentences.append((field.name, sentence))
+    return sentences
 
 
 def shown(value: Any) -> str:

@@ -2,7 +2,6 @@
 built, unless the module of a user's own spec does."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +22,7 @@ from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.native.vit.picture import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.plain.spec import PlainSpec
+from encoders.ranges import nearest
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 
 if TYPE_CHECKING:
@@ -216,11 +216,9 @@ def family_of(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     known = [*FAMILIES, *_installed()]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     raise EncoderError(
-        f"unknown encoder family {name!r}; "
-        + (f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}")
-        + " Your own is named by its path, package.module:Spec (docs/your-encoder.md)"
+        f"unknown encoder family {name!r}. {nearest(name, known)} Name your own by its path, package.module:Spec "
+        "(docs/your-encoder.md)"
     )
 
 
@@ -289,9 +287,8 @@ def _attribute(module: str, attribute: str) -> Any:
         raise EncoderError(f"there is no module {missing}: {remedy}") from error
     if not hasattr(found, attribute):
         names = [name for name in vars(found) if not name.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise EncoderError(f"{module} ({getattr(found, '__file__', None)}) has no {attribute}{hint}")
+        hint = nearest(attribute, names)
+        raise EncoderError(f"{module} ({getattr(found, '__file__', None)}) has no {attribute}. {hint}")
     return getattr(found, attribute)
 
 

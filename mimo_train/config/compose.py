@@ -1,48 +1,47 @@
-"""YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes."""
+"""YAML files and overrides -> one `ConfigContainer`, or every error with its key. Hydra composes."""
 
 import dataclasses
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from encoders.errors import EncoderError
-from encoders.joined.spec import JoinedSpec
-from encoders.projectors.spec import ProjectorSpec
-from encoders.registry import Family, family_of, is_path
+from encoders.ranges import nearest
 from mimo_train.config.energon import fill_in_energon
-from mimo_train.config.errors import ConfigError, Fault, nearest
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.absent import leave_out_absent
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
 from mimo_train.config.run_files import (
     SUFFIXES,
+    Contents,
     composed_files,
-    content_of,
     parsed,
     picked_groups,
-    run_files,
+    read_run_files,
     search_folders,
     shipped_configs,
+    without_marks,
 )
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.slips import left_open, override_slips, value_slips, wrong_removals
-from mimo_train.config.sources import resolver_faults, source_faults
-from mimo_train.config.typed import structured
-from mimo_train.config.user_code import say_imports, search_working_directory
-from mimo_train.config.yaml_numbers import without_marks
-
-_IN_LIST = re.compile(r"\[\d+\]|\.\d+(\.|$)")
-"""In the keys of values inside a list, as `data.mix[0].weight`."""
+from mimo_train.config.typed import shown_plain, structured
+from mimo_train.config.user_code import say_imports
 
 RECIPES = "recipes"
 """Folder in that of the shipped configs, with whole runs of models that people use and a `layout/` group of their own;
 these are named with it, `recipes/NAME`."""
+
+
+Values = list[tuple[str, Any]]
+"""(dotted key, value) of overrides, in their order."""
 
 
 def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> ConfigContainer:
@@ -59,12 +58,9 @@ def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
         ConfigError: unknown file, group choice, key or family, or a value of the wrong type; with the nearest names.
     """
     path = _find(config)
-    faults = list(source_faults(path, overrides))
-    if faults:
-        raise ConfigError(faults)
-    files = run_files(path)
-    choices, values, slips = _sort_overrides(overrides, files)
-    faults = [*slips, *_gaps(files, values)]
+    files = read_run_files(path)
+    choices, values, faults = _sort_overrides(overrides, files)
+    has_every_choice = all("." in fault.key for fault in faults)
     cfg = None
     try:
         plain = _composed(path, choices, values)
@@ -75,107 +71,149 @@ def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
             wrong = [*error.faults, *_read(plain)[1]]
     except ConfigError as error:
         wrong = error.faults
-    known = {fault.key for fault in faults}
-    faults += [fault for fault in wrong if fault.key not in known]
-    if faults or cfg is None:
-        has_every_choice = all("." in slip.key for slip in slips)
-        raise ConfigError(faults, cfg if has_every_choice else None)
+    by_key: dict[str, Fault] = {}
+    for fault in [*faults, *wrong]:
+        by_key.setdefault(fault.key, fault)
+    if by_key or cfg is None:
+        raise ConfigError(by_key.values(), cfg if has_every_choice else None)
     return cfg
 
 
 def _fill_in_all(
-    plain: dict[str, Any], files: Sequence[Path], choices: Sequence[str], values: Sequence[str], without_data: bool
+    plain: dict[str, Any],
+    files: Contents,
+    choices: Sequence[str],
+    values: Values,
+    without_data: bool,
 ) -> None:
-    """Fill in what directories and Energon datasets say, in place."""
+    """Fill in the keys that follow from directories and Energon datasets, in place."""
     if without_data:
         leave_out_absent(plain)
-    found = directories(plain)
-    if found:
-        replaced = replaced_parts(found)
-        _require_no_choice(choices, replaced, found)
-        picked = [key for key in picked_groups(files) if key.partition("@")[2] in replaced]
-        without = _composed(files[-1], [*choices, *(f"~{key}" for key in picked)], values)
+    by_module = directories(plain)
+    if by_module:
+        replaced = replaced_parts(by_module)
+        _require_no_choice(choices, replaced, by_module)
+        removals = [f"~{key}" for key in picked_groups(files) if key.partition("@")[2] in replaced]
+        without = _composed([*files][-1], [*choices, *removals], values)
         plain.clear()
         plain.update(without)
         if without_data:
             leave_out_absent(plain)
-        fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(files, values))
+        has_tokenizer = any(key == "data.tokenizer" for key, _ in values) or any(
+            _sets(file, "data", "tokenizer") for file in files.values()
+        )
+        fill_in(plain, by_module, tokenizer_is_given=has_tokenizer)
     fill_in_joined(plain)
     fill_in_energon(plain)
 
 
-def _gaps(files: Sequence[Path], values: Sequence[str]) -> Iterable[Fault]:
-    """Faults of values that a file leaves open, and neither one that extends it nor an override gives: merged over a
-    default they would be dropped."""
-    gaps: dict[str, Fault] = {}
-    for file in files:
-        content = content_of(file)
-        gaps = {key: gap for key, gap in gaps.items() if not _sets(content, key)}
-        gaps |= {gap.key: gap for gap in left_open(content)}
-    given = [value.partition("=")[0] for value in values]
-    return [gap for key, gap in gaps.items() if key not in given]
+def _sets(content: Mapping[Any, Any], section: str, name: str) -> bool:
+    """True if a file sets the key `name` of a section."""
+    keys = content.get(section)
+    return isinstance(keys, Mapping) and name in keys
 
 
-def _sets(content: Any, key: str) -> bool:
-    """True if the content of a file has the dotted `key`."""
-    for name in key.split("."):
-        if not isinstance(content, dict) or name not in content:
-            return False
-        content = content[name]
-    return True
+def _composed(path: Path, choices: Sequence[str], values: Values) -> dict[str, Any]:
+    """Nested dicts of the file, with Hydra's overrides and with values by their dotted keys.
 
-
-def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict[str, Any]:
-    """Nested dicts of the file, with Hydra's overrides and values."""
+    Raises:
+        ConfigError: Hydra cannot compose them, or a value calls something.
+    """
     try:
-        composed = composed_files(path, tuple(choices))
-        of_lists = [value for value in values if _IN_LIST.search(value.partition("=")[0])]
-        given = OmegaConf.create()
-        for key, _, value in (value.partition("=") for value in values if value not in of_lists):
-            OmegaConf.update(given, key, parsed(value))
-        merged = OmegaConf.merge(composed, given)
-        for one in of_lists:  # a merge would take the place of the list
-            at, _, value = one.partition("=")
-            try:
-                OmegaConf.update(merged, at, parsed(value))
-            except IndexError as error:
-                raise ConfigError([_no_entry(merged, at)]) from error
-        calls = list(resolver_faults(OmegaConf.to_container(merged, resolve=False)))
-        if calls:
+        plain: Any = OmegaConf.to_container(composed_files(path, tuple(choices)), resolve=False)
+        for key, value in values:
+            _set(plain, key, value)
+        texts = dict(_interpolations(plain))
+        if calls := [Fault(key, _CALLS.format(text)) for key, text in texts.items() if RESOLVER.search(text)]:
             raise ConfigError(calls)
-        plain = without_marks(OmegaConf.to_container(merged, resolve=True))
+        if texts:
+            plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except MissingConfigException as error:
         raise ConfigError([_missing_choice(error, path)]) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        named = [*wrong_removals(error, choices, path.name), *_lists_for_mappings(path, values)]
-        raise ConfigError(named or [Fault(path.name, " ".join(str(error).split()))]) from error
-    assert isinstance(plain, dict), type(plain)
-    return {str(key): value for key, value in plain.items()}
+        message = " ".join(str(error).split())
+        # Hydra names neither an override that removes what is not there, nor the key of a list in a mapping's place.
+        removal = next((choice for choice in choices if choice[:1] == "~" and _is_removed(choice, message)), "")
+        misfits = [fault for fault in _misfits(path) if fault.message.startswith("must be a mapping")]
+        raise ConfigError(misfits or [Fault(removal.partition("=")[0] or path.name, message)]) from error
+    return {str(key): value for key, value in without_marks(plain).items()}
 
 
-def _lists_for_mappings(path: Path, values: Sequence[str]) -> Iterable[Fault]:
-    """Faults of the file and of overrides that have something else where a mapping belongs: the error about merging a
-    list with one does not say where it is."""
+def _set(plain: Any, key: str, value: Any) -> None:
+    """Set the value of a dotted key in nested dicts and lists; `data.mix[2].weight` and `data.mix.2.weight` are the
+    same. A mapping is merged with the one that is there.
+
+    Raises:
+        ConfigError: a list has no such entry, or something on the way is neither mapping nor list.
+    """
+    names = re.findall(r"[^.\[\]]+", key)
+    container: Any = plain
+    for depth, name in enumerate(names):
+        place, index = ".".join(names[:depth]), name
+        if isinstance(container, list):
+            if not name.isdecimal() or int(name) >= len(container):
+                text = f"{place} has no entry {name}: it has {len(container)}, counted from 0"
+                raise ConfigError([Fault(key, text)])
+            index = int(name)
+        elif not isinstance(container, dict):
+            value = shown_plain(without_marks(container))
+            raise ConfigError([Fault(key, f"{place} is {value}, which has no keys. Set {place} itself")])
+        elif depth < len(names) - 1 and container.get(name) is None:
+            container[name] = {}
+        if depth == len(names) - 1:
+            _merge(container, index, value)
+        else:
+            container = container[index]
+
+
+def _merge(container: Any, name: Any, value: Any) -> None:
+    there = container[name] if isinstance(container, list) else container.get(name)
+    if isinstance(value, dict) and isinstance(there, dict):
+        for key, item in value.items():
+            _merge(there, key, item)
+    else:
+        container[name] = value
+
+
+RESOLVER = re.compile(r"\$\{[^}]*[:$]")
+"""An interpolation that calls something, `${oc.env:NAME}`, or may after another one in it, instead of naming a key,
+`${run.seed}`."""
+
+_CALLS = (
+    "is {!r}, but a config cannot call anything or read the environment, which would be saved with the run. Write the "
+    "value, or give it as an override ($NAME on the command line is your shell's)"
+)
+
+
+def _interpolations(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, text) of the texts of nested dicts and lists that OmegaConf has to resolve."""
+    if isinstance(plain, str) and "${" in plain:
+        yield key, plain
+    elif isinstance(plain, list):
+        for item in plain:
+            yield from _interpolations(item, key)
+    elif isinstance(plain, dict):
+        for name, item in plain.items():
+            yield from _interpolations(item, f"{key}.{name}" if key else str(name))
+
+
+def _is_removed(choice: str, message: str) -> bool:
+    """True if a message of Hydra quotes what an override such as `~train.iters=3` or `~layout=one` removes."""
+    removed = choice.removeprefix("~")
+    return f"'{removed}'" in message or f"'{removed.partition('=')[0]}'" in message
+
+
+def _misfits(path: Path) -> list[Fault]:
+    """Errors of the content of a file by itself."""
     try:
-        given = [yaml.safe_load(path.read_text()), OmegaConf.to_container(OmegaConf.from_dotlist([*values]))]
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError):
-        return
-    for plain in given:
-        own = {key: value for key, value in plain.items() if key != "defaults"} if isinstance(plain, dict) else {}
-        yield from (fault for fault in _read(own)[1] if fault.message.startswith("must be a mapping"))
-
-
-def _no_entry(merged: DictConfig | ListConfig, at: str) -> Fault:
-    """Of a value for an entry that a list does not have; `data.mix[2].weight` and `data.mix.2.weight` are the same."""
-    found: Any = merged
-    where = name = ""
-    for name in re.findall(r"[^.\[\]]+", at):
-        if isinstance(found, ListConfig) and int(name) >= len(found):
-            break
-        found, where = found[int(name) if isinstance(found, ListConfig) else name], f"{where}.{name}"
-    return Fault(at, f"{where[1:]} has no entry {name}: it has {len(found)}, counted from 0")
+        content = without_marks(parsed(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return []
+    if not isinstance(content, dict):
+        return []
+    return _read({key: value for key, value in content.items() if key != "defaults"})[1]
 
 
 def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: Mapping[str, Directory]) -> None:
@@ -185,13 +223,6 @@ def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: M
         if place in replaced:
             key = found[place.split(".")[1]].key
             raise ConfigError([Fault(key, f"takes the place of {choice.lstrip('+')}: remove one of them")])
-
-
-def _tokenizer_is_given(files: Sequence[Path], values: Sequence[str]) -> bool:
-    """Whether a file of the run itself or an override sets `data.tokenizer`, and not only a group."""
-    return any(value.startswith("data.tokenizer=") for value in values) or any(
-        _sets(content_of(file), "data.tokenizer") for file in files
-    )
 
 
 def from_dict(plain: dict[str, Any]) -> ConfigContainer:
@@ -208,41 +239,13 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
 
 
 def _read(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
-    """Return the config of nested dicts, with defaults in the place of what is wrong, and every fault; None if a part
+    """Return the config of nested dicts, with defaults in the place of what is wrong, and every error; None if a part
     of it cannot be built."""
     say_imports(plain)
-    slips = {fault.key: fault for fault in (*left_open(plain), *value_slips(plain))}
-    faults = dict(slips)
-    train, modules = plain.get("train"), plain.get("modules")
+    train = plain.get("train")
     if isinstance(train, Mapping) and train.get("epochs") and "iters" not in train:
         plain = {**plain, "train": {**train, "iters": 0}}  # without its default
-    parts: dict[tuple[str, str], Any] = {}
-    if isinstance(modules, Mapping):
-        modules = {name: {} if module is None else module for name, module in modules.items()}
-        for name, module in modules.items():
-            if not isinstance(name, str) or not name.isidentifier():
-                text = f"the name of a module is a word of letters, digits and _, one is {name!r}"
-                faults.setdefault("modules", Fault("modules", text))
-            elif isinstance(module, Mapping):
-                parts |= {(name, part): module[part] for part in _PARTS if module.get(part) is not None}
-                modules[name] = {key: value for key, value in module.items() if key not in _PARTS}
-    cfg, wrong = structured(ConfigContainer, {**plain, "modules": modules or {}}, "")
-    is_whole = cfg is not None
-    for (name, part), keys in parts.items():
-        prefix = f"modules.{name}.{part}"
-        spec, more = _encoder(keys, prefix) if part == "encoder" else structured(ProjectorSpec, keys, prefix)
-        wrong += more
-        is_whole &= spec is not None and name in cfg.modules
-        if is_whole:
-            setattr(cfg.modules[name], part, spec)
-    for fault in wrong:
-        if not any(fault.key.startswith((f"{slip}.", f"{slip}[")) for slip in slips):
-            faults.setdefault(fault.key, fault)
-    return cfg if is_whole else None, list(faults.values())
-
-
-_PARTS = ("encoder", "projector")
-"""Keys of a module whose classes depend on other keys."""
+    return structured(ConfigContainer, plain, "")
 
 
 def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
@@ -285,7 +288,7 @@ def _find(config: str) -> Path:
     shipped = _shipped()
     if config in shipped:
         return shipped[config]
-    raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}{nearest(config, shipped)}")])
+    raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}. {nearest(config, shipped)}")])
 
 
 def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
@@ -293,63 +296,81 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
     group, _, choice = (error.missing_cfg_file or "").partition("/")
     if not choice or not error.options:
         return Fault(path.name, " ".join(str(error).split()))
-    return Fault(group, f"no {group} named {choice!r}{nearest(choice, error.options)}")
+    return Fault(group, f"no {group} named {choice!r}. {nearest(choice, error.options)}")
 
 
-def _sort_overrides(overrides: Sequence[str], files: Sequence[Path]) -> tuple[list[str], list[str], list[Fault]]:
-    """Hydra's overrides (group choices, and what begins with ~), values to set as they are written, and the faults of
-    overrides that are neither."""
+def _sort_overrides(overrides: Sequence[str], files: Contents) -> tuple[list[str], Values, list[Fault]]:
+    """Hydra's overrides (group choices, and what begins with ~), the others as (key, value), and errors."""
     roots = search_folders(files)
     groups = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - {RECIPES}
     picked = picked_groups(files)
-    named = picked | {key.partition("@")[0] for key in picked}
     choices: list[str] = []
-    values: list[str] = []
+    values: Values = []
     faults: list[Fault] = []
     for override in overrides:
         key, separator, value = override.partition("=")
-        name = key.lstrip("+")
-        slips = list(override_slips([override], groups, picked))
-        faults += slips
-        if slips:
-            continue
+        name = key.lstrip("+").replace(" ", "")
+        group = name.partition("@")[0]
         if key[:1] == "~":
             choices.append(override)
-        elif not separator or not name:
+        elif not separator or not re.search(r"[^.\[\]]", name):
             faults.append(Fault(override, "an override reads key=value, for example train.iters=100"))
-        elif (group := name.partition("@")[0]) in groups and "." not in group:
+        elif group in groups:
             options = {file.stem for root in roots for file in (root / group).glob("*.yaml")}
-            if value.strip("'\"") not in options and "/" not in value:
-                faults.append(Fault(group, f"no {group} named {value!r}{nearest(value, sorted(options))}"))
+            if message := _choice_error(name, value, options, picked):
+                faults.append(Fault(group if message.startswith("no ") else name, message))
                 continue
             # A group that the file does not pick from is added to it.
-            is_picked = name.replace(" ", "") in named
-            choices.append(override if is_picked or key != name else f"+{override}")
+            is_picked = name in picked | {place.partition("@")[0] for place in picked}
+            choices.append(override if is_picked or key[:1] == "+" else f"+{override}")
         else:
-            # An empty value is the empty string, not YAML's null.
-            values.append(f"{name}={value}" if value else f'{name}=""')
+            try:
+                values.append((name, parsed(value) if value else ""))  # empty is the empty text, not YAML's null
+            except (yaml.YAMLError, ValueError, RecursionError):
+                faults.append(_unreadable(name, value))
     return choices, values, faults
 
 
-def _family(encoder: dict[str, Any]) -> Family:
-    """The family of an encoder's keys. Raises EncoderError as `family_of`."""
-    name = str(encoder.get("family", "vit"))
-    if is_path(name):
-        search_working_directory()
-    return family_of(name)
+_PLACED = ("encoder", "llm", "projector")
+"""Groups whose files go to a part of a module, which the choice must name."""
 
 
-def _encoder(plain: Any, prefix: str) -> tuple[Any, list[Fault]]:
-    """The spec of an encoder, with those of the encoders that are joined in it, and faults of their values."""
+def _choice_error(name: str, value: str, options: Collection[str], picked: Collection[str]) -> str:
+    """What is wrong with a choice of a group's file; empty if nothing is.
+
+    Args:
+        name: the group, with its place in the config.
+        options: the group's files.
+        picked: groups that the files of the run pick from, some with a place.
+    """
+    group = name.partition("@")[0]
+    if value.strip() in ("", "null") or value.lstrip().startswith("["):
+        return f"picks one file of the group {group}, is {value or 'empty'}. Name one, or leave it out"
+    if name in _PLACED and name not in picked:
+        places = sorted(place for place in picked if place.startswith(f"{name}@")) or [f"{name}@modules.NAME.{name}"]
+        return f"requires its place in the config. Write {' or '.join(f'{place}={value}' for place in places)}"
+    if value.strip("'\"") not in options and "/" not in value:
+        return f"no {group} named {value!r}. {nearest(value, sorted(options))}"
+    return ""
+
+
+_BRACKETS = re.compile(r"""(?<![\w."'])[\w.]+\[[^][]*\]""")
+"""A word with brackets behind it, such as `json[caption]` of `data.fields`."""
+
+
+def _unreadable(key: str, value: str) -> Fault:
+    """The error of an override that is not YAML, with quotes where it lacks them: around a text such as `*.tar`, or
+    around brackets inside a mapping or list."""
+    if any("\udc80" <= character <= "\udcff" for character in value):  # Python's spelling of bytes that are no text
+        shown = value.encode("utf-8", "backslashreplace").decode()
+        return Fault(key, f"{shown} has bytes that are not {sys.getfilesystemencoding()}. Choose another name")
+    is_text = not value.lstrip().startswith(("{", "["))
+    quoted = json.dumps(value) if is_text else _BRACKETS.sub(lambda match: f'"{match[0]}"', value)
     try:
-        cls = _family(plain if isinstance(plain, dict) else {}).spec
-    except EncoderError as error:
-        return None, [Fault(f"{prefix}.family", str(error))]
-    spec, faults = structured(cls, plain, prefix)
-    if isinstance(spec, JoinedSpec):
-        for part, keys in spec.parts.items():
-            if isinstance(keys, dict):
-                found, wrong = _encoder(plain[part], f"{prefix}.{part}")
-                setattr(spec, part, found)
-                faults += wrong
-    return spec, faults
+        yaml.compose(quoted)
+    except (yaml.YAMLError, RecursionError):
+        remedy = "Write {key: value, ...} or [value, ...], with quotes around texts that have brackets"
+    else:
+        remedy = f"Put {'it' if is_text else 'what has brackets'} in quotes, and all of it in quotes for the shell: "
+        remedy += shlex.quote(f"{key}={quoted}")
+    return Fault(key, f"{value} cannot be read as YAML. {remedy}")

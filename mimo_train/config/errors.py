@@ -1,11 +1,10 @@
 """User errors, and faults of a config with their keys."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mimo_train.config.removed import REMOVED
+from mimo_train.config.removed import remedy_of_removed
 
 
 class UserError(ValueError):
@@ -56,22 +55,13 @@ class ConfigError(UserError):
 
 
 def unknown_key(prefix: str, name: str, fields: Iterable[str]) -> Fault:
-    """The fault of a key that is no field of its section."""
-    fields = list(fields)
-    meant = tuple(f"{prefix}{field}" for field in _near(name, fields))
-    if f"{prefix}{name}" in REMOVED:
-        return Fault(f"{prefix}{name}", "was a key of an earlier version. Remove it")
-    return Fault(f"{prefix}{name}", f"unknown key{nearest(name, fields)}", meant)
+    """The error of a key that is no field of its section."""
+    # `encoders` may be another package until `mimo_train.launch.import_guard` has looked, which imports this module.
+    from encoders.ranges import near_names, nearest
 
-
-def _near(word: str, choices: list[str]) -> list[str]:
-    return difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """A clause that names the nearest of `choices`, or all of them when none is near."""
-    choices = list(choices)
-    near = _near(word, choices)
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; choose from {', '.join(choices)}" if choices else ""
+    key, fields = f"{prefix}{name}", list(fields)
+    if (remedy := remedy_of_removed(key)) is not None:
+        return Fault(key, f"was a key of an earlier version. {remedy}")
+    return Fault(
+        key, f"unknown key. {nearest(name, fields)}", tuple(f"{prefix}{near}" for near in near_names(name, fields))
+    )

@@ -2,7 +2,7 @@
 
 import re
 
-from mimo_train.config.errors import nearest
+from encoders.ranges import nearest
 
 LANGUAGE = "language"
 """Name of the module with the loss: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""
@@ -34,7 +34,7 @@ def why_no_parameter(module: str, entry: str) -> str:
     if literal == entry and "." not in entry:
         near = nearest(entry, parts)
         neither = f"{entry!r} is neither a part of this module, which has {has}, nor a pattern of parameter names"
-        return neither + (near if near.startswith("; did") else "")
+        return f"{neither}. {near}" if near.startswith("Did") else neither
     if module == LANGUAGE:
         return ""  # a hook may add a head of any name
     begins = (f"encoders.{module}.", "input_projections.0.")

@@ -247,7 +247,7 @@ class ModuleConfig(Section):
     def _freeze_faults(self, name: str) -> Iterator[Fault]:
         prefix = f"modules.{name}"
         for field_name, entries in (("freeze", self.freeze), ("freeze_until", self.freeze_until)):
-            for entry in entries:
+            for entry in entries if isinstance(entries, list | dict) else ():
                 if why := why_no_parameter(name, entry):
                     yield Fault(f"{prefix}.{field_name}", why)
         for entry in self.freeze_until:

@@ -116,7 +116,7 @@ class TrainConfig(Section):
             )
         elif self.epochs == 0 and self.iters == 0:
             yield Fault("train.iters", "must be at least 1, is 0, unless train.epochs is above 0: give one of them")
-        for entry in self.callbacks:
+        for entry in self.callbacks if isinstance(self.callbacks, list) else ():
             if not re.fullmatch(ENTRY, entry):
                 yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
         if self.forward_step and not (isinstance(self.forward_step, str) and re.fullmatch(ENTRY, self.forward_step)):

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from mimo_train.config.errors import UserError, nearest
+from encoders.ranges import nearest
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import ADAPTERS
 from mimo_train.config.pretrained.adapter import (
     CONFIG,
@@ -193,7 +194,7 @@ def read_adapter(
     for path, parts in found.items():
         if path not in of_path:
             raise UserError(
-                f"{folder / WEIGHTS}: {path} is no layer that can have adapters here{nearest(path, of_path)}"
+                f"{folder / WEIGHTS}: {path} is no layer that can have adapters here. {nearest(path, of_path)}"
             )
         linear, projection, place = of_path[path]
         own = projection if linear.fused else WHOLE

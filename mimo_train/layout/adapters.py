@@ -12,7 +12,8 @@ from typing import Any
 
 from encoders.base import GATED
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.errors import Fault, nearest
+from encoders.ranges import nearest
+from mimo_train.config.errors import Fault
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.layout.ranks import stage_layers
@@ -187,7 +188,7 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
         )
     elif unmatched:
         yield Fault(
-            f"{prefix}.lora.targets", f"{unmatched[0]!r} matches no linear layer{_near(unmatched[0], candidates)}"
+            f"{prefix}.lora.targets", f"{unmatched[0]!r} matches no linear layer. {_near(unmatched[0], candidates)}"
         )
     adapters = adapted_linears(name, module, language_width)
     for one in adapters.values():
@@ -234,4 +235,4 @@ def _near(pattern: str, candidates: list[Linear]) -> str:
         last = [name.rpartition(".")[2] for linear in candidates if linear.layer is not None for name in linear.names()]
         return nearest(pattern, dict.fromkeys((*ADAPTED, *last)) if last else ())
     near = nearest(pattern, names)
-    return near if near.startswith("; did") else f"; names look like {', '.join(names[:_EXAMPLES])}"
+    return near if near.startswith("Did") else f"Names look like {', '.join(names[:_EXAMPLES])}"

@@ -1,7 +1,6 @@
 """A validated run: `resolve` checks a config and derives its layout and batch."""
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from data.storage.url import Place, place_of
 from encoders.base import most_tokens
-from encoders.ranges import MOST
+from encoders.ranges import MOST, near_names
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -208,9 +207,9 @@ def _is_empty(module: ModuleConfig) -> bool:
 def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
     """The fault of a module of which there is only, for example, a layout."""
     there = [other for other in cfg.modules if other not in stray]
-    near = difflib.get_close_matches(name, there, n=1)
+    near = near_names(name, there)
     remedy = (
-        f"did you mean modules.{near[0]}?"
+        f"Did you mean modules.{near[0]}?"
         if near
         else "pick a layout=... for these modules where a layout file names it, or give it an encoder and a projector"
     )

@@ -47,7 +47,7 @@ def test_what_lies_in_the_working_directory_is_found_and_checked_without_torch(t
     for overrides, printed, complaint in (
         ([], "2\n", ""),
         (["modules.images.layout.tp=2"], "", "modules.images.layout.tp: encoder.family my_encoder.spec:Squares"),
-        (["modules.images.encoder.sides=8"], "", "modules.images.encoder.sides: unknown key; did you mean side"),
+        (["modules.images.encoder.sides=8"], "", "modules.images.encoder.sides: unknown key. Did you mean side"),
     ):
         command = [sys.executable, "-P", "-c", code, "world", "my.yaml", *overrides]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)

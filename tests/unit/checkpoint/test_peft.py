@@ -145,7 +145,7 @@ def test_what_adapters_here_cannot_be_is_refused_by_name(changes, words, tmp_pat
         ("base_model.model.model.embed_tokens.lora_embedding_A", "lora_embedding_A is no tensor"),
         (
             "base_model.model.model.layers.0.self_attn.q_prj.lora_A.weight",
-            "did you mean model.layers.0.self_attn.q_proj",
+            "Did you mean model.layers.0.self_attn.q_proj",
         ),
         ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", "lora_B.weight is missing"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "does not belong there"),

@@ -110,7 +110,7 @@ def test_module_runs_as_a_program():
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: train.iter: unknown key; did you mean iters or skip_iters or log_interval?\n"
+    assert done.stderr == "error: train.iter: unknown key. Did you mean iters or skip_iters or log_interval?\n"
 
 
 def test_version(capsys):

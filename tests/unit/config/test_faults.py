@@ -86,10 +86,12 @@ def test_rules_are_many():
             "modules.images.freeze",
             ["encodr"],
             "'encodr' is neither a part of this module, which has encoder and projector, nor a pattern of parameter "
-            "names; did you mean encoder?",
+            "names. Did you mean encoder?",
         ),
         ("modules.language.freeze", ["wrong"], "'wrong' is neither a part of this module, which has llm, nor a"),
-        ("modules.images.freeze_until", {"projectr": 3}, "did you mean projector?"),
+        ("train.callbacks", "my.module:Class", "must be a list, is 'my.module:Class'. Write ['my.module:Class']"),
+        ("modules.images.freeze", "encoder", "must be a list, is 'encoder'"),
+        ("modules.images.freeze_until", {"projectr": 3}, "Did you mean projector?"),
         (
             "modules.images.freeze",
             ["encoder.*"],
@@ -101,6 +103,7 @@ def test_rules_are_many():
 def test_values_out_of_range_are_faults_of_their_key(key, value, said):
     messages = [fault.message for fault in config_faults(changed({key: value})) if fault.key == key]
     assert any(said in message for message in messages), messages
+    assert len(messages) == 1 or "must be a list" not in said, messages
 
 
 def test_the_demos_of_the_config_are_those_that_can_be_made():

@@ -76,7 +76,7 @@ def test_a_path_leads_to_the_spec_and_its_keys_are_checked(module, sign):
     keys = {"family": f"{module}{sign}Good", "stride": 16}
     cfg = from_dict({"modules": {"images": {"encoder": keys}}})
     assert cfg.modules["images"].encoder.num_tokens(1, 1) == 14 * 14
-    with pytest.raises(ConfigError, match=r"modules\.images\.encoder\.strid: unknown key; did you mean stride"):
+    with pytest.raises(ConfigError, match=r"modules\.images\.encoder\.strid: unknown key. Did you mean stride"):
         from_dict({"modules": {"images": {"encoder": {"family": keys["family"], "strid": 16}}}})
     with pytest.raises(ConfigError, match=r"modules\.images\.encoder\.stride: "):
         from_dict({"modules": {"images": {"encoder": keys | {"stride": "wide"}}}})
@@ -91,12 +91,12 @@ def test_a_path_leads_to_the_spec_and_its_keys_are_checked(module, sign):
         ("{}:NoGrid", "lacks grid, num_parameters"),
         ("{}:NoProtocol", "is no encoder's spec"),
         ("{}:Model", "is no dataclass"),
-        ("{}:Goood", "has no Goood; did you mean Good"),
+        ("{}:Goood", "has no Goood. Did you mean Good"),
         ("{}_broken:Good", "importing .* fails: ModuleNotFoundError: .*a_library_that_is_missing"),
         ("{}_none:Good", "there is no module .*_none: install its package"),
         ("encoders.mine:Good", "encoders is a package of mimo-train itself"),
         ("{}:a b", "reads package.module:Class"),
-        ("vitt", "did you mean vit"),
+        ("vitt", "Did you mean vit"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_key(module, path, said):
@@ -125,7 +125,7 @@ def test_entry_points_name_families_and_clashes_are_named(module, tmp_path):
             family_of("vit")
         with pytest.raises(EncoderError, match="registered by the package first .* the package second"):
             family_of("twice")
-        with pytest.raises(EncoderError, match="did you mean conv"):
+        with pytest.raises(EncoderError, match="Did you mean conv"):
             family_of("conf")
     finally:
         registry._installed.cache_clear()

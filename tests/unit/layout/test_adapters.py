@@ -35,7 +35,7 @@ def numbers(*targets: str, dora: bool = False, **place) -> int:
         ({"modules.language.lora.rank": -1}, "modules.language.lora.rank", "at least 0"),
         ({"modules.language.lora.alpha": 0.0}, "modules.language.lora.alpha", "above 0"),
         ({"modules.language.lora.dropout": 1.0}, "modules.language.lora.dropout", "below 1"),
-        ({f"{LORA}.targets": ["linear_q"]}, f"{LORA}.targets", "did you mean linear_qkv"),
+        ({f"{LORA}.targets": ["linear_q"]}, f"{LORA}.targets", "Did you mean linear_qkv"),
         (
             {f"{LORA}.targets": ["q_proj", "*.layers.[7-9].*"]},
             f"{LORA}.targets",

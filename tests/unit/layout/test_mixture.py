@@ -115,5 +115,5 @@ def test_an_entry_that_a_list_does_not_have_is_a_fault(key):
 
 
 def test_unknown_keys_in_lists_are_faults():
-    with pytest.raises(ConfigError, match=r"data\.mix\[1\]\.wieght: unknown key; did you mean weight"):
+    with pytest.raises(ConfigError, match=r"data\.mix\[1\]\.wieght: unknown key. Did you mean weight"):
         load("vlm_digits", *MIX, "data.mix[1].wieght=2")
