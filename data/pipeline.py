@@ -4,7 +4,7 @@ from data.collate import TextSample
 from data.errors import DataError, TooManyBadSamples
 from data.indexed.dataset import TokenDataset
 from data.loader import StepLoader
-from data.media.resize import Resize
+from data.media.options import Resize
 from data.order.packing import Packing
 from data.order.sources import MixedOrder, Source
 from data.order.step import Batching, Microbatch, Reader, StepBatch

@@ -1,95 +1,104 @@
-"""Shards from what people have: LLaVA's JSON, CSV, Hugging Face datasets, img2dataset's output, tars, folders of files.
+"""Shards from a data set: JSON, CSV, Hugging Face datasets, output of img2dataset, tars, folders of files.
 
-Two steps, each in parallel and each going on after a kill. First every part of the source is read: whether its samples
-can be trained on is seen before any shard is written (`data.building.parts`). Then the shards are planned by what their
-samples take, and written one by one; a shard appears when it is whole. The plan follows from the source and the
-settings alone, so that shards are the same however often the work was stopped.
+First every row is read and checked, so that nothing is written if rows are bad. Samples are kept as files to copy from;
+what has no file of its own (records, media in parquet) goes into a spool. Then the shards are planned, in a shuffled
+order, and written in parallel, each under its name only when it is complete. The plan follows from the source and the
+settings alone: a build that was killed reads its source again and writes the shards that are missing.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.samples.bad_samples import allowed_of
-from data.build.find import fingerprint
-from data.build.parts import Contents, Part, done_part, read_part, rows_of
-from data.build.samples import Source
-from data.errors import DataError
-from data.text_format import listed
-from data.records.members import READABLE
+from data.build.media_values import FileRange
+from data.build.sources import Source
+from data.errors import DataError, NothingToLearn, RecordError, ShardError, UnknownRecord
 from data.order.order import GlobalOrder
 from data.processes import worker_processes
-from data.text_format import plural
+from data.records.members import READABLE
+from data.samples.bad_samples import allowed_of
 from data.storage.files import replacing
-from data.storage.write import shard_bytes, shard_file
+from data.storage.write import tar_bytes, write_shard
+from data.text_format import listed, plural
 
-NAMED = 5
-"""Faults that an error shows; the rest is counted."""
+SHOWN_FAULTS = 5
 LEFT_OUT = "left_out.jsonl"
 """In the folder of the shards: a line for each row that was left out."""
 SUMMARY = "build.json"
-"""In the folder of the shards: what they were built of, and how."""
-_WORK, _DONE = ".build", ".built"
-_VERSION = 3
+"""In the folder of the shards: what they were built from, and how."""
+_WORK, _SETTINGS = ".build", "settings.json"
+_VERSION = 4
+_LONGEST_REASON = 10000  # characters
 
 Progress = Callable[[str, int, int | None], None]
-"""(what is done, how many more, of how many; None: not known)."""
+"""(name of the step, rows or samples since the last call, all of them or None)."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What shards follow from, besides their source."""
+    """Settings of a build. With its source they decide what the shards are."""
 
     held_out: int = 0
     """Samples that are set aside, evenly over the source."""
     per_shard: int = 1000
     """Most samples of a shard."""
     shard_bytes: int = 1 << 30
-    """A shard is full before it would be larger; one sample alone may be."""
+    """Most bytes of the samples of a shard, unless it has one sample."""
     seed: int | None = 0
-    """Of the order of samples; None: that of the source."""
+    """Seed of the order of samples; None: the order of the source."""
     skip_bad: bool = False
-    """Rows that cannot be used are left out, instead of an error."""
+    """True: leave out rows that cannot be used, instead of an error."""
     max_bad: float = 0.1
-    """Rows that `skip_bad` may leave out: a number or, below 1, a fraction of all."""
+    """Most rows that `skip_bad` may leave out: a number or, below 1, a fraction of all."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """What was written."""
+    """Result of a build."""
 
     samples: dict[str, int]
-    """By part, `train` and `held_out`."""
+    """Of each part, `train` and `held_out`."""
     shards: dict[str, int]
     media: dict[str, int]
-    """Images, videos and clips in the samples, by kind."""
+    """Images, videos and audio files in the samples, by kind."""
     left_out: int
     """Rows that cannot be used."""
     notes: list[str] = field(default_factory=list)
-    """What else its user should know, a sentence each."""
+    """Sentences for the user."""
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A shard to be written: samples by part of the source and place in it."""
+class _Part(NamedTuple):
+    """What was read from a part of the source."""
 
+    samples: np.ndarray
+    """[samples, 3] int64: offset and length in the spool of the part, and bytes in a shard."""
+    faults: list[str]
+    """A sentence for each row that cannot be used."""
+    unknown: int
+    """Of `faults`, those of records with no name that says what they are."""
+    nulls: dict[str, tuple[int, str]]
+    """`NothingToLearn.what` -> (number of such rows, a sentence for the first)."""
+    notes: Counter[str]
+    media: Counter[str]
+
+
+class _Shard(NamedTuple):
     path: Path
-    first: int
-    lines: np.ndarray  # [samples, 4] part, at, length, line, see `data.building.parts.ROW`
-    bytes: int
+    samples: np.ndarray
+    """[samples, 3] int64: part of the source, and offset and length in its spool."""
 
 
 def build_shards(
@@ -98,50 +107,47 @@ def build_shards(
     """Write the shards `to/train/train-000000.tar`, ..., and `to/held_out/held_out-000000.tar`, ... if there are any.
 
     Raises:
-        DataError: the source cannot be read, some rows cannot be used (with the first of them), or `to` holds shards,
-            or work that another source or other settings began.
+        DataError: the source cannot be read, some rows cannot be used, or `to` holds shards, or work that was begun
+            with another source or other settings.
         OSError: a file cannot be read or written.
     """
-    notes, was_there = list(source.notes()), to.exists()
-    with _working(to, _settings_of(source, settings)) as work:
+    notes, existed = source.notes(), to.exists()
+    with _work_folder(source, to, settings) as work:
         parts = _read_parts(source, work, workers, progress)
         faults = [fault for part in parts for fault in part.faults]
-        samples = sum(part.samples for part in parts)
-        wrong = _wrong(source, settings, samples, faults)
-        if wrong and faults and not samples and sum(part.unknown for part in parts) == len(faults):
-            wrong += "\nNo record has a name that says what it is: give it with --columns, such as caption=COLUMN"
-        if wrong:
+        samples = sum(len(part.samples) for part in parts)
+        if error := _error(source, settings, samples, faults, sum(part.unknown for part in parts)):
             shutil.rmtree(work)
-            if not was_there:
+            if not existed:
                 to.rmdir()
-            raise DataError(wrong)
-        rows = rows_of(work, len(parts))
-        planned, counts = _planned(to, rows, settings)
-        _write_shards(planned, work, workers, progress)
+            raise DataError(error)
+        shards = _plan_shards(to, [part.samples for part in parts], settings)
+        _write_shards(shards, work, workers, progress)
+        counts: Counter[str] = Counter()
+        for shard in shards:
+            counts[shard.path.parent.name] += len(shard.samples)
         built = Built(
-            counts,
-            dict(Counter(shard.path.parent.name for shard in planned)),
-            {kind: sum(part.media.get(kind, 0) for part in parts) for kind in READABLE},
+            dict(counts),
+            dict(Counter(shard.path.parent.name for shard in shards)),
+            {kind: sum(part.media[kind] for part in parts) for kind in READABLE},
             len(faults),
-            [*notes, *_notes(parts, rows)],
+            [*notes, *_notes(parts)],
         )
         if faults:
             with replacing(to / LEFT_OUT) as file:
                 file.writelines(json.dumps({"reason": fault}).encode() + b"\n" for fault in faults)
         with replacing(to / SUMMARY) as file:
-            file.write(json.dumps({"source": source.what} | asdict(settings) | asdict(built), indent=1).encode())
-        os.replace(work, to / _DONE)
-    shutil.rmtree(to / _DONE)
+            file.write(json.dumps({"source": str(source)} | asdict(settings) | asdict(built), indent=1).encode())
+        (work / _SETTINGS).unlink()  # first: shards without it are those of a build that is done
+        shutil.rmtree(work)
     return built
 
 
 @contextmanager
-def _working(to: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """The folder of what is not done yet, by this process alone."""
+def _work_folder(source: Source, to: Path, settings: Settings) -> Iterator[Path]:
+    """Yield the folder for the spools, which no other process uses until the block ends."""
     work = to / _WORK
-    shutil.rmtree(to / _DONE, ignore_errors=True)  # of a process that was killed as it ended
-    given = work / "settings.json"
-    if not work.exists():
+    if not (work / _SETTINGS).exists():
         for part in ("train", "held_out"):
             if any((to / part).glob("*.tar")):
                 raise DataError(f"{to / part} holds shards already: choose another folder, or move them")
@@ -153,150 +159,192 @@ def _working(to: Path, settings: dict[str, Any]) -> Iterator[Path]:
             raise DataError(
                 f"{to}: another process builds shards there: wait for it, or choose another folder"
             ) from error
-        if given.exists():
-            before = json.loads(given.read_bytes())
-            if others := [name for name in settings if before.get(name) != settings[name]]:
-                said = ", ".join(
-                    f"{name} ({_short(before.get(name))}, now {_short(settings[name])})" for name in others
-                )
+        files = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in source.parts]
+        recorded = {"version": _VERSION, "source": repr(source), "files": files} | asdict(settings)
+        now = json.loads(json.dumps(recorded))
+        if (work / _SETTINGS).exists():
+            before = json.loads((work / _SETTINGS).read_bytes())
+            changed = [
+                f"{name} ({str(before.get(name))[:60]}, now {str(value)[:60]})"
+                for name, value in now.items()
+                if before.get(name) != value
+            ]
+            if changed:
                 raise DataError(
-                    f"{to} holds shards that were begun with another {said}: go on with the same, or remove {work} and "
-                    "the shards"
+                    f"{to} holds shards that were begun with another {', '.join(changed)}: go on with the same, or "
+                    f"remove {work} and the shards"
                 )
         else:
-            with replacing(given) as file:
-                file.write(json.dumps(settings).encode())
+            with replacing(work / _SETTINGS) as file:
+                file.write(json.dumps(now).encode())
         for folder in (work, to / "train", to / "held_out"):
-            for left in folder.glob(".*.tmp"):  # of a process that was killed
-                left.unlink()
+            for leftover in folder.glob(".*.tmp"):  # of a process that was killed
+                leftover.unlink()
         yield work
 
 
-def _settings_of(source: Source, settings: Settings) -> dict[str, Any]:
-    """As JSON gives them back."""
-    given = {"version": _VERSION, "source": repr(source), "files": fingerprint(source)} | asdict(settings)
-    return json.loads(json.dumps(given))
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def _read_parts(source: Source, work: Path, workers: int, progress: Progress) -> list[Part]:
-    found = [done_part(work, number) for number in range(len(source.parts))]
-    missing = [number for number, part in enumerate(found) if part is None]
-    what = "reading rows"
-    progress(what, sum(part.samples for part in found if part), None)
-    if workers == 1 or len(missing) < 2:
-        for number in missing:
-            found[number] = read_part(source, work, number, lambda rows: progress(what, rows, None))
+def _read_parts(source: Source, work: Path, workers: int, progress: Progress) -> list[_Part]:
+    step, parts = "reading rows", dict[int, _Part]()
+    numbers = range(len(source.parts))
+    progress(step, 0, None)
+    if workers == 1 or len(numbers) == 1:
+        for number in numbers:
+            parts[number] = _read_part(source, work, number, lambda rows: progress(step, rows, None))
     else:
-        for number, part in _in_processes(partial(read_part, source, work), missing, workers):
-            found[number] = part
-            progress(what, part.samples, None)
-    return [part for part in found if part is not None]
+        for number, part in _in_processes(partial(_read_part, source, work), numbers, workers):
+            parts[number] = part
+            progress(step, len(part.samples), None)
+    return [parts[number] for number in numbers]
 
 
-def _in_processes(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    """(job, result) as they end. The first error ends the work."""
+def _in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    """Yield (job, result) as jobs end. The first error ends the work."""
     with worker_processes(workers) as pool:
         futures = {pool.submit(work, job): job for job in jobs}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
 
-def _wrong(source: Source, settings: Settings, samples: int, faults: Sequence[str]) -> str:
-    """Why nothing can be written; empty if it can."""
+def _read_part(source: Source, work: Path, number: int, progress: Callable[[int], None] = lambda _: None) -> _Part:
+    """Read a part of the source, and write its samples into its spool. Raises DataError."""
+    samples, part = array("q"), _Part(np.empty(0), [], 0, {}, Counter(), Counter())
+    offset, unknown = 0, 0
+    with open(_spool(work, number), "wb") as spool:
+        try:
+            for seen, row in enumerate(source.rows(source.parts[number]), 1):
+                if seen % 1000 == 0:
+                    progress(1000)
+                try:
+                    sample = row()
+                except NothingToLearn as error:
+                    count, first = part.nulls.get(error.what, (0, str(error)[:_LONGEST_REASON]))
+                    part.nulls[error.what] = count + 1, first
+                    continue
+                except RecordError as error:
+                    part.faults.append(str(error)[:_LONGEST_REASON])
+                    unknown += isinstance(error, UnknownRecord)
+                    continue
+                if sample is not None:
+                    raw, size = _packed(sample.members)
+                    spool.write(raw)
+                    samples.extend((offset, len(raw), size))
+                    offset += len(raw)
+                    part.notes.update(sample.notes)
+                    part.media.update(sample.kinds)
+        except ShardError as error:
+            part.faults.append(f"{error} Of this tar nothing was taken.")
+    return part._replace(samples=np.array(samples, dtype=np.int64).reshape(-1, 3), unknown=unknown)
+
+
+def _spool(work: Path, number: int) -> Path:
+    return work / f"part-{number:06d}"
+
+
+def _packed(members: Sequence[tuple[str, bytes | FileRange]]) -> tuple[bytes, int]:
+    """Return (a sample in the form of the spool, its bytes in a shard).
+
+    The form is the length of a description in 4 bytes, the description (JSON: extension, size, and for bytes of a file
+    its path and offset, of each member), and the members that are in no file.
+    """
+    described, contents, size = list[tuple[Any, ...]](), list[bytes](), 0
+    for extension, content in members:
+        if isinstance(content, FileRange):
+            described.append((extension, content.size, content.path, content.offset))
+        else:
+            described.append((extension, len(content)))
+            contents.append(content)
+        size += tar_bytes(described[-1][1])
+    head = json.dumps(described).encode()
+    return b"".join((len(head).to_bytes(4, "big"), head, *contents)), size
+
+
+def _unpacked(raw: bytes) -> list[tuple[str, bytes]]:
+    """Return the members of a sample in the form of the spool, read from their files.
+
+    Raises:
+        DataError: a file has changed since it was looked at.
+    """
+    at = 4 + int.from_bytes(raw[:4], "big")
+    members = []
+    for extension, size, *place in json.loads(raw[4:at]):
+        if place:
+            path, offset = place
+            content = FileRange(path, offset, size).read()
+            if len(content) != size:
+                raise DataError(f"{path} changed while shards were built of it: remove what was built, and start again")
+        else:
+            content = raw[at : at + size]
+            at += size
+        members.append((extension, content))
+    return members
+
+
+def _error(source: Source, settings: Settings, samples: int, faults: Sequence[str], unknown: int) -> str:
+    """Return why nothing can be written; empty if it can."""
+    total, shown = samples + len(faults), listed(faults, SHOWN_FAULTS, between="\n", before_more="\n")
+    if faults and not samples and unknown == len(faults):
+        shown += "\nNo record has a name that says what it is: give it with --columns, such as caption=COLUMN"
+    bad = f"{len(faults)} of {total} records of {source} cannot be used"
     if faults and not settings.skip_bad:
+        return f"{bad}; nothing was written. Mend them, or leave them out with --skip-bad:\n{shown}"
+    if len(faults) > allowed_of(settings.max_bad, total):
         return (
-            f"{len(faults)} of {samples + len(faults)} records of {source.what} cannot be used; nothing was written. "
-            "Mend them, or leave them out with --skip-bad:\n" + listed(faults, NAMED, between="\n", before_more="\n")
+            f"{bad}, more than --max-bad {settings.max_bad:g} allows to skip; nothing was written. Repair them, or "
+            f"raise --max-bad:\n{shown}"
         )
-    if len(faults) > allowed_of(settings.max_bad, samples + len(faults)):
-        return (
-            f"{len(faults)} of {samples + len(faults)} records of {source.what} cannot be used, more than --max-bad "
-            f"{settings.max_bad:g} allows to skip; nothing was written. Repair them, or raise --max-bad:\n"
-            + listed(faults, NAMED, between="\n", before_more="\n")
-        )
-    if samples <= settings.held_out:
-        first = f", such as: {faults[0]}" if faults else ""
-        return (
-            f"{source.what} has {plural(samples, 'record')} that can be used{first}: hold out fewer, not "
-            f"{settings.held_out}"
-            if settings.held_out
-            else f"{source.what} has no record that can be used{first}"
-        )
-    return ""
+    if samples > settings.held_out:
+        return ""
+    first = f", such as: {shown}" if faults else ""
+    if settings.held_out:
+        usable = f"{plural(samples, 'record')} that can be used{first}"
+        return f"{source} has {usable}: hold out fewer, not {settings.held_out}"
+    return f"{source} has no record that can be used{first}"
 
 
-def _planned(to: Path, rows: Sequence[np.ndarray], settings: Settings) -> tuple[list[_Shard], dict[str, int]]:
-    """The shards, and the samples of `train` and `held_out`."""
-    lines = np.concatenate(
-        [
-            np.stack([np.full(len(own), part), own["at"], own["length"], own["line"]], axis=1)
-            for part, own in enumerate(rows)
-        ]
-    )
-    sizes = np.concatenate([own["bytes"] for own in rows])
-    total, held = len(sizes), settings.held_out
-    aside = np.zeros(total, dtype=bool)
-    aside[[(2 * at + 1) * total // (2 * held) for at in range(held)]] = True
-    planned, counts = [], {}
-    for name, own in (("train", np.flatnonzero(~aside)), ("held_out", np.flatnonzero(aside))):
-        if not len(own):
-            continue
-        counts[name] = len(own)
-        order = own[GlobalOrder(len(own), settings.seed or 0, settings.seed is not None).rows(np.arange(len(own)))]
-        for number, (start, end) in enumerate(_cuts(sizes[order], settings)):
-            path = to / name / f"{name}-{number:06d}.tar"
-            planned.append(
-                _Shard(path, start, lines[order[start:end]], shard_bytes(int(sizes[order[start:end]].sum())))
-            )
-    return planned, counts
+def _plan_shards(to: Path, parts: Sequence[np.ndarray], settings: Settings) -> list[_Shard]:
+    samples = np.concatenate([np.insert(part, 0, number, axis=1) for number, part in enumerate(parts)])
+    sizes, samples = samples[:, 3], samples[:, :3]
+    total, held_out = len(samples), settings.held_out
+    is_held_out = np.zeros(total, dtype=bool)
+    is_held_out[[(2 * at + 1) * total // (2 * held_out) for at in range(held_out)]] = True
+    shards = []
+    for name, rows in (("train", np.flatnonzero(~is_held_out)), ("held_out", np.flatnonzero(is_held_out))):
+        if settings.seed is not None:
+            rows = rows[GlobalOrder(len(rows), settings.seed, True).rows(np.arange(len(rows)))] if len(rows) else rows
+        ends, start, number = np.cumsum(sizes[rows]), 0, 0
+        while start < len(rows):
+            before = int(ends[start - 1]) if start else 0
+            fitting = int(np.searchsorted(ends, before + settings.shard_bytes, side="right"))
+            end = min(max(fitting, start + 1), start + settings.per_shard, len(rows))
+            shards.append(_Shard(to / name / f"{name}-{number:06d}.tar", samples[rows[start:end]]))
+            start, number = end, number + 1
+    return shards
 
 
-def _cuts(sizes: np.ndarray, settings: Settings) -> Iterator[tuple[int, int]]:
-    """(first, behind the last) sample of each shard."""
-    ends = np.cumsum(sizes)
-    start, before = 0, 0
-    while start < len(sizes):
-        most = int(np.searchsorted(ends, before + settings.shard_bytes - shard_bytes(0), side="right"))
-        end = min(max(most, start + 1), start + settings.per_shard, len(sizes))
-        yield start, end
-        start, before = end, int(ends[end - 1])
-
-
-def _write_shards(planned: Sequence[_Shard], work: Path, workers: int, progress: Progress) -> None:
-    missing = [shard for shard in planned if not (shard.path.exists() and shard.path.stat().st_size == shard.bytes)]
-    what, total = "writing samples", sum(len(shard.lines) for shard in planned)
-    progress(what, total - sum(len(shard.lines) for shard in missing), total)
+def _write_shards(shards: Sequence[_Shard], work: Path, workers: int, progress: Progress) -> None:
+    missing = [shard for shard in shards if not shard.path.exists()]
+    step, total = "writing samples", sum(len(shard.samples) for shard in shards)
+    progress(step, total - sum(len(shard.samples) for shard in missing), total)
     if workers == 1 or len(missing) < 2:
         for shard in missing:
             _write_shard(work, shard)
-            progress(what, len(shard.lines), total)
+            progress(step, len(shard.samples), total)
         return
     for shard, _ in _in_processes(partial(_write_shard, work), missing, workers):
-        progress(what, len(shard.lines), total)
+        progress(step, len(shard.samples), total)
 
 
 def _write_shard(work: Path, shard: _Shard) -> None:
-    with Contents(work) as contents, shard_file(shard.path) as file:
-        for row, line in enumerate(shard.lines.tolist(), shard.first):
-            contents.copy(file, row, *line)
+    spooled = (FileRange(str(_spool(work, part)), offset, size) for part, offset, size in shard.samples.tolist())
+    write_shard(shard.path, (_unpacked(sample.read()) for sample in spooled))
 
 
-def _notes(parts: Sequence[Part], rows: Sequence[np.ndarray]) -> list[str]:
+def _notes(parts: Sequence[_Part]) -> list[str]:
     notes = []
     for what in sorted({what for part in parts for what in part.nulls}):
         counts, firsts = zip(*(part.nulls[what] for part in parts if what in part.nulls), strict=True)
         notes.append(f"{sum(counts)} {what} are left out, such as {firsts[0]}")
-    rules: Counter[str] = Counter()
+    changed: Counter[str] = Counter()
     for part in parts:
-        rules.update(part.rules)
-    notes += [f"{plural(count, 'record')} {rule}" for rule, count in rules.items()]
-    names = np.concatenate([own["name"] for own in rows])
-    names = names[names != 0]
-    if again := len(names) - len(np.unique(names)):
-        notes.append(f"{again} have the name (id or key) of an earlier one: all are kept, since samples are numbered")
-    return notes
+        changed.update(part.notes)
+    return [*notes, *(f"{plural(count, 'record')} {change}" for change, count in changed.items())]

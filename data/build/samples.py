@@ -1,172 +1,276 @@
-"""A row of any source -> the members of a sample, by rules that are the same for all sources; what cannot be trained on
-is seen here."""
+"""A row of a data set and its media -> a sample that training accepts, or an error that names the row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
-from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
-from data.build.columns import Columns
-from data.build.media import Medium, Place, wrong_extent
-from data.build.values import require_no_media, take_typed_parts
-from data.records.conversation import Conversation
-from data.errors import NothingToLearn, RecordError
-from data.records.conversation import Visual
-from data.records.members import READABLE
+from data.build.media_values import FileRange, MediaItem, require_no_media, take_typed_parts
+from data.errors import DataError, NothingToLearn, NotDownloaded, RecordError
+from data.records.conversation import MARKERS, Conversation, Visual
+from data.records.markers import special_marker, with_our_markers
+from data.records.members import MEDIA, READABLE, TEXTS
+from data.records.record_checks import LOSS_FIELDS, failed_download
 from data.records.records import parse_record
 from data.text_format import shown
-from data.storage.write import LONGEST_NAME
 
-_NUMBER = 12  # bytes of a key
+_FORMS = ("conversations", "messages", "caption", "text")
+"""Texts of records, of which the first that a record has counts."""
+_TURNS = (("conversations", "from", "value"), ("messages", "role", "content"))
+_ANSWERS = ("answer", "caption", "text", "label")
+MARKED = "without any marker: media before the first question"
+PAIRED = "with `texts`, pairs of `user` and `assistant`: became `conversations`"
 
 
 class Sample(NamedTuple):
-    """What becomes one sample of a shard."""
+    """A sample of a shard."""
 
-    members: Sequence[tuple[str, bytes | Place]]
+    members: Sequence[tuple[str, bytes | FileRange]]
     """(extension, content)."""
-    name: str = ""
-    """What its source calls it; it need not be unique."""
-    rules: tuple[str, ...] = ()
-    """Which rules changed its record, as they follow a number of records."""
+    kinds: Sequence[str]
+    """Of its media."""
+    notes: tuple[str, ...] = ()
+    """How its record was changed, to follow a number of records."""
 
 
-class Source(Protocol):
-    """What shards are built of."""
+@dataclass(frozen=True)
+class Columns:
+    """`--columns`, `--question` and `--quoted`.
 
-    @property
-    def what(self) -> str:
-        """It, for messages."""
+    Attributes:
+        names: part of a record (of `data.records.fields.TEXTS` or `MEDIA`) -> column.
+        question: asked about every sample with a caption; empty: none.
+        quoted: True if quotes enclose cells of a TSV file, as they do in CSV files.
+    """
 
-    @property
-    def parts(self) -> Sequence[Path]:
-        """Files or folders that are read one by one, in the order of their samples."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    question: str = ""
+    quoted: bool = False
 
-    def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
-        """(where it is, what makes it a sample) of every row. The second raises RecordError, NothingToLearn; None of it
-        is a row that is no sample.
+    def __post_init__(self) -> None:
+        for part in self.names:
+            if part not in (*TEXTS, *MEDIA):
+                raise DataError(f"--columns {part}=...: is no part of a record: they are {', '.join((*TEXTS, *MEDIA))}")
+        if self.question and "question" in self.names:
+            raise DataError("--question and --columns question=... are both given: leave out one of them")
 
-        Raises:
-            DataError: the part cannot be read.
-        """
+    @cached_property
+    def changes_records(self) -> bool:
+        """True if the texts of records change."""
+        return bool(self.question) or any(name in TEXTS for name in self.names)
 
-    def notes(self) -> Sequence[str]:
-        """What else its user should know."""
+    def require(self, known: Sequence[str], where: str) -> None:
+        """Raise DataError for a column that a table does not have."""
+        for part, column in self.names.items():
+            if column not in known:
+                raise DataError(f"--columns {part}={column}: {where} has the columns {', '.join(map(str, known))}")
 
 
-def sample_of(
+def make_sample(
     record: Any,
-    media: Sequence[Medium],
+    items: Sequence[MediaItem],
     columns: Columns,
     where: str,
     *,
-    name: str = "",
-    alone: bool = True,
     folder: str | None = None,
+    text_only: bool = True,
 ) -> Sample:
-    """A record and its media as a sample.
+    """Return a record and its media as a sample.
 
     Args:
-        folder: of the files that typed parts of messages name; None: the media of such parts are not taken.
-        alone: whether a caption without any medium is a plain text.
+        folder: of the files that typed parts of messages name; None: media of such parts are not taken.
+        text_only: True if a caption without media is a plain text, and not a caption that lost its media.
 
     Raises:
-        RecordError, NothingToLearn: it cannot be trained on; the message begins with `where`.
+        RecordError, NothingToLearn: it cannot be trained on; the message starts with `where`.
     """
     if not isinstance(record, dict):
         raise RecordError(f"{where} is a JSON {type(record).__name__}, not an object")
     if folder is not None:
-        record, of_parts = take_typed_parts(record, columns.names.get("messages", "messages"), folder, where)
-        if media and of_parts and [one.name for one in media] != [one.name for one in of_parts]:
+        record, typed = take_typed_parts(record, columns.names.get("messages", "messages"), folder, where)
+        if items and typed and [item.name for item in items] != [item.name for item in typed]:
             raise RecordError(
                 f"{where}: media in the typed parts of messages and others in columns. Remove one of them"
             )
-        media = of_parts or media
-    for medium in media:
-        if said := wrong_extent(medium.kind, medium.extent):
-            raise RecordError(f"{where}: {shown(medium.name)}{said}")
-    counts = counts_of([medium.kind for medium in media])
+        items = typed or items
+    for item in items:
+        item.require_extent(where)
+    if not items and not text_only and failed_download(record):
+        raise NotDownloaded(f"{where}: {shown(str(record.get('error_message') or record['status']))}")
+    counts = {kind: sum(item.kind == kind for item in items) for kind in READABLE}
     given = record
-    record, rules = columns.applied(record, counts, where)
-    if not media and not alone and "conversations" not in record and "messages" not in record:
+    record, notes = _with_texts(record, columns, counts, where)
+    if not items and not text_only and record.keys().isdisjoint(("conversations", "messages")):
         raise RecordError(f"{where}: a caption without its medium, whose name or bytes are empty")
-    raw = encoded(record, where)
-    several = len(media) > 1
-    names = [f"{at}.{medium.extension}" if several else medium.extension for at, medium in enumerate(media)]
-    members: list[tuple[str, bytes | Place]] = []
-    pictures: list[Visual] = []
-    for called, medium in zip(names, media, strict=True):
-        members.append((called, medium.content))
-        if medium.kind != "audio":
-            pictures.append(picture_of(called, medium.kind))
-    _require_learnable(partial(parse_record, raw, "json", where, counts, visuals=pictures), where)
-    if not media:
+    raw = encode_record(record, where)
+    extensions = [f"{at}.{item.extension}" if len(items) > 1 else item.extension for at, item in enumerate(items)]
+    visuals = [
+        Visual(extension, int(item.kind == "video"))
+        for extension, item in zip(extensions, items, strict=True)
+        if item.kind != "audio"
+    ]
+    require_learnable(partial(parse_record, raw, "json", where, counts, visuals=visuals), where)
+    if not items:
         require_no_media(given, columns.names, where, folder)
-    members.append(("json", raw))
-    return Sample(members, name, rules)
+    contents = [item.content for item in items]
+    members = [*zip(extensions, contents, strict=True), ("json", raw)]
+    return Sample(members, [item.kind for item in items], notes)
 
 
-def _text_of(value: Any) -> str:
-    """A value that JSON has no form for: times and decimals as text."""
-    if isinstance(value, bytes):
-        raise TypeError("bytes inside of a column, which a record has no place for")
-    return str(value)
-
-
-_JSON = json.JSONEncoder(ensure_ascii=False, default=_text_of)
-
-
-def encoded(record: Any, where: str) -> bytes:
-    """A record as JSON."""
+def require_learnable(parse: Callable[[], Conversation], where: str) -> None:
+    """Raise RecordError or NothingToLearn for a record that cannot be trained on, or that has nothing to learn."""
     try:
-        return _JSON.encode(record).encode()
-    except UnicodeEncodeError as error:
-        raise RecordError(f"{where}: half of a surrogate pair in its text, which is no character") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"{where}: {error}") from error
-
-
-def counts_of(kinds: Sequence[str]) -> dict[str, int]:
-    """How many of each kind there are, by kind."""
-    return {kind: kinds.count(kind) for kind in READABLE}
-
-
-@lru_cache(maxsize=4096)
-def picture_of(extension: str, kind: str) -> Visual:
-    """A picture or video of a sample. How many pictures of a video are read is for a run to say."""
-    return Visual(extension, int(kind == "video"))
-
-
-def checked(
-    raw: bytes,
-    extension: str,
-    where: str,
-    counts: Mapping[str, int],
-    others: OtherMembers = NO_OTHER_MEMBERS,
-    pictures: Sequence[Visual] = (),
-) -> None:
-    """Raises RecordError, NothingToLearn (blank or excluded ones too) for a record that cannot be trained on."""
-    read = partial(parse_record, raw, extension, where, counts, others=others, visuals=pictures)
-    _require_learnable(read, where)
-
-
-def _require_learnable(read: Callable[[], Conversation], where: str) -> None:
-    try:
-        conversation = read()
+        conversation = parse()
     except RecordError as error:
         raise type(error)(str(error).replace(f"key {where!r}", where)) from error
     if conversation.is_blank:
         raise NothingToLearn(f"{where}: its caption or answers are blank, or excluded from the loss")
 
 
-def require_name(extension: str, where: str) -> None:
-    """Raises RecordError for an extension that no header has a place for."""
-    if "\0" in extension:
-        raise RecordError(f"{where}: a member with a zero byte in its extension")
-    length = len(extension.encode("utf-8", "surrogateescape"))
-    if length > LONGEST_NAME - _NUMBER:
-        raise RecordError(f"{where}: a member with an extension of {length} bytes")
+def _text_of(value: Any) -> str:
+    """Return a value that JSON has no form for, such as a time or decimal, as text."""
+    if isinstance(value, bytes):
+        raise TypeError("bytes inside of a column, which a record has no place for")
+    return str(value)
+
+
+def encode_record(record: Any, where: str) -> bytes:
+    """Return a record as JSON. Raises RecordError."""
+    try:
+        return json.dumps(record, ensure_ascii=False, default=_text_of).encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{where}: half of a surrogate pair in its text, which is no character") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def _with_texts(
+    record: dict[str, Any], columns: Columns, counts: Mapping[str, int], where: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the record with its texts under their usual names, and notes about what changed.
+
+    Args:
+        counts: kind -> media items of the sample.
+    """
+    notes: tuple[str, ...] = ()
+    if columns.changes_records or "texts" in record:
+        texts = {part: _value(record, column, where) for part, column in columns.names.items() if part in TEXTS}
+        if not texts and record.keys().isdisjoint(_FORMS) and "texts" in record:
+            texts, notes = {"conversations": record["texts"]}, (PAIRED,)
+        whole = next((part for part in ("conversations", "messages") if texts.get(part) is not None), None)
+        answer = next((part for part in _ANSWERS if part in texts), None)
+        if whole is not None:
+            record = _only_form({whole: _turns(texts[whole], where)}, record)
+        elif answer is None and "question" in texts:
+            raise RecordError(f"{where}: a question, and no column is its answer: give --columns answer=...")
+        elif answer is not None or (columns.question and record.keys().isdisjoint(("conversations", "messages"))):
+            answer = answer or next((name for name in ("caption", "text") if name in record), None)
+            if answer is not None:
+                question = _text(texts.get("question"), "question", where) or columns.question
+                said = _text(texts.get(answer, record.get(answer)), answer, where)
+                record = _only_form(_answered(question, said, counts, where), record)
+        record = record | {part: texts[part] for part in ("system", "tools") if texts.get(part) is not None}
+    marked = _mark_media(record, counts, where)
+    return (marked, (*notes, MARKED)) if marked is not record else (record, notes)
+
+
+def _only_form(form: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    return form | {name: value for name, value in record.items() if name not in _FORMS}
+
+
+def _answered(question: str | None, answer: str | None, counts: Mapping[str, int], where: str) -> dict[str, Any]:
+    """Return an answer as a caption, or with its question as a conversation."""
+    if not question or answer is None:
+        return {"caption": answer}
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    if not _is_marked(question) and not _has_foreign_markers(turns[:1], "from", "value", counts, where):
+        turns[0]["value"] = _markers(counts) + question
+    return {"conversations": turns}
+
+
+def _value(record: dict[str, Any], column: str, where: str) -> Any:
+    if column not in record:
+        raise RecordError(f"{where} has no {column!r}; it has {', '.join(sorted(map(str, record))[:8])}")
+    return record[column]
+
+
+def _text(value: Any, part: str, where: str) -> str | None:
+    """Return a text, or None for null. Labels and answers may be whole numbers."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise RecordError(f"{where}: {part} is of type {type(value).__name__}, not a text")
+
+
+def _turns(value: Any, where: str) -> list[Any]:
+    """Return turns as they are, from JSON text, or from pairs of `user` and `assistant`."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{where}: its turns are a text that is not JSON ({error})") from error
+    if not isinstance(value, list):
+        raise RecordError(f"{where}: its turns are of type {type(value).__name__}, not a list")
+    if not value or not all(isinstance(pair, dict) and {"user", "assistant"} <= pair.keys() for pair in value):
+        return value
+    turns = []
+    for pair in value:
+        loss = {name: pair[name] for name in LOSS_FIELDS if name in pair}
+        turns += [{"from": "human", "value": pair["user"]}, {"from": "gpt", "value": pair["assistant"], **loss}]
+    return turns
+
+
+def _mark_media(record: dict[str, Any], counts: Mapping[str, int], where: str) -> dict[str, Any]:
+    """Return the record with its media before the first question if no turn says where they are."""
+    if not any(counts.values()):
+        return record
+    for name, role, content in _TURNS:
+        turns = record.get(name)
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            continue
+        if any(_is_marked(turn.get(content)) for turn in turns) or _has_foreign_markers(
+            turns, role, content, counts, where
+        ):
+            return record
+        at = next((at for at, turn in enumerate(turns) if turn.get(role) in ("human", "user")), None)
+        question = None if at is None else turns[at].get(content)
+        if at is None or not isinstance(question, str | list):
+            return record
+        if isinstance(question, str):
+            question = _markers(counts) + question
+        else:
+            _require_no_special(question, where)
+            question = [{"type": kind} for kind in MARKERS.values() for _ in range(counts.get(kind, 0))] + question
+        return record | {name: [*turns[:at], turns[at] | {content: question}, *turns[at + 1 :]]}
+    return record
+
+
+def _markers(counts: Mapping[str, int]) -> str:
+    return "".join(f"{marker}\n" * counts.get(kind, 0) for marker, kind in MARKERS.items())
+
+
+def _is_marked(content: Any) -> bool:
+    if isinstance(content, str):
+        return any(marker in content for marker in MARKERS)
+    return isinstance(content, list) and any(
+        not isinstance(part, dict) or part.get("type") != "text" for part in content
+    )
+
+
+def _has_foreign_markers(turns: list[Any], role: str, content: str, counts: Mapping[str, int], where: str) -> bool:
+    """True if markers of other model families stand for media. Raises RecordError as `with_our_markers` does."""
+    try:
+        return with_our_markers(turns, role, content, counts) != turns
+    except RecordError as error:
+        raise RecordError(f"{where}: its text{error}") from None
+
+
+def _require_no_special(parts: list[Any], where: str) -> None:
+    """Raise RecordError for a typed text with a marker that would stay text behind the media."""
+    for text in (part.get("text") for part in parts):
+        if isinstance(text, str) and (marker := special_marker(text)):
+            raise RecordError(f"{where}: a typed text has {marker}, and typed text is literal. Make it a typed part")

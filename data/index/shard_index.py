@@ -26,9 +26,7 @@ import numpy as np
 
 from data.errors import DataError, MissingLibrary, ShardError
 from data.index.shard_names import refuse_compressed
-from data.media.audio_headers import parse_audio_header
-from data.media.headers import parse_header
-from data.media.video_headers import parse_video_header
+from data.media.headers import parse_audio_header, parse_header, parse_video_header
 from data.records.members import NO_FIELDS, Arrangement, Fields, arrange, kind_of, unread
 from data.storage.files import READS, RETRIES, ShardVersion, open_file, pread_all, retrying
 from data.storage.reader import WholeObject

@@ -1,186 +1,319 @@
-"""Headers of pictures: format, size and orientation from the first bytes of a member, without decoding it. Those of
-clips are in `audio_headers`.
+"""Size, orientation and length of images, videos and audio files, read from their headers without decoding them.
 
-The index and the decoder both use this parser, so the size that the index promises is the size that the decoder yields.
-Imports no torch: indexing runs in plain worker processes.
-
-JPEG, PNG and HEIC have a parser of their own, the others are left to Pillow. With Pillow for all of them, to index a
-picture takes 1.6 to 1.7 times the processor time, and 2.5 to 3.8 times where the file has a camera's EXIF or a profile
-(benchmarks/image_headers_cpu2_2026-11-22.md).
+Libraries do the reading: Pillow (opened lazily), PyAV (the extra `video`), pillow-heif (the extra `heic`) and
+soundfile (`data.media.audio_files`). The index and the decoders use the same functions, so that the size in an index
+is the size that a decoder gives.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import zlib
+from collections.abc import Callable
+from typing import Any, BinaryIO, NamedTuple
 
-from data.media import orientation as orientations
-from data.media.audio_headers import parse_audio_header
-from data.media.heif_headers import is_heic, parse_heic_size
-from data.media.iso_boxes import ReadAt
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    Jpeg2KImagePlugin,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
 
-# Start-of-frame markers carry the size. C4, C8 and CC are tables and reserved words in the same range.
-_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_JPEG_BARE = frozenset([0x01, *range(0xD0, 0xD8)])
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_TAIL = 1 << 16  # bytes at the end of a PNG in which metadata behind its pixels is looked for
-_JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
-_MOST_PARTS = 1 << 16  # segments, chunks and fill bytes that are walked through: files of nothing else have millions
-_PILLOW = ("WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
-_MAGIC = (b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")
-"""What files of Pillow's formats begin with; TIFF has four beginnings, and JPEG 2000 two."""
-_BRANDS = 256  # bytes of a file in which its kind is told
-_AVIF = (b"avif", b"avis", b"mif1", b"msf1")
+from data.errors import DecodeError, MissingLibrary
+from data.media.audio_files import parse_audio_header
+from data.media.options import BOUNDS
+
+ReadAt = Callable[[int, int], bytes]
+"""(offset, number of bytes) -> these bytes of a file, fewer at its end."""
+
+warnings.filterwarnings("ignore", module="PIL")  # of damaged metadata, which only makes an image upright as it is
+
+_ORIENTATION = 0x0112  # tag of EXIF and TIFF
+_HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1"}
+_AVIF = {b"avif", b"avis"}
+_PNG_HEAD = 33  # bytes of the signature and the first chunk
+_PNG_TAIL = 1 << 16  # bytes at the end of a PNG file in which metadata behind its pixels is looked for
+_PNG_METADATA = re.compile(rb"eXIf|tEXt|zTXt|iTXt")
+_PNG_EXIF_TEXT = "Raw profile type exif"
+_MOVIE_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")  # the first of an MP4 or MOV file
+_MOST_BOXES = 1 << 16
+_EBML = b"\x1aE\xdf\xa3"
+_TURNS = {(1, 0, 0, 1): 0, (0, 1, -1, 0): 1, (-1, 0, 0, -1): 2, (0, -1, 1, 0): 3}
+"""Display matrix of a video, without translation -> quarter turns clockwise."""
 
 
 class ImageHeader(NamedTuple):
-    """What a picture's header says. `height` and `width` are in pixels after `orientation` is applied."""
+    """Header of an image. `height` and `width` are in pixels after `orientation` is applied."""
 
     format: str
     height: int
     width: int
-    orientation: int  # of EXIF or XMP, 1 (upright) to 8; of TIFF and HEIC 1, since they are decoded upright
+    orientation: int
+    """Of EXIF or XMP, from 1 (upright) to 8; 1 for TIFF and HEIC, whose decoders apply it."""
 
 
-def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
-    """Header of a picture of `size` bytes, or None if there is none that we can read. Never raises for bad bytes."""
-    window = _Window(read)
-    magic = window.get(0, 12)
-    if magic[:2] == b"\xff\xd8":
-        return _jpeg(window)
-    if magic[:8] == _PNG_SIGNATURE:
-        return _png(window, read, size)
-    if magic[4:8] == b"ftyp" and is_heic(window.get(0, _BRANDS)):
-        found = parse_heic_size(read, size)
-        return None if found is None else ImageHeader("HEIC", *found, 1)
-    if magic.startswith(_MAGIC) or (magic[4:8] == b"ftyp" and magic[8:12] in _AVIF):
-        return _pillow(read(0, size))
-    return None
+class VideoHeader(NamedTuple):
+    """Header of a video. `height` and `width` are in pixels after `turns`."""
+
+    container: str
+    """`mov` (also MP4) or `matroska` (also WebM), as libavformat calls its readers."""
+    height: int
+    width: int
+    milliseconds: int
+    """Its length; at least 1."""
+    turns: int
+    """Quarter turns clockwise that make it upright."""
+    frames: int
+    """Frames or packets of its longest stream; 0 if the header does not give them."""
 
 
-def parse_header_bytes(raw: bytes) -> ImageHeader | None:
-    """`parse_header` for a member that is in memory."""
-    return parse_header(lambda offset, length: raw[offset : offset + length], len(raw))
+def parse_extent(kind: str, read: ReadAt, size: int) -> tuple[int, int] | None:
+    """Return (height, width) of an image or video of `size` bytes, or (samples per channel, samples per second) of an
+    audio file; None without a readable header.
 
-
-def parse_extent(kind: str, raw: bytes) -> tuple[int, int] | None:
-    """What `data.outline.Media` needs to know of a picture (height, width) or a clip (samples per channel, samples per
-    second); None without a header that we can read."""
+    Raises:
+        MissingLibrary: the extra that reads this type of file is not installed.
+    """
     if kind == "audio":
-        return parse_audio_header(raw)
-    header = parse_header_bytes(raw)
+        return parse_audio_header(read(0, size))
+    header = parse_video_header(read, size) if kind == "video" else parse_header(read, size)
     return None if header is None else (header.height, header.width)
 
 
-class _Window:
-    """Reads ahead by 4 KiB: one read is enough for most headers."""
-
-    def __init__(self, read: ReadAt) -> None:
-        self._read, self._start, self._bytes = read, 0, b""
-
-    def get(self, offset: int, length: int) -> bytes:
-        at = offset - self._start
-        found = self._bytes[at : at + length] if at >= 0 else b""
-        if len(found) == length:
-            return found
-        self._start, self._bytes = offset, self._read(offset, max(length, 4096))
-        return self._bytes[:length]
+def parse_extent_bytes(kind: str, raw: bytes) -> tuple[int, int] | None:
+    """`parse_extent` of a file in memory."""
+    return parse_extent(kind, _reader_of(raw), len(raw))
 
 
-def _jpeg(window: _Window) -> ImageHeader | None:
-    offset = 2
-    exif: tuple[int, int] | None = None  # where it is, and its length
-    xmp: tuple[int, int] | None = None
-    for _ in range(_MOST_PARTS):
-        segment = window.get(offset, 9)  # marker, length; of a frame also precision, height and width
-        if len(segment) < 2 or segment[0] != 0xFF:
-            return None
-        marker = segment[1]
-        if marker == 0xFF:  # fill byte
-            offset += 1
-            continue
-        if marker in _JPEG_BARE:
-            offset += 2
-            continue
-        if marker in (0xD9, 0xDA) or len(segment) < 4:  # the picture ends or starts before any frame header
-            return None
-        length = segment[2] << 8 | segment[3]
-        if marker in _JPEG_FRAMES:
-            if len(segment) < 9:
-                return None
-            height, width = struct.unpack_from(">HH", segment, 5)
-            found = orientations.of_exif(window.get(*exif)) if exif else None
-            if found is None and xmp:
-                found = orientations.of_xmp(window.get(*xmp))
-            return _oriented("JPEG", height, width, orientations.first_of(found))
-        if marker == 0xE1:
-            if exif is None and window.get(offset + 4, 6) == b"Exif\0\0":
-                exif = offset + 10, length - 8
-            elif window.get(offset + 4, len(_JPEG_XMP)) == _JPEG_XMP:
-                xmp = offset + 4 + len(_JPEG_XMP), length - 2 - len(_JPEG_XMP)
-        offset += 2 + length
-    return None
+def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
+    """Return the header of an image of `size` bytes; None if it has no readable one. Never raises for damaged bytes.
 
-
-def _png(window: _Window, read: ReadAt, size: int) -> ImageHeader | None:
-    first = window.get(8, 16)
-    if len(first) < 16 or first[4:8] != b"IHDR":
-        return None
-    width, height = struct.unpack(">II", first[8:16])
-    found = orientations.of_png(_first_chunks(window))
-    if found is None:
-        # Programs that change metadata put it behind the pixels.
-        start = max(size - _PNG_TAIL, 33)
-        found = orientations.of_png(orientations.last_png_chunks(read(start, max(size - start, 0))))
-    return _oriented("PNG", height, width, orientations.first_of(found))
-
-
-def _first_chunks(window: _Window) -> Iterator[tuple[bytes, bytes]]:
-    """(name, content) of the metadata chunks in front of the pixels."""
-    offset = 8
-    for _ in range(_MOST_PARTS):
-        chunk = window.get(offset, 8)
-        if len(chunk) < 8:
-            return
-        length, name = struct.unpack(">I4s", chunk)
-        if name in (b"IDAT", b"IEND"):
-            return
-        if name in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
-            yield name, window.get(offset + 8, min(length, 1 << 16))
-        offset += 12 + length
-
-
-def _pillow(raw: bytes) -> ImageHeader | None:
-    from PIL import Image
-
+    Raises:
+        MissingLibrary: it is HEIC, and pillow-heif is not installed.
+    """
+    head = read(0, min(size, 256))
+    if head[4:8] == b"ftyp" and is_heic(head):
+        return _parse_heic(read(0, size), read, size)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of pictures that are merely large
-            with Image.open(io.BytesIO(raw), formats=_PILLOW) as picture:
-                if picture.format == "TIFF":
-                    return _tiff(picture)
-                exif, xmp = picture.info.get("exif", b""), picture.info.get("xmp", b"")
-                orientation = orientations.first_of(orientations.of_exif(exif), orientations.of_xmp(xmp))
-                return _oriented(picture.format or "", picture.height, picture.width, orientation)
-    except Exception:  # Pillow raises many types for broken bytes; each means that there is no usable header
+        return _parse_with_pillow(head, read, size)
+    except Exception:  # Pillow raises many types for damaged bytes; each means that there is no usable header
         return None
 
 
-def _tiff(picture: Any) -> ImageHeader | None:
-    """Pillow turns these upright itself, and has swapped the sides where the file's directory says so, but not yet
-    where XMP alone does."""
-    height, width = picture.height, picture.width
-    if picture.tag_v2.get(orientations.TAG) is None and (orientations.of_xmp(picture.info.get("xmp", b"")) or 0) >= 5:
-        height, width = width, height
-    return _oriented("TIFF", height, width, 1)
+def parse_header_bytes(raw: bytes) -> ImageHeader | None:
+    """`parse_header` of a file in memory."""
+    return parse_header(_reader_of(raw), len(raw))
 
 
-def _oriented(name: str, height: int, width: int, orientation: int) -> ImageHeader | None:
-    if not 0 < height < 1 << 31 or not 0 < width < 1 << 31:
+def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
+    """Return the header of an MP4, MOV, WebM or Matroska video; None if it has no readable one, if it does not give
+    the length of the video, or if the end of the file is missing. Never raises for damaged bytes.
+
+    Raises:
+        MissingLibrary: PyAV is not installed.
+    """
+    magic = read(0, 8)
+    container = "matroska" if magic.startswith(_EBML) else "mov" if magic[4:] in _MOVIE_BOXES else ""
+    if not container or not (_segment_is_complete if container == "matroska" else _boxes_are_complete)(read, size):
         return None
+    av = import_av()
+    try:
+        # The container is given: what libavformat takes a file for by itself may be a list of other files to open.
+        # It decodes the first frames of some codecs, which `max_pixels` bounds.
+        options = {"max_pixels": str(BOUNDS.pixels)}
+        with av.open(_MemberFile(read, size), format=container, options=options, io_open=open_no_other_file) as file:
+            stream = file.streams.video[0]
+            # Of an MP4 file its video's own length, and that of the longest stream of a Matroska file.
+            length = stream.duration * stream.time_base * 1000 if stream.duration else (file.duration or 0) / 1000
+            matrix = struct.unpack("9i", stream.codec_context.coded_side_data.get("display_matrix", _UPRIGHT))
+            a, b, u, c, d, v = matrix[:6]
+            if u or v or any(number % (1 << 16) for number in (a, b, c, d)):
+                return None
+            turns = _TURNS[a >> 16, b >> 16, c >> 16, d >> 16]
+            height, width = (stream.height, stream.width) if turns % 2 == 0 else (stream.width, stream.height)
+            frames = max(other.frames for other in file.streams)
+    except Exception:  # av.FFmpegError, and what else there may be: the bytes are damaged
+        return None
+    if not (height > 0 and width > 0 and 0 < int(length) < 1 << 31):
+        return None
+    return VideoHeader(container, height, width, int(length), turns, frames)
+
+
+def parse_video_header_bytes(raw: bytes) -> VideoHeader | None:
+    """`parse_video_header` of a file in memory."""
+    return parse_video_header(_reader_of(raw), len(raw))
+
+
+def import_av() -> Any:
+    """Return PyAV. Raises MissingLibrary."""
+    try:
+        import av
+    except ImportError as error:
+        raise MissingLibrary("PyAV, which decodes videos, is not installed: pip install 'mimo-train[video]'") from error
+    return av
+
+
+def import_heif() -> Any:
+    """Return pillow-heif. Raises MissingLibrary."""
+    try:
+        import pillow_heif
+    except ImportError as error:
+        raise MissingLibrary(
+            "pillow-heif, which decodes HEIC, is not installed: pip install 'mimo-train[heic]'"
+        ) from error
+    return pillow_heif
+
+
+def open_no_other_file(url: str, flags: int, options: Any) -> Any:
+    """The `io_open` of PyAV: a media file that refers to another file is damaged."""
+    raise DecodeError("it refers to another file")
+
+
+def is_heic(head: bytes) -> bool:
+    """True if a file that starts with these bytes is a HEIC image. AVIF images may have its brands too."""
+    length = min(int.from_bytes(head[:4], "big"), len(head))
+    brands = {head[at : at + 4] for at in (8, *range(16, length - 3, 4))}
+    return head[4:8] == b"ftyp" and bool(brands & _HEIC) and not brands & _AVIF
+
+
+_FORMATS: tuple[tuple[str, tuple[bytes, ...], Any], ...] = (
+    ("JPEG", (b"\xff\xd8",), JpegImagePlugin.JpegImageFile),
+    ("PNG", (b"\x89PNG\r\n\x1a\n",), PngImagePlugin.PngImageFile),
+    ("WEBP", (b"RIFF",), WebPImagePlugin.WebPImageFile),
+    ("GIF", (b"GIF8",), GifImagePlugin.GifImageFile),
+    ("BMP", (b"BM",), BmpImagePlugin.BmpImageFile),
+    ("TIFF", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), TiffImagePlugin.TiffImageFile),
+    ("JPEG2000", (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"), Jpeg2KImagePlugin.Jpeg2KImageFile),
+)
+_AVIF_FILE: Any = AvifImagePlugin.AvifImageFile
+_UPRIGHT = struct.pack("9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+
+
+def _parse_with_pillow(head: bytes, read: ReadAt, size: int) -> ImageHeader | None:
+    # Not Image.open, which raises for large images: data.bounds says which are too large.
+    name, opened = next(
+        ((name, opened) for name, magic, opened in _FORMATS if head.startswith(magic)),
+        ("AVIF", _AVIF_FILE),
+    )
+    file: BinaryIO = io.BufferedReader(_MemberFile(read, size), 4096)
+    if name in ("WEBP", "AVIF"):  # Pillow reads all of these
+        file = io.BytesIO(read(0, size))
+    with opened(file) as picture:
+        width, height = picture.size
+        orientation = _orientation(picture)
+        if name == "PNG" and not ({"exif", "xmp", _PNG_EXIF_TEXT} & picture.info.keys()):
+            orientation = _png_orientation(read, size)
+        if name == "TIFF":
+            # Its decoder makes it upright, and `size` is swapped already unless XMP alone gives the orientation.
+            if orientation >= 5 and _ORIENTATION not in picture.tag_v2:
+                height, width = width, height
+            orientation = 1
     if orientation >= 5:
         height, width = width, height
-    return ImageHeader(name, height, width, orientation)
+    return ImageHeader(name, height, width, orientation) if 0 < height < 1 << 31 and 0 < width < 1 << 31 else None
+
+
+def _orientation(picture: Any) -> int:
+    """Return the orientation in EXIF, or in XMP if EXIF has none; 1 if neither has a valid one."""
+    try:
+        # Not the method of PNG images, which decodes the image.
+        value = Image.Image.getexif(picture).get(_ORIENTATION, 1)
+    except Exception:  # of many types: its metadata is damaged, and the image may be whole
+        return 1
+    return value if value in range(1, 9) else 1
+
+
+def _png_orientation(read: ReadAt, size: int) -> int:
+    """Return the orientation in metadata behind the pixels of a PNG file, where programs that change it put it."""
+    start = max(size - _PNG_TAIL, _PNG_HEAD)
+    tail = read(start, max(size - start, 0))
+    chunks = []
+    for match in _PNG_METADATA.finditer(tail):
+        at = match.start()
+        end = at + 8 + int.from_bytes(tail[at - 4 : at], "big")
+        if 4 <= at and end <= len(tail) and zlib.crc32(tail[at : end - 4]).to_bytes(4, "big") == tail[end - 4 : end]:
+            chunks.append(tail[at - 4 : end])
+    if not chunks:
+        return 1
+    head = read(0, _PNG_HEAD)
+    with PngImagePlugin.PngImageFile(io.BytesIO(head + b"".join(chunks) + bytes(4) + b"IDAT" + bytes(4))) as picture:
+        return _orientation(picture)
+
+
+def _parse_heic(raw: bytes, read: ReadAt, size: int) -> ImageHeader | None:
+    heif = import_heif()
+    if not _boxes_are_complete(read, size):
+        return None
+    try:
+        width, height = heif.open_heif(io.BytesIO(raw)).size
+    except Exception:  # pillow-heif raises several types for damaged bytes
+        return None
+    return ImageHeader("HEIC", height, width, 1) if height > 0 and width > 0 else None
+
+
+def _boxes_are_complete(read: ReadAt, size: int) -> bool:
+    """True if the boxes of an ISO media file (ISO/IEC 14496-12) end where the file ends."""
+    at = 0
+    for _ in range(_MOST_BOXES):
+        head = read(at, 16)
+        if len(head) < 8:
+            break
+        length, shortest = int.from_bytes(head[:4], "big"), 8
+        if length == 1:
+            length, shortest = int.from_bytes(head[8:16], "big"), 16
+        at = size if length == 0 else at + length
+        if length and length < shortest or at >= size:
+            return at == size
+    return False
+
+
+def _segment_is_complete(read: ReadAt, size: int) -> bool:
+    """True if the segment of a Matroska file (RFC 9559) says where it ends, and the file is not shorter."""
+    at = end = 4  # behind the name of the first element
+    for _ in range(2):
+        head = read(end, 8)
+        width = 9 - head[0].bit_length() if head else 9
+        length = int.from_bytes(head[:width], "big") & ((1 << 7 * width) - 1)
+        if width > 8 or length == (1 << 7 * width) - 1:
+            return False
+        at = end + width + length
+        end = at + 4
+    return at <= size
+
+
+def _reader_of(raw: bytes) -> ReadAt:
+    return lambda offset, length: raw[offset : offset + length]
+
+
+class _MemberFile(io.RawIOBase):
+    """A member of a shard as a file."""
+
+    def __init__(self, read: ReadAt, size: int) -> None:
+        self._read, self._size, self._at = read, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(offset + (0, self._at, self._size)[whence], 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        raw = self._read(self._at, max(min(len(buffer), self._size - self._at), 0))
+        buffer[: len(raw)] = raw
+        self._at += len(raw)
+        return len(raw)

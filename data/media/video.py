@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.errors import DecodeError, MissingLibrary, reason_of
-from data.media.bounds import BOUNDS, Bounds
-from data.media.video_headers import VideoHeader, parse_video_header_bytes
+from data.errors import DecodeError, reason_of
+from data.media.headers import VideoHeader, import_av, open_no_other_file, parse_video_header_bytes
+from data.media.options import BOUNDS, Bounds
 
 _CODED_MORE = 1 << 20  # pixels that are coded around those that are shown
 
@@ -47,10 +47,7 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     above = bounds.of_picture(header.height, header.width) or bounds.of_video(len(raw), header.milliseconds)
     if above := above or bounds.of_frames(header.frames):
         raise DecodeError(above)
-    try:
-        import av
-    except ImportError as error:
-        raise MissingLibrary("PyAV, which decodes videos, is not installed: pip install 'mimo-train[video]'") from error
+    av = import_av()
     film = None
     try:
         with _opened(av, raw, header) as file:
@@ -75,15 +72,11 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
 def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
     # libavformat decodes the first pictures to look at them, whatever their size.
     largest = {"max_pixels": str(header.height * header.width + _CODED_MORE)}
-    file = av.open(io.BytesIO(raw), format=header.container, options=largest, io_open=_no_other_file)
+    file = av.open(io.BytesIO(raw), format=header.container, options=largest, io_open=open_no_other_file)
     context = file.streams.video[0].codec_context
     context.thread_count = 1  # several samples are decoded at once
     context.options = {"err_detect": "explode"} | largest  # what is damaged would be made up from other pictures
     return file
-
-
-def _no_other_file(url: str, flags: int, options: Any) -> Any:
-    raise DecodeError("it refers to another file")
 
 
 def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.errors import NothingToLearn, RecordError, UnknownRecord
-from data.media.bounds import BOUNDS, Bounds
+from data.media.options import BOUNDS, Bounds
 from data.records.conversation import (
     KINDS,
     MARKERS,

@@ -18,8 +18,7 @@ from data import collate
 from data.errors import DataError
 from data.index.catalogue import open_catalogue
 from data.index.shard_index import Member, ShardIndex
-from data.media.background import WHITE, Colour
-from data.media.bounds import BOUNDS, Bounds
+from data.media.options import BOUNDS, WHITE, Bounds, Colour
 from data.order.mixture import Phase
 from data.order.order import GlobalOrder
 from data.order.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
@@ -49,7 +48,8 @@ class Dataset(OutlinedSamples):
     cache_dir: folder for indexes, instead of beside the shards; blind: pixels and waveforms are zeros and are not
     read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry their
     questions too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
-    ground: see `decode_picture`; fields: `data.fields`; sampling: of videos; skip_null: samples whose answers are null
+    background: see `decode_image_file`; fields: `data.fields`; sampling: of videos; skip_null: samples whose answers
+    are null
     or blank have no loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`;
     only_held: the samples are these, and not the others. Methods may be called from several threads. members_cache:
     keeps what is read of remote shards.
@@ -77,7 +77,7 @@ class Dataset(OutlinedSamples):
         keep_text: bool = False,
         read_retries: int = RETRIES,
         bounds: Bounds = BOUNDS,
-        ground: Colour | None = WHITE,
+        background: Colour | None = WHITE,
         fields: Fields = NO_FIELDS,
         sampling: Sampling = SAMPLING,
         skip_null: bool = False,
@@ -89,7 +89,7 @@ class Dataset(OutlinedSamples):
         self.sources = sources_of(shards)
         found = [found_shards(source) for source in self.sources]
         self.shards = [shard for of_source in found for shard in of_source]
-        super().__init__(tokenizer, sequence_length, media, blind, keep_text, bounds, ground, skip_null, sampling)
+        super().__init__(tokenizer, sequence_length, media, blind, keep_text, bounds, background, skip_null, sampling)
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
         self.reader = ShardReader(read_retries, cache=members_cache)
         self.cache_dir = cache_dir

@@ -30,9 +30,8 @@ from data.errors import (
     reason_of,
 )
 from data.index.shard_index import Member
-from data.media.background import Colour
-from data.media.bounds import Bounds
 from data.media.decode import decode_frames, decode_media
+from data.media.options import Bounds, Colour
 from data.records.conversation import Conversation
 from data.records.records import parse_fields, parse_record
 from data.samples.bad_samples import BadSample
@@ -57,14 +56,14 @@ class OutlinedSamples(Samples):
         blind: bool,
         keep_text: bool,
         bounds: Bounds,
-        ground: Colour | None,
+        background: Colour | None,
         skip_null: bool,
         sampling: Sampling,
     ) -> None:
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text, self.lookups, self.lengths = blind, keep_text, {}, None
         self.text_fingerprint = tokenizer.fingerprint
-        self._bounds, self._ground, self._skip_null = bounds, ground, skip_null
+        self._bounds, self._background, self._skip_null = bounds, background, skip_null
         self._by_module = {item.module: item for item in self.modules}
         assert len(self._by_module) == len(self.modules), "one Media per module"
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
@@ -193,7 +192,7 @@ class OutlinedSamples(Samples):
         try:
             if member.frame is not None:
                 return decode_frames(raw, member.frame.of, size, spec.resize, canvas, self._bounds)
-            return [decode_media(spec.kind, raw, size, spec.resize, canvas, self._bounds, self._ground)]
+            return [decode_media(spec.kind, raw, size, spec.resize, canvas, self._bounds, self._background)]
         except OF_THE_MACHINE:
             raise
         except Exception as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.index.catalogue import Rows
 from data.index.shard_index import video_size
-from data.media.bounds import Bounds
+from data.media.options import Bounds
 from data.order.order import splitmix
 from data.records.members import Fields, arrange
 from data.samples.frames import SAMPLING, Sampling

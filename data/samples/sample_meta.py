@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from data.errors import DataError, reason_of
 from data.index.shard_index import Member
-from data.media.bounds import BOUNDS, Bounds
-from data.media.resize import STRETCHED, Resize
+from data.media.options import BOUNDS, STRETCHED, Bounds, Resize
 from data.records.conversation import Visual
 from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers

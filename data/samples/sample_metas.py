@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from data.index.shard_index import Member, ShardIndex
-from data.media.bounds import Bounds
+from data.media.options import Bounds
 from data.records.members import NO_FIELDS, unread
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
 from data.samples.frames import Sampling, pictures_of

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from data.errors import OF_THE_MACHINE, ReadError, ShardError, reason_of
 from data.index.shard_index import Member, ShardIndex
-from data.media.bounds import BOUNDS
-from data.media.decode import decode_audio, decode_picture
+from data.media.decode import decode_audio, decode_image_file
+from data.media.options import BOUNDS
 from data.media.video import decode_video
 from data.records.conversation import KINDS
 from data.records.members import unread
@@ -61,7 +61,7 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
 def _decode(member: Member, raw: bytes) -> None:
     """Raises DecodeError; of a video for the pictures that a config reads that says nothing about it."""
     if member.kind == "image":
-        decode_picture(raw)
+        decode_image_file(raw)
     elif member.kind == "video":
         for _ in decode_video(raw, SAMPLING.count(member.milliseconds)):
             pass

@@ -65,8 +65,8 @@ def add(commands: Any) -> None:
 
 def _build(args: argparse.Namespace) -> int:
     from data.build.build import LEFT_OUT, Settings, build_shards
-    from data.build.columns import Columns
     from data.build.find import find_source
+    from data.build.samples import Columns
 
     names: dict[str, str] = {}
     for given in args.columns:

@@ -7,8 +7,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.indexed.split import split_parts
-from data.media.background import colour_of
-from data.media.bounds import BOUNDS
+from data.media.options import BOUNDS, colour_of
 from data.samples.frames import SAMPLING
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.index.folder_file import cache_folder
-from data.media.background import colour_of
-from data.media.bounds import Bounds
+from data.media.options import Bounds, colour_of
 from data.records.members import NO_FIELDS, Fields, read_fields
 from data.samples.frames import Sampling
 from data.storage.url import Place
@@ -228,7 +227,7 @@ def shard_dataset(
         bounds=bounds_of(cfg),
         held_fraction=held_out.fraction if held_out else data.validation_fraction,
         only_held=held_out is not None,
-        ground=colour_of(data.background),
+        background=colour_of(data.background),
         fields=_fields(data.fields, "data.fields"),
         sampling=sampling_of(cfg),
         skip_null=data.null_captions == "skip",

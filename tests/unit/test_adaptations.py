@@ -207,10 +207,10 @@ def test_a_message_of_torch_has_no_place_for_what_a_recorder_knows_of_it():
 
 
 def test_soundfile_prints_a_traceback_where_a_damaged_header_makes_it_seek_wrongly(monkeypatch):
-    """Else `data/media/audio_headers.py` need not ignore such a seek."""
+    """Else `data/media/audio_files.py` need not ignore such a seek."""
     import soundfile
 
-    from data.media.audio_headers import AudioFile
+    from data.media.audio_files import AudioFile
 
     buffer = BytesIO()
     soundfile.write(buffer, [0.0] * 400, 8000, format="AIFF", subtype="PCM_16")
@@ -224,7 +224,7 @@ def test_soundfile_prints_a_traceback_where_a_damaged_header_makes_it_seek_wrong
 
 
 def test_torchaudio_s_resampler_keeps_a_filter_for_every_phase():
-    """Else `data/media/resample.py` need not evaluate them where they are needed."""
+    """Else `data/media/audio.py` need not evaluate them where they are needed."""
     from torchaudio.functional.functional import _get_sinc_resample_kernel
 
     rate, wanted = 1009, 512
@@ -298,7 +298,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
         "launch/torchrun.py",
         "parallel/recorded.py",
     }
-    looked_at |= {f"data/media/{name}.py" for name in ("headers", "audio_headers", "resample")}
+    looked_at |= {f"data/media/{name}.py" for name in ("audio_files", "audio")}
     looked_at |= {"launch/forked.py", "models/rms_norm.py", "models/kept_scores.py"}
     looked_at |= {"logging/sinks/tensorboard.py", "config/run_files.py"}
     by_running = (

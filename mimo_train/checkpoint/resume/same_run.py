@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.media.background import colour_of
+from data.media.options import colour_of
 from data.storage.url import Place
 from data.text_format import plural
 from mimo_train.checkpoint import folders

@@ -11,10 +11,9 @@ import torch
 
 from data.collate import collate_media, encode_prompt
 from data.errors import RecordError
-from data.media.background import colour_of
 from data.media.decode import decode_frames, decode_media
-from data.media.headers import parse_extent
-from data.media.video_headers import parse_video_header_bytes
+from data.media.headers import parse_extent_bytes, parse_video_header_bytes
+from data.media.options import colour_of
 from data.records.conversation import MARKERS, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
 from data.samples.sample_meta import Media
@@ -66,7 +65,11 @@ class Prompts:
 
     def __init__(self, cfg: ConfigContainer, tokenizer: Tokenizer):
         self._tokenizer, self._modules, self._names = tokenizer, media_of(cfg), list(cfg.modules)
-        self._bounds, self._ground, self._sampling = bounds_of(cfg), colour_of(cfg.data.background), sampling_of(cfg)
+        self._bounds, self._background, self._sampling = (
+            bounds_of(cfg),
+            colour_of(cfg.data.background),
+            sampling_of(cfg),
+        )
         self._places = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self._modules}
 
     def medium(self, kind: str, file: Path) -> Medium:
@@ -85,7 +88,7 @@ class Prompts:
             raise UserError(f"--{kind}: cannot read {file}: {error.strerror or error}") from error
         if kind == "video":
             return self._video(raw, file)
-        extent = parse_extent(kind, raw)
+        extent = parse_extent_bytes(kind, raw)
         if extent is None:
             raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable header of a {NAMES[kind]}")
         alone = self._medium(kind, raw, {item.module: extent for item in readers})
@@ -125,7 +128,7 @@ class Prompts:
                 extent = extents[item.module]
                 canvas = item.canvas(*extent) if item.canvas else None
                 inputs[item.module] = decode_media(
-                    kind, raw, item.size(*extent), item.resize, canvas, self._bounds, self._ground
+                    kind, raw, item.size(*extent), item.resize, canvas, self._bounds, self._background
                 )
         return self._as_read(kind, extents, inputs)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.media.background import colour_of
+from data.media.options import colour_of
 from data.order.sources import MixedOrder, Part
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, Fault

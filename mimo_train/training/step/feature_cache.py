@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from data.media.background import READING
+from data.media.options import READING
 from data.pipeline import MEDIA, Lookup, Samples
 from data.storage.file_cache import FileCache
 from mimo_train.config.errors import UserError

@@ -5,8 +5,8 @@ import io
 import pytest
 from PIL import Image
 
+from data.media.headers import parse_video_header_bytes
 from data.media.video import decode_video
-from data.media.video_headers import parse_video_header_bytes
 from data.samples.frames import Sampling
 from tests.dist.runs import TOLERANCE, config, curve, train_on_ranks
 from tests.tars import write_tar

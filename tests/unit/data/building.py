@@ -8,8 +8,8 @@ import numpy as np
 import soundfile
 
 from data.build.build import Settings, build_shards
-from data.build.columns import Columns
 from data.build.find import find_source
+from data.build.samples import Columns
 from data.index.catalogue import open_index
 from data.index.shards import find_shards
 from data.samples.verify import check_sample

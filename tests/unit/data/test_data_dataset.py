@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from data.errors import DataError, ShardError, TooManyBadSamples
-from data.media.resize import Resize
+from data.media.options import Resize
 from data.pipeline import Dataset, Media
 from data.text.tokens import build_tokenizer
 from mimo_train.evaluation.predictions import shown_media
@@ -156,7 +156,7 @@ def damaged_shard(folder):
     good = encode_picture(20, 20, seed=1)
     huge = b"".join([b"<image>"] * 7)
     members = [("a.jpg", good), ("a.json", chat("<image>q", "a"))]
-    members += [("b.jpg", good[: len(good) // 2]), ("b.json", chat("<image>q", "b"))]  # header whole, pixels cut
+    members += [("b.jpg", good[: len(good) * 3 // 4]), ("b.json", chat("<image>q", "b"))]  # header whole, pixels cut
     members += [("c.jpg", good), ("c.json", b'{"conversations": [')]
     members += [("d.jpg", good), ("d.json", chat("<image><image>q", "d"))]
     members += [("e.jpg", good)]

@@ -11,9 +11,10 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import functional as transforms
 
 from data.errors import DecodeError, ReadError, ShardError
-from data.media import vision
-from data.media.decode import decode_audio, decode_picture, decode_resized
-from data.media.headers import parse_audio_header, parse_header_bytes
+from data.media import decode
+from data.media.audio_files import parse_audio_header
+from data.media.decode import decode_audio, decode_image_file, decode_resized
+from data.media.headers import parse_header_bytes
 from data.storage.files import ShardVersion
 from data.storage.reader import ShardReader
 from tests.unit.data.helpers import encode_picture
@@ -24,7 +25,7 @@ from tests.unit.data.helpers import encode_picture
 def test_pictures_are_upright_and_of_the_indexed_size(kind, orientation):
     exif = orientation if kind in ("JPEG", "PNG", "WEBP") else None
     raw = encode_picture(12, 31, kind, orientation=exif)
-    picture = decode_picture(raw)
+    picture = decode_image_file(raw)
     header = parse_header_bytes(raw)
     assert picture.dtype == torch.uint8 and tuple(picture.shape) == (3, header.height, header.width)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).convert("RGB"))
@@ -43,7 +44,7 @@ def test_other_colour_modes_become_rgb(mode):
         picture = picture.convert(mode)
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG" if mode == "CMYK" else "PNG")
-    decoded = decode_picture(buffer.getvalue())
+    decoded = decode_image_file(buffer.getvalue())
     assert decoded.dtype == torch.uint8 and tuple(decoded.shape) == (3, 6, 5)
     assert abs(decoded.float().mean() - 200) < (60 if mode == "1" else 4)
 
@@ -54,7 +55,7 @@ def test_resize_is_bicubic_with_antialiasing():
     pillow = np.asarray(Image.open(io.BytesIO(raw)).resize((40, 30), Image.Resampling.BICUBIC))
     assert tuple(ours.shape) == (3, 30, 40) and ours.is_contiguous()
     assert np.abs(ours.permute(1, 2, 0).numpy().astype(int) - pillow).max() <= 3
-    assert torch.equal(decode_resized(raw, 90, 60), decode_picture(raw))
+    assert torch.equal(decode_resized(raw, 90, 60), decode_image_file(raw))
 
 
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
@@ -63,12 +64,12 @@ def test_pictures_are_decoded_and_resized_as_by_torchvision(interpolation, capab
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     for kind, size in (("JPEG", (90, 61)), ("PNG", (7, 33)), ("PNG", (1, 1))):
         raw = torch.frombuffer(bytearray(encode_picture(*size, kind, seed=3)), dtype=torch.uint8)
-        picture = vision.decode_image(raw)
+        picture = decode.decode_with_torchvision(raw)
         assert torch.equal(picture, decode_image(raw, mode=ImageReadMode.RGB))
         for given in (picture, picture.contiguous()):
             for height, width in ((30, 40), (120, 60), (size[0], 50)):
                 theirs = transforms.resize(given, [height, width], transforms.InterpolationMode(interpolation))
-                ours = vision.resize(given, height, width, interpolation)
+                ours = decode.resize_image(given, height, width, interpolation)
                 assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
@@ -77,15 +78,15 @@ def test_sixteen_bits_become_eight_as_by_torchvision():
     buffer = io.BytesIO()
     Image.fromarray(shades).save(buffer, "PNG")
     raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    theirs = transforms.to_dtype(vision.decode_image(raw), torch.uint8, scale=True)
-    assert torch.equal(decode_picture(buffer.getvalue()), theirs)
+    theirs = transforms.to_dtype(decode.decode_with_torchvision(raw), torch.uint8, scale=True)
+    assert torch.equal(decode_image_file(buffer.getvalue()), theirs)
 
 
 def test_broken_pictures_are_decode_errors():
     good = encode_picture(40, 40)
     for raw in (b"", b"text", good[: len(good) // 3], encode_picture(40, 40, "PNG")[:200]):
         with pytest.raises(DecodeError, match=f"{len(raw)} bytes"):
-            decode_picture(raw)
+            decode_image_file(raw)
 
 
 def test_audio_is_mono_at_the_rate_asked_for():
@@ -114,7 +115,7 @@ def test_of_moving_pictures_the_first_frame_is_read():
     for kind, options in (("WEBP", {"lossless": True}), ("GIF", {})):
         buffer = io.BytesIO()
         first.save(buffer, kind, save_all=True, append_images=[second], **options)
-        picture = decode_picture(buffer.getvalue())
+        picture = decode_image_file(buffer.getvalue())
         assert tuple(picture.shape) == (3, 9, 14) and (picture == 10).all()
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.build.columns import MARKED, Columns
+from data.build.samples import MARKED, Columns
 from data.errors import RecordError
 from data.records.conversation import MARKERS, Part, Visual
 from data.records.members import read_fields

@@ -15,12 +15,11 @@ import torch
 from torchaudio.functional import resample
 
 from data.errors import DecodeError, MemoryShortage, ReadError, RecordError
-from data.media.bounds import Bounds
-from data.media.decode import decode_audio, decode_picture, decode_resized, decode_tiles
-from data.media.headers import parse_audio_header, parse_header_bytes
-from data.media.orientation import last_png_chunks
-from data.media.resample import _evaluated, resampled
-from data.media.resize import Resize
+from data.media.audio import _evaluated, resampled
+from data.media.audio_files import parse_audio_header
+from data.media.decode import decode_audio, decode_image_file, decode_resized, decode_tiles
+from data.media.headers import parse_header_bytes
+from data.media.options import Bounds, Resize
 from data.records.records import parse_record
 from data.samples.bad_samples import BadSample
 from data.samples.sample_meta import count_tokens
@@ -48,7 +47,7 @@ def test_a_picture_that_claims_to_be_huge_is_bad_by_the_index_and_by_the_decoder
     bomb = enlarged(encode_picture(20, 20))
     said = r"65535 x 65535 pixels are 4294836225, above data\.bounds\.pixels 100000000"
     with pytest.raises(DecodeError, match=said):
-        decode_picture(bomb)
+        decode_image_file(bomb)
     folder = tmp_path / "shards"
     write_tar(folder / "s.tar", [("a.jpg", bomb), ("a.json", chat("<image>q", "a"))])
     data = dataset(folder, max_bad_samples=1)
@@ -119,7 +118,7 @@ def test_a_filter_that_is_evaluated_gives_what_its_table_gives(rate, wanted):
 def test_a_long_clip_is_resampled_piece_by_piece(rate, wanted, monkeypatch):
     wave = torch.from_numpy(np.random.default_rng(0).normal(size=20_011).astype(np.float32))
     whole = resampled(wave, rate, wanted)
-    monkeypatch.setattr("data.media.resample._PIECE", 3000)
+    monkeypatch.setattr("data.media.audio._PIECE", 3000)
     pieces = resampled(wave, rate, wanted)
     assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-6
 
@@ -167,7 +166,7 @@ def test_memory_that_runs_out_is_no_bad_sample(dataset, monkeypatch, error):
         raise error
 
     data = dataset(max_bad_samples=20, shuffle=False)
-    monkeypatch.setattr("data.media.decode.decode_image", fails)
+    monkeypatch.setattr("data.media.decode.decode_with_torchvision", fails)
     with pytest.raises(MemoryShortage, match=r"a-000000\.tar, key '0000': .*data\.workers"):
         data.media(0, "images")
     assert data.bad_samples.count == 0
@@ -266,7 +265,7 @@ def test_records_of_any_kind_are_conversations_or_bad():
 def test_media_of_any_bytes_are_decoded_or_bad():
     """Bytes of small files changed at random, most of them in the headers."""
     draw, kinds = random.Random(0), ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-    files = [(decode_picture, encode_picture(9, 7, kind)) for kind in kinds]
+    files = [(decode_image_file, encode_picture(9, 7, kind)) for kind in kinds]
     files += [(lambda raw: decode_audio(raw, 8000), clip(8000, 0.01, kind)) for kind in ("WAV", "FLAC", "AIFF")]
     bad = 0
     for _ in range(600):
@@ -294,10 +293,6 @@ def test_media_of_any_bytes_are_decoded_or_bad():
 )
 def test_headers_without_an_end_are_left_after_a_while(raw):
     assert parse_header_bytes(raw) is None and parse_audio_header(raw) is None
-
-
-def test_chunks_that_lead_nowhere_are_followed_once():
-    assert list(last_png_chunks(b"\0\0\0\0tEXt\0\0\0\0" * 5000)) == []
 
 
 def test_control_characters_of_names_reach_no_terminal(tmp_path, capsys):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from data.errors import DecodeError
-from data.media.decode import decode_picture
+from data.media.decode import decode_image_file
 from data.media.headers import parse_header, parse_header_bytes
 from tests.unit.data.helpers import encode_picture
 
@@ -62,7 +62,7 @@ def test_a_picture_has_the_size_that_its_header_promises_or_is_bad(raw):
     header = parse_header_bytes(raw)
     assume(header is None or header.height * header.width <= MOST_PIXELS)
     try:
-        picture = decode_picture(raw)
+        picture = decode_image_file(raw)
     except DecodeError:
         return
     assert header is not None and tuple(picture.shape) == (3, header.height, header.width)
@@ -92,7 +92,7 @@ def test_a_long_run_of_marker_bytes_ends(raw):
 @pytest.mark.parametrize("raw", PICTURES)
 def test_what_is_whole_is_read(raw):
     header = parse_header_bytes(raw)
-    assert decode_picture(raw).shape == (3, header.height, header.width)
+    assert decode_image_file(raw).shape == (3, header.height, header.width)
 
 
 # Orientation
@@ -153,7 +153,7 @@ def test_orientation_is_that_of_pillow(raw):
     size = ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).size
     header = parse_header_bytes(raw)
     assert (header.width, header.height) == size
-    assert decode_picture(raw).shape == (3, size[1], size[0])
+    assert decode_image_file(raw).shape == (3, size[1], size[0])
 
 
 def test_orientations_are_told_apart():

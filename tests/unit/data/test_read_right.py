@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageOps
 
 from data.errors import DecodeError, MissingLibrary
-from data.media.audio_headers import parse_audio_header
-from data.media.decode import decode_audio, decode_picture
+from data.media.audio_files import parse_audio_header
+from data.media.decode import decode_audio, decode_image_file
 from data.media.headers import parse_header_bytes
 from data.records.members import AUDIO
 from tests.unit.data.helpers import encode_picture
@@ -123,7 +123,7 @@ def test_a_clip_that_is_cut_off_is_bad_in_every_format(kind):
 )
 def test_formats_of_pillow_are_upright_and_of_the_indexed_size(kind, orientation):
     raw = encode_picture(12, 31, kind, seed=2, orientation=orientation)
-    header, picture = parse_header_bytes(raw), decode_picture(raw)
+    header, picture = parse_header_bytes(raw), decode_image_file(raw)
     assert tuple(picture.shape) == (3, header.height, header.width)
     assert header.height == (31 if (orientation or 1) >= 5 else 12)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).convert("RGB"))
@@ -139,13 +139,13 @@ def save(picture: Image.Image, kind: str, **options) -> bytes:
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG2000"])
 def test_shades_of_16_bits_keep_their_brightness(kind):
     grey = np.linspace(0, 65535, 48).astype(np.uint16).reshape(6, 8)
-    picture = decode_picture(save(Image.fromarray(grey), kind)).numpy()
+    picture = decode_image_file(save(Image.fromarray(grey), kind)).numpy()
     assert np.abs(picture - grey / 257).max() <= 1
 
 
 def test_pixels_without_a_known_range_are_bad():
     with pytest.raises(DecodeError, match="no known range"):
-        decode_picture(save(Image.fromarray(np.ones((4, 4), dtype=np.float32)), "TIFF"))
+        decode_image_file(save(Image.fromarray(np.ones((4, 4), dtype=np.float32)), "TIFF"))
 
 
 def transparent() -> Image.Image:
@@ -169,12 +169,12 @@ def transparent() -> Image.Image:
 )
 def test_transparent_pixels_take_the_colour_behind(kind, options):
     raw = save(transparent(), kind, **options)
-    white = decode_picture(raw).permute(1, 2, 0).numpy().astype(int)
+    white = decode_image_file(raw).permute(1, 2, 0).numpy().astype(int)
     assert white[0, 0].tolist() == [255] * 3 and np.abs(white[4, 6] - (200, 10, 10)).max() <= 8
     assert np.abs(white[4, 9] - np.array([227, 132, 132])).max() <= 20
-    green = decode_picture(raw, ground=(0, 255, 0)).permute(1, 2, 0).numpy().astype(int)
+    green = decode_image_file(raw, background=(0, 255, 0)).permute(1, 2, 0).numpy().astype(int)
     assert np.abs(green[0, 0] - (0, 255, 0)).max() <= 2
-    without = decode_picture(raw, ground=None).permute(1, 2, 0).numpy()
+    without = decode_image_file(raw, background=None).permute(1, 2, 0).numpy()
     assert np.abs(without.astype(int) - np.asarray(Image.open(io.BytesIO(raw)).convert("RGB"))).max() <= 2
     assert without[0, 0].max() <= 8
 
@@ -185,7 +185,7 @@ def test_a_colour_of_a_palette_that_is_transparent_takes_the_colour_behind(kind)
     picture.putpalette([0, 0, 0, 9, 9, 200])
     picture.putpixel((0, 0), 0)
     raw = save(picture, kind, transparency=0)
-    found = decode_picture(raw)
+    found = decode_image_file(raw)
     assert found[:, 0, 0].tolist() == [255] * 3 and found[:, 2, 2].tolist() == [9, 9, 200]
 
 
@@ -194,8 +194,8 @@ def test_a_colour_of_a_palette_that_is_transparent_takes_the_colour_behind(kind)
 def test_without_transparency_pixels_are_those_of_before(kind, mode):
     picture = Image.open(io.BytesIO(encode_picture(20, 30, "PNG", seed=5))).convert(mode)
     raw = save(picture, kind, **({"lossless": True} if kind == "WEBP" else {}))
-    assert torch.equal(decode_picture(raw), decode_picture(raw, ground=None))
-    assert np.array_equal(decode_picture(raw).permute(1, 2, 0), np.asarray(picture.convert("RGB")))
+    assert torch.equal(decode_image_file(raw), decode_image_file(raw, background=None))
+    assert np.array_equal(decode_image_file(raw).permute(1, 2, 0), np.asarray(picture.convert("RGB")))
 
 
 def test_extensions_of_sound_are_those_that_are_tested():
@@ -213,25 +213,27 @@ def heic(picture: Image.Image, **options) -> bytes:
 def test_heic_is_upright_and_of_the_indexed_size(angle):
     pixels = np.fromfunction(lambda row, column, at: 4 * row + 2 * column + 9 * at, (31, 50, 3)).astype(np.uint8)
     raw = bytearray(heic(Image.fromarray(pixels)))
-    plain = decode_picture(bytes(raw))
+    plain = decode_image_file(bytes(raw))
     assert np.abs(plain.permute(1, 2, 0).numpy().astype(int) - pixels).mean() < 4
     if angle:  # in the place of a property that nothing needs, and behind what is cut out
         at = raw.index(b"pixi")
         raw[at : at + 5] = b"irot" + bytes([angle])
         at = raw.index(b"\x05\x84", raw.index(b"ipma"))
         raw[at : at + 2] = b"\x84\x05"
-    header, picture = parse_header_bytes(bytes(raw)), decode_picture(bytes(raw))
+    header, picture = parse_header_bytes(bytes(raw)), decode_image_file(bytes(raw))
     assert (header.height, header.width) == tuple(picture.shape[1:]) == ((50, 31) if angle % 2 else (31, 50))
     assert torch.equal(picture, torch.rot90(plain, angle, (1, 2)))
     for cut in (0, 20, 200, len(raw) - 1):
         assert parse_header_bytes(bytes(raw[:cut])) is None
         with pytest.raises(DecodeError):
-            decode_picture(bytes(raw[:cut]))
+            decode_image_file(bytes(raw[:cut]))
 
 
 def test_heic_that_is_transparent_lies_or_is_damaged():
     raw = heic(transparent())
-    assert decode_picture(raw)[:, 0, 0].tolist() == [255] * 3 and decode_picture(raw, ground=None)[0, 0, 0] <= 8
+    assert (
+        decode_image_file(raw)[:, 0, 0].tolist() == [255] * 3 and decode_image_file(raw, background=None)[0, 0, 0] <= 8
+    )
     lie = raw.replace(struct.pack(">IIII", 14, 1, 9, 1), struct.pack(">IIII", 12, 1, 9, 1), 1)
     assert lie != raw and parse_header_bytes(lie).width == 12
     draw = random.Random(4)
@@ -240,7 +242,7 @@ def test_heic_that_is_transparent_lies_or_is_damaged():
         for _ in range(draw.choice([1, 6, 60])):
             broken[draw.randrange(len(raw))] = draw.randrange(256)
         try:
-            picture, header = decode_picture(bytes(broken)), parse_header_bytes(bytes(broken))
+            picture, header = decode_image_file(bytes(broken)), parse_header_bytes(bytes(broken))
             assert tuple(picture.shape[1:]) == (header.height, header.width)
         except DecodeError:
             pass
@@ -249,6 +251,6 @@ def test_heic_that_is_transparent_lies_or_is_damaged():
 def test_without_its_library_heic_is_not_bad_and_names_the_extra(monkeypatch):
     raw = heic(Image.new("RGB", (20, 10)))
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    assert parse_header_bytes(raw)[1:3] == (10, 20)
-    with pytest.raises(MissingLibrary, match=r"pip install 'mimo-train\[heic\]'"):
-        decode_picture(raw)
+    for read in (parse_header_bytes, decode_image_file):
+        with pytest.raises(MissingLibrary, match=r"pip install 'mimo-train\[heic\]'"):
+            read(raw)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.index.catalogue import open_catalogue
-from data.media.bounds import Bounds
+from data.media.options import Bounds
 from data.order.order import GlobalOrder
 from data.order.step_plan import Padding, plan_by_length, plan_in_order
 from data.pipeline import Dataset

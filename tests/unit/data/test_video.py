@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from data.errors import DecodeError, MissingLibrary
-from data.media.bounds import Bounds
+from data.index.shard_index import build_index
+from data.media.headers import parse_video_header_bytes
+from data.media.options import Bounds
 from data.media.video import decode_video
-from data.media.video_headers import parse_video_header_bytes
 from data.records.members import read_fields
 from data.samples.frames import Sampling
 from mimo_train.cli import main
@@ -99,16 +100,22 @@ def lying(raw, mark, skip, form, value):
 @pytest.mark.parametrize("kind", ["mp4", "webm"])
 def test_lengths_and_sizes_that_are_not_so_are_bad(kind):
     raw = make_video(kind, "libvpx" if kind == "webm" else "mpeg4", height=272, width=272)
-    length = (b"\x44\x89\x88", 0, ">d") if kind == "webm" else (b"elst", 8, ">I")
-    for milliseconds in (300, 60_000) if kind == "webm" else (60_000,):
-        lie = lying(raw, *length, milliseconds)
+    if kind == "mp4":  # frames have their lengths, and an edit list may only shorten that
+        assert parse_video_header_bytes(lying(raw, b"elst", 8, ">I", 60_000)).milliseconds == 3000
+        cut = lying(raw, b"elst", 8, ">I", 2000)
+        assert parse_video_header_bytes(cut).milliseconds == 2000 and shown(cut, 2) == [5, 15]
+    for milliseconds in (300, 60_000) if kind == "webm" else ():
+        lie = lying(raw, b"\x44\x89\x88", 0, ">d", milliseconds)
         assert parse_video_header_bytes(lie).milliseconds == milliseconds
         with pytest.raises(DecodeError, match=rf"lasts {milliseconds / 1000:.2f} s, and its pictures end after 3.00 s"):
             shown(lie, 2)
     width = (b"\xb0\x82", 0, ">H") if kind == "webm" else (b"mp4v", 28 - 4, ">H")
     at = raw.index(b"stsd") if kind == "mp4" else 0
     lie = raw[:at] + lying(raw[at:], *width, 16)
-    assert parse_video_header_bytes(lie).width == 16 or parse_video_header_bytes(lie).height == 16
+    if kind == "mp4":  # its stream says the size, too
+        assert parse_video_header_bytes(lie).width == 272 and shown(lie, 2) == [7, 22]
+        return
+    assert parse_video_header_bytes(lie).width == 16
     with pytest.raises(DecodeError):
         shown(lie, 2)
 
@@ -244,11 +251,13 @@ def test_fields_say_which_videos_are_read(dataset, tmp_path):
 def test_without_its_library_a_video_ends_the_run_and_names_the_extra(dataset, tmp_path, monkeypatch):
     """It is not bad: with `data.max_bad_samples`, a run would train on zeros in its place."""
     path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
-    monkeypatch.setitem(sys.modules, "av", None)
     data = dataset(path, sampling=TWO)
+    monkeypatch.setitem(sys.modules, "av", None)
     assert data.read_text(0)[1] is None
     with pytest.raises(MissingLibrary, match=r"s\.tar, key 'k': .*pip install 'mimo-train\[video\]'"):
         data.read_media(0, "images")
+    with pytest.raises(MissingLibrary, match=r"s\.tar: .*pip install 'mimo-train\[video\]'"):
+        build_index(path)
 
 
 def test_a_video_is_decoded_once_for_a_module(dataset, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import soundfile
 
 from data.errors import DecodeError, MissingLibrary
 from data.index.shard_index import build_index
-from data.media.audio_headers import parse_audio_header
+from data.media.audio_files import parse_audio_header
 from data.media.decode import decode_audio
 from tests.tars import write_tar
 

@@ -1,7 +1,8 @@
-"""Another sampling rate, for any two: torchaudio's filter, in bounded memory.
+"""Audio files as tensors, at any sampling rate.
 
-torchaudio 2.11 keeps a filter for every phase of the two rates: for 44,101 -> 16,000 Hz, which have no common factor,
-6.7 GB. Where its filters are few they are taken; else the same windowed sinc is evaluated where it is needed.
+Resampling is that of torchaudio, in bounded memory: torchaudio 2.11 keeps a filter for every phase of the
+two rates: for 44,101 -> 16,000 Hz, which have no common factor, 6.7 GB. It is used where its filters are few; else the
+same windowed sinc is evaluated where it is needed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,58 @@ import math
 import numpy as np
 import torch
 
+from data.errors import DecodeError, reason_of
+from data.media.audio_files import mono_blocks
+from data.media.options import BOUNDS, Bounds
+
 _LOBES, _ROLLOFF = 6, 0.99  # torchaudio's `lowpass_filter_width` and `rolloff`
 _LARGEST_TABLE = 1 << 20  # numbers in the filters of all phases
-_PIECE = 1 << 20  # samples of a clip that are resampled at once
+_PIECE = 1 << 20  # samples of a file that are resampled at once
 _AT_ONCE = 1 << 19  # numbers of filters in memory, without a table
+
+
+def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Bounds = BOUNDS) -> torch.Tensor:
+    """Return an audio file as float32 [samples], mono (the mean of its channels), at `rate` samples a second.
+
+    Whole numbers of any width are divided by their largest magnitude, so that FLAC and WAV of one recording give equal
+    numbers in [-1, 1); floats stay as they are, also above 1.
+
+    Args:
+        samples: length to cut or pad with zeros to; None keeps that of the file.
+
+    Raises:
+        DecodeError: it is damaged, or above its bounds.
+        MemoryShortage, MissingLibrary: this machine cannot decode it.
+    """
+    import soundfile
+
+    blocks, frames, file_rate = [], 0, 0
+    try:
+        for block, block_rate in mono_blocks(raw, bounds):
+            frames += len(block)
+            if block_rate != (file_rate or block_rate):
+                raise DecodeError(f"its parts have different rates ({file_rate} and {block_rate} Hz)")
+            if above := bounds.of_clip(frames, block_rate):
+                raise DecodeError(above)
+            blocks.append(block)
+            file_rate = block_rate
+    except DecodeError:
+        raise
+    except soundfile.LibsndfileError as error:  # without the object that was opened, which is its text too
+        raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {error.error_string}") from error
+    except Exception as error:  # RuntimeError, and what else there may be, means the same
+        raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {reason_of(error)}") from error
+    if not frames:
+        raise DecodeError(f"no audio in {len(raw)} bytes")
+    mono = np.concatenate(blocks)
+    if not np.isfinite(mono).all():
+        raise DecodeError(f"{len(raw)} bytes of audio hold samples that are not finite")
+    wave = torch.from_numpy(mono)
+    if file_rate != rate:
+        wave = resampled(wave, file_rate, rate)
+    if samples is not None:
+        wave = torch.nn.functional.pad(wave[:samples], (0, max(samples - len(wave), 0)))
+    return wave
 
 
 def resampled(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:

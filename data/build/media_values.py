@@ -1,0 +1,321 @@
+"""Images, videos and audio in rows of a data set: file names, bytes, base64, decoded audio, typed parts of messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import numpy as np
+
+from data.errors import RecordError
+from data.media.options import BOUNDS
+from data.media.headers import is_heic, parse_extent
+from data.records.members import READABLE
+from data.records.records import PART_KINDS
+from data.storage.files import pread_all
+from data.text_format import shown
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+FILE_NAME = "file_name"
+"""The column that names the file of a row in Hugging Face's `imagefolder` and `audiofolder`."""
+_SUFFIXES = ("_path", "_paths", "_file", "_files", "_url", "_urls")
+_CONTENT_KEYS = ("bytes", "path", "url", "data", "base64")
+_ARRAY = {"array", "sampling_rate"}
+_FORMS = "the name of a file, its bytes, base64, or for audio {array, sampling_rate}"
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
+_FILE = re.compile(r"[^\t\r\n<>|]{1,255}\.([A-Za-z0-9]{2,5})")
+_BASE64 = re.compile(r"[A-Za-z0-9+/=\r\n]+")
+_HEAD = 64  # characters of base64 that show the type of a file
+_MAGIC = {
+    b"\xff\xd8": "jpg",
+    b"\x89PNG\r\n\x1a\n": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II*\0": "tif",
+    b"MM\0*": "tif",
+    b"\0\0\0\x0cjP  ": "jp2",
+    b"\x1aE\xdf\xa3": "webm",
+    b"fLaC": "flac",
+    b"OggS": "ogg",
+    b"ID3": "mp3",
+    b"\xff\xfb": "mp3",
+    b"\xff\xf3": "mp3",
+    b"\xff\xf2": "mp3",
+    b"FORM": "aiff",
+    b".snd": "au",
+    b"caff": "caf",
+}
+
+
+class FileRange(NamedTuple):
+    """Bytes that stay in their file while shards are built."""
+
+    path: str
+    offset: int | None
+    """None: all of the file."""
+    size: int
+
+    def read(self) -> bytes:
+        """Return the bytes; fewer or more than `size` if the file has changed. Raises OSError."""
+        with open(self.path, "rb") as file:
+            return file.read() if self.offset is None else pread_all(file.fileno(), self.size, self.offset)
+
+
+class MediaItem(NamedTuple):
+    """An image, a video or an audio clip of a row."""
+
+    kind: str
+    extension: str
+    content: bytes | FileRange
+    name: str
+    """For messages."""
+    extent: tuple[int, int] | None
+    """See `data.media.headers.parse_extent`."""
+
+    def require_extent(self, where: str) -> None:
+        """Raise RecordError if it has no readable header or exceeds the default bounds."""
+        if self.extent is None or 0 in self.extent:
+            cut = "" if self.kind == "image" else ", or is cut off"
+            raise RecordError(f"{where}: {shown(self.name)} has no readable {self.kind} header{cut}")
+        if above := (BOUNDS.of_clip if self.kind == "audio" else BOUNDS.of_picture)(*self.extent):
+            raise RecordError(f"{where}: {shown(self.name)}: {above}")
+
+
+def item_of_file(kind: str, folder: str, name: str, where: str) -> MediaItem:
+    """Return the media item of a file that a record names. Raises RecordError: it cannot be used."""
+    extension = name.rpartition(".")[2].lower()
+    if extension not in READABLE[kind]:
+        known = ", ".join(sorted(READABLE[kind]))
+        raise RecordError(f"{where}: {shown(name)} is no {kind} that can be decoded ({known})")
+    path = os.path.join(folder, name)
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        reason = f"no file {path}" if isinstance(error, FileNotFoundError) else f"{path}: {error}"
+        raise RecordError(f"{where}: {shown(reason)}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RecordError(f"{where}: no file {shown(path)}")
+    content = FileRange(path, None, status.st_size)
+    return MediaItem(kind, extension, content, name, extent_of(kind, content))
+
+
+def extent_of(kind: str, content: bytes | FileRange) -> tuple[int, int] | None:
+    """Return the extent in the header of a media item, see `data.media.headers.parse_extent`. Raises OSError."""
+    if isinstance(content, bytes):
+        return parse_extent(kind, lambda at, length: content[at : at + length], len(content))
+    start, size = content.offset or 0, content.size
+    with open(content.path, "rb", buffering=0) as file:
+        return parse_extent(
+            kind, lambda at, length: pread_all(file.fileno(), max(min(length, size - at), 0), start + at), size
+        )
+
+
+@lru_cache(maxsize=256)  # most records of a file have the same names
+def media_columns(names: tuple[str, ...], kind: str) -> Sequence[str]:
+    """Return the columns whose name says that they hold media of a kind, such as `images` or `Image_Path`."""
+    by_name = {name.lower(): name for name in names}
+    plain = [by_name[name] for name in (kind, f"{kind}s") if name in by_name]
+    stems = (kind, "img") if kind == "image" else (kind,)
+    others = [stem + suffix for stem in stems for suffix in ("", *_SUFFIXES)]
+    return plain or [by_name[name] for name in others if name in by_name][:1]
+
+
+def kind_of_file_name(record: Mapping[str, Any]) -> str:
+    """Return the kind of the file that `file_name` names, as in Hugging Face's folders; empty if it names no media."""
+    name = record.get(FILE_NAME)
+    return kind_of_extension(Path(name).suffix[1:].lower()) if isinstance(name, str) else ""
+
+
+def kind_of_extension(extension: str) -> str:
+    """Return the kind of media that is decoded from files with this extension; empty if there is none."""
+    return next((kind for kind, known in READABLE.items() if extension in known), "")
+
+
+def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> list[MediaItem]:
+    """Return the media items in the value of a column: one, or a list of them.
+
+    Args:
+        folder: of the files that the value names.
+
+    Raises:
+        RecordError: the value has none of the known forms, or a file cannot be used.
+    """
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and any(_is_empty(item) for item in value):
+        raise RecordError(f"{where}: an empty {kind} among those of {column!r}")
+    return [_item(kind, column, item, folder, where) for item in values if not _is_empty(item)]
+
+
+def take_typed_parts(
+    record: dict[str, Any], turns: str, folder: str, where: str
+) -> tuple[dict[str, Any], list[MediaItem]]:
+    """Take the media out of typed parts of messages: (the record with names in their place, the media items).
+
+    Args:
+        turns: the column of the messages.
+        folder: of the files that parts name.
+
+    Raises:
+        RecordError: the media item of a part cannot be used.
+    """
+    items: list[MediaItem] = []
+
+    def taken(part: Any) -> Any:
+        kind = PART_KINDS.get(part["type"]) if isinstance(part, dict) and isinstance(part.get("type"), str) else None
+        if kind is None:
+            return part
+        keys = [key for key in dict.fromkeys((part["type"], kind, *_CONTENT_KEYS)) if not _is_empty(part.get(key))]
+        if not keys:
+            return part
+        items.append(_item(kind, keys[0], part[keys[0]], folder, where))
+        return {"type": kind, kind: items[-1].name}
+
+    messages = record.get(turns)
+    if isinstance(messages, list):
+        messages = [
+            message | {"content": [taken(part) for part in message["content"]]}
+            if isinstance(message, dict) and isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+    return (record | {turns: messages} if items else record), items
+
+
+def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where: str, folder: str | None) -> None:
+    """Raise RecordError if a record from which no media was read seems to hold some, or an address of some.
+
+    Args:
+        names: `Columns.names`.
+        folder: of the files that records name. Next to a text or messages, a name counts if its file exists.
+    """
+    is_text = not {"conversations", "messages", "text"}.isdisjoint([*record, *names])
+    for column, value in record.items():
+        if column in names.values() or column in ("caption", "text"):
+            continue
+        if column.lower() in ("pixels", "pixel_values") or _depth(value) >= 3:
+            raise RecordError(f"{where}: {column!r} seems to hold media as numbers. Expected {_FORMS}")
+        if isinstance(value, Mapping) and value.keys() >= _ARRAY:
+            raise RecordError(f"{where}: {column!r} holds audio that is not read. Give --columns audio={column}")
+        if not isinstance(value, str):
+            continue
+        is_url = _URL.match(value) is not None
+        if is_url and not is_text and (column.lower() == "url" or _kind_of_name(value)):
+            raise _not_downloaded(column, value, where)
+        kind = _kind_of_base64(value)
+        if not kind and not is_url and (named := _kind_of_name(value)):
+            kind = named if not is_text or (folder is not None and os.path.isfile(os.path.join(folder, value))) else ""
+        if kind:
+            raise RecordError(
+                f"{where}: {column!r} seems to hold an {kind} that is not read ({shown(value[:80])}). Give --columns "
+                f"{kind}={column}"
+            )
+
+
+def extension_of(content: bytes) -> str:
+    """Return the extension of a file by its first bytes; empty if its type is not known."""
+    if content[:4] == b"RIFF":
+        return {b"WEBP": "webp", b"WAVE": "wav"}.get(content[8:12], "")
+    if content[4:8] == b"ftyp":
+        return "avif" if content[8:12] in (b"avif", b"avis") else "heic" if is_heic(content[:256]) else "mp4"
+    return next((extension for magic, extension in _MAGIC.items() if content.startswith(magic)), "")
+
+
+def _item(kind: str, column: str, value: Any, folder: str, where: str) -> MediaItem:
+    if isinstance(value, Mapping) and value.keys() >= _ARRAY and value["array"] is not None:
+        return _item_of_array(value, column, where)
+    name = ""
+    if isinstance(value, Mapping):
+        name = value["path"] if isinstance(value.get("path"), str) else ""
+        value = next((value[key] for key in _CONTENT_KEYS if not _is_empty(value.get(key))), None)
+    if isinstance(value, str):
+        content = _from_base64(value)
+        if content is None and _URL.match(value) and not value.startswith("file://"):
+            raise _not_downloaded(column, value, where)
+        if content is None:
+            return item_of_file(kind, folder, unquote(value[7:]) if value.startswith("file://") else value, where)
+        value = content
+    if not isinstance(value, bytes):
+        raise RecordError(f"{where}: {column!r} is of type {type(value).__name__}. Expected {_FORMS}")
+    extension = name.rpartition(".")[2].lower() if "." in name else ""
+    if extension not in READABLE[kind]:
+        extension = extension_of(value)
+    if extension not in READABLE[kind]:
+        raise RecordError(f"{where}: {column!r} is no {kind} that can be decoded")
+    return MediaItem(kind, extension, value, name.rpartition("/")[2] or column, extent_of(kind, value))
+
+
+def _item_of_array(value: Mapping[str, Any], column: str, where: str) -> MediaItem:
+    """Return decoded audio, float32 [samples], as a WAV file of the same numbers."""
+    import soundfile
+
+    try:
+        wave, rate = np.asarray(value["array"], dtype=np.float32), int(value["sampling_rate"])
+        if wave.ndim != 1 or not len(wave):
+            raise RecordError(f"its shape is {list(wave.shape)}")
+        file = io.BytesIO()
+        soundfile.write(file, wave, rate, format="WAV", subtype="FLOAT")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecordError(
+            f"{where}: {column!r}: expected the samples of one channel and their rate ({error})"
+        ) from error
+    return MediaItem("audio", "wav", file.getvalue(), column, (len(wave), rate))
+
+
+def _from_base64(value: str) -> bytes | None:
+    """Return the bytes of a data URI, or of base64 of a file whose type is known; None: the text is neither."""
+    if value.startswith("data:"):
+        value = value.partition(",")[2]
+    elif not _kind_of_base64(value):
+        return None
+    try:
+        return base64.b64decode(value + "==")
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _kind_of_base64(value: str) -> str:
+    """Return the kind of media in a data URI or base64 text; empty: it is neither."""
+    if value.startswith("data:"):
+        kind = value[5:].partition("/")[0]
+        return kind if kind in READABLE else ""
+    head = value[:_HEAD]
+    if len(head) < _HEAD or not _BASE64.fullmatch(head):
+        return ""
+    try:
+        return kind_of_extension(extension_of(base64.b64decode("".join(head.split())[:48])))
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def _kind_of_name(value: str) -> str:
+    """Return the kind of media that a file name or address names, by its extension; empty: none."""
+    match = _FILE.fullmatch(value.partition("?")[0])
+    return kind_of_extension(match[1].lower()) if match else ""
+
+
+def _depth(value: Any) -> int:
+    """Return how deep lists of numbers are nested; 0 for anything else."""
+    depth = 0
+    while isinstance(value, list) and value:
+        value, depth = value[0], depth + 1
+    return depth if isinstance(value, int | float) else 0
+
+
+def _is_empty(value: Any) -> bool:
+    return value in EMPTY or (isinstance(value, dict) and all(_is_empty(item) for item in value.values()))
+
+
+def _not_downloaded(column: str, url: str, where: str) -> RecordError:
+    return RecordError(
+        f"{where}: {column!r} is an address ({shown(url[:80])}), and a build downloads nothing. Download the files "
+        "first, for example with img2dataset, and build shards of its output"
+    )

@@ -1,0 +1,312 @@
+"""Data sets of users, row by row: JSON, CSV, parquet, Arrow, tars, folders of files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from data.build.media_values import (
+    EMPTY,
+    FILE_NAME,
+    FileRange,
+    MediaItem,
+    extension_of,
+    extent_of,
+    kind_of_file_name,
+    media_columns,
+    read_items,
+    require_no_media,
+)
+from data.build.samples import Columns, Sample, make_sample, require_learnable
+from data.build.tables import Layout, batches, labelled
+from data.errors import DataError, RecordError
+from data.index.shard_index import build_index
+from data.records.members import READABLE, arrange, unread
+from data.records.record_checks import OtherMembers, text_of_file
+from data.records.records import parse_record
+from data.records.conversation import Visual
+from data.text_format import plural, shown
+
+JSON = (".json", ".jsonl", ".ndjson")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+ARROW = (".parquet", ".arrow")
+QUOTED = 'with quotes around a cell and "" inside it, which stay: if quotes enclose cells, give --quoted'
+_DOUBLED = re.compile(r'".*"".*"', re.DOTALL)
+_STATS = "_stats.json"  # img2dataset writes such a file next to each shard
+_FILE_NAME = re.compile(r"([^.]+)[.](.+)")
+
+Row = Callable[[], Sample | None]
+"""Makes the sample of a row. Raises RecordError and NothingToLearn; None: the row is no sample."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What shards are built from.
+
+    Attributes:
+        kind: `records` (a JSON, CSV or TSV file), `table` (parquet, Arrow), `tars`, or `files` (folders).
+        parts: files or folders that are read one by one.
+        folder: of the files that records name, or above the folders.
+    """
+
+    kind: str
+    parts: Sequence[Path]
+    folder: Path
+    columns: Columns
+
+    def __str__(self) -> str:
+        return str({"records": self.parts[0], "files": self.folder}.get(self.kind, self.parts[0].parent))
+
+    def notes(self) -> list[str]:
+        """Return sentences about columns that are left out. Raises DataError if the only media are in them."""
+        if self.kind != "table":
+            return []
+        layout = Layout.of(self.parts[0])
+        dropped = [name for name in layout.dropped if name not in self.columns.names.values()]
+        if dropped and not {*layout.media, *(self.columns.names.keys() & READABLE)}:
+            for row in next(batches(self.parts[0], dropped)).to_pylist():
+                for name, value in row.items():
+                    if extension := extension_of(value or b""):
+                        raise DataError(
+                            f"{self.parts[0]}: {name!r} holds files ({extension}) that are not read. Give --columns "
+                            f"image={name}, or video or audio"
+                        )
+        reason = "bytes of no kind that is known; --columns image=NAME (video, audio) says what"
+        return [f"the column {name!r} is left out: {reason}" for name in dropped]
+
+    def rows(self, part: Path) -> Iterator[Row]:
+        """Yield the rows of a part.
+
+        Raises:
+            DataError: the part cannot be read.
+        """
+        if self.kind == "tars":
+            yield from self._tar_rows(part)
+        elif self.kind == "files":
+            yield from self._folder_rows(part)
+        elif self.kind == "table":
+            yield from self._table_rows(part)
+        else:
+            lines = _json_records(part) if part.suffix.lower() in JSON else self._cells(part)
+            for where, record in lines:
+                yield partial(self._sample_of_row, record, {}, where)
+
+    def _cells(self, file: Path) -> Iterator[tuple[str, Any]]:
+        """Yield (line, record or RecordError) of a CSV or TSV file. Empty cells are null."""
+        csv.field_size_limit(min(sys.maxsize, 1 << 24))
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if self._quotes_are_text else csv.QUOTE_MINIMAL
+        line = 1  # the first of the row: a quoted cell may have several
+        try:
+            with open(file, encoding="utf-8-sig", newline="") as lines:
+                reader = csv.reader(lines, delimiter=SEPARATORS[file.suffix.lower()], quoting=quoting, strict=True)
+                names = next(reader, None)
+                if not names:
+                    raise DataError(f"{file} is empty: its first line must name the columns")
+                if len(set(names)) < len(names):
+                    raise DataError(f"{file}: the column {max(names, key=names.count)!r} is there twice")
+                self.columns.require(names, str(file))
+                line = reader.line_num + 1
+                for cells in reader:
+                    if len(cells) == len(names):
+                        yield f"line {line}", dict(zip(names, (cell or None for cell in cells), strict=True))
+                    elif cells:
+                        quotes = self._quotes_are_text and '"' in "".join(cells)
+                        hint = ". If quotes enclose cells, give --quoted" if quotes else ""
+                        counts = f"{plural(len(cells), 'column')}, and {len(names)} in line 1"
+                        yield f"line {line}", RecordError(counts + hint)
+                    line = reader.line_num + 1
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+        except csv.Error as error:
+            raise DataError(f"{file}: the row that begins in line {line} cannot be read ({error})") from error
+
+    @property
+    def _quotes_are_text(self) -> bool:
+        return self.parts[0].suffix.lower() == ".tsv" and not self.columns.quoted
+
+    def _table_rows(self, part: Path) -> Iterator[Row]:
+        layout, number = Layout.of(part), 0
+        self.columns.require(layout.names, str(part))
+        names = [name for name in layout.names if name not in layout.dropped or name in self.columns.names.values()]
+        for batch in batches(part, names):
+            for row in batch.to_pylist():
+                record = {name: labelled(value, layout.labels.get(name)) for name, value in row.items()}
+                yield partial(self._sample_of_row, record, layout.media, f"{part.name}: row {number}")
+                number += 1
+
+    def _sample_of_row(self, row: Any, typed: Mapping[str, str], where: str) -> Sample:
+        """Return the sample of a record whose columns name or hold its media.
+
+        Args:
+            typed: columns that hold media by their type -> kind.
+        """
+        if isinstance(row, RecordError):
+            raise RecordError(f"{where}: {row}")
+        if not isinstance(row, dict):
+            return make_sample(row, [], self.columns, where)
+        columns, text_only = self._media_columns(row, typed, where)
+        record, items = row, list[MediaItem]()
+        for column, kind in columns.items():
+            value = row[column]
+            column_items = read_items(kind, column, value, str(self.folder), where)
+            items += column_items
+            if names := [item.name for item in column_items]:
+                record = record | {column: names if isinstance(value, list) else names[0]}
+            elif isinstance(value, dict):  # of empty fields
+                record = {name: other for name, other in record.items() if name != column}
+        sample = make_sample(record, items, self.columns, where, folder=str(self.folder), text_only=text_only)
+        if self.kind == "records" and self._quotes_are_text:
+            if any(_DOUBLED.fullmatch(cell) for cell in row.values() if cell):
+                return sample._replace(notes=(*sample.notes, QUOTED))
+        return sample
+
+    def _media_columns(self, row: dict[str, Any], typed: Mapping[str, str], where: str) -> tuple[dict[str, str], bool]:
+        """Return (column -> kind of the media that a row has, True if none of its columns is for media)."""
+        names = self.columns.names
+        columns = {column: kind for column, kind in typed.items() if kind not in names}
+        text_only = not columns and FILE_NAME not in row
+        for kind in READABLE:
+            if kind in names and names[kind] not in row:
+                raise RecordError(f"{where} has no {names[kind]!r}; it has {', '.join(sorted(row)[:8])}")
+            usual = [names[kind]] if kind in names else media_columns(tuple(row), kind)
+            if kind in typed.values() and kind not in names:  # image_url next to an image is where it is from
+                usual = [name for name in usual if name.lower() in (kind, f"{kind}s")]
+            usual = [name for name in usual if name not in columns]
+            text_only = text_only and not usual
+            filled = [name for name in usual if row[name] not in EMPTY]
+            if len(filled) > 1:
+                raise RecordError(f"{where} has both {' and '.join(filled)}")
+            if not filled and not columns and kind not in names and kind_of_file_name(row) == kind:
+                filled = [FILE_NAME]
+            columns |= dict.fromkeys(filled, kind)
+        return columns, text_only
+
+    def _tar_rows(self, tar: Path) -> Iterator[Row]:
+        index = build_index(tar)
+        yield partial(_require_stats, tar, len(index))
+        for row in range(len(index)):
+            members = [
+                MediaItem(
+                    member.kind,
+                    member.extension,
+                    FileRange(str(tar), member.offset, member.size),
+                    f".{member.extension}",
+                    member.extent,
+                )
+                for member in index.members(row)
+            ]
+            where = f"{tar.name}: {shown(index.key(row))}"
+            yield partial(self._sample_of_members, where, members, index.record(row), index.bad_reason(row))
+
+    def _folder_rows(self, folder: Path) -> Iterator[Row]:
+        groups: dict[str, list[str]] = {}
+        for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
+            if (match := _FILE_NAME.fullmatch(name)) and not name.endswith(_STATS):
+                groups.setdefault(match[1], []).append(match[2])
+        for key, extensions in groups.items():
+            where = str(folder.relative_to(self.folder) / key)
+            yield partial(self._sample_of_files, where, {name.lower(): folder / f"{key}.{name}" for name in extensions})
+
+    def _sample_of_files(self, where: str, files: dict[str, Path]) -> Sample:
+        found = arrange(tuple(files))
+        extensions, members = list(files), []
+        for at, kind in zip(found.order, found.kinds, strict=True):
+            extension = extensions[at]
+            content = FileRange(str(files[extension]), None, files[extension].stat().st_size)
+            extent = extent_of(kind, content) if kind in READABLE and found.reason is None else None
+            members.append(MediaItem(kind, extension, content, f".{extension}", extent))
+        return self._sample_of_members(where, members, found.record, found.reason)
+
+    def _sample_of_members(
+        self, where: str, members: Sequence[MediaItem], record_at: int | None, fault: str | None
+    ) -> Sample:
+        """Return the sample of a record member, `members[record_at]`, and its media members, in their order."""
+        if fault is not None or record_at is None:
+            raise RecordError(f"{where}: {fault}")
+        contents = [member.content for member in members if isinstance(member.content, FileRange)]
+        if any("\0" in member.extension for member in members):
+            raise RecordError(f"{where}: a member with a zero byte in its extension")
+        items = [member for member in members if member.kind in READABLE]
+        names, text = [member.extension for member in members], members[record_at]
+        raw, is_json = contents[record_at].read(), text.extension.rpartition(".")[2] == "json"
+        written: list[bytes | FileRange] = [*contents]
+        notes: tuple[str, ...] = ()
+        if self.columns.changes_records:
+            sample = make_sample(_parsed(raw, is_json, where), items, self.columns, where)
+            names[record_at], written[record_at] = sample.members[-1]
+            notes = sample.notes
+        else:
+            for item in items:
+                item.require_extent(where)
+            media = {kind: [item.extension for item in items if item.kind == kind] for kind in READABLE}
+            counts = {kind: len(extensions) for kind, extensions in media.items()}
+            others = OtherMembers(media, [name for name, _ in unread(names)])
+            visuals = [Visual(item.extension, int(item.kind == "video")) for item in items if item.kind != "audio"]
+            parse = partial(parse_record, raw, text.extension, where, counts, others=others, visuals=visuals)
+            require_learnable(parse, where)
+            if not items and is_json:
+                require_no_media(_parsed(raw, is_json, where), {}, where, None)
+        # A shard has the members of a sample in the order of their names, which media with names may not have.
+        by_name = sorted(names)
+        after = arrange(tuple(by_name))
+        order = [by_name[at] for at, kind in zip(after.order, after.kinds, strict=True) if kind in READABLE]
+        if order != [item.extension for item in items]:
+            places = [at for at, member in enumerate(members) if member.kind in READABLE]
+            for number, at in enumerate(places):
+                names[at] = f"{number:03d}.{names[at]}"
+        return Sample(list(zip(names, written, strict=True)), [item.kind for item in items], notes)
+
+
+def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (where, record) of a JSON list, or of a file with a JSON object a line."""
+    number = 0
+    try:
+        with open(file, encoding="utf-8-sig") as lines:
+            start = lines.read(4096).lstrip()[:1]
+            lines.seek(0)
+            if start == "[":
+                yield from ((f"record {at}", record) for at, record in enumerate(json.load(lines)))
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"line {number}", json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        where = f"line {number}: " if number > 1 else ""
+        raise DataError(f"{file} is neither a JSON list nor a JSON object a line ({where}{error})") from error
+
+
+def _parsed(raw: bytes, is_json: bool, where: str) -> Any:
+    """Return the content of a record member as JSON. Raises RecordError."""
+    try:
+        text = raw.decode("utf-8-sig")
+        return json.loads(text) if is_json else {"caption": text_of_file(text)}
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: its record is not {'JSON' if is_json else 'UTF-8'} ({error})") from error
+
+
+def _require_stats(tar: Path, samples: int) -> None:
+    """Raise RecordError if the statistics of img2dataset next to a tar count other samples than it has.
+
+    The tars of video2dataset also have the records of failed downloads.
+    """
+    try:
+        stats = json.loads(tar.with_name(tar.stem + _STATS).read_bytes())
+    except FileNotFoundError:
+        return
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{tar.stem + _STATS} is not JSON ({error})") from error
+    successes = stats.get("successes") if isinstance(stats, dict) else None
+    if isinstance(successes, int) and samples not in (successes, stats.get("count")):
+        raise RecordError(
+            f"{tar.name} has {plural(samples, 'sample')}, and {tar.stem + _STATS} counts {successes}: some are missing"
+        )
