@@ -129,7 +129,7 @@ class OutlinedSamples(Samples):
             where = self.sequence_length, number, outline.key
             sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
             if self.inspects:
-                special = self.tokenizer.special_text.found(conversation)
+                special = self.tokenizer.special_text.find(conversation)
                 separated = any(turn.has_separators for turn in conversation.turns)
                 sample = replace(sample, special_text=special, has_separators=separated)
             return self._positioned(sample, outline), None

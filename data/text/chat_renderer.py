@@ -1,185 +1,225 @@
-"""A tokenizer's chat template as it wants to be fed: contents as text or as typed parts, the marks of media, tools.
+"""Conversations as text by the Jinja chat template of a Hugging Face tokenizer.
 
-Templates differ in what a message's content may be, and most do not say so when they get the other form: they write a
-Python list, or leave the text out. So every template is tried once with a question and an answer of known words. What
-it does of tools is tried when the first record has some (`data.tool_forms`).
+transformers compiles and sandboxes templates. Here is what it leaves to its callers. Templates differ in what a
+message's content may be (text or typed parts), which roles they know, and how they take tools; most do not say so when
+they get something else, but write a Python list or leave it out. So every template is tried with known words: with a
+question and an answer when it is loaded, with tools and further roles when the first record has some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import datetime
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 
 from data.errors import DataError, RecordError
 from data.records.conversation import Conversation, Part, Turn
-from data.text.chat_jinja import ChatJinja
-from data.text.tool_forms import ToolForms
 
+DAY = datetime.datetime(2024, 7, 26)
+"""What `strftime_now` formats: the day that Llama 3.x templates take without a clock. With today's date, tokens would
+differ between ranks at midnight and after a restart; a template that takes `date_string` can be given another."""
+
+Messages = Sequence[Mapping[str, Any]]
 _WORDS = {"system": "mimosystemwords", "user": "mimoquestion", "assistant": "mimoanswer"}
 QUESTION = Turn("user", (Part("text", _WORDS["user"]),))
 ANSWER = Turn("assistant", (Part("text", _WORDS["assistant"]),))
 """With QUESTION, a conversation to try a template with."""
+_OTHER_TEMPLATE = "Set data.chat_template to a file with another template, or to own"
 
-_OTHER = "give a file with another template, or data.chat_template=own"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of one field, the usual one first; transformers 5.23.0 gives a template all that templates read."""
+
+class CompiledTemplate:
+    """A Jinja chat template with its variables. May be called from several threads."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        """Raises jinja2.TemplateError if `source` cannot be compiled, or has a generation block where its place in the
+        text is not known."""
+        from transformers.utils import chat_template_utils
+
+        self._library, self._variables = chat_template_utils, dict(variables)
+        self._template = chat_template_utils._cached_compile_jinja_template(source)
+        environment = self._template.environment
+        environment.globals["strftime_now"] = DAY.strftime
+        self.has_blocks = _has_blocks(environment.parse(source))
+        """True if {% generation %} blocks say what the assistant writes."""
+        self._lock = threading.Lock()  # blocks are collected in the template
+
+    def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
+        """Return the messages as text, with `prompt` up to where the assistant's next answer starts. Raises whatever
+        the template does."""
+        return self.render_blocks(messages, tools, prompt=prompt)[0]
+
+    def render_blocks(
+        self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the first and the end character of every generation block."""
+        messages = self._library._alias_reasoning_fields(messages)
+        with self._lock:
+            return self._library._render_with_assistant_indices(
+                self._template, messages, tools, None, prompt, **self._variables
+            )
+
+
+def _has_blocks(tree: nodes.Template) -> bool:
+    """True if a template has generation blocks. Raises TemplateError for one whose text is first collected elsewhere,
+    for which transformers returns wrong characters."""
+    collected = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
+    if any(_is_generation(block) for outer in tree.find_all(collected) for block in outer.find_all(nodes.CallBlock)):
+        raise TemplateError("a {% generation %} block is inside a macro or a variable. Write it outside")
+    return any(map(_is_generation, tree.find_all(nodes.CallBlock)))
+
+
+def _is_generation(block: nodes.CallBlock) -> bool:
+    return isinstance(block.call.node, nodes.ExtensionAttribute)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The messages of a conversation as a template takes them."""
+
+    template: CompiledTemplate
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+    def text(self, end: int | None = None, *, prompt: bool = False) -> str:
+        """Return the text of the messages before number `end`, with `prompt` up to where the next answer starts.
+
+        Raises:
+            RecordError: the template cannot render them.
+        """
+        return self.text_and_blocks(end, prompt=prompt)[0]
+
+    def text_and_blocks(self, end: int | None = None, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """Return `text`, and the first and the end character of every generation block."""
+        return _render(self.template, self.messages[:end], self.tools, prompt)
+
+    def text_with(self, end: int, following: Mapping[str, Any]) -> str:
+        """Return the text of the messages before number `end` and another one."""
+        return _render(self.template, [*self.messages[:end], following], self.tools)[0]
+
+
+def _render(
+    template: CompiledTemplate, messages: Messages, tools: Sequence[Any] | None, prompt: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
+    try:
+        return template.render_blocks(messages, tools, prompt=prompt)
+    except Exception as error:  # a template raises whatever its expressions do
+        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise RecordError(f"the chat template cannot render the record: {reason}") from error
 
 
 class ChatRenderer:
-    """Conversations as text by one or several named Jinja templates."""
+    """Renders conversations with one or several named templates."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any], origin: str) -> None:
         """
         Args:
             sources: name -> template; `default`, and perhaps `tool_use` for conversations with tools.
             variables: what templates may use besides the conversation, such as `bos_token`.
-            origin: for messages, whose template it is.
+            origin: where the templates are from, for messages.
 
         Raises:
-            DataError: a template is no Jinja, there is no default, or it does not render a question and an answer.
+            DataError: a template is not Jinja, there is no default, or it does not render a question and an answer.
         """
-        self.origin, self._variables, self.sources = origin, dict(variables), dict(sources)
+        self.origin, self.sources = origin, dict(sources)
         if "default" not in sources:
             raise DataError(
                 f"data.chat_template: {origin} has templates named {', '.join(sorted(sources))} and none named "
-                "'default': give a file with the one to use"
+                "'default'. Set data.chat_template to a file with the one to use"
             )
-        self._templates = {name: _compiled(source, origin) for name, source in sources.items()}
-        self.identity = repr((sorted(sources.items()), sorted(self._variables.items(), key=str)))
+        self._templates = {name: _compile(source, variables, origin) for name, source in sources.items()}
+        self.identity = repr((sorted(sources.items()), sorted(variables.items(), key=str)))
         """Changes with whatever texts follow from."""
-        self.has_markers = {name: template.has_markers for name, template in self._templates.items()}
-        self._forms = self._tried_forms()
-        self._written = {kind: self._tried_part(kind) for kind in ("image", "audio")}
-        self._tool_forms = {
-            name: ToolForms(partial(template.render, variables=self._variables))
-            for name, template in self._templates.items()
-        }
+        self._forms = self._try_forms()
+        self._written = {kind: self._try_part(kind) for kind in ("image", "audio")}
+        self._tool_forms = {name: ToolForms(template.render) for name, template in self._templates.items()}
 
     def written(self, kind: str) -> str | None:
-        """What the template writes for a part of this kind; None if it knows none."""
+        """Return what the template writes for a part of this kind; None if it does not know such parts."""
         return self._written[kind]
 
-    def name_for(self, conversation: Conversation) -> str:
-        """Which template a conversation takes."""
-        return "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
-
-    def render(
-        self, name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, prompt: bool = False
-    ) -> str:
-        """The text of messages. Raises RecordError if the template cannot render them."""
-        try:
-            return self._templates[name].render(messages, tools, self._variables, prompt=prompt)
-        except Exception as error:  # a template raises whatever its expressions do
-            raise _unrenderable(error) from error
-
-    def render_spans(
-        self, name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and of each generation block the first character and behind the last. Raises
-        RecordError as `render` does."""
-        try:
-            return self._templates[name].render_spans(messages, tools, self._variables)
-        except Exception as error:  # as above
-            raise _unrenderable(error) from error
-
-    def messages(
-        self, name: str, turns: Sequence[Turn], tools: Sequence[Any], marks: Mapping[str, str]
-    ) -> list[dict[str, Any]]:
-        """Turns as the template `name` takes them.
+    def chat(self, conversation: Conversation, marks: Mapping[str, str]) -> Chat:
+        """Return a conversation as the template takes it.
 
         Args:
-            tools: of the conversation.
-            marks: kind -> text at the place of a medium, where the template does not know such parts.
+            marks: kind -> text at the place of a medium, if the template does not know such parts.
 
         Raises:
-            RecordError: the template leaves something of them out.
+            RecordError: the template leaves something out.
         """
-        messages = [self._message(turn, marks) for turn in turns]
-        return self._tool_forms[name].fitted(messages, bool(tools))
+        name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
+        messages = [self._message(turn, marks) for turn in conversation.turns]
+        messages = self._tool_forms[name].fit(messages, bool(conversation.tools))
+        return Chat(self._templates[name], messages, list(conversation.tools) or None)
 
     def _message(self, turn: Turn, marks: Mapping[str, str]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": turn.role}
-        if turn.typed is not None:
-            message["content"] = self._content(turn, marks)
-        if turn.fields:
-            message |= turn.fields
-            reasoning = next((turn.fields[name] for name in _REASONING if name in turn.fields), None)
-            if reasoning is not None:
-                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        return message
+        content = {} if turn.typed is None else {"content": self._content(turn, marks)}
+        return {"role": turn.role, **content, **turn.fields}
 
     def _content(self, turn: Turn, marks: Mapping[str, str]) -> str | list[dict[str, str]]:
-        as_text, as_parts = self._forms.get(turn.role, self._forms["user"])
-        has_media = any(part.kind != "text" for part in turn.parts)
-        if as_text and not (as_parts and (turn.typed or has_media and self._knows(turn))):
+        takes_text, takes_parts = self._forms.get(turn.role, self._forms["user"])
+        media = [part.kind for part in turn.parts if part.kind != "text"]
+        knows_media = bool(media) and all(self._written[kind] is not None for kind in media)
+        if takes_text and not (takes_parts and (turn.typed or knows_media)):
             return "".join(part.text if part.kind == "text" else marks[part.kind] for part in turn.parts)
         return [
-            {"type": "text", "text": part.text}
-            if part.kind == "text"
-            else {"type": part.kind}
-            if self._written[part.kind] is not None
-            else {"type": "text", "text": marks[part.kind]}
+            {"type": part.kind}
+            if part.kind != "text" and self._written[part.kind] is not None
+            else {"type": "text", "text": part.text if part.kind == "text" else marks[part.kind]}
             for part in turn.parts
         ]
 
-    def _knows(self, turn: Turn) -> bool:
-        """Whether it writes every medium of a turn itself."""
-        return all(part.kind == "text" or self._written[part.kind] is not None for part in turn.parts)
-
-    def _tried_forms(self) -> dict[str, tuple[bool, bool]]:
-        """role -> whether a content may be text, and whether it may be a list of parts."""
-        base = next(
-            (
-                forms
-                for forms in ({"user": a, "assistant": b} for a, b in ((0, 0), (1, 1), (1, 0), (0, 1)))
-                if self._carries(forms)
-            ),
-            None,
-        )
+    def _try_forms(self) -> dict[str, tuple[bool, bool]]:
+        """Return role -> (True if a content may be text, True if it may be a list of parts)."""
+        choices = ({"user": user, "assistant": assistant} for user, assistant in ((0, 0), (1, 1), (1, 0), (0, 1)))
+        base = next((forms for forms in choices if self._takes(forms)), None)
         if base is None:
             try:
-                said = repr(self._rendered({"user": 0, "assistant": 0}))
-            except Exception as error:  # of a template, anything
-                said = f"an error ({error})"
+                result = repr(self._render_words({"user": 0, "assistant": 0}))
+            except Exception as error:  # a template may raise anything
+                result = f"raises an error ({error})"
             raise DataError(
                 f"data.chat_template: the template of {self.origin} does not write the words of a question and an "
-                f"answer, but {said}: {_OTHER}"
+                f"answer, but {result}. {_OTHER_TEMPLATE}"
             )
-        forms = {role: (self._carries(base | {role: 0}), self._carries(base | {role: 1})) for role in base}
-        # A template without a system role refuses each; a record with one is then refused by the template's own words.
-        system = (self._carries(base | {"system": 0}), self._carries(base | {"system": 1}))
+        forms = {role: (self._takes(base | {role: 0}), self._takes(base | {role: 1})) for role in base}
+        # A template without a system role rejects each; a record with one then gets the template's own error.
+        system = (self._takes(base | {"system": 0}), self._takes(base | {"system": 1}))
         return forms | {"system": system if any(system) else forms["user"]}
 
-    def _rendered(self, forms: Mapping[str, int]) -> str:
+    def _render_words(self, forms: Mapping[str, int]) -> str:
         messages = [
             {"role": role, "content": [{"type": "text", "text": words}] if forms[role] else words}
             for role, words in _WORDS.items()
             if role in forms
         ]
-        return self._templates["default"].render(messages, None, self._variables)
+        return self._templates["default"].render(messages)
 
-    def _carries(self, forms: Mapping[str, int]) -> bool:
-        """Whether every word arrives, and no list was written as it stands."""
+    def _takes(self, forms: Mapping[str, int]) -> bool:
+        """True if every word is written, and no list as Python has it."""
         try:
-            text = self._rendered(forms)
-        except Exception:  # of a template, anything
+            text = self._render_words(forms)
+        except Exception:  # a template may raise anything
             return False
         return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
 
-    def _tried_part(self, kind: str) -> str | None:
-        """What stands in a user's turn because of a part of this kind."""
+    def _try_part(self, kind: str) -> str | None:
+        """Return what a user's turn has because of a part of this kind."""
         if not self._forms["user"][1]:
             return None
         words = {"type": "text", "text": _WORDS["user"]}
         try:
             without, with_part = (
-                self._templates["default"].render([{"role": "user", "content": parts}], None, self._variables)
+                self._templates["default"].render([{"role": "user", "content": parts}])
                 for parts in ([words], [{"type": kind}, words])
             )
-        except Exception:  # of a template, anything
+        except Exception:  # a template may raise anything
             return None
         if _shows_list(with_part) or with_part.count(_WORDS["user"]) != 1:
             return None
@@ -188,30 +228,125 @@ class ChatRenderer:
         return with_part[first : len(with_part) - rest] or None
 
 
-def common_prefix(one: str, other: str) -> int:
-    """Characters that two texts share at their beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one.startswith(other[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def common_prefix(*texts: str) -> int:
+    """Return the number of characters that texts share at their start."""
+    return len(os.path.commonprefix(texts))
 
 
-def _compiled(source: str, origin: str) -> ChatJinja:
+def _compile(source: str, variables: Mapping[str, Any], origin: str) -> CompiledTemplate:
     try:
-        return ChatJinja(source)
-    except Exception as error:  # as deeply nested blocks raise a SyntaxError of Python
-        line = getattr(error, "lineno", "?")
-        raise DataError(f"data.chat_template: the template of {origin} is no Jinja: line {line}: {error}") from error
+        return CompiledTemplate(source, variables)
+    except Exception as error:  # deeply nested blocks raise a SyntaxError of Python
+        line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+        raise DataError(f"data.chat_template: the template of {origin} cannot be compiled: {line}{error}") from error
 
 
 def _shows_list(text: str) -> bool:
     return "'type'" in text or '"type"' in text
 
 
-def _unrenderable(error: Exception) -> RecordError:
-    said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-    return RecordError(f"the chat template cannot render the record: {said}")
+_ROLE, _NAME, _KEY, _VALUE, _TOOL = "mimorolewords", "mimofunction", "mimoargument", "mimovalue", "mimotool"
+_QUESTION = {"role": "user", "content": _WORDS["user"]}
+_ANSWER = {"role": "assistant", "content": _WORDS["assistant"]}
+_SIMILAR = {"developer": "system", "function": "tool"}
+"""Role -> the role to use if the template leaves the first out."""
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class ToolForms:
+    """How a template takes tools and further roles. What it rejects with an error of its own is left to that error."""
+
+    def __init__(self, render: Callable[..., str]) -> None:
+        """
+        Args:
+            render: (messages, tools or None) -> text. Raises whatever the template does.
+        """
+        self._render = render
+        self._role = cache(self._try_role)
+        self._arguments = cache(self._try_arguments)
+        self._writes_tools = cache(self._try_tools)
+
+    def fit(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> list[dict[str, Any]]:
+        """Return the messages as the template takes them.
+
+        Raises:
+            RecordError: the template leaves out messages of a role, tool calls, or the tools themselves.
+        """
+        if has_tools and not self._writes_tools():
+            raise RecordError("the chat template leaves out the tools of the record")
+        return [self._fit_message(message) for message in messages]
+
+    def _fit_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["role"] in ("developer", "tool", "function"):
+            return message | {"role": self._role(message["role"])}
+        if message.get("function_call"):
+            raise RecordError("a message has function_call, the old form of tool_calls. Write it as tool_calls")
+        if not message.get("tool_calls"):
+            return message
+        calls = message["tool_calls"]
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise RecordError("tool_calls of a message is not a list of objects")
+        return message | {"tool_calls": [self._fit_call(call) for call in calls]}
+
+    def _fit_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return a call with its arguments as an object, or as text that holds this object."""
+        function = call.get("function")
+        if isinstance(function, dict):
+            return call | {"function": self._fit_call(function)}
+        arguments, takes_object = call.get("arguments"), self._arguments() == "object"
+        if isinstance(arguments, str) and takes_object:
+            try:
+                parsed = json.loads(arguments)
+            except (ValueError, RecursionError):
+                return call
+            return call | {"arguments": parsed} if isinstance(parsed, dict) else call
+        if isinstance(arguments, dict) and not takes_object:
+            return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+        return call
+
+    def _try_role(self, role: str) -> str:
+        """Return the role that the template takes for messages of `role`."""
+        roles = [role, *([_SIMILAR[role]] if role in _SIMILAR else [])]
+        written = [self._writes_role(candidate) for candidate in roles]
+        for result in (True, None):  # None: rejected here; a record may fit the template, or gets the same error
+            if result in written:
+                return roles[written.index(result)]
+        raise RecordError(f"the chat template leaves out messages of the role {role!r}")
+
+    def _writes_role(self, role: str) -> bool | None:
+        """True if the words of such a message are written; None if the template raises an error."""
+        message = {"role": role, "content": _ROLE, "name": _NAME, "tool_call_id": "call00001"}
+        if role in ("developer", "system"):
+            text = self._try([message, _QUESTION, _ANSWER])
+        else:
+            text = self._try([_QUESTION, _calling({_KEY: _VALUE}), message, _ANSWER])
+            text = self._try([_QUESTION, _ANSWER, message, _ANSWER]) if text is None else text
+        return None if text is None else _ROLE in text
+
+    def _try_arguments(self) -> str:
+        """Return "object" or "text". Raises RecordError if the template leaves calls out."""
+        forms = {"object": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
+        texts = {form: self._try([_QUESTION, _calling(arguments)]) for form, arguments in forms.items()}
+        for form, text in texts.items():
+            # A text that was written as JSON has its quotes escaped, an object that was written as text single ones.
+            if text is not None and _NAME in text and _KEY in text and not (f'\\"{_KEY}' in text or f"'{_KEY}" in text):
+                return form
+        if all(text is not None and _NAME not in text for text in texts.values()):
+            raise RecordError("the chat template leaves out the tool_calls of a message")
+        return "object"
+
+    def _try_tools(self) -> bool:
+        """True if the tools of a record are written, or the template raises an error."""
+        about = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
+        text = self._try([_QUESTION, _ANSWER], [{"type": "function", "function": about}])
+        return text is None or _TOOL in text
+
+    def _try(self, messages: Messages, tools: Sequence[Any] | None = None) -> str | None:
+        try:
+            return self._render(messages, tools)
+        except Exception:  # a template may raise anything
+            return None

@@ -1,8 +1,8 @@
-"""Placeholders: the tokens that hold the place of a picture's or clip's features, as the model's family writes them.
+"""Placeholders: tokens that hold the place of the features of an image or audio, and their positions.
 
 In a record's text a place is marked with `<image>` or `<audio>`. In the sequence it is `start`, then `pad` as often as
-the medium takes tokens, then `end`; the features replace the embeddings of the pads alone. A chat template that knows
-media writes a `mark` at the place, which is the pad or another token, perhaps with start and end around it already.
+the image or audio takes tokens, then `end`; the features replace the embeddings of the pads alone. A chat template that
+knows media writes a `mark` at the place: the pad or another token, perhaps with start and end around it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import numpy as np
 from data.errors import DataError
 from data.records.conversation import MARKERS
 
-WORDS = {"image": "a picture", "audio": "a clip"}
+NOUNS = {"image": "an image", "audio": "audio"}
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What one encoder module's features stand behind. Empty texts are filled by `resolved`."""
+    """The tokens that an encoder module's features replace, and those around them. `resolve` fills empty texts."""
 
     name: str
-    """The module's own, such as `<image>`; of a second module of the kind `<image:details>`."""
+    """Name of the module's placeholder, such as `<image>`; `<image:details>` for a second module of the kind."""
     kind: str = ""
-    """"image" or "audio"; of the name where it is a record's marker."""
+    """"image" or "audio"; from the name if that is a marker of records."""
     pad: str = ""
     """Special token that is repeated; added to the vocabulary if it is not there."""
     start: str = ""
     """Text before the pads, special tokens included."""
     end: str = ""
-    """Text behind them."""
+    """Text after them."""
     mark: str = ""
-    """Token that the chat template writes at the place, where it is not the pad. Only the first module of a kind has
-    one: further ones follow it."""
+    """Token that the chat template writes at the place, if it is not the pad. Only the first module of a kind has one:
+    the others follow it."""
 
     @property
     def text(self) -> str:
@@ -58,70 +58,71 @@ _FAMILIES = {
 """kind -> (mark if it is not the pad, start, pad, end) as the processors of these families write them."""
 
 
-def as_placeholders(given: Iterable[str | Placeholder]) -> list[Placeholder]:
-    """One for each module; of a bare name nothing else is given.
+def as_placeholders(items: Iterable[str | Placeholder]) -> list[Placeholder]:
+    """Return the placeholder of each module, made from its name where only that is given.
 
     Raises:
         DataError: two are the same.
     """
-    found = [Placeholder(item) if isinstance(item, str) else item for item in given]
-    found = [item if item.kind else replace(item, kind=MARKERS.get(item.name, "")) for item in found]
-    names = [item.name for item in found]
+    placeholders = [Placeholder(item) if isinstance(item, str) else item for item in items]
+    placeholders = [item if item.kind else replace(item, kind=MARKERS.get(item.name, "")) for item in placeholders]
+    _require_different([item.name for item in placeholders])
+    return placeholders
+
+
+def _require_different(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
-        raise DataError(f"each media module needs its own placeholder, got {names}")
-    return found
+        raise DataError(f"each media module needs its own placeholder, got {[*names]}")
 
 
-def resolved(placeholders: Sequence[Placeholder], written: Callable[[str], str | None]) -> list[Placeholder]:
-    """The placeholders with every text that was left open: as the chat template's family has it, else the name.
+def resolve(placeholders: Sequence[Placeholder], written: Callable[[str], str | None]) -> list[Placeholder]:
+    """Return the placeholders with every empty text filled: as the chat template's family has it, else the name.
 
     Args:
         written: kind -> what the chat template writes for such a part of a message; None if it knows no such parts.
 
     Raises:
-        DataError: the template writes something that is in no table and was not given, or two modules share a pad.
+        DataError: the template writes something unknown, or two modules share a pad.
     """
-    found: list[Placeholder] = []
+    resolved: list[Placeholder] = []
     for item in placeholders:
-        if any(item.kind and item.kind == other.kind for other in found):
-            if item.mark:
-                raise DataError(
-                    f"{item.name}: the chat template writes one mark for {WORDS[item.kind]}, and an earlier module has "
-                    f"it: remove the mark {item.mark!r}"
-                )
-            found.append(replace(item, pad=item.pad or item.name))
+        if item.kind not in [other.kind for other in resolved if other.kind]:
+            resolved.append(_resolve_first(item, written(item.kind) if item.kind else None))
+        elif item.mark:
+            raise DataError(
+                f"{item.name}: the chat template writes one mark for {NOUNS[item.kind]}, and an earlier module has "
+                f"it: remove the mark {item.mark!r}"
+            )
         else:
-            found.append(_of_family(item, written(item.kind) if item.kind else None))
-    pads = [item.pad for item in found]
-    if len(set(pads)) < len(pads):
-        raise DataError(f"each media module needs its own placeholder, got {pads}")
-    return found
+            resolved.append(replace(item, pad=item.pad or item.name))
+    _require_different([item.pad for item in resolved])
+    return resolved
 
 
-def _of_family(item: Placeholder, written: str | None) -> Placeholder:
+def _resolve_first(item: Placeholder, written: str | None) -> Placeholder:
+    """Resolve the first placeholder of a kind."""
+    if written is None and item.mark:
+        raise DataError(
+            f"data.chat_template: nothing writes {item.mark!r} for {NOUNS.get(item.kind, 'media')}. Remove the "
+            "module's placeholder.mark"
+        )
     if not item.pad and written is not None:
         for mark, start, pad, end in _FAMILIES[item.kind]:
             if (item.mark or mark or pad) in written and (mark or pad) in written:
                 item = replace(item, pad=pad, mark=mark, start=item.start or start, end=item.end or end)
                 break
-    if written is None and item.mark:
-        raise DataError(
-            f"data.chat_template: nothing writes {item.mark!r} for {WORDS.get(item.kind, 'a medium')}: remove the "
-            "module's placeholder.mark"
-        )
     item = replace(item, pad=item.pad or item.name)
     item = replace(item, mark=item.mark or item.pad)
     if written is not None and item.mark not in written:
         raise DataError(
-            f"data.chat_template: the template writes {written!r} for {WORDS[item.kind]}, in which there is no "
-            f"{item.mark!r}: set the module's placeholder.mark to the token that it writes, and placeholder.pad to the "
-            "one that is repeated"
+            f"data.chat_template: the template writes {written!r} for {NOUNS[item.kind]}, without {item.mark!r}. Set "
+            "the module's placeholder.mark to the token that it writes, and placeholder.pad to the one that is repeated"
         )
     return item
 
 
 def place_texts(placeholders: Sequence[Placeholder]) -> dict[str, str]:
-    """Return the text at the place of a medium, with one pad of each module that takes it, by kind."""
+    """Return kind -> text at the place of an image or audio, with one pad of each module that takes it."""
     texts: dict[str, str] = {}
     for item in placeholders:
         if item.kind:
@@ -130,63 +131,56 @@ def place_texts(placeholders: Sequence[Placeholder]) -> dict[str, str]:
 
 
 class Places:
-    """Finds the places that a chat template has marked, and writes them out."""
+    """Places of media in the text of a chat template."""
 
     def __init__(self, placeholders: Sequence[Placeholder]) -> None:
         self._texts = place_texts(placeholders)
-        patterns = []
-        for kind in self._texts:
-            own = [item for item in placeholders if item.kind == kind]
-            first = own[0]
-            # Start and end that the template has written are taken with the mark, so that they are not doubled; and so
-            # is a place that it has written whole, for all modules.
-            around = [f"(?:{re.escape(text)})?" if text else "" for text in (first.start, first.end)]
-            whole = re.escape(self._texts[kind]) + "|" if len(own) > 1 else ""
-            patterns.append(f"(?P<{kind}>{whole}{around[0]}{re.escape(first.mark)}{around[1]})")
-        self._pattern = re.compile("|".join(patterns)) if patterns else None
+        marked = []
+        for kind, text in self._texts.items():
+            first, *others = [item for item in placeholders if item.kind == kind]
+            # With the mark comes what the template may have written around it, so that it is not doubled.
+            start, end = (f"(?:{re.escape(around)})?" if around else "" for around in (first.start, first.end))
+            complete = re.escape(text) + "|" if others else ""
+            marked.append(f"(?P<{kind}>{complete}{start}{re.escape(first.mark)}{end})")
+        nothing = "(?!)"
+        self._marked = re.compile("|".join(marked) or nothing)
+        texts = (f"(?P<{kind}>{re.escape(text)})" for kind, text in self._texts.items())
+        self._written = re.compile("|".join(texts) or nothing)
+
+    def write(self, text: str) -> str:
+        """Return a template's text with every marked place as the family writes it, with one pad of each module."""
+        return self._marked.sub(lambda match: self._texts[match.lastgroup or ""], text)
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
-        """(kind, first character, behind the last) of every place."""
-        if self._pattern is None:
-            return []
-        return [(match.lastgroup or "", *match.span()) for match in self._pattern.finditer(text)]
-
-    def written_out(self, text: str, found: Sequence[tuple[str, int, int]]) -> tuple[str, list[tuple[int, int, int]]]:
-        """(the text with every place as the family has it, for each place its first character and behind its last, and
-        by how much everything behind it has moved)."""
-        pieces, at, length, places = [], 0, 0, []
-        for kind, first, end in found:
-            pieces += [text[at:first], self._texts[kind]]
-            begin = length + first - at
-            length, at = begin + len(self._texts[kind]), end
-            places.append((begin, length, length - end))
-        return "".join([*pieces, text[at:]]), places
+        """Return (kind, first character, end) of every place in a text that `write` returned."""
+        return [(match.lastgroup or "", *match.span()) for match in self._written.finditer(text)]
 
 
 Grid = tuple[int, int]
-"""Rows and columns of the tokens that a picture takes in the sequence, which are in the order of its rows."""
+"""Rows and columns of the tokens that an image takes in the sequence, row by row."""
 
 Place = tuple[int, "Grid | None"]
-"""Tokens of a picture or clip, and their grid; without one they are counted like text."""
+"""Tokens of an image or audio, and their grid; without one they are counted like text."""
 
 
 def axis_positions(ids: np.ndarray, media: Mapping[int, Sequence[Place]]) -> np.ndarray:
-    """Positions in time, row and column, int64 [3, S].
+    """Return positions in time, row and column, int64 [3, S], for language models with rotary embeddings on three axes
+    (M-RoPE; Wang et al. 2024, arXiv 2409.12191, section 2.1).
 
-    A token of text has the same on all axes, one more than the largest before it. The tokens of a picture have that as
-    their time, and add their row and column to it on the other axes. Padding is counted on like text.
+    A token of text has the same position on all axes, one more than the largest before it. The tokens of an image have
+    that position in time, and add their row and column to it on the other axes. Padding counts like text.
 
     Args:
         ids: int64 [S].
-        media: placeholder's id -> the pictures or clips whose tokens have it, in their order.
+        media: placeholder's id -> the images or audio whose tokens have it, in their order.
     """
     spans = []
-    for placeholder, found in media.items():
-        places, at = np.flatnonzero(ids == placeholder), 0
-        assert len(places) == sum(tokens for tokens, _ in found), (placeholder, len(places), found)
-        for tokens, grid in found:
+    for placeholder, places in media.items():
+        pads, at = np.flatnonzero(ids == placeholder), 0
+        assert len(pads) == sum(tokens for tokens, _ in places), (placeholder, len(pads), places)
+        for tokens, grid in places:
             if grid is not None and tokens:
-                spans.append((int(places[at]), grid))
+                spans.append((int(pads[at]), grid))
             at += tokens
     positions = np.empty((3, len(ids)), dtype=np.int64)
     at = following = 0

@@ -1,10 +1,10 @@
-"""Special tokens of a vocabulary inside the texts of records: text, but for those that a run admits."""
+"""Special tokens of a vocabulary inside the texts of records: they stay text, except for those that a run admits."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ _GROUNDING = re.compile(
     r"|<(?:loc|seg)_?\d+>|<patch_index_\d+>"
 )
 """Special tokens of boxes, points and references (Qwen-VL, InternVL, DeepSeek-VL2, GLM-V, PaliGemma, Kosmos-2, ...)."""
-_STAND_INS = 0xF0000
-"""First of the private characters that stand for special tokens while a chat template sees a record."""
+_FIRST_STAND_IN = 0xF0000
+"""First of the private characters that stand for special tokens while a chat template renders a record."""
 
 
 class SpecialText:
@@ -27,52 +27,38 @@ class SpecialText:
 
     def __init__(self, tokens: Iterable[str]) -> None:
         texts = sorted({text for text in tokens if text.strip()}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
-    def found(self, conversation: Conversation) -> frozenset[str]:
+    def find(self, conversation: Conversation) -> frozenset[str]:
         """Return the special tokens in the texts of a record."""
-        tokens: set[str] = set()
-        if pattern := self._pattern:
-            _any_text(conversation, lambda text: tokens.update(pattern.findall(text)))
-        return frozenset(tokens)
+        return frozenset(token for text in _texts(conversation) for token in self._pattern.findall(text))
 
-    def hidden(self, conversation: Conversation) -> tuple[Conversation, dict[str, str]]:
-        """Return the conversation with a private character for every special token in its texts, and what each of these
-        characters stands for."""
-        pattern = self._pattern
-        if pattern is None or not _any_text(conversation, pattern.search):
+    def hide(self, conversation: Conversation) -> tuple[Conversation, dict[str, str]]:
+        """Return the conversation with a private character for every special token in its texts, and the token of each
+        of these characters."""
+        tokens = sorted(self.find(conversation))
+        if not tokens:
             return conversation, {}
-        used: set[str] = set()
-        _any_text(conversation, used.update)
-        stand_ins: dict[str, str] = {}
-
-        def hide(match: re.Match[str]) -> str:
-            if match[0] not in stand_ins:
-                free = next(char for at in range(0xFFFD) if (char := chr(_STAND_INS + at)) not in used)
-                used.add(free)
-                stand_ins[match[0]] = free
-            return stand_ins[match[0]]
-
-        hidden = _changed(conversation, lambda text: pattern.sub(hide, text))
+        used = {char for text in _texts(conversation) for char in text}
+        free = (char for at in range(0xFFFD) if (char := chr(_FIRST_STAND_IN + at)) not in used)
+        stand_ins = dict(zip(tokens, free, strict=False))
+        hidden = _map_texts(conversation, lambda text: self._pattern.sub(lambda match: stand_ins[match[0]], text))
         return hidden, {char: token for token, char in stand_ins.items()}
 
 
-def admit(tokenizer: Any, given: str | Sequence[str], reserved: Collection[str]) -> tuple[str, ...]:
-    """Make special tokens of a tokenizer of transformers tokens that a text may have.
+def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]) -> tuple[str, ...]:
+    """Let texts have special tokens of a tokenizer of transformers, and return these tokens.
 
     Args:
-        given: `data.special_tokens_in_text`: tokens, or "grounding" for those of boxes, points and references.
+        tokens: `data.special_tokens_in_text`: tokens, or "grounding" for those of boxes, points and references.
         reserved: tokens that stand for media, which no text may have.
-
-    Returns:
-        Tokens that are admitted.
 
     Raises:
         DataError: a token is not in the vocabulary, or reserved; the tokenizer is not fast; it has none for grounding.
     """
     key = "data.special_tokens_in_text"
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
-    tokens = [given] if isinstance(given, str) else [*given]
+    tokens = [tokens] if isinstance(tokens, str) else [*tokens]
     if GROUNDING in tokens and GROUNDING not in added:
         known = sorted(token for token in added if _GROUNDING.fullmatch(token))
         if not known:
@@ -82,7 +68,7 @@ def admit(tokenizer: Any, given: str | Sequence[str], reserved: Collection[str])
         if token not in added:
             raise DataError(f"{key}: {token!r} is not a special token of data.tokenizer. Remove it")
         if token in reserved:
-            raise DataError(f"{key}: {token!r} stands for an image or a clip. Mark its place by <image> or <audio>")
+            raise DataError(f"{key}: {token!r} stands for an image or audio. Mark its place by <image> or <audio>")
     admitted = tuple(sorted({token for token in tokens if added[token]}))
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if admitted and backend is None:
@@ -95,40 +81,39 @@ def admit(tokenizer: Any, given: str | Sequence[str], reserved: Collection[str])
     return admitted
 
 
-def _any_text(conversation: Conversation, test: Any) -> bool:
-    """True if `test` holds for a text of the record. It is called with each until then."""
+def _texts(conversation: Conversation) -> Iterator[str]:
     for turn in conversation.turns:
         for part in turn.parts:
-            if part.text and test(part.text):
-                return True
-        if turn.fields and _any_of(turn.fields, test):
-            return True
-    return bool(conversation.tools) and _any_of(conversation.tools, test)
+            if part.text:
+                yield part.text
+        if turn.fields:
+            yield from _texts_in(turn.fields)
+    yield from _texts_in(conversation.tools)
 
 
-def _any_of(value: Any, test: Any) -> bool:
+def _texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        return bool(test(value))
-    if isinstance(value, Mapping):
-        return any(_any_of(key, test) or _any_of(item, test) for key, item in value.items())
-    return isinstance(value, list | tuple) and any(_any_of(item, test) for item in value)
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in [*value, *value.values()] if isinstance(value, Mapping) else value:
+            yield from _texts_in(item)
 
 
-def _changed(conversation: Conversation, change: Any) -> Conversation:
+def _map_texts(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
     turns = [
         replace(
             turn,
             parts=tuple(Part(part.kind, change(part.text)) for part in turn.parts),
-            fields=_changed_in(turn.fields, change),
+            fields=_map_texts_in(turn.fields, change),
         )
         for turn in conversation.turns
     ]
-    return Conversation(tuple(turns), tuple(_changed_in(conversation.tools, change)))
+    return Conversation(tuple(turns), tuple(_map_texts_in(conversation.tools, change)))
 
 
-def _changed_in(value: Any, change: Any) -> Any:
+def _map_texts_in(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(key): _changed_in(item, change) for key, item in value.items()}
-    return [_changed_in(item, change) for item in value] if isinstance(value, list | tuple) else value
+        return {change(key): _map_texts_in(item, change) for key, item in value.items()}
+    return [_map_texts_in(item, change) for item in value] if isinstance(value, list | tuple) else value

@@ -1,12 +1,12 @@
-"""Chat templates: conversation -> tokens, which of them are learned, and where a prompt ends. Ours is here; those of
-Hugging Face tokenizers are in `jinja_template.py`.
+"""Chat templates: conversation -> tokens, which of them are learned, and where a prompt ends. Our own format is here;
+`jinja_template.py` has the templates of Hugging Face tokenizers.
 
-Ours is neutral, the same for every tokenizer:
+Our format is the same for every tokenizer:
 
     [begin] then for each turn: [role marker] text and placeholders [end of turn]
 
-Learned are the tokens of assistant turns and the end-of-turn token that closes each; of a plain text, which has no
-roles and no template, all. Placeholders never are.
+The tokens of assistant turns and the end-of-turn token behind each are learned, and all tokens of a plain text, which
+has no roles and no template. Placeholders are never learned.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Encoded:
 
     tokens: list[int]
     learned: list[bool]
-    """Whether each is a target of the loss."""
+    """True for the targets of the loss."""
     media_end: int = 0
-    """Behind the last placeholder; 0 without any."""
+    """Position behind the last placeholder; 0 without any."""
     answers: list[tuple[int, int]] = field(default_factory=list)
     """(position of the first learned token, number of the turn) of each learned turn."""
 
     def add(self, ids: Sequence[int], learned: bool) -> None:
-        """Tokens at the end."""
+        """Append tokens."""
         self.tokens.extend(ids)
         self.learned.extend([learned] * len(ids))
 
@@ -46,46 +46,46 @@ class Template(Protocol):
     """How conversations become tokens. May be called from several threads."""
 
     name: str
-    """For people: whose it is."""
+    """Where the template is from, for messages."""
     is_own: bool
     """True for our own format."""
     notes: tuple[str, ...]
-    """What `mimo-train check` should say of it."""
+    """What `mimo-train check` should say about it."""
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
     identity: str
-    """A text that changes with whatever the tokens of a conversation follow from, besides the vocabulary."""
+    """A text that changes with whatever determines the tokens of a conversation, besides the vocabulary."""
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
-        """Tokens of a whole conversation. Raises RecordError for one that the template cannot render."""
+        """Return the tokens of a conversation. Raises RecordError for one that the template cannot render."""
 
     def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
-        """Tokens up to where the assistant's next answer begins. Raises RecordError as `encode` does."""
+        """Return the tokens up to where the assistant's next answer starts. Raises RecordError as `encode` does."""
 
 
 class Vocabulary(Protocol):
-    """What our template needs of a tokenizer."""
+    """What our format needs of a tokenizer."""
 
     begin_id: int | None
     end_of_turn_id: int
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text."""
+        """Return the ids of plain text."""
 
     def role_ids(self, role: str) -> list[int]:
-        """Marker that opens a turn of `role`."""
+        """Return the marker that opens a turn of `role`."""
 
 
 def encode_plain(conversation: Conversation, vocabulary: Vocabulary) -> Encoded | None:
-    """The tokens of a text without roles, which no template changes; None for a conversation."""
+    """Return the tokens of a text without roles, which no template changes; None for a conversation."""
     if conversation.turns[0].role != "plain":
         return None
-    found = Encoded([], [])
-    found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
-    found.answers.append((len(found.tokens), 0))
-    found.add(vocabulary.encode(conversation.turns[0].text), True)
-    found.add([vocabulary.end_of_turn_id], True)
-    return found
+    encoded = Encoded([], [])
+    encoded.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
+    encoded.answers.append((len(encoded.tokens), 0))
+    encoded.add(vocabulary.encode(conversation.turns[0].text), True)
+    encoded.add([vocabulary.end_of_turn_id], True)
+    return encoded
 
 
 OWN = "our own"
@@ -93,8 +93,8 @@ OWN = "our own"
 
 
 class OwnTemplate:
-    """Our own format, piece by piece: of tokenizers whose tokens do not reach across the end of a piece (bytes), and of
-    those that are not fast."""
+    """Our own format, tokenized piece by piece: for bytes, whose tokens do not cross the end of a piece, and for
+    tokenizers that are not fast."""
 
     name, is_own = OWN, True
     notes: tuple[str, ...] = ()
@@ -112,48 +112,43 @@ class OwnTemplate:
         self._vocabulary = vocabulary
         self._around = {pad: pair for pad, pair in (around or {}).items() if any(pair)}
         self.stop_ids = frozenset([vocabulary.end_of_turn_id])
-        self.identity = f"own {read_as(placeholders)}"
+        self.identity = f"own {media_identity(placeholders)}"
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
-        """See `Template.encode`. Tools, calls of tools and reasoning have no place in it; a developer is the system."""
+        """See `Template.encode`. Tools, tool calls and reasoning have no place in it; a developer is the system."""
         plain = encode_plain(conversation, self._vocabulary)
         if plain is not None:
             return plain
         require_place(conversation)
-        vocabulary, found = self._vocabulary, Encoded([], [])
+        vocabulary, encoded = self._vocabulary, Encoded([], [])
         remaining = {kind: iter(members) for kind, members in media.items()}
-        found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
+        encoded.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
         for number, turn in enumerate(conversation.turns):
-            learns = turn.is_learned
-            found.add(vocabulary.role_ids("system" if turn.role == "developer" else turn.role), False)
-            if learns:
-                found.answers.append((len(found.tokens), number))
+            encoded.add(vocabulary.role_ids("system" if turn.role == "developer" else turn.role), False)
+            if turn.is_learned:
+                encoded.answers.append((len(encoded.tokens), number))
             for part in turn.parts:
                 if part.kind == "text":
-                    found.add(vocabulary.encode(part.text), learns)
+                    encoded.add(vocabulary.encode(part.text), turn.is_learned)
                     continue
                 for pad, count in next(remaining[part.kind]):
-                    start, end = self._around.get(pad, _NOTHING)
-                    if start:
-                        found.add(start, False)
-                    found.add([pad] * count, False)
-                    found.media_end = len(found.tokens)
-                    if end:
-                        found.add(end, False)
-            found.add([vocabulary.end_of_turn_id], learns)
-        return found
+                    start, end = self._around.get(pad, ([], []))
+                    encoded.add([*start, *[pad] * count], False)
+                    encoded.media_end = len(encoded.tokens)
+                    encoded.add(end, False)
+            encoded.add([vocabulary.end_of_turn_id], turn.is_learned)
+        return encoded
 
     def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
         """See `Template.prompt`."""
         return self.encode(conversation, media).tokens + self._vocabulary.role_ids("assistant")
 
 
-_NOTHING: tuple[list[int], list[int]] = ([], [])
 _NO_PLACE = (
-    "for which our own conversation format has no place: take a tokenizer with a chat template that has one, and "
+    "for which our own conversation format has no place. Use a tokenizer whose chat template has one, and "
     "data.chat_template=auto"
 )
-_OF_TOOLS = ("tool", "function")
+_TOOL_ROLES = ("tool", "function")
 _CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
@@ -165,28 +160,30 @@ def require_place(conversation: Conversation) -> None:
         for name in _CONTENT if turn.fields else ():
             if turn.fields.get(name):
                 raise RecordError(f"a message has {name}, {_NO_PLACE}")
-        if turn.role in _OF_TOOLS:
+        if turn.role in _TOOL_ROLES:
             raise RecordError(f"the record has a message of the role {turn.role!r}, {_NO_PLACE}")
 
 
-def read_as(placeholders: Sequence[Placeholder]) -> str:
-    """What changes with the tokens that records with media become: the placeholders, and how markers are read."""
+def media_identity(placeholders: Sequence[Placeholder]) -> str:
+    """Return a text that changes with the tokens of records with media: the placeholders, and how markers are read."""
     return f"{list(placeholders)} without separators" if placeholders else "[]"
 
 
 def own_chat_template(begin: str, roles: Mapping[str, str], end: str, places: Mapping[str, str]) -> str:
-    """Return the template.
+    """Return our own format as a Jinja template, for runs with a Hugging Face tokenizer and for exports.
 
     Args:
         begin: text in front of the conversation.
         roles: role -> marker that opens its turns.
         end: text that ends every turn.
-        places: kind -> text at the place of a medium. In a content that is a text, records' markers become places too.
+        places: kind -> text at the place of an image or audio. Markers in a content that is a text become places too.
     """
     text = "message['content']"
     for marker, kind in MARKERS.items():
         if kind in places:
-            text += "".join(f"|replace({_literal(one)}, {_literal(marker)})" for one in (f"\n{marker}", f"{marker}\n"))
+            text += "".join(
+                f"|replace({_literal(line)}, {_literal(marker)})" for line in (f"\n{marker}", f"{marker}\n")
+            )
             text += f"|replace({_literal(marker)}, {_literal(places[kind])})" if places[kind] != marker else ""
     parts = "".join(
         f"{{% elif part['type'] == '{kind}' %}}{{{{ {_literal(place)} }}}}" for kind, place in places.items()
@@ -209,5 +206,5 @@ def own_chat_template(begin: str, roles: Mapping[str, str], end: str, places: Ma
 
 
 def _literal(text: str) -> str:
-    """Return a text as a string of Jinja, whose escapes are those of JSON but for pairs of surrogates."""
+    """Return a text as a string of Jinja, whose escapes are those of JSON except for pairs of surrogates."""
     return json.dumps(text, ensure_ascii=False)

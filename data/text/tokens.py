@@ -1,11 +1,11 @@
-"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer; each with its template of conversations.
+"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer; each with its chat template.
 
-The template is the tokenizer's own Jinja template (`jinja_template.py`) or ours (`own_format.py`; of bytes
-`templates.py`). In ours the byte tokenizer has one special id for each marker. With a Hugging Face tokenizer begin is
-its BOS token (left out if it has none), end of turn its EOS token, and a role marker is the special token `<|user|>`,
-`<|assistant|>` or `<|system|>` where the vocabulary has all three, else the plain text "user:", "assistant:" or
-"system:" and a line break. Text is not read as special tokens, so that a record cannot forge a marker or a placeholder,
-but for the tokens that `data.special_tokens_in_text` admits.
+The template is the tokenizer's own Jinja template (`jinja_template.py`) or our format (`templates.py`). In our format
+the byte tokenizer has one special id for each marker. With a Hugging Face tokenizer, begin is its BOS token (left out
+if it has none), end of turn its EOS token, and a role marker is the special token `<|user|>`, `<|assistant|>` or
+`<|system|>` if the vocabulary has all three, else the plain text "user:", "assistant:" or "system:" and a line break.
+Text is not read as special tokens, so that a record cannot forge a marker or a placeholder; the exceptions are tokens
+that `data.special_tokens_in_text` admits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +23,10 @@ from typing import Any, Protocol
 from data.errors import DataError
 from data.text.chat_renderer import ChatRenderer
 from data.text.jinja_template import JinjaTemplate
-from data.text.placeholders import Placeholder, as_placeholders, place_texts, resolved
+from data.text.placeholders import Placeholder, as_placeholders, place_texts, resolve
 from data.text.special_text import SpecialText, admit
 from data.text.templates import OwnTemplate, Template, own_chat_template
-from data.text.tokenizer_files import files_fingerprint, require_plain_files
+from data.text.tokenizer_files import files_fingerprint, require_plain_files, requires_sentencepiece
 
 ROLES = ("user", "assistant", "system")
 
@@ -37,7 +36,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: one more than the largest id, without any padding.
-        text_size: the same of ids that text has: all but those of placeholders.
+        text_size: one more than the largest id that text has; placeholders do not count.
         special_text: finds special tokens in texts that are read as plain text.
     """
 
@@ -51,30 +50,30 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of the vocabulary, the template and the placeholders: with another one texts have other tokens."""
+        """Hash of the vocabulary, the template and the placeholders: with another one, texts have other tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; no special id among them."""
+        """Return the ids of plain text; no special id is among them."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; special ids are left out."""
+        """Return the text of ids, without special ids."""
 
     def shown(self, ids: Iterable[int]) -> str:
-        """Text of the ids for people; special ids by their names."""
+        """Return the text of ids for people, with the names of special ids."""
 
     def role_ids(self, role: str) -> list[int]:
-        """Marker that opens a turn of `role`: user, assistant or system."""
+        """Return the marker that opens a turn of `role`: user, assistant or system."""
 
     def placeholder_id(self, name: str) -> int:
-        """Id that stands for a token of features at a placeholder such as `<image>`. Raises DataError for a name that
-        the tokenizer was not built with."""
+        """Return the id that holds the place of features at a placeholder such as `<image>`. Raises DataError for a
+        name that the tokenizer was not built with."""
 
     def as_text(self, token: int) -> int:
-        """The token where the model wrote it: padding in the place of a placeholder, which would ask for features."""
+        """Return a token that the model wrote, or padding for a placeholder, which would require features."""
 
     @property
     def vocabulary_fingerprint(self) -> str:
-        """Of how text becomes ids: weights that were trained with another one mean nothing here."""
+        """Hash of how text becomes ids: weights that were trained with another one mean nothing here."""
 
 
 def build_tokenizer(
@@ -85,45 +84,45 @@ def build_tokenizer(
     template_variables: Mapping[str, Any] | None = None,
     special_in_text: str | Sequence[str] = (),
 ) -> Tokenizer:
-    """The tokenizer of a run.
+    """Return the tokenizer of a run.
 
     Args:
-        name: `data.tokenizer`: "bytes", or a folder with a Hugging Face tokenizer. Nothing is looked up in a network.
+        name: `data.tokenizer`: "bytes", or a folder with a Hugging Face tokenizer. Nothing is downloaded.
         placeholders: one per media module, e.g. ["<image>"].
-        chat_template: `data.chat_template`: "auto" (the tokenizer's own, ours if it has none), "own" (ours), or a file
-            with a Jinja template.
-        template_variables: `data.template_variables`: what the Jinja template may use beside the conversation.
+        chat_template: `data.chat_template`: "auto" (the tokenizer's template, our format if it has none), "own" (our
+            format), or a file with a Jinja template.
+        template_variables: `data.template_variables`: what the Jinja template may use besides the conversation.
         special_in_text: `data.special_tokens_in_text`: special tokens that texts may have, see `special_text.admit`.
 
     Raises:
         DataError: it cannot be loaded, or its template cannot be used; with the config key.
     """
-    own = chat_template == "own" or (name == "bytes" and chat_template == "auto")
-    if own and template_variables:
+    is_own = chat_template == "own" or (name == "bytes" and chat_template == "auto")
+    if is_own and template_variables:
         raise DataError(
             f"data.template_variables: {sorted(template_variables)} are for a tokenizer's chat template, and our own "
-            "format takes none: remove them"
+            "format takes none. Remove them"
         )
-    found = as_placeholders(placeholders)
+    items = as_placeholders(placeholders)
     if name != "bytes":
-        return HuggingFaceTokenizer(name, found, chat_template, template_variables or {}, special_in_text)
+        return HuggingFaceTokenizer(name, items, chat_template, template_variables or {}, special_in_text)
     if special_in_text:
         raise DataError(
             "data.special_tokens_in_text: the tokenizer `bytes` has no special tokens for texts. Remove the key"
         )
-    if not own:
+    if not is_own:
         raise DataError(
-            f"data.chat_template: is {chat_template!r}, and the tokenizer `bytes` has our own format only: give "
-            "data.tokenizer=FOLDER of a Hugging Face tokenizer, or data.chat_template=auto"
+            f"data.chat_template: is {chat_template!r}, but the tokenizer `bytes` has our own format only. Set "
+            "data.tokenizer to the folder of a Hugging Face tokenizer, or data.chat_template=auto"
         )
-    return ByteTokenizer(found)
+    return ByteTokenizer(items)
 
 
 class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; then pad, begin, end of turn, user, assistant, system, and the placeholders."""
 
     def __init__(self, placeholders: Sequence[Placeholder] = ()) -> None:
-        placeholders = resolved(placeholders, _unwritten)
+        placeholders = resolve(placeholders, _unwritten)
         self.pad_id, self.end_of_turn_id = 256, 258
         self.begin_id: int | None = 257
         self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
@@ -133,7 +132,7 @@ class ByteTokenizer:
         around = {
             self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
         }
-        # A pad is called by the name of its placeholder, see `shown`.
+        # `shown` calls a pad by the name of its placeholder.
         self.places = place_texts([replace(item, pad=item.name) for item in placeholders])
         self.template: Template = OwnTemplate(self, placeholders, around)
         self.special_text = SpecialText(())
@@ -175,11 +174,9 @@ class HuggingFaceTokenizer:
 
     Attributes:
         own_source: our own format as a Jinja template.
-        places: kind -> text at the place of a medium, with one pad of each module.
-        template_is_its_own: whether conversations take the template of its files, if these have one.
+        places: kind -> text at the place of an image or audio, with one pad of each module.
+        uses_its_template: True if conversations take the template of its files, where these have one.
         template_variables: `data.template_variables`.
-
-    Raises DataError (names `data.tokenizer`) if it cannot be loaded or has no EOS token.
     """
 
     def __init__(
@@ -190,32 +187,32 @@ class HuggingFaceTokenizer:
         template_variables: Mapping[str, Any] | None = None,
         special_in_text: str | Sequence[str] = (),
     ) -> None:
-        """See `build_tokenizer`."""
+        """See `build_tokenizer`. Raises DataError if it cannot be loaded or has no EOS token."""
         require_plain_files(path)
         from transformers import AutoTokenizer
 
         try:
-            # Neither the network nor code of the folder, and no question on a terminal whether to run it.
+            # No network, no code of the folder, and no question on a terminal whether to run it.
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever a damaged file makes a class of transformers raise
             reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
             remedy = "Use 'bytes' or a Hugging Face tokenizer"
-            if _is_sentence_piece(Path(path)):
+            if requires_sentencepiece(Path(path)):
                 reason, remedy = "its tokenizer.model is SentencePiece's, which is not installed", _INSTALL
             raise DataError(f"data.tokenizer: cannot load {str(path)!r}: {reason}. {remedy}") from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(
-                f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
+                f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn. Set eos_token in its config"
             )
         renderer = _renderer(self._tokenizer, path, chat_template, template_variables or {})
         self._renderer = renderer
-        self.template_is_its_own = chat_template == "auto"
+        self.uses_its_template = chat_template == "auto"
         self.template_variables = dict(template_variables or {})
-        placeholders = resolved(placeholders, renderer.written if renderer else _unwritten)
+        placeholders = resolve(placeholders, renderer.written if renderer else _unwritten)
         reserved = {text for item in placeholders for text in (item.pad, item.mark)}
         self._admitted = admit(self._tokenizer, special_in_text, reserved)
         known = self._tokenizer.get_vocab()
-        # Also those that the vocabulary has: only as special tokens are they kept apart from text.
+        # Also those that the vocabulary has: only special tokens are kept apart from text.
         marks = [text for item in placeholders for text in (item.pad, item.mark) if text]
         roles = {role: f"<|{role}|>" for role in ROLES}
         has_roles = known.keys() >= {*roles.values()}
@@ -249,8 +246,11 @@ class HuggingFaceTokenizer:
         if renderer is None and not is_fast:
             self.template: Template = OwnTemplate(self, placeholders, around)
         else:
-            used = renderer or ChatRenderer({"default": self.own_source}, {}, "our own format")
-            self.template = JinjaTemplate(used, self._tokenizer, self, placeholders, is_own=renderer is None)
+            is_own, renderer = (
+                renderer is None,
+                renderer or ChatRenderer({"default": self.own_source}, {}, "our own format"),
+            )
+            self.template = JinjaTemplate(renderer, self._tokenizer, self, placeholders, is_own=is_own)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -263,7 +263,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # A model may answer with an id of its padding, which has no text.
+        # A model may write an id of the padded vocabulary, which has no text.
         kept = [int(token) for token in ids if 0 <= int(token) < self.vocab_size]
         text = self._tokenizer.decode(kept, skip_special_tokens=True)
         assert isinstance(text, str), type(text)  # a list only for several sequences
@@ -285,31 +285,25 @@ class HuggingFaceTokenizer:
 
     @property
     def template_sources(self) -> Mapping[str, str]:
-        """name -> Jinja template of conversations; empty with our own."""
+        """name -> Jinja template of conversations; empty for our own format."""
         return self._renderer.sources if self._renderer else {}
 
     def writes(self, kind: str) -> str | None:
-        """What the Jinja template writes for a picture or a clip; None if it knows none."""
+        """Return what the Jinja template writes for an image or audio; None if it knows none."""
         return self._renderer.written(kind) if self._renderer else None
 
     def _special(self, text: str) -> list[int]:
-        """Ids of text in which special tokens are what they are."""
+        """Return the ids of text in which special tokens are read as such."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
 
 
 _INSTALL = "pip install sentencepiece, or save the tokenizer as tokenizer.json"
 
 
-def _is_sentence_piece(folder: Path) -> bool:
-    """Whether a tokenizer is read by a package that is not here."""
-    alone = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
-    return alone and find_spec("sentencepiece") is None
-
-
 def _renderer(
     tokenizer: Any, path: str | os.PathLike[str], chat_template: str, variables: Mapping[str, Any]
 ) -> ChatRenderer | None:
-    """The Jinja template that conversations are rendered with; None for our own."""
+    """Return what renders conversations; None for our own format."""
     if chat_template == "own":
         return None
     if chat_template == "auto":
@@ -320,39 +314,39 @@ def _renderer(
             sources = {"default": Path(chat_template).expanduser().read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"data.chat_template: cannot read the file {chat_template}: {error}. Give a file with a Jinja "
-                "template, auto or own"
+                f"data.chat_template: cannot read the file {chat_template}: {error}. Set it to a file with a "
+                "Jinja template, auto or own"
             ) from error
     if not sources:
         if variables:
             raise DataError(
-                f"data.template_variables: {sorted(variables)} are for a chat template, and {origin} has none: remove "
-                "them, or give data.chat_template=FILE"
+                f"data.template_variables: {sorted(variables)} are for a chat template, and {origin} has none. Remove "
+                "them, or set data.chat_template to a file with one"
             )
         return None
-    # As transformers gives them: a template names its special tokens by these variables.
+    # As in transformers: a template names special tokens by these variables.
     return ChatRenderer(sources, {**tokenizer.special_tokens_map, **variables}, origin)
 
 
 def _templates_of(tokenizer: Any, path: str | os.PathLike[str]) -> dict[str, str]:
-    """name -> template of a folder's tokenizer; empty without any."""
+    """Return name -> template of a folder's tokenizer; empty if it has none."""
     folder = Path(path)
     older = folder / "chat_template.json"
     if older.is_file() and not (folder / "chat_template.jinja").is_file():
-        # Where older processors keep theirs; it knows media, which the tokenizer's need not.
+        # Older processors keep theirs here; it knows media, and the tokenizer's may not.
         try:
-            found = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
+            template = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"data.tokenizer: {older} holds no chat_template ({error!r}): repair it") from error
+            raise DataError(f"data.tokenizer: {older} has no chat_template ({error!r}). Repair it") from error
     else:
-        found = tokenizer.chat_template
-    if not found:
+        template = tokenizer.chat_template
+    if not template:
         return {}
-    return dict(found) if isinstance(found, Mapping) else {"default": found}
+    return dict(template) if isinstance(template, Mapping) else {"default": template}
 
 
 def _unwritten(kind: str) -> None:
-    """Our own template has no marks of its own."""
+    """Our own format does not write marks."""
 
 
 def _fingerprint(*texts: str) -> str:

@@ -66,8 +66,8 @@ def test_without_the_key_they_are_text_and_the_fingerprint_is_another(grounded):
     assert len(encoded.tokens) > len(other.tokens) + 40 and without.shown(encoded.tokens) == without.shown(other.tokens)
     assert without.fingerprint != admitting.fingerprint
     found = partial(parse_record, json.dumps({"messages": RECORD}).encode(), "json", "k", {})
-    assert without.special_text.found(found()) == {*BOXES, "<|im_end|>"}
-    assert admitting.special_text.found(found()) == {"<|im_end|>"}
+    assert without.special_text.find(found()) == {*BOXES, "<|im_end|>"}
+    assert admitting.special_text.find(found()) == {"<|im_end|>"}
 
 
 def test_in_our_own_format_and_in_plain_texts(grounded):
@@ -81,7 +81,7 @@ def test_in_our_own_format_and_in_plain_texts(grounded):
     ("given", "message"),
     [
         (["<|nothing|>"], r"'<\|nothing\|>' is not a special token of data.tokenizer"),
-        (["<|image_pad|>"], r"'<\|image_pad\|>' stands for an image or a clip"),
+        (["<|image_pad|>"], r"'<\|image_pad\|>' stands for an image or audio"),
     ],
 )
 def test_what_cannot_be_admitted(given, message, grounded):

@@ -43,14 +43,14 @@ def test_the_template_of_an_older_processor(tmp_path):
     (saved / "chat_template.json").write_text(json.dumps({"chat_template": unmarked(QWEN_VL)}))
     assert build_tokenizer(saved, [Placeholder("<image>")]).template._renderer.written("image")
     (saved / "chat_template.json").write_text("{}")
-    with pytest.raises(DataError, match=r"data\.tokenizer.*chat_template\.json holds no chat_template"):
+    with pytest.raises(DataError, match=r"data\.tokenizer.*chat_template\.json has no chat_template"):
         build_tokenizer(saved)
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for %}", "is no Jinja: line 1"),
+        ("{% for %}", "cannot be compiled: line 1"),
         ("{{ 'always the same' }}", "does not write the words.*'always the same'"),
         ("{{ raise_exception('not today') }}", "an error.*not today"),
         ("{{ messages }}", "tried with a question and an answer.*before message 1"),

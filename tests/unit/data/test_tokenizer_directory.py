@@ -134,7 +134,7 @@ def test_what_version_5_has_saved_is_spelt_as_version_4_reads_it_too(tmp_path):
 def test_a_tokenizer_of_sentence_piece_names_the_package_that_reads_it(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr("data.text.tokens.find_spec", lambda name: None)
+    monkeypatch.setattr("data.text.tokenizer_files.find_spec", lambda name: None)
     with pytest.raises(
         DataError, match="tokenizer.model is SentencePiece's, which is not .* pip install sentencepiece"
     ):
@@ -147,8 +147,8 @@ def test_a_file_that_was_cut_short_or_is_a_pointer_of_git_lfs_is_named(name, tmp
     folder = save_tokenizer(tmp_path / "tokenizer", CHATML)
     whole = (folder / name).read_bytes()
     for text, words in (
-        (whole[: len(whole) // 2], rf"was cut short \(it has {len(whole) // 2} bytes\): copy it again"),
-        (b"", r"was cut short \(it has 0 bytes\)"),
+        (whole[: len(whole) // 2], rf"is truncated \(it has {len(whole) // 2} bytes\). Copy it again"),
+        (b"", r"is truncated \(it has 0 bytes\)"),
         (b"version https://git-lfs.github.com/spec/v1\nsize 7\n", "is a Git-LFS pointer, .*: run `git lfs pull`"),
     ):
         (folder / name).write_bytes(text)

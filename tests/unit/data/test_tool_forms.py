@@ -1,13 +1,11 @@
 """What chat templates write of tools and of other roles: nothing of a record is left out without a word."""
 
 import json
-from functools import partial
 
 import pytest
 
 from data.errors import RecordError
-from data.text.chat_jinja import ChatJinja
-from data.text.tool_forms import ToolForms
+from data.text.chat_renderer import CompiledTemplate, ToolForms
 from tests.unit.data.chat_templates import CHATML, TOOLS, unmarked
 
 AS_TEXT = """{%- for m in messages -%}{{ m.role }}:{{ m.content or '' }}
@@ -21,7 +19,7 @@ USER = {"role": "user", "content": "q"}
 
 
 def forms(template) -> ToolForms:
-    return ToolForms(partial(ChatJinja(unmarked(template)).render, variables={}))
+    return ToolForms(CompiledTemplate(unmarked(template), {}).render)
 
 
 def call(arguments):
@@ -32,7 +30,7 @@ def call(arguments):
 
 
 def given(template, message, has_tools=False):
-    return forms(template).fitted([USER, message], has_tools)[1]
+    return forms(template).fit([USER, message], has_tools)[1]
 
 
 def test_arguments_are_given_as_the_template_takes_them():

@@ -218,7 +218,7 @@ def test_the_first_sample_is_shown_as_rendered_and_what_is_learned(capsys):
 def test_a_template_that_cannot_be_used_is_a_fault_of_its_key(capsys):
     path = shard(Path("a.tar"), *sound())
     _, _, (fault,) = run(capsys, *on(path, **{"data.chat_template": "chat.jinja"}))
-    assert fault.startswith("data.chat_template: is 'chat.jinja', and the tokenizer `bytes`")
+    assert fault.startswith("data.chat_template: is 'chat.jinja', but the tokenizer `bytes`")
     _, _, (fault,) = run(capsys, *on(path, **{"modules.language.placeholder.pad": "x"}))
     assert fault.startswith("modules.language.placeholder: ")
 
