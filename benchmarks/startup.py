@@ -2,8 +2,7 @@
 
     python -m benchmarks.startup [--processes 1 2 4] [--blocks 5]
 
-Compared are ranks that the launcher forks from one process, as on the CPU by default, and ranks that are processes of
-their own, as on GPUs, in turns. Processor time is that of all processes: the command's, the launcher's, the ranks'.
+Processor time is that of all processes: the command's, the launcher's, the ranks'.
 """
 
 import argparse
@@ -19,17 +18,6 @@ from data.demo.make import make_demo
 from mimo_train.flight.processes import descendants
 
 LAYOUTS = {1: "one_process", 2: "two_processes", 4: "images_dp2_language_dp2"}
-WAYS = ("forked", "own")
-# `mimo-train launch here`, whose ranks are forked or not.
-COMMAND = """
-import os, sys
-from mimo_train.launch.forked import OPTION
-from mimo_train.launch.start import command
-line, variables = command("vlm_digits", sys.argv[2:], os.environ)
-assert any(part.startswith(OPTION) for part in line)
-line = [part for part in line if sys.argv[1] == "forked" or not part.startswith(OPTION)]
-os.execve(line[0], line, variables)
-"""
 
 
 def main() -> None:
@@ -38,29 +26,29 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
     parser.add_argument("--blocks", type=int, default=5)
     args = parser.parse_args()
-    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    times: dict[int, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         shards = make_demo(Path(folder, "digits"), train_samples=480, held_out_samples=8, shards=2)
         for block in range(args.blocks):
             for processes in args.processes:
-                for way in WAYS if block % 2 else reversed(WAYS):
-                    run = Path(folder, f"{block}_{processes}_{way}")
-                    found.setdefault((processes, way), []).append(first_step(way, processes, run, shards))
-    print("| processes | ranks | s of processor time | s of wall time |\n|---|---|---|---|")
-    for (processes, way), times in sorted(found.items()):
+                run = Path(folder, f"{block}_{processes}")
+                times.setdefault(processes, []).append(first_step(processes, run, shards))
+    print("| processes | s of processor time | s of wall time |\n|---|---|---|")
+    for processes, pairs in sorted(times.items()):
         columns = (
-            f"{statistics.median(one):.1f} ({min(one):.1f} to {max(one):.1f})" for one in zip(*times, strict=True)
+            f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})"
+            for column in zip(*pairs, strict=True)
         )
-        print(f"| {processes} | {way} | {' | '.join(columns)} |")
+        print(f"| {processes} | {' | '.join(columns)} |")
 
 
-def first_step(way: str, processes: int, run: Path, shards: Path) -> tuple[float, float]:
+def first_step(processes: int, run: Path, shards: Path) -> tuple[float, float]:
     """Seconds of processor time of all processes, and of wall time, until the log has the first step."""
     overrides = ["run.device=cpu", f"layout={LAYOUTS[processes]}", f"run.dir={run}", f"data.shards={shards}/train"]
     overrides += ["data.validation_shards=", "data.demo="]
     log, began = run / "metrics.jsonl", time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, way, *overrides],
+        [sys.executable, "-m", "mimo_train.cli", "launch", "here", "vlm_digits", *overrides],
         env=os.environ | {"OMP_NUM_THREADS": "1", "MIMO_GRACE_SECONDS": "5"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

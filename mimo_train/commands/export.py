@@ -71,13 +71,13 @@ def main(
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.resume.same_run import recorded_config
     from mimo_train.hf.directory import new_directory
-    from mimo_train.launch.library_log import adopt_torch, divert_of
+    from mimo_train.logging.library_log import adopt_torch, divert_command
 
     folder = folders.in_folder(place_of(checkpoint), "CHECKPOINT")
     cfg = recorded_config(folder, trust_code=trust_code)
     with new_directory(to):
         run_dir = folders.run_of(folder)
-        divert_of("export", run_dir if isinstance(run_dir, Path) else None)
+        divert_command("export", run_dir if isinstance(run_dir, Path) else None)
         import torch.distributed as dist
 
         adopt_torch()

@@ -143,7 +143,7 @@ def main(
     """
     from data.storage.url import place_of
     from mimo_train.evaluation.generation.source import open_source
-    from mimo_train.launch.library_log import adopt_torch, divert_of
+    from mimo_train.logging.library_log import adopt_torch, divert_command
 
     source = open_source(place_of(checkpoint), trust_code=trust_code)
     asking = _parts_of_conversation(media, chat, system)
@@ -152,7 +152,7 @@ def main(
     for kind, file in media:
         if not file.is_file():  # before a model is loaded
             raise UserError(f"--{kind}: no file {file}")
-    divert_of("generate", source.run_dir)
+    divert_command("generate", source.run_dir)
     import torch.distributed as dist
 
     adopt_torch()

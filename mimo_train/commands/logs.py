@@ -33,7 +33,7 @@ def _logs(args: argparse.Namespace) -> None:
     from data.text_format import shown
     from mimo_train.config.errors import UserError
     from mimo_train.config.paths import runs_within
-    from mimo_train.launch.rank_log import FOLDER, Logs
+    from mimo_train.logging.rank_log import FOLDER, Logs
 
     if not args.run_dir.is_dir():
         raise UserError(f"{args.run_dir} is no folder: give the run.dir of a run")

@@ -2,13 +2,13 @@
 
 import argparse
 import base64
+import gc
 import json
 import os
 import shlex
 import sys
 import time
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +42,11 @@ def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import compose
     from mimo_train.config.errors import ConfigError
-    from mimo_train.launch.config_broadcast import config_of_node
     from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
     from mimo_train.launch.restarts import require_resume
-    from mimo_train.launch.torchrun import end_with_launcher
 
-    end_with_launcher()
     try:
-        run = started_run(config_of_node(partial(compose.load, args.config, args.overrides)))
+        run = started_run(compose.load(args.config, args.overrides))
         require_resume(run.cfg.checkpoint.resume)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, VariablesError):
@@ -68,8 +65,8 @@ def main(run: "Run") -> int:
     them.
     """
     from mimo_train.launch.exit_signal import ExitSignal
-    from mimo_train.launch.output import show
     from mimo_train.launch.rank_monitor import watched
+    from mimo_train.logging.rank_log import show
 
     exit_signal = ExitSignal().listen()  # before the slow imports
     try:
@@ -104,13 +101,10 @@ def _told(error: BaseException) -> int:
 
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
-    from mimo_train.launch.collector import collector_waits
-    from mimo_train.launch.cpp_log import errors_only
-    from mimo_train.launch.library_log import adopt_torch, divert
-    from mimo_train.launch.output import show
     from mimo_train.launch.processes import is_on_first_node
-    from mimo_train.launch.rank_log import log_of
     from mimo_train.launch.rank_monitor import is_lost_peer, note_error
+    from mimo_train.logging.library_log import adopt_torch, divert, errors_only
+    from mimo_train.logging.rank_log import log_of, show
 
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
     divert(log_of(run.dir, rank)).copy_console()
@@ -120,14 +114,16 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
         errors_only()
 
-    with collector_waits():
-        import torch.distributed as dist
+    gc.disable()  # imports stay: looking through them again and again takes a tenth of the time until the first step
+    import torch.distributed as dist
 
-        adopt_torch()
-        from mimo_train.parallel.light_imports import light_imports
+    adopt_torch()
+    from mimo_train.parallel.light_imports import light_imports
 
-        with light_imports(run.cfg.run.device):
-            from mimo_train.training.pretrain import pretrain
+    with light_imports(run.cfg.run.device):
+        from mimo_train.training.pretrain import pretrain
+    gc.freeze()
+    gc.enable()
 
     try:
         code = pretrain(run, exit_signal=exit_signal)

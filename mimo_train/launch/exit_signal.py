@@ -1,4 +1,4 @@
-"""The signals that ask a run to save and end. A process can listen before its slow imports."""
+"""The signals that stop a run after its step, and the time that it has to save."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+from mimo_train.config.errors import UserError
+
 Handler = Callable[[int, FrameType | None], object] | int | None
-"""What `signal.signal` returns; None for a handler that was not set from Python, and cannot be set again."""
-
-
+"""Result of `signal.signal`; None for a handler that was not set from Python, and cannot be set again."""
 REPEAT_SECONDS = 1.0
 """Two SIGINTs within this time count as one: `timeout` and other wrappers forward the signal that a terminal has sent
 to the whole group."""
@@ -113,3 +113,32 @@ class _Relay:
             while numbers := self._heard.recv(64):
                 for number in numbers:
                     self._arrived(number)
+
+
+def grace_seconds() -> float:
+    """Return MIMO_GRACE_SECONDS, the seconds that ranks may take to save and end; 120 if it is not set.
+
+    Raises:
+        UserError: it is not a positive number.
+    """
+    return seconds_of("MIMO_GRACE_SECONDS", 120.0)
+
+
+def seconds_of(variable: str, default: float, *, or_none: bool = False) -> float:
+    """Return the value of an environment variable of seconds.
+
+    Args:
+        or_none: True if 0 is allowed.
+
+    Raises:
+        UserError: it is not a positive number.
+    """
+    text = os.environ.get(variable, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf") or (seconds == 0 and not or_none):
+        wanted = "a number of seconds, at least 0" if or_none else "a positive number of seconds"
+        raise UserError(f"{variable} is {text!r}: give {wanted}")
+    return seconds

@@ -1,11 +1,24 @@
-"""The nodes of a run, as a launcher is told: by NNODES and its like, by torchrun's PET_*, or by the tasks of a cluster.
-Imports no torch."""
+"""The nodes of a run and the place of this process among them, from environment variables.
 
+They are set by the user (NNODES, ...), by torchrun's PET_*, or by the command of a cluster that has started this task:
+srun of SLURM, mpirun of Open MPI, mpiexec of MPICH and Intel MPI, SkyPilot. One task on each node is a launcher of that
+node's ranks; several tasks on a node are the ranks themselves.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mimo_train.config.errors import UserError
-from mimo_train.launch.tasks import ALONE, PORT, Environment, Tasks, number, tasks_of
 
+Environment = Mapping[str, str]
+PORT = 29500
+"""MASTER_PORT where nothing else is given, as of torchrun."""
+ALONE = "1"
+"""WORLD_SIZE with which a task is a run of its own."""
 TORCHRUN = "PET_"
 """Before the name of an option, the variable that torchrun takes it from; Kubeflow sets them in the pods of a job."""
 OWN = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
@@ -15,6 +28,164 @@ MEETING = ("STANDALONE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF"
 LARGEST_PORT = 65535
 _AS_MANY_AS_THERE_ARE = ("auto", "gpu", "cpu")
 """What torchrun takes for a number of processes; here it is the layout's."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks, and which one this is. Those of a node are numbered one after the other."""
+
+    size: int
+    rank: int
+    local_size: int
+    """On this node."""
+    local_rank: int
+    variables: tuple[str, str, str, str]
+    """That the four numbers come from, in their order."""
+    address: str = ""
+    """Of the first node; empty where the variables do not name it."""
+    port: int = PORT
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.size // self.local_size
+
+    @property
+    def node(self) -> int:
+        """This node, 0 to `nodes` - 1."""
+        return self.rank // self.local_size
+
+
+def tasks_of(environment: Environment) -> Tasks | None:
+    """The tasks that the variables of a process tell of; None if there are none.
+
+    Inside of a SLURM job, mpirun and mpiexec start what starts the tasks with srun, so that their variables come first.
+
+    Raises:
+        UserError: variables cannot be, or nodes have different numbers of tasks, or not one after the other.
+    """
+    tasks = _open_mpi(environment) or _pmi(environment) or _slurm(environment) or _skypilot(environment)
+    if tasks is not None:
+        _require_even(tasks)
+    return tasks
+
+
+def _open_mpi(environment: Environment) -> Tasks | None:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
+    if names[0] not in environment:
+        return None
+    return _read(environment, names)
+
+
+def _pmi(environment: Environment) -> Tasks | None:
+    """Under srun there may be variables of PMI without those of the node; SLURM's say the same then, and more."""
+    if "PMI_RANK" not in environment or ("MPI_LOCALNRANKS" not in environment and "SLURM_STEP_ID" in environment):
+        return None
+    return _read(environment, ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"])
+
+
+def _slurm(environment: Environment) -> Tasks | None:
+    """Of a job step. A batch script and shells of salloc and `srun --pty` have variables too, and are no tasks."""
+    is_step = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys()
+    if not is_step or "SLURM_PTY_PORT" in environment:
+        return None
+    on_nodes = [*_counts(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))]
+    if len({*on_nodes}) > 1:
+        raise UserError(
+            f"SLURM_STEP_TASKS_PER_NODE is {environment['SLURM_STEP_TASKS_PER_NODE']}: start as many tasks on each node"
+        )
+    node = number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"), 0)
+    if node >= len(on_nodes):
+        raise UserError(f"SLURM_NODEID is {node}, in a job step on {len(on_nodes)} nodes (SLURM_STEP_TASKS_PER_NODE)")
+    names = ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"]
+    job = number("SLURM_JOB_ID", environment["SLURM_JOB_ID"], 0)
+    return _read(
+        {**environment, "SLURM_STEP_TASKS_PER_NODE": str(on_nodes[node])},
+        names,
+        first_host(environment.get("SLURM_STEP_NODELIST", "")),
+        20000 + job % 10000,  # below the ports that systems give out by themselves
+    )
+
+
+def _skypilot(environment: Environment) -> Tasks | None:
+    """One task on each node."""
+    if "SKYPILOT_NODE_RANK" not in environment:
+        return None
+    names = ["SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"]
+    size, rank = (_number_of(environment, name, names) for name in names[:2])
+    addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
+    if len(addresses) != size:
+        raise UserError(f"SKYPILOT_NODE_IPS has {len(addresses)} addresses, and SKYPILOT_NUM_NODES is {size}")
+    return Tasks(size, rank, 1, 0, (names[0], names[1], names[2], names[3]), addresses[0])
+
+
+def _read(environment: Environment, names: list[str], address: str = "", port: int = PORT) -> Tasks:
+    size, rank, local_size, local_rank = (_number_of(environment, name, names) for name in names)
+    for many, one, name in ((size, rank, 0), (local_size, local_rank, 2)):
+        if one >= many:
+            raise UserError(f"{names[name + 1]} is {one}, and {names[name]} {many}: tasks are counted from 0")
+    return Tasks(size, rank, local_size, local_rank, (names[0], names[1], names[2], names[3]), address, port)
+
+
+def _number_of(environment: Environment, name: str, all_of_them: Sequence[str]) -> int:
+    if name not in environment:
+        others = ", ".join(dict.fromkeys(other for other in all_of_them if other in environment))
+        raise UserError(
+            f"{name} is not set, and {others} {'are' if ', ' in others else 'is'}: which task of which node this is, "
+            f"cannot be known; set {name} too, or start one `mimo-train launch here` on each node with NNODES, "
+            "NODE_RANK and MASTER_ADDR, which come first (NNODES=1: a run of this node alone)"
+        )
+    return number(name, environment[name], 0)
+
+
+def number(name: str, text: str, least: int) -> int:
+    """The value of a variable.
+
+    Raises:
+        UserError: it is no whole number, or below `least`.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise UserError(f"{name} is {text!r}: give a whole number, at least {least}")
+    return int(text)
+
+
+def _require_even(tasks: Tasks) -> None:
+    size, rank, local_size, local_rank = tasks.variables
+    if tasks.size % tasks.local_size:
+        raise UserError(
+            f"{size} is {tasks.size}, and {local_size} of this node {tasks.local_size}: start as many tasks on each "
+            "node"
+        )
+    if tasks.rank % tasks.local_size != tasks.local_rank:
+        raise UserError(
+            f"{rank} is {tasks.rank}, and {local_rank} {tasks.local_rank} of {tasks.local_size} on this node: tasks of "
+            "a node must be numbered one after the other (mpirun --map-by slot, srun --distribution=block)"
+        )
+
+
+def _counts(text: str) -> Iterator[int]:
+    """SLURM's numbers for nodes, such as 2(x3),1: three nodes with 2, and one with 1."""
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is no list of numbers as 2(x3),1")
+        yield from [int(found[1])] * int(found[2] or 1)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a node list of SLURM, such as gpu[003-005,9],login1."""
+    scontrol = shutil.which("scontrol")
+    if scontrol and nodes:
+        shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True)
+        if shown.returncode == 0 and shown.stdout:
+            return shown.stdout.splitlines()[0]
+    first = ""
+    # In containers there is no scontrol.
+    while "[" in nodes.partition(",")[0]:
+        before, _, rest = nodes.partition("[")
+        inside, _, nodes = rest.partition("]")
+        first += before + re.split("[-,]", inside)[0]
+    return first + nodes.partition(",")[0]
 
 
 @dataclass(frozen=True)
@@ -144,3 +315,30 @@ def _require_srun(environment: Environment) -> None:
             f"SLURM_NNODES is {nodes}, but srun did not start this: only one node of the job runs it; use srun "
             "--ntasks-per-node=1, or NNODES=1 for a run on this node"
         )
+
+
+def adopt_tasks() -> None:
+    """Set torchrun's variables of a rank (RANK, WORLD_SIZE, ..., MASTER_ADDR, MASTER_PORT) from those of the command
+    that has started this process as one of several ranks. Has no effect on ranks of torchrun, which may run inside of
+    such a task, nor where WORLD_SIZE is 1: then every task is a run of its own.
+
+    Raises:
+        UserError: as of `tasks_of`; a variable of both kinds has two values; the first node is not known.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE") == ALONE:
+        return
+    tasks = tasks_of(os.environ)
+    if tasks is None or tasks.size == 1:
+        return
+    names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    numbers = (tasks.size, tasks.rank, tasks.local_size, tasks.local_rank)
+    for name, value, source in zip(names, numbers, tasks.variables, strict=True):
+        given = os.environ.get(name, str(value))
+        if given != str(value):
+            raise UserError(f"{name} is {given}, and {source} says {value}: unset {name}")
+    address = os.environ.get("MASTER_ADDR") or tasks.address or ("localhost" if tasks.nodes == 1 else "")
+    if not address:
+        raise UserError(f"{tasks.size} tasks on {tasks.nodes} nodes: set MASTER_ADDR to the name of the first node")
+    os.environ |= {name: str(value) for name, value in zip(names, numbers, strict=True)}
+    os.environ |= {"GROUP_WORLD_SIZE": str(tasks.nodes), "MASTER_ADDR": address}
+    os.environ.setdefault("MASTER_PORT", str(tasks.port))

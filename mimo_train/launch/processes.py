@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.launch.output import show
-from mimo_train.launch.tasks import adopt_tasks
+from mimo_train.launch.nodes import adopt_tasks
 from mimo_train.layout.placement import node_faults
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run, config_faults, on_nodes, resolve
+from mimo_train.logging.rank_log import show
 
 
 class VariablesError(ConfigError):

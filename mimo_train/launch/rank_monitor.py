@@ -1,16 +1,14 @@
-"""The flight recorder and the watch of a rank, around all that it does. Imports no torch."""
+"""The flight recorder and the watchdog of a rank, around all that it does."""
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 from mimo_train.config.errors import PeersError
 from mimo_train.flight.layout import CALLER, ERROR
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.flight.watch import Watch, handed_down
-from mimo_train.launch.shutdown import grace_seconds
-from mimo_train.launch.temp_dir import FLIGHT, SCRATCH
+from mimo_train.launch.exit_signal import grace_seconds
 from mimo_train.layout.run import Run
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -19,16 +17,13 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote pr
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
-    """A block that is recorded and watched; inside another one it has no effect."""
+    """Record and watch the block; inside another such block it has no effect."""
     if RECORDER.in_use:
         yield
         return
     launcher = handed_down()
     pid = launcher[0] if launcher else os.getppid() if has_launcher() else 0
-    folder = RECORDER.open(run.dir, _own_rank(run), run.layout.world_size, pid)
-    if SCRATCH in os.environ and folder is not None:
-        with suppress(OSError):
-            Path(os.environ[SCRATCH], FLIGHT).write_text(str(folder.absolute()))
+    RECORDER.open(run.dir, _rank(run), run.layout.world_size, pid)
     seconds = run.cfg.run.hang_report_seconds
     # A restart inside the processes is a better end of a hang than that of the run.
     ends = run.cfg.run.inprocess_restarts == 0
@@ -45,15 +40,15 @@ def watched(run: Run) -> Iterator[None]:
 
 
 class Driven:
-    """The recording and the watch of a run whose steps a program of the user's makes. Between its calls of the run,
-    which are `calls`, it may rest as long as it likes."""
+    """The recorder and the watchdog of a run whose steps the user's program makes. Between `calls` it may rest for any
+    time."""
 
     def __init__(self) -> None:
         self._ends = ExitStack()
 
     @contextmanager
     def starts(self, run: Run) -> Iterator[None]:
-        """The block that sets the run up; it is `watched` from its begin to `close`, or to an error in the block."""
+        """Set the run up in the block; it is `watched` from then on to `close`, or to an error in the block."""
         with ExitStack() as ends:
             ends.enter_context(watched(run))
             yield
@@ -63,7 +58,7 @@ class Driven:
     @staticmethod
     @contextmanager
     def calls() -> Iterator[None]:
-        """A block in which the run works; an error that leaves it is noted."""
+        """Let the run work in the block; an error that leaves it is noted."""
         RECORDER.to("loop")
         try:
             yield
@@ -74,28 +69,28 @@ class Driven:
             RECORDER.to(CALLER)
 
     def close(self) -> None:
-        """The run is over."""
+        """End the recording."""
         self._ends.close()
 
 
 def note_error(error: BaseException) -> None:
-    """Leave the error that ends this rank in its file, unless it follows from another rank's."""
+    """Write the error that ends this rank into its file, unless it follows from another rank's."""
     if not isinstance(error, PeersError) and not is_lost_peer(error):
         first = next(iter(str(error).splitlines()), "")
         RECORDER.note(ERROR, f"{type(error).__name__}: {first}")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a rank fails because another one has ended."""
+    """True if a rank fails because another one has ended."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
 
 
 def has_launcher() -> bool:
-    """Whether torchrun has started this process; a shell that ends must not end what was started from it."""
+    """True if torchrun has started this process. A shell that ends must not end what was started from it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _own_rank(run: Run) -> int:
+def _rank(run: Run) -> int:
     """Also inside of `numbered`, which counts without idle processes already."""
     rank = int(os.environ.get("RANK", "0"))
     renumbered = os.environ.get("WORLD_SIZE", "1") == str(run.layout.world_size)

@@ -1,5 +1,4 @@
-"""What scripts/launch.sh starts: finds the nodes of a run, picks its layout, and becomes torchrun's launcher of this
-node, or, where every task of the cluster is a rank, that rank. Imports no torch."""
+"""Start this node's part of a run (`mimo-train launch here`): find its nodes and its layout, and launch the ranks."""
 
 import os
 import re
@@ -10,17 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from data.text_format import plural
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import missing_code
-from mimo_train.launch.forked import OPTION as FORKED
-from mimo_train.launch.nodes import Nodes, nodes_of, without_torchruns
-from mimo_train.launch.restarts import OPTION
-from mimo_train.launch.tasks import number
+from mimo_train.launch.nodes import Nodes, nodes_of, number, without_torchruns
+from mimo_train.launch.restarts import require_resume
 from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, config_faults, resolve
 
@@ -118,35 +115,53 @@ def _line_of_task(environment: Mapping[str, str]) -> list[str]:
     return lines[task - 1]
 
 
-def command(config: str, overrides: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The command that starts this node's ranks, or is one, and its environment.
+@dataclass(frozen=True)
+class Start:
+    """What this process starts, or becomes."""
+
+    nodes: Nodes
+    per_node: int
+    """Ranks on each node."""
+    rank: list[str]
+    """Command of a rank."""
+    variables: dict[str, str]
+    """Environment of the ranks."""
+    run_dir: Path
+
+
+def start_of(config: str, overrides: Sequence[str], environment: Mapping[str, str]) -> Start:
+    """Return what the environment of a launcher says that it starts.
 
     Raises:
-        UserError: the nodes cannot be, the config has faults, or the layout does not fit the nodes.
+        UserError: variables contradict each other, the config has faults, or the layout does not fit the nodes.
     """
     nodes = nodes_of(environment)
     launch = launch_of(config, overrides, nodes.number, environment)
     if missing := list(missing_code(launch.cfg.train)):
         raise ConfigError(missing)
-    per_node = _per_node(launch.cfg, nodes)
-    # -P: a data.py or encoders/ in the working directory must not be found in the place of ours.
+    if nodes.max_restarts:
+        require_resume(launch.cfg.checkpoint.resume, f"MIMO_MAX_RESTARTS {nodes.max_restarts}")
+    # -P: a data.py or encoders/ in the working directory must not hide ours.
     rank = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", launch.config, *launch.overrides]
     variables = without_torchruns(environment) | _speed(launch.cfg, environment)
-    if nodes.ranks is not None:
-        return rank, variables
-    forked = []
-    # Restarts inside processes ask torch for other messages, before its import.
-    if _on_cpu(launch.cfg.run.device, environment) and not launch.cfg.run.inprocess_restarts:
-        forked = [f"{FORKED}{launch.cfg.run.device}"]
-    options = [*forked, "--standalone"]
-    if nodes.number > 1:
-        options = [*forked, f"--nnodes={nodes.number}", f"--node-rank={nodes.node}"]
-        options += [f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
-    if nodes.max_restarts:
-        options.append(f"{OPTION}={nodes.max_restarts}")
-    options += [f"--nproc-per-node={per_node}", "--no-python"]
-    # -u: of the ranks, which may be forked from the launcher.
-    return [sys.executable, "-P", "-u", "-m", "mimo_train.launch.torchrun", *options, *rank], variables
+    return Start(nodes, _per_node(launch.cfg, nodes), rank, variables, Path(launch.cfg.run.dir))
+
+
+def launch_here(config: str, overrides: Sequence[str]) -> int:
+    """Start the ranks of this node and return their exit code, or become a rank where every task of a cluster is one.
+
+    Raises:
+        UserError: see `start_of`; or the nodes cannot join.
+    """
+    start = start_of(config, overrides, os.environ)
+    if start.nodes.ranks is not None:
+        os.execve(start.rank[0], start.rank, start.variables)
+    for name in os.environ.keys() - start.variables.keys():
+        del os.environ[name]
+    os.environ.update(start.variables)
+    from mimo_train.launch.torchrun import launch  # torch is a slow import
+
+    return launch(start.rank, start.nodes, start.per_node, start.run_dir)
 
 
 def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool = False) -> int:
@@ -215,13 +230,3 @@ def _on_cpu(device: str, environment: Mapping[str, str]) -> bool:
         return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode != 0
     except OSError:
         return True
-
-
-def become(config: str, overrides: Sequence[str]) -> NoReturn:
-    """Replace this process by what `command` says, so that a signal to it is one to the launcher, which hands it on.
-
-    Raises:
-        UserError: as of `command`.
-    """
-    line, variables = command(config, overrides, os.environ)
-    os.execve(line[0], line, variables)

@@ -1,331 +1,313 @@
-"""Starts the ranks of one node: torchrun, with a graceful stop.
+"""Start the ranks of one node with torchrun's elastic agent, stop them gracefully, and start them again.
 
-``python -m mimo_train.launch.torchrun [torchrun options] -m mimo_train.cli train CONFIG ...`` takes torchrun's own
-options. What it adds to torchrun:
+What torchrun alone does not do:
 
-- SIGTERM, SIGINT, SIGHUP or SIGUSR1 is sent to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS``
-  (default 120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun itself exits with an
-  error and kills remaining ranks after 30 s. A second SIGINT (Ctrl-C) a second
-  later or more ends the ranks at once.
-- When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
-- The rank's own error is the last output: one line names the rank, instead of torchrun's two tracebacks.
-- ``--max-restarts N`` starts a run that has failed again, from its newest checkpoint, after a time that doubles; the
-  same failure at the same step twice ends it (``restarts``). Torchrun itself starts it again at once. Several nodes
-  meet before each start: all start again, or none.
-- A launcher that is killed leaves no ranks (``supervisor``) and no temporary files (``scratch``) behind.
-- A MASTER_PORT that is in use ends the launchers of all nodes, or of one, with one message (``meeting``).
-- ``--forked=DEVICE``, the first option, forks the ranks from one process that has imported the program (``forked``).
+- SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches each rank once, as SIGTERM. The ranks have ``MIMO_GRACE_SECONDS`` to finish
+  their step, save and exit 0; the launcher then exits 0 too. A second SIGINT, a second later or more, kills the ranks.
+- The last line of output names the rank that failed first, in place of torchrun's two tracebacks.
+- Failed ranks start again (``--max-restarts``) after a delay that doubles, on all nodes or on none. The same failure
+  twice at one step ends the run (``restarts``).
 
-It imports no torch at module level: its signal handlers are installed before that import begins.
+Without ranks, signals have their default effect: the launcher ends.
 """
 
-import ctypes
-import gc
 import logging
 import os
+import secrets
 import shlex
 import signal
-import sys
+import socket
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from mimo_train.config.errors import UserError
-from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down, say
-from mimo_train.launch.cpp_log import errors_only
-from mimo_train.launch.exit_signal import is_repeat
-from mimo_train.launch.forked import OPTION, open_server, start_from
-from mimo_train.launch.import_guard import require_own_packages, working_directory_last
-from mimo_train.launch.library_log import hand_on
-from mimo_train.launch.rendezvous import meet, require_free
-from mimo_train.launch.restarts import (
-    RESTART,
-    RESTARTS,
-    STOPPED_CODE,
-    Restarts,
-    failure_of,
-    first_wait,
-    run_dir_of,
-    stopped_code,
-)
-from mimo_train.launch.shutdown import grace_seconds
-from mimo_train.launch.supervisor import Supervisor
-from mimo_train.launch.temp_dir import FLIGHT, scratch_folder
+from mimo_train.launch.exit_signal import grace_seconds, is_repeat
+from mimo_train.launch.nodes import Nodes
+from mimo_train.launch.restarts import STOPPED_CODE, Restarts, first_wait, newest_failure, stopped_code
+from mimo_train.logging.library_log import errors_only
 
-FAILURE_SECONDS = 5
-ASKED_FOR = {
-    16: "a loss was wrong twice: start the run again on another machine, which makes the step again and compares",
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run."""
+JOIN_SECONDS = 900.0
+"""How long nodes wait for each other, before the first start and before a restart."""
+REASONS = {
+    16: "a loss was wrong twice: start the run again on another machine, which repeats the step and compares",
     17: "a loss could not be trusted: the messages above say whether a machine is at fault",
     HANG_CODE: "the run hung, the report above says where: the same command continues from the newest checkpoint",
 }
-"""Exit codes with which ranks end a run on purpose, by `train.rerun` and `run.hang_report_seconds`."""
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Exit codes with which ranks end a run on purpose (`train.rerun`, `run.hang_report_seconds`)."""
 
 
-class _Waiting:
-    """In the place of torch's context between two attempts: there are no ranks."""
+class NodeRendezvous(RendezvousHandler):
+    """Joins the launchers of all nodes in a TCPStore at MASTER_ADDR:MASTER_PORT, which node 0 keeps open over restarts.
 
-    subprocess_handlers: ClassVar[dict[int, Any]] = {}
-
-
-class Ranks:
-    """The running ranks of this node, as far as signals are concerned.
+    Unlike torchrun's c10d backend it numbers nodes by NODE_RANK, and gives the ranks of each start an empty store, so
+    that a restart does not read the keys of the start before it.
 
     Args:
+        nodes: number of nodes, this node, and the address and port of node 0.
+
+    Raises:
+        UserError: MASTER_PORT is in use, or node 0 does not answer.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes, self._start = nodes, 0
+        self._run_id = ""
+        self._address = nodes.address if nodes.number > 1 else "localhost"
+        self._of_ranks: TCPStore | None = None
+        here = f"MASTER_ADDR {self._address}, MASTER_PORT {nodes.port}"
+        if nodes.number > 1:
+            say(f"node {nodes.node} of {nodes.number} joins at {here}")
+        try:
+            self._store = _store(self._address, nodes.port if nodes.number > 1 else 0, is_server=nodes.node == 0)
+        except RuntimeError as error:
+            if nodes.node == 0:
+                raise UserError(
+                    f"MASTER_PORT: cannot listen on port {nodes.port} of node 0 ({socket.gethostname()}): "
+                    f"{_first_line(error)}. End the program that uses it, or set another MASTER_PORT on all nodes."
+                ) from error
+            raise UserError(
+                f"{here}: node 0 did not answer within {JOIN_SECONDS:g} s ({_first_line(error)}). Check both variables "
+                "and that node 0 has started."
+            ) from error
+        if self._store.add(f"node {nodes.node}", 1) > 1:
+            raise UserError(
+                f"NODE_RANK: node {nodes.node} has joined already. Give each node its own number; if the run before is "
+                "still ending, start again."
+            )
+
+    def start_again(self, wanted: bool) -> bool:
+        """Agree with the other nodes on another start; True if all want it.
+
+        Raises:
+            UserError: another node has ended, or did not answer within JOIN_SECONDS.
+        """
+        self._start += 1
+        wishes = [f"start {self._start} of node {node}" for node in range(self._nodes.number)]
+        try:
+            self._store.set(wishes[self._nodes.node], str(wanted))
+            return all(wish == b"True" for wish in self._store.multi_get(wishes))
+        except RuntimeError as error:
+            raise UserError(f"not all nodes agreed on a restart: {_first_line(error)}") from error
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all nodes; node 0 opens a store for the ranks of this start.
+
+        Raises:
+            UserError: not all nodes came within JOIN_SECONDS.
+        """
+        store = PrefixStore(f"{self._start}/", self._store)
+        try:
+            if self._nodes.node == 0:
+                self._of_ranks = _store(self._address, 0, is_server=True)
+                store.set("ranks", f"{secrets.token_hex(4)} {self._of_ranks.port}")
+            self._run_id, port = store.get("ranks").decode().split()
+        except RuntimeError as error:
+            raise UserError(f"MASTER_ADDR {self._address}: node 0 has ended: {_first_line(error)}") from error
+        bootstrap = RendezvousStoreInfo(self._address, int(port))
+        return RendezvousInfo(store, self._nodes.node, self._nodes.number, bootstrap)
+
+    def get_run_id(self) -> str:
+        """Return a word that all nodes share, new at each start."""
+        return self._run_id
+
+    def get_backend(self) -> str:
+        """Return the name of this backend."""
+        return "mimo-train"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: ranks use a store of the launcher of node 0."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Return False: nodes do not leave a start early."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the number of nodes is fixed."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Keep the store: other nodes may still read it."""
+        return True
+
+
+def _store(address: str, port: int, *, is_server: bool) -> TCPStore:
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    return TCPStore(address, port, None, is_server, timeout, wait_for_workers=False)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent for one start of the ranks of this node, with a graceful stop.
+
+    Args:
+        spec: of the ranks.
+        log_dir: folder for torchrun's files.
         grace_seconds: how long the ranks may take to finish after a stop was requested.
     """
 
-    def __init__(self, grace_seconds: float) -> None:
+    def __init__(self, spec: WorkerSpec, log_dir: Path, grace_seconds: float) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(log_dir)))
         self.grace_seconds = grace_seconds
-        self.context: Any = None  # torch's PContext, once the ranks have started
-        self.supervisor: Supervisor | None = None
-        self.starting = False
-        self.stop_asked = False
-        self._stop_asked_at = 0.0  # monotonic
-        self.ended: dict[int, str] = {}
-        """Processes of ranks that this launcher has killed, and why."""
-        self._early: int | None = None  # a signal that came while the ranks were being started
+        self.stop_requested_at: float | None = None
+        """Monotonic time of the first signal."""
+        self.killed: dict[int, str] = {}
+        """Ranks' processes that this launcher has killed, and why."""
+        self._forwarded = False
 
-    def ask_to_stop(self, signum: int, _frame: object) -> None:
-        """Handler of the signals that stop a run: sends SIGTERM to the ranks, once."""
-        if self.starting:
-            self._early = signum
-        elif self.context is None:
-            sys.exit(128 + signum)  # nothing runs yet, and nothing is to be saved
-        elif not self.stop_asked:
-            self.stop_asked, self._stop_asked_at = True, time.monotonic()
+    def request_stop(self, signum: int, _frame: object) -> None:
+        """Handle a signal that stops a run: send SIGTERM to the ranks, once."""
+        if self.stop_requested_at is None:
+            self.stop_requested_at = time.monotonic()
             say(
                 f"{signal.Signals(signum).name}: the ranks finish their step and save, for at most "
                 f"{self.grace_seconds:g} s (MIMO_GRACE_SECONDS)"
             )
             signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
-            self._signal(signal.SIGTERM)
-        elif signum == signal.SIGINT and not is_repeat(self._stop_asked_at):
+            self._forward()
+        elif signum == signal.SIGINT and not is_repeat(self.stop_requested_at):
             say("SIGINT again: ending the ranks now")
             self._kill("SIGINT came twice")
 
-    def started(self, context: Any) -> None:
-        """Called when the ranks have started; handles a signal that arrived meanwhile.
-
-        Args:
-            context: torch's object of the running ranks.
-        """
-        self.context, self.starting = context, False
-        if self.supervisor is not None:
-            self.supervisor.started(handler.proc.pid for handler in context.subprocess_handlers.values())
-        if self.stop_asked:  # torchrun has started ranks again meanwhile: these do not know
-            self._signal(signal.SIGTERM)
-        if self._early is not None:
-            early, self._early = self._early, None
-            self.ask_to_stop(early, None)
-
-    def stopped_within(self, seconds: float) -> bool:
-        """Wait before a restart; whether a stop was requested meanwhile."""
-        self.context, deadline = _Waiting(), time.monotonic() + seconds
-        while time.monotonic() < deadline and not self.stop_asked:
-            time.sleep(0.1)
-        # As before the first start: a signal while nodes wait for each other ends the launcher. One that came before
-        # this line has set what is returned.
-        self.context = None
-        return self.stop_asked
-
     def end_of_grace(self, _signum: int, _frame: object) -> None:
-        """Handler of the timer: ends the ranks that are still there."""
+        """Handle the timer: kill the ranks that are left."""
         say(f"the ranks did not finish within {self.grace_seconds:g} s (MIMO_GRACE_SECONDS): ending them")
         self._kill(f"it did not finish within {self.grace_seconds:g} s after a stop was asked for (MIMO_GRACE_SECONDS)")
 
-    def _kill(self, why: str) -> None:
-        handlers = self.context.subprocess_handlers.values()
-        self.ended |= {handler.proc.pid: why for handler in handlers if handler.proc.poll() is None}
-        self._signal(signal.SIGKILL)
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        signal.signal(signal.SIGALRM, self.end_of_grace)
+        for signum in SIGNALS:
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                signal.signal(signum, self.request_stop)
+        started = super()._start_workers(worker_group)
+        if self.stop_requested_at is not None:  # a signal that came while they were being started
+            self._forward()
+        return started
 
-    def _signal(self, signum: signal.Signals) -> None:
-        # To the rank alone for a graceful stop: the workers that read its data must live until it has finished.
-        # To its whole session, which torchrun gives each rank, for an end.
-        send = os.killpg if signum == signal.SIGKILL else os.kill
-        for handler in self.context.subprocess_handlers.values():
-            if handler.proc.poll() is None:
-                send(handler.proc.pid, signum)
+    def _forward(self) -> None:
+        """Send SIGTERM to each rank, and not to its session: the workers that read its data must live until it ends."""
+        if self._pcontext is not None and not self._forwarded:
+            self._forwarded = True
+            for pid in self._running():
+                os.kill(pid, signal.SIGTERM)
+
+    def _kill(self, reason: str) -> None:
+        for pid in self._running():
+            self.killed[pid] = reason
+            os.killpg(pid, signal.SIGKILL)  # torchrun gives each rank a session
+
+    def _running(self) -> list[int]:
+        handlers = self._pcontext.subprocess_handlers.values() if isinstance(self._pcontext, SubprocessContext) else ()
+        return [handler.proc.pid for handler in handlers if handler.proc.poll() is None]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Launches the ranks and waits for them.
+def launch(command: Sequence[str], nodes: Nodes, per_node: int, run_dir: Path) -> int:
+    """Start the ranks of this node and wait for them.
 
     Args:
-        arguments: torchrun's options and the command of a rank; those of the process when None.
+        command: of a rank.
+        nodes: of the run.
+        per_node: ranks on each node.
+        run_dir: `run.dir`, in whose files the cause of a failure is looked up.
 
     Returns:
-        0 if every rank exited 0, also after a requested stop; otherwise the exit code of the rank that failed
-        first, 1 if a signal ended it.
+        0 if every rank exited 0, also after a requested stop; otherwise the exit code of the rank that failed first,
+        or 1 if a signal ended it.
 
     Raises:
-        UserError: MIMO_GRACE_SECONDS is not a positive number, other packages hide ours, or MASTER_PORT is in use.
+        UserError: the nodes cannot join, or a variable of times is no number of seconds.
     """
-    working_directory_last()
-    require_own_packages()
+    restarts, grace = Restarts(nodes.max_restarts, first_wait()), grace_seconds()
     hand_down()
-    ranks = Ranks(grace_seconds())
-    for signum in HANDED_ON:
-        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup says that it is to be ignored
-            signal.signal(signum, ranks.ask_to_stop)
-    signal.signal(signal.SIGALRM, ranks.end_of_grace)
-
-    arguments, server = list(sys.argv[1:] if arguments is None else arguments), None
-    if arguments and arguments[0].startswith(OPTION):
-        server = open_server(arguments.pop(0).removeprefix(OPTION))
-
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    if server is not None:
-        start_from(server, SubprocessHandler)
-    _adapt(SubprocessContext, ranks)
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # which waits for the store, which is C++
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    errors_only(inherited=False)  # C++ warns about a store that is not there yet, or has left first
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torchrun's way to end ranks at once
     if "LOGLEVEL" not in os.environ:
         for name in [*logging.root.manager.loggerDict]:
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with ExitStack() as ends, scratch_folder() as folder:  # torchrun's own would be left behind
-            if server is not None:
-                ends.callback(server.close)
-                hand_on(server.said, folder)
-            # SIGQUIT alone is left to torchrun: it ends the run at once.
-            options = run.parse_args(["--signals-to-handle=SIGQUIT", f"--log-dir={folder}", *arguments])
-            _meet(options)
-            with closing(Supervisor(ranks.grace_seconds, folder)) as ranks.supervisor:
-                return _attempts(lambda: run.run(options), options, ranks, folder)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for signum in HANDED_ON:  # all is done: a late signal must not turn the exit code into its own
-            signal.signal(signum, signal.SIG_IGN)
-
-
-def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder: Path) -> int:
-    """Starts the ranks, again after failures if `--max-restarts` says so; returns the exit code."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    restarts, name = Restarts(options.max_restarts, first_wait()), options.rdzv_id
-    os.environ.pop(RESTARTS, None)
-    if options.max_restarts:
-        os.environ[RESTARTS] = str(options.max_restarts)
-    options.max_restarts = 0
-    while True:
-        try:
-            attempt()
-        except ChildFailedError as error:
-            code = _report(error.failures, ranks, folder)
-            if ranks.stop_asked or not restarts.number:
+    rendezvous = NodeRendezvous(nodes)
+    with tempfile.TemporaryDirectory(prefix="mimo-train-") as folder:
+        while True:
+            spec = WorkerSpec(
+                role="default",
+                local_world_size=per_node,
+                rdzv_handler=rendezvous,
+                entrypoint=command[0],
+                args=tuple(command[1:]),
+                max_restarts=0,
+                monitor_interval=0.1,
+            )
+            agent, started_at = Agent(spec, Path(folder), grace), time.time()
+            result = agent.run()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if not result.is_failed():
+                _ignore_signals()  # a late one must not change the exit code
+                return 0
+            code = _report(result, agent, run_dir)
+            if agent.stop_requested_at is not None or not nodes.max_restarts:
+                _ignore_signals()
                 return code
-            first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-            seconds, why = restarts.after(failure_of(first.exitcode, folder))
-        else:
-            return 0
-        say(why)
-        gc.collect()  # the store of this attempt, which has the port
-        try:
-            # As before the first start: a signal while nodes wait for each other ends the launcher.
-            ranks.context = None
-            _meet(options, again=True, leaves=seconds is None)
-        except UserError as error:
-            if seconds is not None:
-                say(str(error))
-            return code
-        if seconds is None or ranks.stopped_within(seconds):
-            return code
-        (folder / FLIGHT).unlink(missing_ok=True)
-        os.environ[RESTART] = str(restarts.made)
-        # What nodes have left in a store for the attempt before is not for this one.
-        options.rdzv_id = f"{name}-{restarts.made}"
+            for signum in SIGNALS:
+                if callable(signal.getsignal(signum)):
+                    signal.signal(signum, signal.SIG_DFL)
+            first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+            seconds, reason = restarts.after(newest_failure(run_dir, first.exitcode, started_at))
+            say(reason)
+            if not rendezvous.start_again(seconds is not None):
+                if seconds is not None:
+                    say("another node does not start its ranks again, and says why: this node ends too")
+                return code
+            time.sleep(seconds or 0.0)
 
 
-def _meet(options: Any, *, again: bool = False, leaves: bool = False) -> None:
-    """Meets the launchers of other nodes where torchrun will open its store, and tells the ranks what is new of this
-    start.
-
-    Raises:
-        UserError: as of `meet`.
-    """
-    os.environ.pop(START, None)  # of whoever has started this launcher
-    fewest, _, most = options.nnodes.partition(":")
-    if options.rdzv_backend != "static" or options.standalone or options.rdzv_endpoint or fewest != (most or fewest):
-        return
-    nodes, port = int(fewest), int(options.master_port)
-    if nodes > 1:
-        node, address = int(options.node_rank), options.master_addr
-        os.environ[START] = meet(address, port, nodes, node, again=again, leaves=leaves)
-    elif port and not leaves:
-        require_free(port, again=again)
+def _ignore_signals() -> None:
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
-def _adapt(context_class: Any, ranks: Ranks) -> None:
-    """Patches torch's class of running ranks: it notifies ``ranks`` when they have started, and waits less for the
-    others when one has failed, and is quiet when all have ended well."""
-    start, close = context_class._start, context_class._close
-
-    def started(self: Any) -> None:
-        ranks.starting = True
-        start(self)
-        ranks.started(self)
-
-    def closed(self: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
-        handlers = self.subprocess_handlers.values()
-        if handlers and all(handler.proc.poll() == 0 for handler in handlers):
-            # The launcher that has torchrun's store may leave first: the others' C++ would tell of it.
-            errors_only()
-        close(self, death_sig, min(timeout, FAILURE_SECONDS))
-
-    context_class._start, context_class._close = started, closed
-
-
-def _report(failures: dict[int, Any], ranks: Ranks, folder: Path) -> int:
-    """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it.
-
-    Args:
-        folder: the launcher's.
-    """
-    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
-    if failure.exitcode in ASKED_FOR:
-        say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
+def _report(result: RunResult, agent: Agent, run_dir: Path) -> int:
+    """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it."""
+    rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+    if failure.exitcode in REASONS:
+        say(f"exit code {failure.exitcode}: {REASONS[failure.exitcode]}. All ranks of this node have ended.")
         return failure.exitcode
     if failure.exitcode == stopped_code():
         say(f"exit code {failure.exitcode} ({STOPPED_CODE}): the run was stopped before its last step, and has saved.")
         return failure.exitcode
-    if failure.pid in ranks.ended:
-        how = f"was ended by this launcher: {ranks.ended[failure.pid]}; what it had not saved is trained again"
-    elif ranks.stop_asked and failure.exitcode == -signal.SIGTERM:
+    if failure.pid in agent.killed:
+        how = f"was ended by this launcher: {agent.killed[failure.pid]}; what it had not saved is trained again"
+    elif agent.stop_requested_at is not None and failure.exitcode == -signal.SIGTERM:
         how = "was stopped before training began: nothing was saved"
     elif failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         how = f"was killed by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
         if name == "SIGABRT":
-            how += f" (as gloo does where ranks make different collectives: {_hang_command(folder)} compares them)"
+            hang = f"mimo-train hang {shlex.quote(str(run_dir))}"
+            how += f" (as gloo does where ranks make different collectives: {hang} compares them)"
     else:
         how = f"failed with exit code {failure.exitcode}; the messages above say why"
     say(f"rank {rank} (process {failure.pid}) {how}. All ranks of this node have ended.")
     return max(1, failure.exitcode)
-
-
-def _hang_command(folder: Path) -> str:
-    run_dir = run_dir_of(folder)
-    return f"mimo-train hang {shlex.quote(str(run_dir)) if run_dir else 'RUN_DIR'}"
-
-
-def end_with_launcher() -> None:
-    """Asks Linux to send this process SIGTERM when its launcher dies, even by SIGKILL: a rank that outlives it would
-    write into the folder of the run that replaces it. Does nothing on other systems, and without torchrun."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ  # a shell that ends must not end what was started from it
-    if sys.platform == "linux" and launched:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ValueError as error:
-        say(str(error))
-        sys.exit(1)

@@ -14,7 +14,7 @@ import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from data.text_format import shown_lines
-from mimo_train.launch.output import to_nowhere
+from mimo_train.logging.rank_log import to_nowhere
 
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE, _OF_SOURCE, _TIMERS = "learning_rate/", "loss/", "timers/"

@@ -15,11 +15,11 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import FORWARD_STEP
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
-from mimo_train.launch.output import show
 from mimo_train.launch.processes import is_idle, numbered, require_none_idle, say_idle, started_run
 from mimo_train.launch.rank_monitor import Driven, note_error, watched
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.layout.run import Run, require_config
+from mimo_train.logging.rank_log import show
 from mimo_train.models.heads import ModelHook
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.data_setup import CountingStopped

@@ -18,9 +18,9 @@ from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
 from tests.e2e.fake_python import pid_runs
+from tests.e2e.test_launch import free_port
 from tests.e2e.test_train import digits, finish, start, wait_for, whole_lines  # noqa: F401 (a fixture)
 from tests.hang import HANG_SECONDS
-from tests.unit.launch.test_meeting import free_port
 
 ENCODER, LANGUAGE = 0, 1
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.launch import torchrun as launch
+from mimo_train.launch.exit_signal import grace_seconds
 from tests.e2e.fake_python import pid_runs
 from tests.hang import HANG_SECONDS
-from tests.unit.launch.test_meeting import free_port
 
 RANK = """
 import os, signal, sys, time
-from mimo_train.launch.torchrun import end_with_launcher
 behaviour, rank = sys.argv[1], os.environ["RANK"]
 received = 0
 def note(signum, frame):
@@ -24,7 +23,10 @@ def note(signum, frame):
     received += 1
 signal.signal(signal.SIGTERM, note)
 if behaviour == "follow":
-    end_with_launcher()
+    from pathlib import Path
+    from mimo_train.flight.recorder import RECORDER
+    from mimo_train.flight.watch import Watch
+    Watch(RECORDER, Path("run"), 0)
 open(f"started{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"started{rank}.part", f"started{rank}")
 while not os.path.exists(f"started{1 - int(rank)}"):
@@ -40,17 +42,17 @@ if behaviour == "leave":
 if rank == "1" and behaviour == "break":  # later, at the first start, then twice in the same way
     from pathlib import Path
     from mimo_train.flight.recorder import RECORDER
-    folder = RECORDER.open(Path("run"), 1, 2)
-    RECORDER.begin_step(5 if "MIMO_RESTART" in os.environ else 3)
+    RECORDER.open(Path("run"), 1, 2)
+    RECORDER.begin_step(5 if os.path.exists("broken") else 3)
+    open("broken", "w").close()
     RECORDER.note(1, "RuntimeError: broken")
-    RECORDER.beat(0.0)
-    Path(os.environ["MIMO_SCRATCH"], "flight").write_text(str(folder.absolute()))
+    RECORDER.beat(time.monotonic())
     sys.exit(7)
 if rank == "1" and behaviour == "ask":
     sys.exit(16)
 if rank == "1" and behaviour == "die":
     os.kill(os.getpid(), signal.SIGKILL)
-while not received or behaviour in ("fail", "ask", "die", "stuck", "break"):
+while not received or behaviour == "stuck":
     time.sleep(0.05)
 while behaviour == "save" and not os.path.exists("go"):  # as if saving
     time.sleep(0.05)
@@ -58,32 +60,32 @@ open(f"saved{rank}", "w").write(str(received))
 """
 
 
-FORKED = """
-import sys
-from mimo_train.launch import forked, torchrun
-forked.PROGRAM = "json"  # ours takes seconds, and these ranks need nothing of it
-sys.exit(torchrun.main(["--forked=cpu", *sys.argv[1:]]))
+LAUNCH = """
+import os, sys
+from pathlib import Path
+from mimo_train.launch.nodes import Nodes
+from mimo_train.launch.torchrun import launch
+nodes = Nodes(max_restarts=int(os.environ.get("RESTARTS", 0)))
+sys.exit(launch([sys.executable, "-u", "rank.py", sys.argv[1]], nodes, 2, Path("run")))
 """
-both_ways = pytest.mark.parametrize("start", ["own", "forked"], indirect=True)
 
 
 @pytest.fixture
-def start(request, tmp_path):
-    """Starts two ranks of a behaviour, as nohup does, and returns the launcher once both run. The ranks are processes
-    of their own, or forked."""
-    program = (
-        ["-u", "-c", FORKED] if getattr(request, "param", "own") == "forked" else ["-m", "mimo_train.launch.torchrun"]
-    )
+def start(tmp_path):
+    """Starts two ranks of a behaviour, as nohup does, and returns the launcher once both run."""
     (tmp_path / "rank.py").write_text(RANK)
     started = [tmp_path / f"started{rank}" for rank in (0, 1)]
     launchers = []
 
-    def start(behaviour: str, *more: str, **variables: str) -> subprocess.Popen:
-        options = ["--standalone", "--nproc-per-node=2", *more, "-m", "rank", behaviour]
-        command = [sys.executable, *program, *options]
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    def start(behaviour: str, **variables: str) -> subprocess.Popen:
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
         launcher = subprocess.Popen(
-            ["nohup", *command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            ["nohup", sys.executable, "-W", "ignore", "-c", LAUNCH, behaviour],
+            cwd=tmp_path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         launchers.append(launcher)
         while not all(file.exists() for file in started):
@@ -104,7 +106,6 @@ def ranks(folder: Path) -> list[int]:
     return [int((folder / f"started{rank}").read_text()) for rank in (0, 1)]
 
 
-@both_ways
 def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
     launcher = start("save")
     # Between them a moment, in which a launcher that does it wrong would send its ranks one signal more.
@@ -141,12 +142,8 @@ def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("start", "behaviour", "words"),
-    [
-        ("own", "fail", ["error: learning rate is 7", "exit code 1"]),
-        ("forked", "die", ["rank 1", "SIGKILL"]),
-    ],
-    indirect=["start"],
+    ("behaviour", "words"),
+    [("fail", ["error: learning rate is 7", "exit code 1"]), ("die", ["rank 1", "SIGKILL"])],
 )
 def test_one_failed_rank_ends_the_others_and_has_the_word(start, tmp_path, behaviour, words):
     launcher = start(behaviour)
@@ -165,9 +162,8 @@ def test_a_run_that_asks_for_another_machine_ends_with_its_exit_code(start):
     assert len(err.splitlines()) == 1 and "exit code 16" in err and "another machine" in err
 
 
-@pytest.mark.parametrize("start", ["forked"], indirect=True)
 def test_a_failed_run_is_started_again_until_it_fails_twice_in_the_same_way(start):
-    launcher = start("break", "--max-restarts=5", MIMO_RESTART_SECONDS="0")
+    launcher = start("break", RESTARTS="5", MIMO_RESTART_SECONDS="0")
     _, err = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 7
     told = [line for line in err.splitlines() if "restart" in line or "again" in line]
@@ -177,31 +173,29 @@ def test_a_failed_run_is_started_again_until_it_fails_twice_in_the_same_way(star
     assert len(told) == 3
 
 
-@both_ways
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
-def test_ranks_save_and_end_when_the_launcher_is_killed_also_stopped_ones(start, tmp_path):
-    launcher = start("follow", MIMO_GRACE_SECONDS="3", TMPDIR=str(tmp_path))
-    assert [*tmp_path.glob("mimo-train-*")]
-    os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
+def test_ranks_save_and_end_when_the_launcher_is_killed(start, tmp_path):
+    launcher = start("follow", MIMO_GRACE_SECONDS="30")
     launcher.kill()
     launcher.wait()
-    while any(map(pid_runs, ranks(tmp_path))) or [*tmp_path.glob("mimo-train-*")]:
+    deadline = time.monotonic() + HANG_SECONDS
+    while any(map(pid_runs, ranks(tmp_path))):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert (tmp_path / "saved0").exists() and not (tmp_path / "saved1").exists()
+    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-3", "inf", "nan"])
 def test_a_wrong_time_of_grace_is_told(monkeypatch, seconds):
     monkeypatch.setenv("MIMO_GRACE_SECONDS", seconds)
     with pytest.raises(ValueError, match=f"MIMO_GRACE_SECONDS is '{seconds}'"):
-        launch.main([])
+        grace_seconds()
 
 
 WARNINGS = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from mimo_train.launch.cpp_log import errors_only
+from mimo_train.logging.library_log import errors_only
 for last in (False, True):
     if last:
         errors_only()
@@ -222,24 +216,77 @@ def test_warnings_of_an_imported_torch_end_where_errors_only_are_asked_for():
     assert "[W" in once and "[E" in again and "[W" not in again, done.stderr
 
 
+NODE = """
+import os, sys
+from pathlib import Path
+from mimo_train.launch.nodes import Nodes
+from mimo_train.launch.torchrun import launch
+node, port, restarts, command = sys.argv[1:]
+nodes = Nodes(2, int(node), "localhost", int(port), max_restarts=int(restarts))
+try:
+    code = launch(["sh", "-c", command], nodes, 1, Path(f"run{node}"))
+except ValueError as error:
+    sys.exit(str(error))
+sys.exit(code)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def start_node(folder: Path, node: int, port: int, command: str, restarts: int = 0) -> subprocess.Popen:
+    """The launcher of one of two nodes; the command of its rank is one of a shell."""
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", NODE, str(node), str(port), str(restarts), command],
+        cwd=folder,
+        env=env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MIMO_RESTART_SECONDS": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def test_a_launcher_that_waits_for_one_that_has_left_is_quiet(tmp_path):
-    """As at the end of a run, where the launcher with the store may be the first to leave; here it is killed."""
-    leave = "touch over1; echo ${TORCH_CPP_LOG_LEVEL-unset}"
+    """As at the end of a run, where the launcher with the store may be the first to leave; here it is killed. Ranks
+    keep NODE_RANK's order, and torch's own warnings."""
+    leave = "touch over1; echo ${TORCH_CPP_LOG_LEVEL-unset} rank $RANK of $WORLD_SIZE"
     lose = "until test -e over1; do sleep 0.05; done; sleep 1; kill -9 $PPID"
-    nodes = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}", "--nproc-per-node=1"]
-    launchers = []
-    for node, does in enumerate((lose, leave)):
-        options = [*nodes, f"--node-rank={node}", "--no-python", "sh", "-c", does]
-        launchers.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "mimo_train.launch.torchrun", *options],
-                cwd=tmp_path,
-                env={name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    port = free_port()
+    launchers = [start_node(tmp_path, node, port, does) for node, does in enumerate((lose, leave))]
     outputs = [launcher.communicate(timeout=HANG_SECONDS)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [-signal.SIGKILL, 0], outputs
-    assert outputs[1] == "unset\n", "of the rank, whose own warnings stay"
+    assert outputs[1].splitlines()[1:] == ["unset rank 1 of 2"], outputs
+
+
+def test_a_port_in_use_ends_node_0_with_one_line(tmp_path):
+    with socket.create_server(("", 0)) as holder:
+        port = holder.getsockname()[1]
+        launcher = start_node(tmp_path, 0, port, "true")
+        joins, error = launcher.communicate(timeout=HANG_SECONDS)[0].splitlines()
+    assert launcher.returncode == 1
+    assert "joins at MASTER_ADDR localhost" in joins
+    assert f"MASTER_PORT: cannot listen on port {port} of node 0" in error
+
+
+def test_nodes_start_again_together_or_not_at_all(tmp_path):
+    """Node 1 fails before its run begins, so that it does not start again: node 0, which would, ends too."""
+    begin = "import sys, time; from pathlib import Path; from mimo_train.flight.recorder import RECORDER as r; "
+    begin += "r.open(Path('run0'), 0, 2); r.begin_step(3); r.beat(0.0); sys.exit(3)"
+    port = free_port()
+    commands = f'"{sys.executable}" -c "{begin}"', "sleep 1; exit 4"
+    launchers = [start_node(tmp_path, node, port, does, restarts=2) for node, does in enumerate(commands)]
+    outputs = [launcher.communicate(timeout=HANG_SECONDS)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [3, 4], outputs
+    assert "exit code 3 at step 3; restart 1 of 2" in outputs[0] and "another node does not start" in outputs[0]
+
+
+def test_a_signal_while_nodes_wait_for_each_other_ends_the_launcher(tmp_path):
+    launcher = start_node(tmp_path, 0, free_port(), "true")
+    assert launcher.stdout is not None and "joins" in launcher.stdout.readline()
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(HANG_SECONDS) in (-signal.SIGINT, 130)

@@ -74,9 +74,8 @@ def test_scripts_import_none_of_them_and_load_callbacks_and_forward_step_from_th
         [BIN / "mimo-train"],
         [sys.executable, "-m", "mimo_train.cli"],
         [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "mimo_train.cli"],
-        [sys.executable, "-m", "mimo_train.launch.torchrun", "--standalone", "-m", "mimo_train.cli"],
     ],
-    ids=["mimo-train", "python -m", "torchrun", "our launcher"],
+    ids=["mimo-train", "python -m", "torchrun"],
 )
 def test_commands_import_none_of_them(folder, command):
     for name in ("mimo_train.py", "argparse.py"):  # only -P helps where Python itself has the folder in front
@@ -101,14 +100,6 @@ def test_a_foreign_package_on_pythonpath_is_named_with_both_places_and_the_remed
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {name}: Python finds {found} before mimo-train's own /") and f"/{name}: " in line
     assert line.endswith(f"take {found.parent} out of PYTHONPATH, or rename {name}")
-
-
-def test_the_launcher_names_it_before_a_rank_starts(tmp_path):
-    found = foreign(tmp_path / "theirs", "data")
-    command = (sys.executable, "-m", "mimo_train.launch.torchrun", "--standalone", "-m", "mimo_train.cli", "world")
-    result = run(*command, "vlm_digits", cwd=tmp_path, PYTHONPATH=str(found.parent))
-    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert str(found) in result.stderr and "PYTHONPATH" in result.stderr
 
 
 def test_the_package_that_brought_it_is_named(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from data.demo.make import make_demo
-from mimo_train.launch.rank_log import Logs
+from mimo_train.logging.rank_log import Logs
 from tests.hang import HANG_SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]

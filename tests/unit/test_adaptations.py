@@ -191,14 +191,6 @@ def test_torch_s_launcher_passes_a_signal_to_ranks_as_an_error():
     assert "raise SignalException(" in inspect.getsource(api._terminate_process_handler)
 
 
-def test_torch_s_launcher_starts_a_program_for_each_rank():
-    """Else `launch/forked.py` would have another place for its ranks."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    assert "return Popen(" in inspect.getsource(SubprocessHandler._popen)
-    assert "self.proc: Popen = self._popen(args_str, env_vars)" in inspect.getsource(SubprocessHandler.__init__)
-
-
 def test_a_message_of_torch_has_no_place_for_what_a_recorder_knows_of_it():
     """Else `parallel/recorded.py` need not keep works by their identity."""
     from torch.distributed import Work
@@ -299,7 +291,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
         "parallel/recorded.py",
     }
     looked_at |= {f"data/media/{name}.py" for name in ("audio_files", "audio")}
-    looked_at |= {"launch/forked.py", "models/rms_norm.py", "models/kept_scores.py"}
+    looked_at |= {"models/rms_norm.py", "models/kept_scores.py"}
     looked_at |= {"logging/sinks/tensorboard.py", "config/run_files.py"}
     by_running = (
         "tests/dist/models/test_dense_layer.py",

@@ -16,8 +16,8 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import vocabulary_faults
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.inputs.inputs import placeholders_of, tokenizer_of
-from mimo_train.launch.output import show
 from mimo_train.layout.run import Run
+from mimo_train.logging.rank_log import show
 from mimo_train.logging.stopwatch import Stopwatch
 from mimo_train.models.build import build_model
 from mimo_train.models.heads import ModelHook

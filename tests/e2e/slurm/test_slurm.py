@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.logging.job_end import events_of
+from mimo_train.logging.progress import events
 from tests.e2e.fake_python import REPOSITORY
 from tests.e2e.slurm.cluster import Cluster, missing, until
 
@@ -76,11 +76,11 @@ def submit(cluster, tmp_path):
 
 def starts(run_dir: Path) -> list[int]:
     """Steps that the jobs of a run went on from."""
-    return [int(line.facts["step"]) for line in events_of(run_dir) if line.kind == "start"]
+    return [int(line.facts["step"]) for line in events(run_dir) if line.kind == "start"]
 
 
 def outcomes(run_dir: Path) -> list[str]:
-    return [line.facts["outcome"] for line in events_of(run_dir) if line.kind == "ended"]
+    return [line.facts["outcome"] for line in events(run_dir) if line.kind == "ended"]
 
 
 def curve(run_dir: Path) -> list[tuple[int, float, float]]:
@@ -153,7 +153,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, submit, tmp_path):
     until("the end", lambda: cluster.state(job) in OVER)
     cluster.start_node("n3")
     assert cluster.state(job) == "COMPLETED"
-    worlds = [line.facts["world_size"] for line in events_of(fewer) if line.kind == "start"]
+    worlds = [line.facts["world_size"] for line in events(fewer) if line.kind == "start"]
     assert worlds == ["3", "2"]
     for one, other in zip(curve(fewer), curve(tmp_path / "alone"), strict=True):
         assert one == pytest.approx(other, rel=1e-4)
@@ -169,7 +169,7 @@ def test_every_task_is_a_rank_with_a_gpu_of_its_own(cluster, submit, tmp_path):
     options = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1", "--time=9"]
     job = submit(options, "vlm_digits", "layout=images_dp2_language_dp2", "train.iters=6", f"run.dir={run}", TOLD)
     require_state(cluster, job, "COMPLETED")
-    (start,) = [line for line in events_of(run) if line.kind == "start"]
+    (start,) = [line for line in events(run) if line.kind == "start"]
     assert start.facts["world_size"] == "4" and len(curve(run)) == 6
     gpus = [(rank["SLURMD_NODENAME"], rank["CUDA_VISIBLE_DEVICES"]) for rank in told(tmp_path, 4)]
     assert gpus == [("n1", "0"), ("n1", "1"), ("n2", "0"), ("n2", "1")]

@@ -96,7 +96,7 @@ def test_without_a_job_there_is_no_verdict(tmp_path, monkeypatch, capsys):
 def test_a_run_that_starts_again_must_continue(monkeypatch):
     monkeypatch.setenv(STOPPED_CODE, "0")
     require_resume("auto")
-    with pytest.raises(ConfigError, match="checkpoint.resume: must be auto with MIMO_STOPPED_CODE 0, is 'never'"):
+    with pytest.raises(ConfigError, match="checkpoint.resume: must be auto with MIMO_STOPPED_CODE 0, got 'never'"):
         require_resume("never")
 
 

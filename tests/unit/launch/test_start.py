@@ -1,93 +1,81 @@
 """What is started on a node: by which variables, with which layout, and what is refused."""
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mimo_train.config.errors import ConfigError, UserError
-from mimo_train.launch.start import command, launch_of
-from tests.unit.launch.test_tasks import OPEN_MPI, SKY, SLURM
+from mimo_train.launch.nodes import Nodes
+from mimo_train.launch.start import Start, launch_of, start_of
+from tests.unit.launch.test_nodes import OPEN_MPI, SKY, SLURM
 
 FOUR = ("run.device=cpu", "layout=images_dp2_language_dp2")
 RANK = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", "vlm_digits", *FOUR]
 ON_NODE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}
 TORCHRUN = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node1", "PET_NPROC_PER_NODE": "auto"}
-ON_NODE_1 = ["--nnodes=2", "--node-rank=1", "--master-addr=node1", "--master-port=29500"]
+NODE_1 = Nodes(2, 1, "node1", 29500)
 
 
-def options(variables: dict[str, str], *overrides: str) -> list[str]:
-    """Of the launcher."""
-    line, _ = command("vlm_digits", [*FOUR, *overrides], variables)
-    head = [sys.executable, "-P", "-u", "-m", "mimo_train.launch.torchrun"]
-    assert line[:5] == head and line[-len(RANK) - len(overrides) :] == [*RANK, *overrides]
-    assert line[5] == "--forked=cpu"
-    return line[6 : -len(RANK) - len(overrides)]
+def started(variables: dict[str, str], *overrides: str) -> Start:
+    start = start_of("vlm_digits", [*FOUR, *overrides], variables)
+    assert start.rank == [*RANK, *overrides] and start.run_dir == Path("runs/vlm_digits")
+    return start
 
 
 def test_one_node_starts_what_the_layout_needs():
-    assert options({}) == ["--standalone", "--nproc-per-node=4", "--no-python"]
+    start = started({})
+    assert (start.nodes, start.per_node) == (Nodes(), 4)
 
 
 @pytest.mark.parametrize(
-    ("variables", "node"),
+    ("variables", "nodes"),
     [
-        (TWO, ON_NODE_1),
-        (TWO | {"MASTER_PORT": "7"}, [*ON_NODE_1[:3], "--master-port=7"]),
-        (TORCHRUN, ON_NODE_1),
-        (TORCHRUN | {"PET_NNODES": "2:2", "PET_MASTER_PORT": "29500", "NODE_RANK": "1"}, ON_NODE_1),
-        (SLURM | ON_NODE | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, ON_NODE_1),
-        (SLURM | ON_NODE, [*ON_NODE_1[:2], "--master-addr=gpu003", "--master-port=24567"]),
-        (SKY | {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "node1\nnode2"}, ON_NODE_1),
+        (TWO, NODE_1),
+        (TWO | {"MASTER_PORT": "7"}, replace(NODE_1, port=7)),
+        (TORCHRUN, NODE_1),
+        (TORCHRUN | {"PET_NNODES": "2:2", "PET_MASTER_PORT": "29500", "NODE_RANK": "1"}, NODE_1),
+        (SLURM | ON_NODE | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, NODE_1),
+        (SLURM | ON_NODE, replace(NODE_1, address="gpu003", port=24567)),
+        (SKY | {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "node1\nnode2"}, NODE_1),
         (
-            {f"OMPI_COMM_WORLD_{name}": one for name, one in zip(("SIZE", "RANK"), "21", strict=True)}
+            {f"OMPI_COMM_WORLD_{name}": number for name, number in zip(("SIZE", "RANK"), "21", strict=True)}
             | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "node1"},
-            ON_NODE_1,
+            NODE_1,
         ),
+        (SLURM | ON_NODE | {"NNODES": "1"}, Nodes()),
     ],
 )
-def test_the_nodes_share_the_ranks_whoever_names_them(variables, node):
-    assert options(variables) == [*node, "--nproc-per-node=2", "--no-python"]
+def test_the_nodes_share_the_ranks_whoever_names_them(variables, nodes):
+    start = started(variables)
+    assert (start.nodes, start.per_node) == (nodes, 4 // nodes.number)
 
 
 def test_code_that_is_not_there_is_an_error_before_any_rank_starts():
     with pytest.raises(ConfigError) as caught:
-        command("vlm_digits", [*FOUR, "train.callbacks=[nowhere:One]", "train.forward_step=tests:nothing"], {})
+        start_of("vlm_digits", [*FOUR, "train.callbacks=[nowhere:One]", "train.forward_step=tests:nothing"], {})
     assert [fault.key for fault in caught.value.faults] == ["train.callbacks", "train.forward_step"]
     assert all("PYTHONPATH" in fault.message for fault in caught.value.faults)
 
 
-def test_variables_of_the_user_come_before_those_of_slurm():
-    assert options(SLURM | ON_NODE | {"NNODES": "1"})[0] == "--standalone"
-
-
 def test_restarts_are_handed_on_and_torchrun_reads_nothing_twice():
-    assert "--max-restarts=3" in options({"MIMO_MAX_RESTARTS": "3"})
-    line, variables = command("vlm_digits", FOUR, TORCHRUN | {"PET_MAX_RESTARTS": "2", "PET_LOG_DIR": "x"})
-    assert "--max-restarts=2" in line
-    assert [name for name in variables if name.startswith("PET_")] == ["PET_LOG_DIR"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "devices", "forked"),
-    [
-        (["run.device=cpu"], "0", ["--forked=cpu"]),
-        (["run.device=auto"], "", ["--forked=auto"]),
-        (["run.device=cuda"], "", []),
-        (["run.device=cpu", "run.inprocess_restarts=1"], "", []),
-    ],
-)
-def test_ranks_of_the_cpu_are_forked(overrides, devices, forked):
-    line, _ = command("vlm_digits", overrides, {"CUDA_VISIBLE_DEVICES": devices})
-    assert [part for part in line if part.startswith("--forked")] == forked
+    assert started({"MIMO_MAX_RESTARTS": "3"}).nodes.max_restarts == 3
+    start = started(TORCHRUN | {"PET_MAX_RESTARTS": "2", "PET_LOG_DIR": "x"})
+    assert start.nodes.max_restarts == 2
+    assert [name for name in start.variables if name.startswith("PET_")] == ["PET_LOG_DIR"]
+    with pytest.raises(ConfigError, match="checkpoint.resume: must be auto with MIMO_MAX_RESTARTS 3, got 'none'"):
+        started({"MIMO_MAX_RESTARTS": "3"}, "checkpoint.resume=none")
 
 
 @pytest.mark.parametrize("tasks", [SLURM, OPEN_MPI], ids=["slurm", "open mpi"])
 def test_where_every_task_is_a_rank_it_becomes_one(tasks):
     six = ["run.device=cpu", "layout=images_dp2_language_dp2", "modules.language.layout.dp=4"]
     six.append("train.micro_batch_size=4")
-    line, _ = command("vlm_digits", six, tasks)
-    assert line == [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", "vlm_digits", *six]
+    start = start_of("vlm_digits", six, tasks)
+    assert start.nodes.ranks is not None
+    assert start.rank == [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", "vlm_digits", *six]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +111,13 @@ def test_where_every_task_is_a_rank_it_becomes_one(tasks):
 )
 def test_nodes_and_processes_that_do_not_fit_are_told(variables, words):
     with pytest.raises(UserError) as raised:
-        command("vlm_digits", FOUR, variables)
+        start_of("vlm_digits", FOUR, variables)
     assert all(word in str(raised.value) for word in words), raised.value
 
 
 def test_a_run_has_what_its_device_needs_and_keeps_what_is_set():
     def variables(device: str, **given: str) -> dict[str, str]:
-        return command("vlm_digits", [f"run.device={device}"], given)[1]
+        return start_of("vlm_digits", [f"run.device={device}"], given).variables
 
     assert variables("cpu") == {"OMP_NUM_THREADS": "1"}
     assert variables("cpu", OMP_NUM_THREADS="3") == {"OMP_NUM_THREADS": "3"}

@@ -152,3 +152,19 @@ class _File:
                 if stamp := _STAMP.match(text):
                     self._stamp, text = stamp[0].rstrip(), text[stamp.end() :]
                 yield Line(self._stamp, self._rank, text)
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print a line; where that cannot be, nothing of this process is printed any more."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        to_nowhere(sys.stdout)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Let what goes to a stream that cannot be written, and what is left in its buffer, be lost without an error."""
+    with suppress(OSError, ValueError):  # one without a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

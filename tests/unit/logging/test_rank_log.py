@@ -10,8 +10,8 @@ import pytest
 
 from mimo_train.cli import main
 from mimo_train.commands import logs as command
-from mimo_train.launch import rank_log
-from mimo_train.launch.rank_log import Logs, RankLog, log_of
+from mimo_train.logging import rank_log
+from mimo_train.logging.rank_log import Logs, RankLog, log_of
 
 
 def texts(run_dir, rank: int = 0) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mimo_train.config.errors import UserError
-from mimo_train.launch.tasks import Tasks, adopt_tasks, first_host, tasks_of
+from mimo_train.launch.nodes import Tasks, adopt_tasks, first_host, tasks_of
 
 SLURM = {
     "SLURM_JOB_ID": "1234567",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.launch import library_log
-from mimo_train.launch.library_log import is_library
+from mimo_train.logging import library_log
+from mimo_train.logging.library_log import is_library
 from mimo_train.parallel import cpu_backend
 from tests.hang import HANG_SECONDS
 
@@ -24,11 +24,11 @@ def warn():
 PROGRAM = """
 import logging, sys, sysconfig, warnings
 from pathlib import Path
-from mimo_train.launch import library_log
+from mimo_train.logging import library_log
 
 library_log.LIBRARIES += (sys.argv[2] + "/",)
 if sys.argv[1] == "nowhere":
-    library_log.divert_of("generate", None)
+    library_log.divert_command("generate", None)
 else:
     library_log.divert(Path(sys.argv[1]))
 import a_library

@@ -1,0 +1,111 @@
+"""Fill in the templates of configs/cluster/: they start `mimo-train launch here` on each node of a cluster."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from string import Template
+
+import yaml
+
+from data.text_format import plural
+from mimo_train.config.errors import UserError
+from mimo_train.config.run_files import shipped_configs
+from mimo_train.launch.requeue import AGAIN
+from mimo_train.launch.restarts import STOPPED_CODE, require_resume
+from mimo_train.launch.start import Launch, processes_per_node
+
+MOUNT = "mount"
+"""The value of a template that is the folder of a shared volume."""
+
+
+def fill_in(template: str, launch: Launch, nodes: int, gpus: int, values: Mapping[str, str]) -> str:
+    """Return a template with the values of a run in it.
+
+    Args:
+        template: the name of a file in configs/cluster/, or a path. It may use `${name}`, `${nodes}`, `${gpus}` and
+            `${processes}` (both of a node), `${command}` (a list), `${run}` (a line of shell), and any of `values`.
+        nodes, gpus: of the run, and of each node; 0 GPUs: on the CPU.
+        values: other values by their names.
+
+    Raises:
+        UserError: the layout does not fill the nodes, the run would not continue after a restart, a value is missing or
+            unknown, or the result is no YAML.
+    """
+    path = _template(template)
+    command = [launch.config, *launch.overrides]
+    filled = {
+        "name": "mimo-train",
+        **values,
+        "nodes": str(nodes),
+        "gpus": str(gpus),
+        "processes": str(_require_fit(launch, nodes, gpus)),
+        "command": json.dumps(["mimo-train", "launch", "here", *command]),
+        "run": json.dumps(shlex.join(["scripts/train_vlm.sh", *command])),
+    }
+    text = Template(path.read_text())
+    names = text.get_identifiers()
+    if missing := [name for name in names if name not in filled]:
+        raise UserError(f"{path} needs {', '.join(missing)}: add " + " ".join(f"--set {name}=..." for name in missing))
+    for name, value in values.items():
+        if name not in names:
+            raise UserError(f"--set {name}: {path} has no ${{{name}}}. It has {', '.join(names)}.")
+        if not re.fullmatch(r"[\w./:@+-]+", value):
+            raise UserError(f"--set {name}: expected letters, digits and ./:@+-, got {value!r}")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", filled["name"]):
+        raise UserError(f"--set name: expected at most 52 of a-z, 0-9 and -, a letter first, got {filled['name']!r}")
+    result = text.substitute(filled)
+    try:
+        list(yaml.safe_load_all(result))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML after it was filled in: {error}") from error
+    return result
+
+
+def _template(name: str) -> Path:
+    shipped = shipped_configs() / "cluster"
+    for path in (shipped / f"{name}.yaml", Path(name)):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
+    raise UserError(f"no template {name!r}: give {names}, or the path of a file")
+
+
+def _require_fit(launch: Launch, nodes: int, gpus: int) -> int:
+    """Return the processes on each node.
+
+    Raises:
+        UserError: see `fill_in`.
+    """
+    require_resume(launch.cfg.checkpoint.resume, f"{STOPPED_CODE} {AGAIN}")
+    device = launch.cfg.run.device
+    if gpus and device == "cpu":
+        raise UserError(f"--gpus-per-node is {gpus}, and run.device is cpu: set one of them to 0 or run.device=auto")
+    if not gpus and device == "cuda":
+        raise UserError("--gpus-per-node is 0, and run.device is cuda")
+    processes = processes_per_node(launch.cfg, nodes, without_data=launch.without_data)
+    if gpus and processes != gpus:
+        raise UserError(
+            f"--gpus-per-node is {gpus}, and the layout has {plural(processes, 'process')} on each of "
+            f"{plural(nodes, 'node')}: change modules.*.layout (or layout=...), --nodes or --gpus-per-node"
+        )
+    return processes
+
+
+def lost_with_machine(launch: Launch, values: Mapping[str, str]) -> str:
+    """Return what of a run is lost with its machines, in words; empty if `run.dir` is on the shared volume.
+
+    Args:
+        values: see `fill_in`.
+    """
+    run_dir, checkpoints = launch.cfg.run.dir, launch.cfg.checkpoint.dir
+    if MOUNT in values and PurePosixPath(run_dir).is_relative_to(values[MOUNT]):
+        return ""
+    lost = f"run.dir is {run_dir}, which is not in the shared volume ({values.get(MOUNT, 'none')})"
+    if checkpoints:
+        return f"{lost}: logs and metrics are lost with the machine; checkpoints are in {checkpoints}"
+    return (
+        f"{lost}: checkpoints are lost with the machine, and the run begins again at step 0. Set run.dir to a folder "
+        "in the volume, or checkpoint.dir to a URL."
+    )
