@@ -30,8 +30,7 @@ from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.inputs import placeholders_of
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.dry_run.command import estimates, in_child
-from mimo_train.preflight.dry_run.kinds import Kind, kinds_of
-from mimo_train.preflight.dry_run.report import Failed, Found
+from mimo_train.preflight.dry_run.observation import Kind, RankFailure, RankResult, kinds_of
 from mimo_train.preflight.plan.devices import DEVICES
 from mimo_train.preflight.plan.search import Request, plan
 from tests.tars import write_tar
@@ -136,12 +135,12 @@ def dry_run(title: str, cfg: ConfigContainer, most: int | None) -> int:
         seconds, after = time.monotonic() - began, os.times()
         computing = after.children_user + after.children_system - before.children_user - before.children_system
         print("  " + _line(kind, found, expected[kind.rank], seconds, computing), flush=True)
-        failures += isinstance(found, Failed) or found.peak > DEVICE.memory
+        failures += isinstance(found, RankFailure) or found.peak > DEVICE.memory
     return failures
 
 
-def _line(kind: Kind, found: Found | Failed, estimate: int, seconds: float, computing: float) -> str:
-    if isinstance(found, Failed):
+def _line(kind: Kind, found: RankResult | RankFailure, estimate: int, seconds: float, computing: float) -> str:
+    if isinstance(found, RankFailure):
         return f"rank {kind.rank}, {kind.name}: FAILS: {found.what}\n{found.trace}"
     done = "trained" + ", evaluated" * found.evaluated + ", saved" * bool(found.saved)
     over = "" if found.peak <= DEVICE.memory else f", MORE than {DEVICE.name} has"

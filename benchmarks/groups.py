@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mimo_train.config.compose import load
 from mimo_train.layout.ranks import RunLayout, lay_out
-from mimo_train.preflight.dry_run.kinds import kinds_of
+from mimo_train.preflight.dry_run.observation import kinds_of
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def test_torchaudio_s_resampler_keeps_a_filter_for_every_phase():
 
 
 def test_torch_has_no_kernel_of_rms_norm_for_meta_tensors():
-    """`mimo_train/preflight/dry_run/fake_norms.py`: on CUDA it has one."""
+    """`mimo_train/preflight/dry_run/fake_tensors.py`: on CUDA it has one."""
     import torch
 
     name = "aten::_fused_rms_norm"

@@ -7,24 +7,29 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from data.text_format import plural, shown_lines
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.layout.kernels import compiled_modules
 from mimo_train.layout.run import Run, resolve
-from mimo_train.preflight.dry_run.kinds import Kind, chosen
-from mimo_train.preflight.dry_run.report import Failed, Found, head_of, text_of
+from mimo_train.preflight.dry_run.observation import Kind, RankFailure, RankResult, selected_kinds
+
+LINES = 6
+"""Lines of the program that are listed for a peak."""
 
 
 def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = False) -> int:
     """Run the ranks, print what each does, and return 1 if one fails, else 0.
 
     Args:
-        ranks: see `kinds.chosen`.
-        engine: whether layers are Transformer Engine's, see `fake_engine`.
+        ranks: see `selected_kinds`.
+        engine: use layers of Transformer Engine, see `fake_engine`.
     """
     try:
         cfg = load(config, overrides)
         run = resolve(cfg)
-        kinds = chosen(run.layout, ranks)
+        kinds = selected_kinds(run.layout, ranks)
     except ConfigError as error:
         sys.stderr.write("".join(f"fault: {fault}\n" for fault in error.faults))
         return 1
@@ -37,35 +42,35 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
         fake_engine.install()
     from mimo_train.preflight.dry_run import one_rank
 
-    faults = list(one_rank.refused(cfg, engine=engine))
+    faults = list(one_rank.unsupported(cfg, engine=engine))
     if faults:
         sys.stderr.write("".join(f"fault: {fault} (--dry-run)\n" for fault in faults))
         return 1
-    print("\n" + head_of(cfg, len(kinds), run.layout.world_size), flush=True)
+    print("\n" + heading(cfg, len(kinds), run.layout.world_size), flush=True)
     one_rank.import_program()
     expected = estimates(run)
     failed = False
     for kind in kinds:
         found = in_child(run, kind, engine=engine)
-        failed = failed or isinstance(found, Failed)
-        print("\n" + text_of(found, expected.get(kind.rank, 0)), flush=True)
+        failed = failed or isinstance(found, RankFailure)
+        print("\n" + rank_text(found, expected.get(kind.rank, 0)), flush=True)
     print("\nno faults" if not failed else "\nthere are faults", flush=True)
     return int(failed)
 
 
 def require_ranks(config: str, overrides: Sequence[str], ranks: str) -> None:
-    """Before any check is printed: there are such ranks. Faults of the config are for the checks to tell.
+    """Check `--ranks` before anything is printed. Config errors are left to the checks.
 
     Raises:
-        UserError: as of `kinds.chosen`.
+        UserError: see `selected_kinds`.
     """
     with suppress(ConfigError):
-        chosen(resolve(load(config, overrides)).layout, ranks)
+        selected_kinds(resolve(load(config, overrides)).layout, ranks)
 
 
-def in_child(run: Run, kind: Kind, *, engine: bool = False) -> Found | Failed:
-    """What a rank does, found in a process that ends with it, since torch is changed for all of it."""
-    # Forked: the libraries, which take longer to import than most ranks to run, are there already.
+def in_child(run: Run, kind: Kind, *, engine: bool = False) -> RankResult | RankFailure:
+    """Run a rank in a child process, since it changes torch for the whole process."""
+    # Forked: libraries, which take longer to import than most ranks take to run, are imported already.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(run, kind, engine, sender))
@@ -75,7 +80,7 @@ def in_child(run: Run, kind: Kind, *, engine: bool = False) -> Found | Failed:
         return receiver.recv()
     except EOFError:
         process.join()
-        return Failed(kind, f"the process ended with code {process.exitcode}", "", "")
+        return RankFailure(kind, f"the process ended with code {process.exitcode}", "", "")
     finally:
         process.join()
 
@@ -86,20 +91,19 @@ def _child(run: Run, kind: Kind, engine: bool, pipe: Connection) -> None:
     from mimo_train.preflight.dry_run import one_rank
 
     warnings.filterwarnings("ignore")
-    # What the run prints is that of a run that is none.
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
         sys.stderr = nowhere
         try:
             pipe.send(one_rank.run_rank(run, kind, engine=engine))
         except BaseException as error:
-            pipe.send(Failed.of(kind, error))
+            pipe.send(RankFailure.of(kind, error))
     pipe.close()
     os._exit(0)
 
 
 def estimates(run: Run) -> dict[int, int]:
-    """Bytes by rank, as `check` reckons them from sizes alone."""
+    """Estimated bytes by rank, as in the table of `check`."""
     from mimo_train.estimate.memory import rank_memory, stage_memory
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.inputs.inputs import tokenizer_of
@@ -107,3 +111,66 @@ def estimates(run: Run) -> dict[int, int]:
     rows = embedding_rows(run.cfg.llm, tokenizer_of(run.cfg).vocab_size)
     stages = [stage for name in run.layout.modules for stage in stage_memory(run, name, rows)]
     return {rank: memory.total for rank, memory in rank_memory(stages).items()}
+
+
+def heading(cfg: ConfigContainer, ranks: int, world: int) -> str:
+    """The first lines of the output.
+
+    Args:
+        ranks: number of ranks that are tried.
+        world: number of all ranks.
+    """
+    device = "the CPU" if cfg.run.device == "cpu" else "CUDA, of which none is touched"
+    head = f"Dry run of {ranks} of {plural(world, 'rank')}, as on {device}"
+    if names := ", ".join(compiled_modules(cfg)):
+        head += f"\nNOT TRIED: the compiler; layers of {names}, which the run compiles (train.compile), are as without"
+    return head
+
+
+def rank_text(result: RankResult | RankFailure, estimate: int) -> str:
+    """The paragraph of a rank.
+
+    Args:
+        estimate: its estimated bytes; 0 if not known.
+    """
+    kind = result.kind
+    head = f"rank {kind.rank}: {kind.name}" + (f" (one of {kind.number:,} such ranks)" if kind.number > 1 else "")
+    if isinstance(result, RankFailure):
+        where = [f"  at {result.line}"] if result.line else []
+        trace = [f"    {line}" for line in result.trace.splitlines()]
+        return "\n".join([head, f"  FAILS: {shown_lines(result.what)}", *where, *trace])
+    ratio = f"; {result.peak / estimate:.2f} of the estimate of {bytes_text(estimate)}" if estimate else ""
+    categories = sorted(result.categories.items(), key=lambda item: -item[1])
+    groups = ", ".join(f"{description} {ranks}" for description, ranks in result.groups)
+    lines = [
+        head,
+        f"  memory of tensors at the peak: {bytes_text(result.peak)}{ratio}",
+        "    " + ", ".join(f"{name} {bytes_text(size)}" for name, size in categories),
+        *(f"    {bytes_text(size):>10}  {category}, made at {line}" for category, line, size in result.lines[:LINES]),
+        f"  process groups: {len(result.groups)} ({groups})",
+        f"  a step: {result.flops:.4g} floating point operations",
+        *(f"    {number:,} x {name}, {bytes_text(nbytes)}" for name, (number, nbytes) in result.messages.items()),
+        "  the host waits for the device in a step: " + (_waits_text(result.waits) or "never"),
+    ]
+    if result.waits_inside:
+        lines.append("  WARNING: it waits between microbatches: " + _waits_text(result.waits_inside))
+    if result.loaded:
+        lines.append(f"  {result.loaded}: tensors are there, in these shapes")
+    evaluated = ", evaluated" if result.evaluated else ""
+    saved = f", saved {bytes_text(result.saved)}" if result.saved else ""
+    lines.append(
+        f"  trained{evaluated}{saved} in {result.seconds:.0f} s, {bytes_text(result.resident)} of this machine's memory"
+    )
+    return "\n".join(lines)
+
+
+def _waits_text(waits: dict[str, int]) -> str:
+    return "; ".join(f"{number} x {what}" for what, number in waits.items())
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,12 +1,12 @@
-"""What the steps of one rank do: memory, messages, floating point operations, waits of the host; and the faults that
-only a device would show.
+"""Counts of the steps of a rank: memory, messages, FLOPs, waits of the host for the device.
 
-One mode sees every operation of torch, on real tensors as on fake ones. What fake tensors pass over and a device does
-not is an error here: operands of two dtypes in a product of matrices.
+One dispatch mode sees every operation of torch, on real and on fake tensors. A matmul of operands of two dtypes, which
+fake tensors accept and a device does not, is an error here.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,19 +15,17 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import bmm_flop, flop_registry
 
-from mimo_train.preflight.dry_run import places
-from mimo_train.preflight.dry_run.fake_attention import pairs_of
-from mimo_train.preflight.dry_run.memory import Memory
+from mimo_train.preflight.dry_run.observation import innermost_line, source_lines
 
 aten = torch.ops.aten
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention")
+_MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention")
 _SIZE_WAITS = ("aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2")
 ITEM = "aten::_local_scalar_dense"
 
 
 class MixedDtypes(RuntimeError):
-    """Operands of a product of matrices have two dtypes."""
+    """The operands of a matmul have two dtypes."""
 
 
 class Counts(TorchDispatchMode):
@@ -35,22 +33,22 @@ class Counts(TorchDispatchMode):
 
     Attributes:
         messages: (operation, ranks of the group) -> [number, bytes].
-        waits: (what, line) -> number; of the host for the device.
-        waits_inside: those of them inside of microbatches.
-        flops: of products of matrices and attention.
-        memory: of tensors on the device.
-        depth: operations that are under way, one inside of the other.
+        waits: (reason, line) -> times that the host waited for the device.
+        waits_inside: the waits inside microbatches.
+        flops: FLOPs of matmuls and attention.
+        memory: bytes of tensors on the device.
+        depth: nested operations that are running.
     """
 
     def __init__(self, on_device: Callable[[torch.Tensor], bool]):
-        """`on_device`: whether a tensor is on the device that is counted."""
+        """`on_device`: true for tensors on the device that is counted."""
         super().__init__()
         self.memory, self._on_device, self._is_inside = Memory(), on_device, False
         self.depth = 0
         self.reset()
 
     def reset(self) -> None:
-        """Count from 0, but for memory."""
+        """Reset all counts except memory."""
         self.messages: dict[tuple[str, int], list[int]] = {}
         self.waits: Counter[tuple[str, str]] = Counter()
         self.waits_inside: Counter[tuple[str, str]] = Counter()
@@ -67,10 +65,12 @@ class Counts(TorchDispatchMode):
         name = func._schema.name
         if name.startswith("c10d::"):
             self._count_message(name, args)
-        elif name in _PRODUCTS:
+        elif name in _MATMULS:
             dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
             if len(dtypes) > 1:
-                raise MixedDtypes(f"{name}: operands are {' and '.join(sorted(map(str, dtypes)))}, at {places.line()}")
+                raise MixedDtypes(
+                    f"{name}: operands are {' and '.join(sorted(map(str, dtypes)))}, at {innermost_line()}"
+                )
         self._count_waits(name, func, args, kwargs)
         out = self.answer(func, name, args, kwargs)
         formula = _FORMULAS.get(func._overloadpacket)
@@ -82,7 +82,7 @@ class Counts(TorchDispatchMode):
         return out
 
     def answer(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an operation."""
+        """Return the result of an operation."""
         return func(*args, **kwargs)
 
     def _count_message(self, name: str, args: Any) -> None:
@@ -94,19 +94,19 @@ class Counts(TorchDispatchMode):
         count[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def wait(self, tensor: torch.Tensor, what: str) -> None:
-        """The host waits for a tensor, if that is on the device."""
+        """Note a wait of the host for a tensor, if that is on the device."""
         if self._on_device(tensor):
             self.note_wait(what)
 
     def note_wait(self, what: str) -> None:
-        """The host waits."""
-        where = places.line()
+        """Note a wait of the host."""
+        where = innermost_line()
         self.waits[what, where] += 1
         if self._is_inside:
             self.waits_inside[what, where] += 1
 
     def inside(self, function: Callable) -> Callable:
-        """A function whose waits are those inside of microbatches."""
+        """Wrap a function whose waits are inside microbatches."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._is_inside = True
@@ -124,13 +124,13 @@ class Counts(TorchDispatchMode):
             self.wait(args[0], "a size")
         elif name == "aten::index" or name.startswith("aten::index_put"):
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-            # A single value that is put by a mask is a masked fill.
+            # Putting a single value by a mask is a masked fill, which does not wait.
             if masks and (name == "aten::index" or args[2].numel() > 1):
                 self.wait(args[0], "a size")
 
 
 def _attention_flops(query: Any, key: Any, value: Any) -> int:
-    """Of [B, heads, S, D]; torch's own formula wants as many heads of keys as of queries."""
+    """FLOPs of attention over [B, heads, S, D]; torch's formula requires as many heads of keys as of queries."""
     batch, heads, queries, width = query
     batch *= heads
     return bmm_flop((batch, queries, width), (batch, width, key[2])) + bmm_flop(
@@ -143,7 +143,7 @@ def _forward_attention(args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _backward_attention(args: Any, kwargs: Any, out: Any) -> int:
-    """As torch counts it: the scores once more, and two products for each of the two of the forward pass."""
+    """FLOPs as torch counts them: the scores once more, and two matmuls for each of the two of the forward pass."""
     _, query, key, value = (arg.shape for arg in args[:4])
     batch, heads, queries, width = query
     scores = bmm_flop((batch * heads, queries, width), (batch * heads, width, key[2]))
@@ -151,13 +151,13 @@ def _backward_attention(args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _forward_documents(args: Any, kwargs: Any, out: Any) -> int:
-    """Of [T, heads, D], each query with the keys of its document alone."""
+    """FLOPs of attention over [T, heads, D], each query with the keys of its document."""
     query, key_ends = args[0], args[4]
     return 2 * 2 * pairs_of(key_ends) * query.size(1) * query.size(2)
 
 
 def _backward_documents(args: Any, kwargs: Any, out: Any) -> int:
-    """As `_backward_attention`."""
+    """FLOPs as in `_backward_attention`."""
     query, key_ends = args[1], args[7]
     return 5 * 2 * pairs_of(key_ends) * query.size(1) * query.size(2)
 
@@ -175,3 +175,103 @@ _FORMULAS: dict[Any, Callable[[Any, Any, Any], int]] = {
     torch.ops.torch_attn._varlen_attn: _forward_documents,
     torch.ops.torch_attn._varlen_attn_backward: _backward_documents,
 }
+
+
+PAIRS = "pairs"
+
+
+def pairs_of(key_ends: torch.Tensor) -> int:
+    """Pairs of a query and a key of the documents whose keys end there."""
+    return getattr(key_ends, PAIRS)
+
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, COMMUNICATION = "activations", "logits", "communication"
+CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION)
+
+_BLOCK = 512
+
+_BY_FILE = (
+    (LOGITS, ("tensor_parallel/cross_entropy.py", "step/losses.py", "gpt_model.py", "models/common/language_module")),
+    (OPTIMIZER, ("mimo_train/optim/", "megatron/core/optimizer/")),
+    (COMMUNICATION, ("parallel/bridge/", "p2p_communication.py", "tensor_parallel/mappings.py", "parallel/context.py")),
+)
+"""Files by category: after the set-up a tensor belongs to the first category with a file among its innermost lines,
+else to activations."""
+
+
+class Memory:
+    """Bytes of tensors on the device, now and at the peak, by category and by the line that made them.
+
+    A storage counts from the operation that makes it to its end, rounded to 512 bytes as CUDA's allocator does. Not
+    counted: the CUDA context, workspaces of kernels, communicators, and fragments.
+
+    Attributes:
+        peak: bytes.
+        at_peak: bytes by (category, line).
+    """
+
+    def __init__(self) -> None:
+        self.peak, self.at_peak = 0, Counter[tuple[str, str]]()
+        self.now = 0
+        self._live: dict[int, tuple[int, tuple[str, str], weakref.ref]] = {}
+        self._of: Counter[tuple[str, str]] = Counter()
+        self._is_noted, self._in_setup = True, True
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that an operation returned, unless its storage is counted already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
+        if not size:
+            return
+        what = self._what()
+        self._live[key] = size, what, weakref.ref(storage, lambda _, key=key: self._drop(key))  # type: ignore[misc]
+        self._of[what] += size
+        self.now += size
+        if self.now > self.peak:
+            self.peak, self._is_noted = self.now, False
+
+    def relabel(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Count the storages of these tensors in `category`."""
+        self._note_peak()
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._live:
+                size, (_, line), ref = self._live[key]
+                self._of[self._live[key][1]] -= size
+                self._live[key] = size, (category, line), ref
+                self._of[category, line] += size
+
+    def end_setup(self) -> None:
+        """Forget the peak of the set-up."""
+        self._in_setup, self.peak = False, self.now
+        self._is_noted = False
+
+    def finish(self) -> None:
+        """Record the peak after the last operation."""
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        # Counted when the first storage goes, instead of with each that comes: there are thousands.
+        if not self._is_noted:
+            self.at_peak, self._is_noted = Counter({what: size for what, size in self._of.items() if size}), True
+
+    def _drop(self, key: int) -> None:
+        if self.now == self.peak:
+            self._note_peak()
+        size, what, _ = self._live.pop(key)
+        self.now -= size
+        self._of[what] -= size
+
+    def _what(self) -> tuple[str, str]:
+        texts = source_lines(4)
+        where = texts[0] if texts else "?"
+        if self._in_setup:
+            return WEIGHTS, where
+        for category, files in _BY_FILE:
+            if any(file in each for each in texts[:3] for file in files):
+                return category, where
+        return ACTIVATIONS, where

@@ -1,6 +1,8 @@
-"""Checkpoints without values: what a rank writes is brought together, and to the host, and left there. One that the
-run would continue or begin from is read as far as its index: every tensor that this rank wants is looked up, with its
-place, and room is made for it on its way to the device; no value is read, and nothing in its folder is changed.
+"""Checkpoints without values.
+
+A save gathers the parts of this rank on the host and writes nothing. A load reads the index of the checkpoint that the
+run would resume or start from, looks every tensor of this rank up in it, and allocates buffers; it reads no values and
+changes nothing in the folder.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,19 +20,19 @@ from mimo_train.preflight.dry_run.fake_tensors import outside
 
 @dataclass
 class Files:
-    """What a rank did with checkpoints."""
+    """Results of saving and loading."""
 
     saved: int = 0
     """Bytes of the newest save of this rank."""
     loaded: str = ""
-    """Where it would continue from, or begin with the weights of; empty: nowhere."""
+    """The checkpoint that the run would resume from, or whose weights it would start from; empty: none."""
 
 
 def install(given: Run) -> Files:
     """Replace the reading and writing of checkpoints, for the rest of this process.
 
     Args:
-        given: the run as it would start; that which is tried has other folders.
+        given: the run as the user starts it; the run that is tried has other folders.
     """
     files = Files()
     _install_saves(files)
@@ -68,7 +70,7 @@ def _install_loads(given: Run, files: Files) -> None:
     resume, settings = of_runs.resume, given.cfg.checkpoint
 
     def dry_resume(self: Any) -> None:
-        """Load what the run would, and begin at its first step all the same."""
+        """Load what the run would load, and start at the first step."""
         tried, own = self._run, copy(given.cfg)
         self._run = replace(given, cfg=own)
         try:
@@ -111,14 +113,14 @@ def _install_loads(given: Run, files: Files) -> None:
     Reader.fill, Reader.whole = fill, outside(Reader.whole)  # type: ignore[method-assign]
     for module in (checkpointer, load_modules, store):
         module.chosen_by_first = by_itself  # type: ignore[attr-defined]
-    # Of other ranks nothing is known, of weights no values, and of a step that is not made no state.
+    # There are no other ranks to compare with, no values of weights, and no state of a step.
     store.require_taken = load_modules._require_all = store.require_same = _nothing
     store.ModuleOptimizer.load_plain_state = _nothing  # type: ignore[method-assign]
     folder_changes.finish_renames = _nothing
 
 
 class _Complete:
-    """A save that is complete."""
+    """A handle of a complete save."""
 
     is_complete = True
 

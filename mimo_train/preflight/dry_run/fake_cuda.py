@@ -1,8 +1,8 @@
-"""A CUDA device that is not there, for the branches of a run that only a GPU takes.
+"""A fake CUDA device, for the branches of a run that only a GPU takes.
 
-Tensors that the program asks to be on CUDA are on torch's meta device and say that they are on `cuda:0`: with a CUDA
-build of torch and no driver, autograd cannot run over fake tensors on 'cuda' itself. One on the CPU and one on meta do
-not mix, as one on the CPU and one on CUDA do not.
+Tensors that the program puts on CUDA are on torch's meta device and report `cuda:0`: with a CUDA build of torch and no
+driver, autograd cannot run over fake tensors on 'cuda' itself. Mixing CPU and meta tensors is an error, as mixing CPU
+and CUDA tensors is.
 """
 
 import contextlib
@@ -16,9 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from mimo_train.parallel.cpu_backend import Event, Stream
 from mimo_train.preflight.dry_run.counts import Counts
-from mimo_train.preflight.dry_run.fake_attention import is_lower_right
-from mimo_train.preflight.dry_run.fake_norms import RmsNorm
-from mimo_train.preflight.dry_run.fake_tensors import become
+from mimo_train.preflight.dry_run.fake_tensors import RmsNorm, become, is_lower_right
 
 _PINNED = "is_pinned_here"
 META, SHOWN = torch.device("meta"), torch.device("cuda", 0)
@@ -42,12 +40,12 @@ _RMS_NORM = torch.nn.functional.rms_norm
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the device that is not there."""
+    """True if a tensor is on the fake device."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
 
 
 def _where(device: Any) -> Any:
-    """What a call means that names a device."""
+    """The device that a name of a device stands for."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int) or str(device).startswith("cuda"):
@@ -56,7 +54,7 @@ def _where(device: Any) -> Any:
 
 
 class CudaNames(TorchFunctionMode):
-    """What names CUDA means the meta device, and what is on it says it is on CUDA."""
+    """Replaces CUDA by the meta device in calls, and meta by CUDA in answers."""
 
     def __init__(self, counts: Counts):
         super().__init__()

@@ -1,9 +1,7 @@
-"""Transformer Engine's fp8 for `fake_engine`: recipes, the context that switches it on, copies of weights. Numbers are
-not rounded.
+"""Transformer Engine's fp8 for `fake_engine`: recipes, the context that switches it on, copies of weights.
 
-As the real one, it refuses sizes that its products do not take, and computes with the copy of a weight that it made
-when it was last told that weights may have changed. The copy is of two bytes a number, which those by rows and by
-columns are together.
+As the real one, it rejects sizes that its matmuls do not take, and computes with the copy of a weight that it made when
+it was last told that weights may have changed. Numbers are not rounded.
 """
 
 from collections.abc import Iterator
@@ -48,7 +46,7 @@ _ACTIVE: list[_Recipe] = []
 
 @contextmanager
 def fp8_autocast(enabled: bool = True, fp8_recipe: _Recipe | None = None, fp8_group: Any = None) -> Iterator[None]:
-    """Products of layers are in fp8 inside of it."""
+    """Compute the matmuls of layers in fp8 inside the block."""
     assert enabled and fp8_recipe is not None, "Megatron-Core enters it for layers with fp8 alone"
     _ACTIVE.append(fp8_recipe)
     try:
@@ -58,12 +56,12 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: _Recipe | None = None, fp8_gr
 
 
 def supported() -> tuple[bool, str]:
-    """Of every recipe: the device is one that has it."""
+    """True for every recipe: the device has it."""
     return True, ""
 
 
 class Fp8Padding(torch.nn.Module):
-    """`te.pytorch.Fp8Padding`: rows of zeros behind those of each expert, so that products take them."""
+    """`te.pytorch.Fp8Padding`: rows of zeros after those of each expert, up to a size that matmuls take."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None):
         super().__init__()
@@ -71,30 +69,30 @@ class Fp8Padding(torch.nn.Module):
         self.num_gemms = num_gemms
 
     def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """(rows, how many each expert has) of `inputs` [rows, width], `m_splits` of each expert. Outside of fp8 too,
-        as the real one, in layers that are left in bf16."""
+        """(padded rows, number for each expert) from `inputs` [rows, width], `m_splits` rows of each expert. Pads in
+        layers that are left in bf16 too, as the real one does."""
         assert len(m_splits) == self.num_gemms
-        whole = _whole(m_splits)
-        parts = zip(inputs.split(m_splits), m_splits, whole, strict=True)
-        return torch.cat([F.pad(part, (0, 0, 0, after - before)) for part, before, after in parts]), whole
+        padded = _padded(m_splits)
+        parts = zip(inputs.split(m_splits), m_splits, padded, strict=True)
+        return torch.cat([F.pad(part, (0, 0, 0, after - before)) for part, before, after in parts]), padded
 
 
 class Fp8Unpadding(Fp8Padding):
     """`te.pytorch.Fp8Unpadding`."""
 
     def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> torch.Tensor:  # type: ignore[override]
-        """`inputs` without the rows that `Fp8Padding` has added; `m_splits` are as they were before."""
-        parts = zip(inputs.split(_whole(m_splits)), m_splits, strict=True)
+        """`inputs` without the rows that `Fp8Padding` added; `m_splits` are those before padding."""
+        parts = zip(inputs.split(_padded(m_splits)), m_splits, strict=True)
         return torch.cat([part[:rows] for part, rows in parts])
 
 
-def _whole(m_splits: list[int]) -> list[int]:
+def _padded(m_splits: list[int]) -> list[int]:
     unit = _ACTIVE[-1].unit if _ACTIVE else _Recipe.unit
     return [-(-rows // unit) * unit for rows in m_splits]
 
 
-class _InItsPlace(torch.autograd.Function):
-    """The value of one tensor, and the gradient to another of the same shape."""
+class _CopyForWeight(torch.autograd.Function):
+    """Returns the copy of a weight, and passes its gradient to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -106,15 +104,19 @@ class _InItsPlace(torch.autograd.Function):
 
 
 class Fp8Weight:
-    """The copy of a layer's weight in fp8."""
+    """The copy of a layer's weight in fp8: two bytes a number, by rows and by columns together. As in the real package
+    it is made when the caller says that weights may have changed.
+
+    Attributes:
+        made: number of times that the copy was made.
+    """
 
     def __init__(self) -> None:
         self.copy: torch.Tensor | None = None
         self.made = 0
-        """How often it was made."""
 
     def of(self, weight: torch.Tensor, inputs: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """What the product of `inputs` [..., width] is computed with."""
+        """Return the weight for the matmul of `inputs` [..., width]."""
         if not _ACTIVE:
             return weight
         rows, unit = inputs.shape[:-1].numel(), _ACTIVE[-1].unit
@@ -124,4 +126,4 @@ class Fp8Weight:
         assert not wrong, f"fp8: {rows} rows, weight {tuple(weight.shape)}"
         if self.copy is None or is_first_microbatch is not False:
             self.copy, self.made = weight.detach().clone(), self.made + 1
-        return _InItsPlace.apply(weight, self.copy)
+        return _CopyForWeight.apply(weight, self.copy)

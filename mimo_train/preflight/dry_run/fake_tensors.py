@@ -5,20 +5,29 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from encoders import initial_weights
-from mimo_train.preflight.dry_run import fake_world
-from mimo_train.preflight.dry_run.counts import ITEM, Counts
+from mimo_train.preflight.dry_run.counts import ITEM, PAIRS, Counts
+
+_WITHOUT_KERNEL = (
+    "c10d::allreduce_coalesced_",
+    "c10d::reduce_scatter_tensor_coalesced_",
+    "c10d::allgather_into_tensor_coalesced_",
+)
+"""Messages that torch has no fake kernel for."""
+_LOWER_RIGHT = "is_lower_right"
 
 
 class FakeCounts(Counts):
-    """Answers what no fake tensor can: values are 0, and sizes that depend on values none but where they are known.
+    """Counts over fake tensors, and results that these do not have: values are 0, and sizes that depend on values are 0
+    unless `selected` is set.
 
     Attributes:
-        selected: values that a mask selects.
+        selected: number of values that a mask selects.
     """
 
     selected = 0
@@ -26,7 +35,7 @@ class FakeCounts(Counts):
     @staticmethod
     @contextmanager
     def on_the_host() -> Iterator[None]:
-        """Tensors that are made in the block are real."""
+        """Make real tensors in the block."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             yield
 
@@ -38,9 +47,8 @@ class FakeCounts(Counts):
                 return func(*args, **kwargs)
         if name == ITEM:
             return _zero(args[0])
-        answered, result = fake_world.answer(func, name, args)
-        if answered:
-            return result
+        if name in _WITHOUT_KERNEL:
+            return FakeWork().boxed()
         if name == "aten::nonzero":
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         if name == "aten::masked_select":
@@ -49,7 +57,7 @@ class FakeCounts(Counts):
 
 
 def _is_of_the_host(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is on data that the program has read, and stays on the host: that has values."""
+    """True for an operation on data that the program has read, whose result stays on the host: it has values."""
     goes = kwargs.get("device")
     return not any(isinstance(tensor, FakeTensor) for tensor in tensors) and (goes is None or goes.type == "cpu")
 
@@ -81,7 +89,7 @@ def enter(stack: ExitStack, counts: FakeCounts) -> None:
 
 def _tolist(counts: FakeCounts) -> Callable[[FakeTensor], Any]:
     def tolist(self: FakeTensor) -> Any:
-        """All values with one wait, where torch's asks for one after the other."""
+        """Return all values with one wait; torch's own waits for each."""
         counts.wait(self, "values")
         return _nested(_zero(self), tuple(self.shape))
 
@@ -121,3 +129,57 @@ def outside(function: Any) -> Any:
             return function(*args, **kwargs)
 
     return call
+
+
+def install_attention(device: str) -> None:
+    """Replace what attention reads values of, for the rest of this process.
+
+    torch's causal mask of fewer queries than keys is a class of tensors that fake ones do not mix with: on the CPU it
+    becomes a plain mask, on CUDA, whose kernel needs none, a marked tensor without memory. Ends of documents are marked
+    with the number of pairs of a query and a key.
+    """
+    from mimo_train.models import attention
+    from mimo_train.models.documents import Documents
+
+    def lower_right(queries: int, keys: int) -> torch.Tensor:
+        if device == "cpu":
+            return torch.ones(queries, keys, dtype=torch.bool).tril(diagonal=keys - queries)
+        mask = torch.ones(1, 1, dtype=torch.bool, device="cuda").expand(queries, keys)
+        setattr(mask, _LOWER_RIGHT, True)
+        return mask
+
+    attention.causal_lower_right = lower_right
+    original = Documents.cumulative
+
+    def cumulative(self: Documents, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ends = original(self, rank, device)
+        meetings = self.meetings(rank)
+        pairs = sum((one.last_query - one.first_query) * (one.last_key - one.first_key) for one in meetings)
+        setattr(ends[1], PAIRS, pairs)
+        return ends
+
+    Documents.cumulative = cumulative  # type: ignore[method-assign]
+
+
+def is_lower_right(mask: torch.Tensor) -> bool:
+    """True for the marked causal mask."""
+    return getattr(mask, _LOWER_RIGHT, False)
+
+
+class RmsNorm(torch.autograd.Function):
+    """RMSNorm with the shapes and types of `aten::_fused_rms_norm` on CUDA, which keeps its input: on meta tensors
+    torch 2.11 computes it operation by operation and keeps copies in fp32 that no GPU has."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`inputs` [..., hidden size], `weight` [hidden size]."""
+        rstd = inputs.new_empty((*inputs.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(inputs, weight, rstd)
+        return torch.empty_like(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of the inputs and of the weight, where they are asked for."""
+        inputs, weight, _ = ctx.saved_tensors
+        of_inputs, of_weight = ctx.needs_input_grad
+        return torch.empty_like(inputs) if of_inputs else None, torch.empty_like(weight) if of_weight else None

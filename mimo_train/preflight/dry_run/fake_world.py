@@ -1,21 +1,29 @@
-"""A world of which this process is one rank and the others do not exist: torch's fake process groups.
+"""The other ranks, which do not exist: torch's fake process groups, and what ranks tell each other.
 
-Messages take no time and bring nothing; of objects every rank is taken to have said what this one says.
+Messages take no time and bring nothing; every rank is taken to send the objects that this one sends.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate.parameters import module_parameters
+from mimo_train.layout.ranks import ModuleLayout
+from mimo_train.layout.run import Run
+from mimo_train.preflight.dry_run.fake_tensors import FakeCounts
+
 PER_NODE = 8
-"""Ranks of a node, where the config does not say."""
+"""Ranks of a node, if the config does not set it."""
 
 
 def join(rank: int, world: int, per_node: int = 0) -> None:
-    """Be one rank of a world, for the rest of this process."""
+    """Become one rank of a world, for the rest of this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     here = min(per_node or PER_NODE, world)
@@ -46,17 +54,62 @@ def _on_the_fake_backend(original: Callable) -> Callable:
     return make
 
 
-_WITHOUT_KERNEL = (
-    "c10d::allreduce_coalesced_",
-    "c10d::reduce_scatter_tensor_coalesced_",
-    "c10d::allgather_into_tensor_coalesced_",
-)
+def trained_parts(cfg: ConfigContainer, module: ModuleLayout) -> Iterator[tuple[tuple[str, int, bool], int]]:
+    """((module, stage, True for the encoder), step from which it is trained) of each trained part. A pattern of
+    `freeze` counts as leaving something to train in its part."""
+    until = cfg.modules[module.name].freeze_until
+    for stage in range(module.pp):
+        for part, count in module_parameters(cfg, module.name, 0, tp=module.tp, stage=stage, stages=module.pp).items():
+            if count.trainable:
+                yield (module.name, stage, part != "projector"), until.get(part, 0)
 
 
-def answer(func: Any, name: str, args: Any) -> tuple[bool, Any]:
-    """(whether it is a message for which torch has no kernel of fake tensors, its result)."""
-    if name in _WITHOUT_KERNEL:
-        from torch._C._distributed_c10d import FakeWork
+def install_gradient_needs(run: Run) -> None:
+    """Take which modules on other ranks need gradients from the config, for the rest of this process: in a run those
+    ranks say so."""
+    from mimo_train.training import setup as setting_up
 
-        return True, FakeWork().boxed()
-    return False, None
+    class Needs(setting_up.GradientNeeds):
+        def __init__(self, layout: Any, modules: Any, releases: Any, groups: Any):
+            super().__init__(layout, modules, releases, groups)
+            local = {(name, groups.collections[name].pp.rank()) for name in modules}
+            for name in self._stages:
+                for place, step in trained_parts(run.cfg, layout.modules[name]):
+                    if place[:2] not in local:
+                        self._first_steps.setdefault(place, step)
+
+    setting_up.GradientNeeds = Needs  # type: ignore[misc]
+
+
+def balanced(rows: int, experts: int) -> numpy.ndarray:
+    """Rows of each expert; the first ones have the rest."""
+    share, left = divmod(rows, experts)
+    return numpy.array([share + (expert < left) for expert in range(experts)])
+
+
+def balance_experts(counts: FakeCounts) -> None:
+    """Give every expert equally many tokens from each rank, for the rest of this process: choices of the router have no
+    values. Megatron-Core 0.19.2 copies the tokens of each expert to the host and cuts by them (token_dispatcher.py,
+    `MoEAlltoAllTokenDispatcher.preprocess`)."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    original = Dispatcher.preprocess
+
+    def preprocess(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        tokens = original(self, routing_map)
+        if self.drop_and_pad:
+            return tokens
+        rows = routing_map.size(0) * self.config.moe_router_topk
+        counts.selected = rows
+        each, ranks = balanced(rows, self.num_experts), self.tp_size * self.ep_size
+        own = each[self.local_expert_indices]
+        if ranks > 1:
+            self.input_splits = each.reshape(self.ep_size, self.num_local_experts).sum(axis=1)
+            self.output_splits = numpy.full(self.ep_size, own.sum())
+            self.output_splits_tp = numpy.full(self.tp_size, own.sum() * self.ep_size)
+        with counts.on_the_host():
+            if self.num_local_experts > 1:
+                self.num_global_tokens_per_local_expert = torch.from_numpy(numpy.tile(own, (ranks, 1)))
+            return torch.from_numpy(own * ranks)
+
+    Dispatcher.preprocess = preprocess

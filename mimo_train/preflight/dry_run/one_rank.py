@@ -1,4 +1,4 @@
-"""The program on one rank of a world that is not there: what `check --dry-run` runs in a process of its own."""
+"""One rank of a run without the others and without a device: set-up, steps, evaluation and save of the program."""
 
 import copy
 import resource
@@ -23,30 +23,20 @@ from mimo_train.config.schema_modules import FeatureCacheConfig
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.run import Run
-from mimo_train.preflight.dry_run import (
-    fake_attention,
-    fake_checkpoint,
-    fake_cuda,
-    fake_experts,
-    fake_needs,
-    fake_tensors,
-    fake_world,
-)
-from mimo_train.preflight.dry_run.counts import Counts
+from mimo_train.preflight.dry_run import fake_checkpoint, fake_cuda, fake_tensors, fake_world
+from mimo_train.preflight.dry_run.counts import GRADIENTS, OPTIMIZER, WEIGHTS, Counts
 from mimo_train.preflight.dry_run.fake_tensors import FakeCounts
-from mimo_train.preflight.dry_run.kinds import Kind
-from mimo_train.preflight.dry_run.memory import GRADIENTS, OPTIMIZER, WEIGHTS
-from mimo_train.preflight.dry_run.report import Found
+from mimo_train.preflight.dry_run.observation import Kind, RankResult
 
 STEPS = 2
 """The first makes the optimizer's states; the second is like all that follow."""
 
 
-def refused(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
-    """What of a config a dry run cannot do.
+def unsupported(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
+    """Parts of a config that a dry run does not support.
 
     Args:
-        engine: whether layers are Transformer Engine's.
+        engine: layers are Transformer Engine's.
     """
     if (names := ", ".join(has_fp8(cfg))) and not engine:
         yield Fault("train.fp8", f"layers of {names} have fp8, which Transformer Engine's do: add --transformer-engine")
@@ -57,9 +47,9 @@ def device_kind(cfg: ConfigContainer) -> str:
     return "cpu" if cfg.run.device == "cpu" else "cuda"
 
 
-def prepared(run: Run, folder: Path) -> Run:
-    """The run as it is tried: some steps from fresh weights, into another folder, without what only writes. They are
-    like those at its end, which take most: of full size, and with all that is trained by then."""
+def trial_run(run: Run, folder: Path) -> Run:
+    """The run that is tried: a few steps from initial weights, into another folder, without sinks. Its steps are like
+    the last ones of the run, which take most: of full size, with everything trained that is trained by then."""
     cfg, iters = copy.deepcopy(run.cfg), run.cfg.train.iters
     cfg.run.dir, cfg.run.device = str(folder), device_kind(cfg)
     cfg.train.iters, cfg.train.epochs, cfg.data.workers = STEPS, 0, 0
@@ -68,7 +58,7 @@ def prepared(run: Run, folder: Path) -> Run:
     for module in cfg.modules.values():
         module.compile = ""
         later = {name: step for name, step in module.freeze_until.items() if step}
-        # What is released at all is so behind a first step without it; else it stays as it is.
+        # A part that the run releases is released after the first step here.
         module.freeze_until = {name: 1 if step < iters or not iters else step for name, step in later.items()}
         if 1 in module.freeze_until.values():
             cfg.train.iters = STEPS + 1
@@ -83,11 +73,11 @@ def prepared(run: Run, folder: Path) -> Run:
     return replace(run, cfg=cfg, batch=Batch.of(cfg))
 
 
-def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> Found:
+def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> RankResult:
     """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process.
 
     Args:
-        engine: whether layers are Transformer Engine's; then `fake_engine` must be in its place.
+        engine: layers are Transformer Engine's; requires that `fake_engine` is installed.
     """
     began = time.monotonic()
     # A forked process makes its pool of threads anew at the first call. Where two threads of autograd make that call at
@@ -96,22 +86,22 @@ def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> Found:
     device = device_kind(run.cfg)
     import_program()
     with TemporaryDirectory(prefix="mimo-dry-run-") as folder, ExitStack() as stack:
-        given, run = run, prepared(run, Path(folder))
+        given, run = run, trial_run(run, Path(folder))
         fake_world.join(kind.rank, run.layout.world_size, run.layout.ranks_per_node)
         counts = FakeCounts(fake_cuda.is_on_device if device == "cuda" else _is_on_cpu)
         names = _install(device, counts)
         fake_tensors.enter(stack, counts)
         if names is not None:
             stack.enter_context(names)
-        fake_attention.install(device)
-        fake_experts.install(counts)
-        fake_needs.install(run)
+        fake_tensors.install_attention(device)
+        fake_world.balance_experts(counts)
+        fake_world.install_gradient_needs(run)
         files = fake_checkpoint.install(given)
         _choose_layers(engine)
         observed = observe(run, counts)
     made = distributed_c10d._world.pg_group_ranks
     groups = [("world" if group is dist.group.WORLD else group.group_desc, len(made[group])) for group in made]
-    return Found(
+    return RankResult(
         kind=kind,
         device=device,
         groups=groups,
@@ -145,7 +135,7 @@ def _install(device: str, counts: Counts) -> Any:
 
 
 def _choose_layers(engine: bool) -> None:
-    """Those of Transformer Engine itself need a GPU, installed or not."""
+    """Use layers of the stand-in or of torch: those of Transformer Engine itself need a GPU."""
     from mimo_train.training import setup as setting_up
     from mimo_train.training.step import parts
 

@@ -55,7 +55,7 @@ def main() -> None:
     from mimo_train.layout.run import resolve
     from mimo_train.preflight.dry_run import one_rank
     from mimo_train.preflight.dry_run.command import in_child
-    from mimo_train.preflight.dry_run.kinds import chosen
+    from mimo_train.preflight.dry_run.observation import selected_kinds
     from tests.dist.runs import config
 
     pictures, texts, folder = map(Path, sys.argv[1:4])
@@ -65,7 +65,7 @@ def main() -> None:
         config_name, rank, overrides = RUNS[name]
         demo = pictures if config_name == "vlm_digits" else texts
         run = resolve(config(config_name, folder / "run", demo, *overrides, HALF))
-        one = in_child(run, chosen(run.layout, str(rank))[0], engine=True)
+        one = in_child(run, selected_kinds(run.layout, str(rank))[0], engine=True)
         failed = f"{one.what}\n{one.trace}" if hasattr(one, "what") else ""
         lines = [] if failed else [line for _, line, _ in one.lines]
         found[name] = {"failed": failed, "lines": lines} | ({} if failed else {"flops": one.flops, "saved": one.saved})

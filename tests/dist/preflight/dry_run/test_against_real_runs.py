@@ -24,10 +24,10 @@ DEFAULT = ("a bridge, evaluation", "tensor parallel, packed")
 
 def _dry(run, rank: int):
     """The dry run of a rank."""
-    from mimo_train.preflight.dry_run.kinds import chosen
+    from mimo_train.preflight.dry_run.observation import selected_kinds
     from mimo_train.preflight.dry_run.one_rank import run_rank
 
-    return run_rank(run, *chosen(run.layout, str(rank)))
+    return run_rank(run, *selected_kinds(run.layout, str(rank)))
 
 
 def _real(run):
@@ -47,10 +47,10 @@ def test_memory_messages_and_flops_are_those_of_a_real_run(name, request, tmp_pa
     config_name, *overrides = RUNS[name]
     demo = request.getfixturevalue(DEMOS[config_name])
     cfg = config(config_name, tmp_path, demo, "run.device=cpu", *(each.format(demo=demo) for each in overrides))
-    from mimo_train.preflight.dry_run.one_rank import prepared
+    from mimo_train.preflight.dry_run.one_rank import trial_run
 
     run = resolve(cfg)
-    for rank, real in enumerate(run_ranks(_real, run.layout.world_size, prepared(run, tmp_path))):
+    for rank, real in enumerate(run_ranks(_real, run.layout.world_size, trial_run(run, tmp_path))):
         (dry,) = run_ranks(_dry, 1, run, rank)
         assert dry.messages == real["messages"] and dry.messages
         assert dry.flops == real["flops"] > 0

@@ -65,18 +65,17 @@ def _dry(run, rank: int, fault: str = ""):
     """The dry run of a rank, with a fault put into the program; what it found, or what it failed with."""
     import warnings
 
-    from mimo_train.preflight.dry_run.kinds import chosen
+    from mimo_train.preflight.dry_run.observation import RankFailure, selected_kinds
     from mimo_train.preflight.dry_run.one_rank import run_rank
-    from mimo_train.preflight.dry_run.report import Failed
 
     warnings.filterwarnings("ignore")
     if fault:
         FAULTS[fault]()
-    (kind,) = chosen(run.layout, str(rank))
+    (kind,) = selected_kinds(run.layout, str(rank))
     try:
         return run_rank(run, kind)
     except Exception as error:
-        return Failed.of(kind, error)
+        return RankFailure.of(kind, error)
 
 
 @pytest.mark.parametrize("name", RUNS if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT)
@@ -194,7 +193,7 @@ def test_a_wait_inside_of_microbatches_is_named_with_its_line(tiny):
 def test_ranks_of_a_large_world():
     """2,176 of them; the set-up is that of one."""
     from mimo_train.config.compose import load
-    from mimo_train.preflight.dry_run.kinds import chosen
+    from mimo_train.preflight.dry_run.observation import selected_kinds
 
     sizes = {"tp": 8, "pp": 8, "dp": 32}
     overrides = [f"{LANGUAGE}{axis}={size}" for axis, size in sizes.items()]
@@ -206,13 +205,13 @@ def test_ranks_of_a_large_world():
     ]
     overrides += ["modules.language.llm.num_attention_heads=8", "train.micro_batch_size=2"]
     layout = resolve(load("vlm_digits", overrides)).layout
-    kinds = chosen(layout, "all-kinds")
+    kinds = selected_kinds(layout, "all-kinds")
     assert [kind.name for kind in kinds] == ["images", *(f"language, stage {stage} of 8" for stage in range(1, 9))]
     assert [kind.number for kind in kinds] == [128, *[256] * 8] and kinds[3].rank == 128 + 2 * 256
-    assert [kind.rank for kind in chosen(layout, "0,700")] == [0, 700]
+    assert [kind.rank for kind in selected_kinds(layout, "0,700")] == [0, 700]
     for wrong in ("2176", "first", "-1", ""):
         with pytest.raises(UserError, match="--ranks: .* is not one of the ranks 0 to 2175, nor all-kinds"):
-            chosen(layout, wrong)
+            selected_kinds(layout, wrong)
 
 
 def _command(config_name: str, overrides: list[str], ranks: str) -> tuple[int, str]:
@@ -241,23 +240,23 @@ def test_the_command_says_what_a_rank_does(prose, tmp_path):
 
 def test_fp8_wants_the_layers_that_have_it():
     from mimo_train.config.compose import load
-    from mimo_train.preflight.dry_run.one_rank import refused
+    from mimo_train.preflight.dry_run.one_rank import unsupported
 
     cfg = load("gpt_tiny", [HALF, "modules.language.fp8=tensorwise"])
-    (fault,) = refused(cfg)
+    (fault,) = unsupported(cfg)
     assert str(fault) == (
         "train.fp8: layers of language have fp8, which Transformer Engine's do: add --transformer-engine"
     )
-    assert not list(refused(cfg, engine=True))
+    assert not list(unsupported(cfg, engine=True))
 
 
 def test_the_steps_are_those_at_the_end_of_a_run(tmp_path):
     from mimo_train.config.compose import load
-    from mimo_train.preflight.dry_run.one_rank import prepared
+    from mimo_train.preflight.dry_run.one_rank import trial_run
 
     until = "modules.images.freeze_until={encoder: 1000, projector: 99999}"
     keys = ("train.iters=2000", "train.rampup_batch_size=[8,8,6400]", until)
-    tried = prepared(resolve(load("vlm_digits", keys)), tmp_path)
+    tried = trial_run(resolve(load("vlm_digits", keys)), tmp_path)
     assert tried.cfg.modules["images"].freeze_until == {"encoder": 1, "projector": 99999}
     assert tried.cfg.train.iters == 3 and tried.batch.size_at(0) == tried.cfg.train.global_batch_size > 8
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mimo_train.preflight.dry_run import fake_engine, fake_fp8
-from mimo_train.preflight.dry_run import fake_engine_layers as layers
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -37,15 +36,6 @@ PASS = """query_layer key_layer value_layer attention_mask qkv_format cu_seqlens
     checkpoint_core_attention core_attention_bias_type core_attention_bias alibi_slopes fast_zero_fill inference_params
     pad_between_seqs fp8_output num_splits"""
 """Keywords of a pass of its attention."""
-MORE = {"Linear": layers.OVERLAP, "LayerNormLinear": layers.OVERLAP, "GroupedLinear": layers.GROUPED_OVERLAP}
-"""What a stand-in takes in `**overlap`."""
-THROUGH = {"LayerNormLinear": layers.Linear, "LayerNorm": layers._Norm, "RMSNorm": layers._Norm}
-"""Where its `**options` go."""
-
-
-def own(function) -> set[str]:
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {one.name for one in inspect.signature(function).parameters.values() if one.kind not in kinds} - {"self"}
 
 
 def test_the_stand_in_is_of_the_version_that_is_installed():
@@ -56,24 +46,20 @@ def test_the_stand_in_is_of_the_version_that_is_installed():
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_constructor_has_keywords_of_the_real_one_alone(name):
-    taken = own(getattr(layers, name).__init__) | {*MORE.get(name, ())}
-    if name in THROUGH:
-        taken |= own(THROUGH[name].__init__) - {"has_bias"}
-    if name == "LayerNormLinear":
-        with pytest.raises(AssertionError, match="of a Linear alone"):
-            layers.LayerNormLinear(16, 16, rng_tracker_name="expert", device="cpu")
-        taken -= {"rng_tracker_name"}
+    layer = getattr(fake_engine, name)
+    positional = set(inspect.signature(layer.__init__).parameters) - {"self", "options"}
+    taken = positional | layer.OPTIONS.keys()
     assert len(taken) > 3 and not taken - {*REAL[name].split()}
 
 
 def test_a_pass_of_attention_has_keywords_of_the_real_one_alone():
-    assert {*layers.PACKED} < {*PASS.split()}
+    assert {*fake_engine.PACKED} < {*PASS.split()}
 
 
 def row(**changes):
     ends = torch.tensor([0, 3, 8], dtype=changes.pop("ends", torch.int32))
     part = torch.randn(8, 4, 16)
-    attention = layers.DotProductAttention(4, 16)
+    attention = fake_engine.DotProductAttention(4, 16)
     return attention(
         part, part, part, None, **{"attn_mask_type": "padding_causal", "qkv_format": "thd"} | changes,
         cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=5, max_seqlen_kv=5,

@@ -1,13 +1,13 @@
 """What a dry run says of itself."""
 
-from mimo_train.preflight.dry_run.report import head_of
+from mimo_train.preflight.dry_run.command import heading
 from tests.unit.configs import load
 
 
 def test_it_says_that_nothing_is_compiled():
     plain = load("vlm_digits", "train.precision=bf16")
-    assert head_of(plain, 2, 1500) == "Dry run of 2 of 1,500 ranks, as on CUDA, of which none is touched"
+    assert heading(plain, 2, 1500) == "Dry run of 2 of 1,500 ranks, as on CUDA, of which none is touched"
     one = load("vlm_digits", "train.compile=layers", "modules.images.compile=none", "run.device=cpu")
-    first, second = head_of(one, 2, 2).splitlines()
+    first, second = heading(one, 2, 2).splitlines()
     assert first.endswith("as on the CPU")
     assert second.startswith("NOT TRIED: the compiler; layers of language, which the run compiles (train.compile)")
