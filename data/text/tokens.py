@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from data.errors import DataError
 from data.text.chat_renderer import ChatRenderer
@@ -31,13 +32,15 @@ from data.text.tokenizer_files import files_fingerprint, require_plain_files, re
 ROLES = ("user", "assistant", "system")
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What the data path needs of a tokenizer.
 
     Attributes:
         vocab_size: one more than the largest id, without any padding.
         text_size: one more than the largest id that text has; placeholders do not count.
         special_text: finds special tokens in texts that are read as plain text.
+        places: kind -> text at the place of an image or audio, with one pad of each module.
+        vocabulary_fingerprint: hash of how text becomes ids. Weights that were trained with another one are useless.
     """
 
     pad_id: int
@@ -47,33 +50,46 @@ class Tokenizer(Protocol):
     text_size: int
     template: Template
     special_text: SpecialText
+    places: Mapping[str, str]
+    vocabulary_fingerprint: str
+
+    _placeholders: Mapping[str, int]
+    """Name of a placeholder -> its id."""
+    _roles: Mapping[str, list[int]]
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """Hash of the vocabulary, the template and the placeholders: with another one, texts have other tokens."""
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text; no special id is among them."""
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special ids."""
 
+    @abstractmethod
     def shown(self, ids: Iterable[int]) -> str:
         """Return the text of ids for people, with the names of special ids."""
 
     def role_ids(self, role: str) -> list[int]:
         """Return the marker that opens a turn of `role`: user, assistant or system."""
+        return list(self._roles[role])
 
     def placeholder_id(self, name: str) -> int:
         """Return the id that holds the place of features at a placeholder such as `<image>`. Raises DataError for a
         name that the tokenizer was not built with."""
+        if name not in self._placeholders:
+            raise DataError(
+                f"the tokenizer has no placeholder {name!r}; it was built with {sorted(self._placeholders)}"
+            )
+        return self._placeholders[name]
 
     def as_text(self, token: int) -> int:
         """Return a token that the model wrote, or padding for a placeholder, which would require features."""
-
-    @property
-    def vocabulary_fingerprint(self) -> str:
-        """Hash of how text becomes ids: weights that were trained with another one mean nothing here."""
+        return self.pad_id if token in self._placeholders.values() else token
 
 
 def build_tokenizer(
@@ -118,14 +134,13 @@ def build_tokenizer(
     return ByteTokenizer(items)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0 to 255; then pad, begin, end of turn, user, assistant, system, and the placeholders."""
 
     def __init__(self, placeholders: Sequence[Placeholder] = ()) -> None:
         placeholders = resolve(placeholders, _unwritten)
-        self.pad_id, self.end_of_turn_id = 256, 258
-        self.begin_id: int | None = 257
-        self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
+        self.pad_id, self.begin_id, self.end_of_turn_id = 256, 257, 258
+        self._roles = {role: [259 + at] for at, role in enumerate(ROLES)}
         first = 259 + len(ROLES)
         self._placeholders = {item.name: first + at for at, item in enumerate(placeholders)}
         self.vocab_size, self.text_size = first + len(placeholders), first
@@ -134,7 +149,7 @@ class ByteTokenizer:
         }
         # `shown` calls a pad by the name of its placeholder.
         self.places = place_texts([replace(item, pad=item.name) for item in placeholders])
-        self.template: Template = OwnTemplate(self, placeholders, around)
+        self.template = OwnTemplate(self, placeholders, around)
         self.special_text = SpecialText(())
         self.vocabulary_fingerprint = "bytes"
 
@@ -150,8 +165,8 @@ class ByteTokenizer:
         return bytes(int(token) for token in ids if 0 <= int(token) < 256).decode("utf-8", "replace")
 
     def shown(self, ids: Iterable[int]) -> str:
-        names = {self.pad_id: "[pad]", self.begin_id: "[begin]", self.end_of_turn_id: "[end]"}
-        names |= {token: f"[{role}]" for role, token in self._roles.items()}
+        names = {256: "[pad]", 257: "[begin]", 258: "[end]"}
+        names |= {token: f"[{role}]" for role, (token,) in self._roles.items()}
         names |= {token: name for name, token in self._placeholders.items()}
         runs = groupby(ids, key=lambda token: token < 256)
         return "".join(
@@ -159,22 +174,12 @@ class ByteTokenizer:
             for is_text, run in runs
         )
 
-    def role_ids(self, role: str) -> list[int]:
-        return [self._roles[role]]
 
-    def placeholder_id(self, name: str) -> int:
-        return _lookup(self._placeholders, name)
-
-    def as_text(self, token: int) -> int:
-        return self.pad_id if token in self._placeholders.values() else token
-
-
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
 
     Attributes:
         own_source: our own format as a Jinja template.
-        places: kind -> text at the place of an image or audio, with one pad of each module.
         uses_its_template: True if conversations take the template of its files, where these have one.
         template_variables: `data.template_variables`.
     """
@@ -188,68 +193,47 @@ class HuggingFaceTokenizer:
         special_in_text: str | Sequence[str] = (),
     ) -> None:
         """See `build_tokenizer`. Raises DataError if it cannot be loaded or has no EOS token."""
-        require_plain_files(path)
-        from transformers import AutoTokenizer
-
-        try:
-            # No network, no code of the folder, and no question on a terminal whether to run it.
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever a damaged file makes a class of transformers raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-            remedy = "Use 'bytes' or a Hugging Face tokenizer"
-            if requires_sentencepiece(Path(path)):
-                reason, remedy = "its tokenizer.model is SentencePiece's, which is not installed", _INSTALL
-            raise DataError(f"data.tokenizer: cannot load {str(path)!r}: {reason}. {remedy}") from error
-        if self._tokenizer.eos_token_id is None:
-            raise DataError(
-                f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn. Set eos_token in its config"
-            )
-        renderer = _renderer(self._tokenizer, path, chat_template, template_variables or {})
-        self._renderer = renderer
+        self._tokenizer = _load(path)
         self.uses_its_template = chat_template == "auto"
         self.template_variables = dict(template_variables or {})
-        placeholders = resolve(placeholders, renderer.written if renderer else _unwritten)
-        reserved = {text for item in placeholders for text in (item.pad, item.mark)}
-        self._admitted = admit(self._tokenizer, special_in_text, reserved)
-        known = self._tokenizer.get_vocab()
-        # Also those that the vocabulary has: only special tokens are kept apart from text.
+        self._renderer = _renderer(self._tokenizer, path, chat_template, self.template_variables)
+        placeholders = resolve(placeholders, self._renderer.written if self._renderer else _unwritten)
         marks = [text for item in placeholders for text in (item.pad, item.mark) if text]
-        roles = {role: f"<|{role}|>" for role in ROLES}
-        has_roles = known.keys() >= {*roles.values()}
-        marks += roles.values() if has_roles and renderer is None else ()
-        self._tokenizer.add_tokens(list(dict.fromkeys(marks)), special_tokens=True)
+        self._admitted = admit(self._tokenizer, special_in_text, marks)
+        role_tokens = [f"<|{role}|>" for role in ROLES]
+        has_roles = self._tokenizer.get_vocab().keys() >= {*role_tokens}
+        added = [*marks, *(role_tokens if has_roles and self._renderer is None else ())]
+        # Also those that the vocabulary has: only special tokens are kept apart from text.
+        self._tokenizer.add_tokens(list(dict.fromkeys(added)), special_tokens=True)
         vocabulary = self._tokenizer.get_vocab()
         self.special_text = SpecialText(
             token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special
         )
         self._placeholders = {item.name: vocabulary[item.pad] for item in placeholders}
-        self.end_of_turn_id: int = self._tokenizer.eos_token_id
-        self.begin_id: int | None = self._tokenizer.bos_token_id
+        self.begin_id, self.end_of_turn_id = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         pad = self._tokenizer.pad_token_id
-        self.pad_id: int = self.end_of_turn_id if pad is None else pad
+        self.pad_id = self.end_of_turn_id if pad is None else pad
         # Not their number: the ids of a vocabulary may have gaps.
         self.vocab_size = 1 + max(vocabulary.values())
         self.text_size = 1 + max({*vocabulary.values()} - {*self._placeholders.values()})
-        if has_roles:
-            self._roles = {role: [known[marker]] for role, marker in roles.items()}
-        else:
-            roles = {role: f"{role}:\n" for role in ROLES}
-            self._roles = {role: self.encode(marker) for role, marker in roles.items()}
-        around = {vocabulary[item.pad]: (self._special(item.start), self._special(item.end)) for item in placeholders}
-        self.vocabulary_fingerprint = files_fingerprint(self._tokenizer, path)
         # The first call sets options of the shared Rust object, which must not happen while another thread encodes.
         self.encode("")
+        roles = dict(zip(ROLES, role_tokens if has_roles else [f"{role}:\n" for role in ROLES], strict=True))
+        self._roles = {
+            role: [vocabulary[marker]] if has_roles else self.encode(marker) for role, marker in roles.items()
+        }
+        self.vocabulary_fingerprint = files_fingerprint(self._tokenizer, path)
         self.places = place_texts(placeholders)
-        begin = self._tokenizer.bos_token or ""
-        self.own_source = own_chat_template(begin, roles, self._tokenizer.eos_token, self.places)
-        is_fast = getattr(self._tokenizer, "backend_tokenizer", None) is not None
-        if renderer is None and not is_fast:
-            self.template: Template = OwnTemplate(self, placeholders, around)
+        begin, end = self._tokenizer.bos_token or "", self._tokenizer.eos_token
+        self.own_source = own_chat_template(begin, roles, end, self.places)
+        if self._renderer is None and getattr(self._tokenizer, "backend_tokenizer", None) is None:
+            around = {
+                vocabulary[item.pad]: (self._special(item.start), self._special(item.end)) for item in placeholders
+            }
+            self.template = OwnTemplate(self, placeholders, around)
         else:
-            is_own, renderer = (
-                renderer is None,
-                renderer or ChatRenderer({"default": self.own_source}, {}, "our own format"),
-            )
+            renderer = self._renderer or ChatRenderer({"default": self.own_source}, {}, "our own format")
+            is_own = self._renderer is None
             self.template = JinjaTemplate(renderer, self._tokenizer, self, placeholders, is_own=is_own)
 
     @cached_property
@@ -265,23 +249,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         # A model may write an id of the padded vocabulary, which has no text.
         kept = [int(token) for token in ids if 0 <= int(token) < self.vocab_size]
-        text = self._tokenizer.decode(kept, skip_special_tokens=True)
-        assert isinstance(text, str), type(text)  # a list only for several sequences
-        return text
+        return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     def shown(self, ids: Iterable[int]) -> str:
-        text = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
-        assert isinstance(text, str), type(text)  # as above
-        return text
-
-    def role_ids(self, role: str) -> list[int]:
-        return list(self._roles[role])
-
-    def placeholder_id(self, name: str) -> int:
-        return _lookup(self._placeholders, name)
-
-    def as_text(self, token: int) -> int:
-        return self.pad_id if token in self._placeholders.values() else token
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     @property
     def template_sources(self) -> Mapping[str, str]:
@@ -297,7 +268,26 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
 
 
-_INSTALL = "pip install sentencepiece, or save the tokenizer as tokenizer.json"
+def _load(path: str | os.PathLike[str]) -> Any:
+    """Return the `transformers` tokenizer of a folder. Raises DataError if it cannot be loaded or has no EOS token."""
+    require_plain_files(path)
+    from transformers import AutoTokenizer
+
+    try:
+        # No network, no code of the folder, and no question on a terminal whether to run it.
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes a class of transformers raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        remedy = "Use 'bytes' or a Hugging Face tokenizer"
+        if requires_sentencepiece(Path(path)):
+            reason = "its tokenizer.model is SentencePiece's, which is not installed"
+            remedy = "pip install sentencepiece, or save the tokenizer as tokenizer.json"
+        raise DataError(f"data.tokenizer: cannot load {str(path)!r}: {reason}. {remedy}") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn. Set eos_token in its config"
+        )
+    return tokenizer
 
 
 def _renderer(
@@ -351,9 +341,3 @@ def _unwritten(kind: str) -> None:
 
 def _fingerprint(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _lookup(placeholders: dict[str, int], name: str) -> int:
-    if name not in placeholders:
-        raise DataError(f"the tokenizer has no placeholder {name!r}; it was built with {sorted(placeholders)}")
-    return placeholders[name]
