@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from mimo_train.config.errors import UserError
@@ -79,18 +78,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mimo-train", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=f"mimo-train {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in command_modules():
         module.add(commands)
     return parser
 
 
-def _version() -> str:
-    try:
-        return version("mimo-train")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
+class _Version(argparse.Action):
+    """Prints the version, which takes longer to look up than to print the help."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            number = version("mimo-train")
+        except PackageNotFoundError:
+            number = "unknown (not installed)"
+        print(f"mimo-train {number}")
+        parser.exit()
 
 
 if __name__ == "__main__":

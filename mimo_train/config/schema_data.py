@@ -8,7 +8,6 @@ from typing import Any
 from data.errors import DataError
 from data.indexed.split import split_parts
 from data.media.options import BOUNDS, colour_of
-from data.samples.frames import SAMPLING
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.paths import demo_faults
@@ -30,9 +29,9 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 class VideoConfig(Section):
     """How many pictures a video becomes: those in the middle of so many equal parts of it. See docs/data.md#videos."""
 
-    frames_per_second: float = key(SAMPLING.frames_per_second, above=0, at_most=1000)
+    frames_per_second: float = key(1.0, above=0, at_most=1000)
     """Pictures of a second; at least one of a video."""
-    max_frames: int = key(SAMPLING.max_frames, at_least=1, at_most=2**16)
+    max_frames: int = key(32, at_least=1, at_most=2**16)
     """Most pictures of a video. Longer ones have fewer a second."""
 
 

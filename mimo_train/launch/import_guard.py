@@ -6,7 +6,6 @@ working directory off its path; `python -m`, as used by torchrun, puts it first.
 
 import os
 import sys
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,6 +57,8 @@ def _remedy(thing: Path) -> str:
     folder = thing.parent
     if str(folder) in (os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part):
         return f"take {folder} out of PYTHONPATH, or rename {thing.name}"
+    from importlib.metadata import distributions  # slow to import
+
     for found in distributions(path=[str(folder)]):
         if any(file.parts[0] == thing.name for file in found.files or ()):
             package = found.metadata["Name"]

@@ -13,16 +13,10 @@ from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import missing_code
-from mimo_train.estimate.parameters import embedding_rows, freeze_patterns, vocabulary_faults
-from mimo_train.hf.llava_limits import why_several
-from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, Run, config_faults, with_config_faults, with_iters
-from mimo_train.preflight.check import advice, resuming, tables
-from mimo_train.preflight.check.data import add_data, build_tokenizer
 from mimo_train.preflight.check.report import Report, show
-from mimo_train.preflight.check.shards import Seen
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """With faults below these keys there is no layout."""
@@ -42,6 +36,8 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
     except ConfigError as error:
         show(Report(faults=_without_inputs(with_config_faults(error).faults, without_data)), "", sys.stdout, sys.stderr)
         return 1
+    from mimo_train.preflight.check import tables  # slow to import, as are those of `check`
+
     report = check(cfg, without_data=without_data)
     tables.add_layouts(report, config, overrides, cfg, without_data=without_data)
     script = Path("scripts", "train_vlm.sh" if cfg.encoders else "train_gpt.sh")
@@ -63,6 +59,12 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     Args:
         without_data: leave out tokenizer, weights and shards. The vocabulary is that of the language model's config.
     """
+    from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults
+    from mimo_train.inputs.mixture import Mixing
+    from mimo_train.preflight.check import resuming, tables
+    from mimo_train.preflight.check.data import add_data, build_tokenizer
+    from mimo_train.preflight.check.shards import Seen
+
     report = Report(faults=_without_inputs(config_faults(cfg), without_data))
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
@@ -91,12 +93,17 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     of_data = (seen.fingerprint, tokenizer, mixing)
     resuming.add_run_dir(report, run.cfg if run else cfg, layout, *of_data, without_data=without_data)
     if run and vocab is not None and not report.faults:
+        from mimo_train.preflight.check import advice
+
         advice.add_advice(report, run, vocab, seen.media_per_sample)
     return report
 
 
 def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
     """Report missing user code, and what only the start of the run can show."""
+    from mimo_train.estimate.parameters import freeze_patterns
+    from mimo_train.hf.llava_limits import why_several
+
     known = {fault.key for fault in report.faults}
     report.faults += [fault for fault in missing_code(cfg.train) if fault.key not in known]
     for name, module in cfg.modules.items():
@@ -111,11 +118,12 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
     if reason:
         several = "an export of this run is a directory for each part, since transformers has no model for all"
         report.notes.append(f"{several}: {reason}")
-    if cfg.run.device == "cuda" and not advice.has_gpu_driver():
-        report.warnings.append(
-            "run.device is cuda, and this machine has no driver for GPUs: the run starts on others only, here with "
-            "run.device=cpu"
-        )
+    if cfg.run.device == "cuda":
+        from mimo_train.preflight.check.advice import has_gpu_driver
+
+        if not has_gpu_driver():
+            text = "run.device is cuda, but this machine has no GPU driver. The run starts on other machines only"
+            report.warnings.append(f"{text}, or here with run.device=cpu")
 
 
 def _without_inputs(faults: list[Fault], without_data: bool) -> list[Fault]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from data.demo.make import DEMOS
+from data.samples.frames import SAMPLING
 from mimo_train.config.keys import rules_of, shown
 from mimo_train.config.schema_data import DataConfig
 from mimo_train.layout.run import config_faults
@@ -109,6 +110,11 @@ def test_values_out_of_range_are_faults_of_their_key(key, value, said):
 def test_the_demos_of_the_config_are_those_that_can_be_made():
     (field,) = (field for field in dataclasses.fields(DataConfig) if field.name == "demo")
     assert rules_of(field).choices == ("", *DEMOS)
+
+
+def test_videos_are_sampled_by_default_as_the_data_package_does():
+    video = DataConfig().video
+    assert (video.frames_per_second, video.max_frames) == (SAMPLING.frames_per_second, SAMPLING.max_frames)
 
 
 def test_a_run_with_everything_frozen_has_nothing_to_train():

@@ -67,7 +67,7 @@ def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
         said = f"modules.language.{key}: whether {pattern} match parameters is seen when the model is built, as with"
         assert any(said in note for note in report.notes)
     (warning,) = report.warnings
-    assert warning.startswith("run.device is cuda, and this machine has no driver for GPUs: the run starts on others")
+    assert warning.startswith("run.device is cuda, but this machine has no GPU driver. The run starts on other")
     for there in ("DRIVER", "WINDOWS_GPU"):
         with monkeypatch.context() as patch:
             patch.setattr(advice, there, tmp_path)
