@@ -118,19 +118,19 @@ class JsonlSink:
         return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Every line of a metrics.jsonl, see `iter_metrics`."""
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """Return every line of a metrics.jsonl, see `iter_metrics`."""
     return list(iter_metrics(path))
 
 
-def iter_metrics(path: Path) -> Iterator[dict[str, float]]:
+def iter_metrics(path: str | Path) -> Iterator[dict[str, float]]:
     """The lines of a metrics.jsonl as dicts, one at a time; a torn last line is left out.
 
     Raises:
         UserError: a line other than the last is no JSON object.
         OSError: there is no such file.
     """
-    for _, line in _lines(path):
+    for _, line in _lines(Path(path)):
         yield {key: _NOT_FINITE.get(value, value) for key, value in line.items()}
 
 

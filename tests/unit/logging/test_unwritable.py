@@ -48,7 +48,7 @@ def test_lines_are_held_back_while_the_disk_is_full(room, tmp_path, monkeypatch,
     sink.log(7, 7, {"lm loss": 0.25})
     with pytest.raises(UserError, match=r"the last 1 line of .*metrics.jsonl could not be written"):
         sink.close()
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_metrics(str(tmp_path / "metrics.jsonl"))] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_folder_that_is_removed_is_made_again_and_that_is_said(tmp_path, caplog):
