@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from data.demo.make import make_demo
-from mimo_train.flight.processes import descendants
+from mimo_train.flight.read import descendants
 
 LAYOUTS = {1: "one_process", 2: "two_processes", 4: "images_dp2_language_dp2"}
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from data.collate import TextSample
 from data.order.sources import SourcesView
+from data.pace import Pace
 from data.samples.bad_samples import BadSample, BadSamples
-from data.samples.media_spec import Media
-from data.samples.sample_meta import StepSamples
+from data.samples.features import Lookup
+from data.samples.sample_batch_meta import StepSamples
+from data.samples.sample_meta import Media
 from data.storage.url import Place
 from data.text.tokens import Tokenizer
 
@@ -44,9 +45,16 @@ class Samples(SourcesView, ABC):
     """Of what the order of samples follows from, but for seed and weights."""
     text_fingerprint: str
     """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
+    is_at_hand: bool = True
+    """Whether any sample can be read at any time, from files of this machine."""
     allowed_bad_samples: int
     bad_samples: BadSamples
     """Those that this process has found."""
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How quickly its samples are read, which loaders learn one after the other."""
+        return Pace(takes_turns=self.is_at_hand)
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -101,37 +109,3 @@ class Samples(SourcesView, ABC):
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
         raise KeyError(module)
-
-
-Lookup = Callable[[str], torch.Tensor | None]
-"""Gives the features [rows, width] of the sample with this identity (`Dataset.identity`), None if it has none. Called
-from reading threads."""
-
-
-MEDIA = "media"
-"""Key of the `MicrobatchMedia` beside a module's tensors, where the dataset has a lookup for the module."""
-
-
-@dataclass(frozen=True)
-class SampleMedia:
-    """The pictures or clips of one sample, for one module."""
-
-    number: int
-    identity: str
-    rows: int
-    """Tokens they take in the sequence: rows of their features."""
-    features: torch.Tensor | None = None
-    """[rows, width] where the lookup had them: nothing was read."""
-    good: bool = True
-    """False where what was read was bad, and zeros take its place."""
-
-
-@dataclass(eq=False)
-class MicrobatchMedia:
-    """The samples of one microbatch on this rank that have media for a module, in order."""
-
-    samples: tuple[SampleMedia, ...]
-    read: Callable[[Sequence[int]], dict[str, Any]]
-    """Sample numbers -> the tensors of their pictures or clips, read now."""
-    ahead: torch.Tensor | None = None
-    """Features of all of them, [rows, width], once they are computed ahead of their turn."""

@@ -1,4 +1,4 @@
-"""Who waits for whom, and who is to blame first. Imports no torch.
+"""Find out who waits for whom, and who is to blame first.
 
 A rank that waits for collective number n of a group waits for the members that have issued fewer; one that waits for a
 message waits for the other side of the channel. Following these edges leads to ranks that wait for nobody: one that is
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mimo_train.flight import layout
-from mimo_train.flight.layout import DIRECTIONS, OPERATIONS, PHASES, RECEIVE, SEND
+from mimo_train.flight import file_format
+from mimo_train.flight.file_format import DIRECTIONS, OPERATIONS, PHASES, RECEIVE, SEND
 from mimo_train.flight.read import ALIVE, GONE, Event, Rank
 
 
@@ -45,7 +45,7 @@ class Verdict:
 
 
 def judge(first: Mapping[int, Rank], second: Mapping[int, Rank], states: Mapping[int, str]) -> Verdict:
-    """The verdict on a run.
+    """Return the verdict on a run.
 
     Args:
         first, second: two readings of its ranks.
@@ -64,13 +64,13 @@ def judge(first: Mapping[int, Rank], second: Mapping[int, Rank], states: Mapping
     seen = dict.fromkeys(states, ALIVE) if dead else states
     waits = {number: edges for number, rank in second.items() if (edges := _edges(rank, second, seen, world))}
     verdict = Verdict(second, states, world, progress, waits)
-    found = _unequal(second) or (_first_dead(verdict) if dead else _root(verdict) or _stuck(verdict))
-    blamed, why = found or ([], "")
+    cause = _unequal(second) or (_first_dead(verdict) if dead else _root(verdict) or _stuck(verdict))
+    blamed, why = cause or ([], "")
     return Verdict(second, states, world, progress, waits, blamed, why)
 
 
 def message_name(rank: Rank, event: Event) -> str:
-    """A message in words: `all-reduce #7 (32 bytes) of language.tp [2, 3]`, `send #3 to rank 1`."""
+    """Return a message in words: `all-reduce #7 (32 bytes) of language.tp [2, 3]`, `send #3 to rank 1`."""
     group = rank.groups.get(event.group)
     operation = OPERATIONS[event.what] if event.what < len(OPERATIONS) else "?"
     where = str(group) if group else "?"
@@ -113,7 +113,9 @@ def _queued_edges(rank: Rank, ranks: Mapping[int, Rank]) -> list[Edge]:
     """The host does not wait for messages: those count that the other side has not issued."""
     edges, groups = [], {group.name: group for group in rank.groups.values()}
     for (name, peer, direction), last in rank.last.items():
-        event = Event(0, last.at, layout.ISSUE, last.operation, 0, 0, -1, 0, peer, last.number, last.nbytes, last.step)
+        event = Event(
+            0, last.at, file_format.ISSUE, last.operation, 0, 0, -1, 0, peer, last.number, last.nbytes, last.step
+        )
         others = [peer] if peer >= 0 else [one for one in groups[name].ranks if one != rank.rank]
         there = (name, rank.rank if peer >= 0 else -1, {SEND: RECEIVE, RECEIVE: SEND}.get(direction, 0))
         number = next(number for number, group in rank.groups.items() if group.name == name)
@@ -217,7 +219,7 @@ def _unequal(ranks: Mapping[int, Rank]) -> tuple[list[int], str] | None:
     by_group: dict[str, dict[int, dict[int, Event]]] = {}
     for rank in ranks.values():
         for event in rank.ring:
-            if event.kind == layout.ISSUE and event.peer < 0 and event.group in rank.groups:
+            if event.kind == file_format.ISSUE and event.peer < 0 and event.group in rank.groups:
                 of_group = by_group.setdefault(rank.groups[event.group].name, {})
                 if OPERATIONS[event.what] not in ("send", "recv", "recv_anysource"):
                     of_group.setdefault(event.message, {})[rank.rank] = event
@@ -269,7 +271,7 @@ def _ranks(ranks: object) -> str:
 
 
 def place_name(rank: Rank, event: Event) -> str:
-    """Where in the module graph an event belongs: `images->language, microbatch 1, backward`; empty if nowhere."""
+    """Return where in the module graph an event belongs: `images->language, microbatch 1, backward`; empty if nowhere."""
     words = [rank.places.get(event.place, "")]
     words += [f"microbatch {event.microbatch}"] if event.microbatch >= 0 else []
     words += [DIRECTIONS.get(event.direction, "")]

@@ -1,25 +1,26 @@
-"""The files of a run's ranks, as another process reads them: of a live run, or of a dead one. Imports no torch."""
+"""Read the recorder files of a run, live or dead, and what the kernel says of its processes (/proc)."""
 
 import json
+import os
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.paths import runs_within
-from mimo_train.flight import layout
-from mimo_train.flight.processes import process
-from mimo_train.flight.recorder import FOLDER
+from mimo_train.flight import file_format
+from mimo_train.flight.file_format import FOLDER
 
 CLOCKS = 10.0
 """Seconds by which the clocks of machines may differ."""
 
 
 class Event(NamedTuple):
-    """A phase that began, a message that was issued or is waited for; fields as in `layout.EVENT`."""
+    """A phase that began, a message that was issued or is waited for; fields as in `file_format.EVENT`."""
 
     number: int
     at: float
@@ -89,20 +90,20 @@ class Rank:
     @property
     def wait(self) -> Event | None:
         """The message that the rank waits for, if it does."""
-        return self.frames[-1] if self.frames and self.frames[-1].kind == layout.WAIT else None
+        return self.frames[-1] if self.frames and self.frames[-1].kind == file_format.WAIT else None
 
     @property
     def phases(self) -> tuple[str, ...]:
         """Names of the open phases, the outermost first."""
-        return tuple(_name(layout.PHASES, frame.what) for frame in self.frames if frame.kind == layout.ENTER)
+        return tuple(_name(file_format.PHASES, frame.what) for frame in self.frames if frame.kind == file_format.ENTER)
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank has ended its run without an error."""
+        """True if the rank has ended its run without an error."""
         return self.phases[:1] == ("end",)
 
     def issued(self, group: str, peer: int, direction: int) -> int:
-        """Messages that it has issued in a channel."""
+        """Return the number of messages that it has issued in a channel."""
         last = self.last.get((group, peer, direction))
         return last.number if last else 0
 
@@ -113,7 +114,7 @@ class Rank:
 
     @property
     def here(self) -> bool:
-        """Whether the rank runs, or ran, on this machine."""
+        """True if the rank runs, or ran, on this machine."""
         return self.host == socket.gethostname()
 
     @property
@@ -123,7 +124,7 @@ class Rank:
 
 
 def newest_start(run_dir: Path) -> Path:
-    """The folder of the newest start of a run.
+    """Return the folder of the newest start of a run.
 
     Raises:
         UserError: there is none.
@@ -148,7 +149,7 @@ def start_time(folder: Path) -> float:
 def read_ranks(
     folder: Path, first: int | None = None, since: float = 0.0, beat: Callable[[], object] | None = None
 ) -> dict[int, Rank]:
-    """All ranks of a start that have a whole file. Files of an earlier start may lie there too: those of a run of
+    """Return all ranks of a start that have a whole file. Files of an earlier start may lie there too: those of a run of
     another size are left out.
 
     Args:
@@ -157,7 +158,7 @@ def read_ranks(
         since: time of day; ranks that were seen last before it are left out.
         beat: called before each file: there may be thousands, on a slow file system.
     """
-    found = {}
+    ranks = {}
     for path in sorted(folder.glob("rank_*.bin"))[:first]:
         if beat is not None:
             beat()
@@ -165,26 +166,28 @@ def read_ranks(
             raw = path.read_bytes()
         except OSError:
             continue
-        if len(raw) == layout.SIZE and raw.startswith(layout.MAGIC):
+        if len(raw) == file_format.SIZE and raw.startswith(file_format.MAGIC):
             rank = _rank(path, raw)
             if rank.seen_at >= since - CLOCKS:
-                found[rank.rank] = rank
-    newest = max(found.values(), key=lambda rank: rank.seen_at, default=None)
-    return {number: rank for number, rank in found.items() if newest and rank.world_size == newest.world_size}
+                ranks[rank.rank] = rank
+    newest = max(ranks.values(), key=lambda rank: rank.seen_at, default=None)
+    return {number: rank for number, rank in ranks.items() if newest and rank.world_size == newest.world_size}
 
 
 def _rank(path: Path, raw: bytes) -> Rank:
-    _, rank, world, pid, start, launcher, offset, host = layout.HEAD.unpack_from(raw, layout.HEAD_AT)
-    beats, beat_at, events, progressed_at, step = layout.LIVE.unpack_from(raw, layout.LIVE_AT)
+    _, rank, world, pid, start, launcher, offset, host = file_format.HEAD.unpack_from(raw, file_format.HEAD_AT)
+    beats, beat_at, events, progressed_at, step = file_format.LIVE.unpack_from(raw, file_format.LIVE_AT)
     groups, places = _names(path.with_suffix(".names"))
     last = {}
-    for number in range(layout.MAX_SLOTS):
-        at = layout.SLOTS_AT + number * layout.SLOT_SIZE
-        group, direction, operation, peer, message, phase, _, of_step, when, nbytes = layout.SLOT.unpack_from(raw, at)
+    for number in range(file_format.MAX_SLOTS):
+        at = file_format.SLOTS_AT + number * file_format.SLOT_SIZE
+        group, direction, operation, peer, message, phase, _, of_step, when, nbytes = file_format.SLOT.unpack_from(
+            raw, at
+        )
         if message and group in groups:
             last[groups[group].name, peer, direction] = Last(message, operation, phase, of_step, when, nbytes)
-    depth = min(raw[layout.DEPTH_AT], layout.MAX_DEPTH)
-    ring = (_event(raw, layout.RING_AT + number * layout.EVENT_SIZE) for number in range(layout.RING))
+    depth = min(raw[file_format.DEPTH_AT], file_format.MAX_DEPTH)
+    ring = (_event(raw, file_format.RING_AT + number * file_format.EVENT_SIZE) for number in range(file_format.RING))
     return Rank(
         rank=rank,
         world_size=world,
@@ -195,28 +198,28 @@ def _rank(path: Path, raw: bytes) -> Rank:
         host=host.rstrip(b"\0").decode(errors="replace"),
         beats=beats,
         beat_at=beat_at,
-        queued=bool(raw[layout.QUEUED_AT]),
+        queued=bool(raw[file_format.QUEUED_AT]),
         events=events,
         progressed_at=progressed_at,
         step=step,
-        frames=tuple(_event(raw, layout.FRAMES_AT + number * layout.EVENT_SIZE) for number in range(depth)),
+        frames=tuple(_event(raw, file_format.FRAMES_AT + number * file_format.EVENT_SIZE) for number in range(depth)),
         groups=groups,
         places=places,
         last=last,
         ring=tuple(sorted(event for event in ring if event.number)),
-        reading=_note(raw, layout.READING),
-        error=_note(raw, layout.ERROR),
+        reading=_note(raw, file_format.READING),
+        error=_note(raw, file_format.ERROR),
         stack_file=path.with_suffix(".stack"),
     )
 
 
 def _event(raw: bytes, at: int) -> Event:
-    return Event(*layout.EVENT.unpack_from(raw, at))
+    return Event(*file_format.EVENT.unpack_from(raw, at))
 
 
 def _note(raw: bytes, which: int) -> str:
-    at = layout.NOTES_AT + which * layout.NOTE_SIZE
-    return raw[at : at + layout.NOTE_SIZE].partition(b"\0")[0].decode(errors="replace")
+    at = file_format.NOTES_AT + which * file_format.NOTE_SIZE
+    return raw[at : at + file_format.NOTE_SIZE].partition(b"\0")[0].decode(errors="replace")
 
 
 def _names(path: Path) -> tuple[dict[int, Group], dict[int, str]]:
@@ -246,15 +249,73 @@ GONE, STOPPED, SILENT, ALIVE = "gone", "stopped", "without a heartbeat", "alive"
 
 
 def state_of(first: Rank, second: Rank) -> str:
-    """GONE, STOPPED, SILENT or ALIVE.
+    """Return GONE, STOPPED, SILENT or ALIVE.
 
     Args:
         first, second: two readings, further apart than two heartbeats.
     """
     if second.here:
-        found = process(second.pid)
-        if found is None or found.start != second.start or found.state in "ZX":
+        current = process(second.pid)
+        if current is None or current.start != second.start or current.state in "ZX":
             return GONE
-        if found.state in "Tt":
+        if current.state in "Tt":
             return STOPPED
     return ALIVE if second.beats != first.beats else SILENT
+
+
+class Process(NamedTuple):
+    """A process that exists."""
+
+    state: str
+    """The kernel's letter: R, S, D, T (stopped), Z (ended, not yet noticed by its parent), ..."""
+    start: int
+    """Start time in clock ticks since boot; with the number it is the only process of its kind."""
+    ticks: int
+    """Processor time so far, in clock ticks."""
+
+
+def process(pid: int) -> Process | None:
+    """Return the process with this number; None if there is none, or the system has no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Process(fields[0], int(fields[19]), int(fields[11]) + int(fields[12]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def runs(pid: int, start: int) -> bool:
+    """True if the process with this number and start time has not ended."""
+    current = process(pid)
+    return current is not None and current.start == start and current.state not in "ZX"
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes that `pid` has started, and theirs."""
+    try:
+        tasks = [*Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return
+    for task in tasks:
+        try:
+            children = (task / "children").read_text().split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            yield child
+            yield from descendants(child)
+
+
+def kill_session(pid: int) -> None:
+    """End a process and, where it leads a group of its own, what it has started."""
+    kill: Callable[[int, int], None] = os.killpg if os.getpgid(pid) == pid else os.kill
+    kill(pid, signal.SIGKILL)
+
+
+def storage_bytes(pid: int) -> int:
+    """Bytes that a process has read from and written to storage; 0 where that is not told."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    numbers = dict(line.split(": ") for line in lines)
+    return int(numbers.get("read_bytes", 0)) + int(numbers.get("write_bytes", 0))

@@ -1,4 +1,4 @@
-"""The recorder of this process: a few stores into a memory-mapped file for every phase and message. Imports no torch.
+"""The recorder of this process: a few stores into a memory-mapped file for every phase and message.
 
 There is one recorder a process, as there is one standard output: `RECORDER`. Phases, messages of process groups and
 places in the module graph come from code that has nothing else in common. Before `open`, and where the file cannot be
@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from mimo_train.flight.job import scheduled_job
-from mimo_train.flight.layout import (
+from mimo_train.flight.file_format import (
     CALLER,
     DEPTH_AT,
     ENTER,
     EVENT,
     EVENT_SIZE,
+    FOLDER,
     FRAMES_AT,
     HEAD,
     HEAD_AT,
@@ -36,6 +36,7 @@ from mimo_train.flight.layout import (
     NOTES_AT,
     NUMBER_OF,
     QUEUED_AT,
+    REPORT,
     RING,
     RING_AT,
     SIZE,
@@ -46,16 +47,10 @@ from mimo_train.flight.layout import (
     STEP_AT,
     WAIT,
 )
-from mimo_train.flight.processes import process
+from mimo_train.flight.read import process
 
-FOLDER = "flight"
-"""In `run.dir`, with a folder for each start of the run."""
 KEPT_STARTS = 2
 """Newest starts whose files stay."""
-REPORT = "report.txt"
-"""Of a hang, beside the ranks' files."""
-START = "MIMO_START"
-"""Environment variable of the ranks: what the launchers of several nodes have agreed on for this start."""
 
 _now, _event, _slot = time.monotonic, EVENT.pack_into, SLOT.pack_into
 
@@ -126,8 +121,8 @@ class Recorder:
         else:
             self.folder = folder
         self._clear()
-        self.rank, own = rank, process(os.getpid())
-        start, offset = own.start if own else 0, time.time() - _now()
+        self.rank, this = rank, process(os.getpid())
+        start, offset = this.start if this else 0, time.time() - _now()
         host = socket.gethostname().encode()[:63]
         HEAD.pack_into(self._map, HEAD_AT, MAGIC, rank, world_size, os.getpid(), start, launcher, offset, host)
         self.to("start")
@@ -322,18 +317,27 @@ def _remove_left(folder: Path, world_size: int) -> None:
 
 
 def _start_name() -> str:
-    """The same on every rank of this start of the run: where the processes meet, and the attempt; of a process without
-    a launcher its number. Another at the next start, but on several nodes that torchrun alone has started, and for
-    processes that something else than a scheduler has: nothing that all of these know is new then."""
-    parts = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-    parts += [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "MIMO_RESTART")]
-    # Torchrun makes a folder of a random name, with one for each attempt and in it one for each rank.
-    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if stamp := os.environ.get(START):
-        parts.append(stamp)
-    elif os.environ.get("GROUP_WORLD_SIZE") == "1" and len(own.parts) > 3:
-        parts.append(own.parts[-4])
-    if not parts[1] or os.environ.get("WORLD_SIZE", "1") == "1":
+    """Return a name that every rank of this start of the run shares: where they join, the launcher's run id, and the
+    attempt; for a process without a launcher its number.
+
+    It is new at the next start, except on several nodes of plain torchrun, whose run id is always "none", and where
+    something other than a scheduler starts the ranks: they share nothing that is new.
+    """
+    job = [name] if (name := scheduled_job()) else []
+    port = os.environ.get("MASTER_PORT", "")
+    if not port or os.environ.get("WORLD_SIZE", "1") == "1":
         parts = [socket.gethostname(), str(os.getpid())]
-    parts += [job] if (job := scheduled_job()) else []
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join(parts))[-120:]
+    else:
+        parts = [os.environ.get("MASTER_ADDR", ""), port, os.environ.get("TORCHELASTIC_RUN_ID", "")]
+        parts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # Torchrun makes a folder with a random name for each start, with one for each attempt and rank in it.
+        errors = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        if parts[2] == "none" and os.environ.get("GROUP_WORLD_SIZE") == "1" and len(errors.parts) > 3:
+            parts.append(errors.parts[-4])
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join([*parts, *job]))[-120:]
+
+
+def scheduled_job() -> str:
+    """Its name, another one at every start: `slurm-JOB.RESTART`. Empty where there is none."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"slurm-{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""

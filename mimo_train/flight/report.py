@@ -1,13 +1,12 @@
-"""What `mimo-train hang` and the watchdog print. Imports no torch."""
+"""The report that `mimo-train hang` and the watchdog print."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from mimo_train.flight.blame import Verdict, judge, message_name, place_name
-from mimo_train.flight.processes import process
-from mimo_train.flight.read import ALIVE, GONE, STOPPED, Rank, newest_start, read_ranks, start_time, state_of
-from mimo_train.flight.recorder import REPORT
+from mimo_train.flight.file_format import REPORT
+from mimo_train.flight.read import ALIVE, GONE, STOPPED, Rank, newest_start, process, read_ranks, start_time, state_of
 
 PAUSE = 1.3
 """Seconds between two readings; a rank shows a heartbeat every half second."""
@@ -15,8 +14,8 @@ MOST_ROWS = 64
 """Ranks with a line of their own; of more, those that wait and those to blame."""
 MOST_FRAMES = 14
 ENDED = "the run is ended"
-"""Last line of a report of a watchdog that ends the run, and does not leave it to a restart within its process."""
-OWN_CODE = ("mimo_train/", "/data/", "encoders/")
+"""Last line of a report by a watchdog that ends the run, in place of a restart within the process."""
+OUR_CODE = ("mimo_train/", "/data/", "encoders/")
 
 
 def look(
@@ -68,8 +67,8 @@ def report(run_dir: Path, verdict: Verdict | None = None) -> str:
 
 
 def kept_report(folder: Path, verdict: Verdict) -> str | None:
-    """What the watchdog had found of a start before it ended its ranks; None where it has not, one still lives, or all
-    have gone on to the end of the run.
+    """Return the report that the watchdog wrote before it ended the ranks of a start; None if it wrote none, a rank
+    still lives, or all reached the end of the run.
 
     Args:
         folder: of the start; verdict: of now.
@@ -79,14 +78,14 @@ def kept_report(folder: Path, verdict: Verdict) -> str | None:
     try:
         if (folder / REPORT).stat().st_mtime < start_time(folder):
             return None  # of an earlier start of the same name
-        found = (folder / REPORT).read_text(errors="replace").rstrip()
+        text = (folder / REPORT).read_text(errors="replace").rstrip()
     except OSError:
         return None
-    if not found.endswith(f"\n{ENDED}"):
+    if not text.endswith(f"\n{ENDED}"):
         return None
-    found = found.removesuffix(f"\n{ENDED}")
+    text = text.removesuffix(f"\n{ENDED}")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / REPORT).stat().st_mtime))
-    return f"the run hung, and its watchdog (run.hang_report_seconds) reported at {when}:\n{found}"
+    return f"the run hung, and its watchdog (run.hang_report_seconds) reported at {when}:\n{text}"
 
 
 def _summary(verdict: Verdict) -> str:
@@ -142,12 +141,12 @@ def _stack(rank: Rank) -> list[str]:
         text = rank.stack_file.read_text(errors="replace")
     except OSError:
         return []
-    threads = [block for block in text.split("\n\n") if "flight/watch.py" not in block]
-    threads.sort(key=lambda block: not any(own in block for own in OWN_CODE))
+    threads = [block for block in text.split("\n\n") if "flight/watchdog.py" not in block]
+    threads.sort(key=lambda block: not any(folder in block for folder in OUR_CODE))
     return [line for block in threads for line in block.splitlines()[: MOST_FRAMES // 2]][:MOST_FRAMES]
 
 
 def _launchers(verdict: Verdict) -> list[str]:
-    found = {rank.launcher for rank in verdict.ranks.values() if rank.here and rank.launcher}
+    launchers = {rank.launcher for rank in verdict.ranks.values() if rank.here and rank.launcher}
     alive = any(state == ALIVE for state in verdict.states.values())
-    return [f"the launcher (process {pid}) is gone" for pid in sorted(found) if alive and process(pid) is None]
+    return [f"the launcher (process {pid}) is gone" for pid in sorted(launchers) if alive and process(pid) is None]

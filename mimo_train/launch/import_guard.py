@@ -1,4 +1,4 @@
-"""Check that `data` and `encoders` are imported from mimo-train and not from elsewhere. Imports no torch.
+"""Check that `data` and `encoders` are imported from mimo-train and not from elsewhere.
 
 The names are common, and a user's folder may hold a `data.py`. The scripts start Python with -P, which leaves the
 working directory off its path; `python -m`, as used by torchrun, puts it first.

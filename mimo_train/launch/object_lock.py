@@ -1,4 +1,4 @@
-"""One run at a time in a `checkpoint.dir`: a lock in object storage, held by one process of the run. Imports no torch.
+"""One run at a time in a `checkpoint.dir`: a lock in object storage, held by one process of the run.
 
 The lock is an object that is written only if there is none, or, to take it over, only if it is still the one that was
 seen: of two that try at the same time one is refused by the storage. Its holder writes it anew every few seconds. One

@@ -1,4 +1,4 @@
-"""The processes that a launcher has started, and the ranks of a run among them. Imports no torch.
+"""The processes that a launcher has started, and the ranks of a run among them.
 
 The launcher numbers all its processes in RANK, including those without a module (`placement.allow_idle`). The rest of
 the program counts only processes with a module: a *rank* is an index among them, `RunLayout.processes` maps it to RANK.

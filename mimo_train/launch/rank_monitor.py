@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from mimo_train.config.errors import PeersError
-from mimo_train.flight.layout import CALLER, ERROR
+from mimo_train.flight.file_format import CALLER, ERROR
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.flight.watch import Watch, handed_down
+from mimo_train.flight.watchdog import Watch, handed_down
 from mimo_train.launch.exit_signal import grace_seconds
 from mimo_train.layout.run import Run
 

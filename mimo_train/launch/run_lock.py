@@ -1,4 +1,4 @@
-"""One run at a time in a `run.dir`: a lock on a file in it, held by one process of the run. Imports no torch.
+"""One run at a time in a `run.dir`: a lock on a file in it, held by one process of the run.
 
 The operating system holds the lock, and frees it when the process ends in whatever way, so that a job that was killed
 does not keep the next one from starting. It is a POSIX lock: file systems that several machines share (NFS, Lustre with

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from mimo_train.config.errors import UserError
-from mimo_train.flight.watch import HANG_CODE, hand_down, say
+from mimo_train.flight.watchdog import HANG_CODE, hand_down, say
 from mimo_train.launch.exit_signal import grace_seconds, is_repeat
 from mimo_train.launch.nodes import Nodes
 from mimo_train.launch.restarts import STOPPED_CODE, Restarts, first_wait, newest_failure, stopped_code

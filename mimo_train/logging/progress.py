@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from data.storage.url import Place
 from mimo_train.config.errors import UserError
-from mimo_train.flight.job import scheduled_job
+from mimo_train.flight.recorder import scheduled_job
 
 PROGRESS_FILE = "progress.txt"
 START, EXIT, ENDED = "start", "exit", "ended"

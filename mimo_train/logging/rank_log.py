@@ -1,4 +1,4 @@
-"""The log of a rank: lines with their time, in a file of its own. Imports no torch.
+"""The log of a rank: lines with their time, in a file of its own.
 
 A rank's file has what it prints, and what `library_log` keeps from the console. `merged` shows those of all ranks.
 """

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, on every device, and what that says about every module. Imports no torch.
+"""Where the seconds of a step go, on every device, and what that says about every module.
 
 On a CPU an interval is read from the clock. On a GPU it is a pair of events on the current stream, so it is the
 device's own time: what the host does while the device is busy costs the device nothing and is not counted, and nothing

@@ -1,4 +1,4 @@
-"""Arithmetic of throughput: peaks of devices, utilisation. Imports no torch."""
+"""Arithmetic of throughput: peaks of devices, utilisation."""
 
 from collections.abc import Mapping
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo_train.flight.layout import EQUAL_BYTES, OPERATIONS, RECEIVE, SEND
+from mimo_train.flight.file_format import EQUAL_BYTES, OPERATIONS, RECEIVE, SEND
 from mimo_train.flight.recorder import RECORDER, Channel
 
 MOST_WORKS = 4096

@@ -25,7 +25,7 @@ signal.signal(signal.SIGTERM, note)
 if behaviour == "follow":
     from pathlib import Path
     from mimo_train.flight.recorder import RECORDER
-    from mimo_train.flight.watch import Watch
+    from mimo_train.flight.watchdog import Watch
     Watch(RECORDER, Path("run"), 0)
 open(f"started{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"started{rank}.part", f"started{rank}")

@@ -19,7 +19,7 @@ LEVELS = (
     {"layout"},
     {"estimate"},
     {"inputs"},
-    {"flight", "cpu"},
+    {"flight"},
     {"parallel"},
     {"models", "logging"},
     {"optim", "launch"},
@@ -175,6 +175,8 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 LIGHT = (
     "mimo_train/config/**/*.py",
+    "mimo_train/flight/*.py",
+    "mimo_train/launch/[!t]*.py",
     "mimo_train/layout/**/*.py",
     "mimo_train/estimate/**/*.py",
     "mimo_train/commands/**/*.py",

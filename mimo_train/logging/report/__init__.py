@@ -1,1 +1,1 @@
-"""report.html: one page about a run. Imports no torch."""
+"""report.html: one page about a run."""

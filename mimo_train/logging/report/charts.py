@@ -1,7 +1,7 @@
 """The geometry of a line chart: axes, ticks, and paths of curves; templates/chart.html.j2 places them.
 
 The drawing has a fixed box of 1000 x 1000 that stretches to whatever room there is; strokes do not stretch with it.
-Labels are text outside of it, placed by percentages, so they keep their size on a phone. Imports no torch.
+Labels are text outside of it, placed by percentages, so they keep their size on a phone.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""From the lines of metrics.jsonl to the points of a curve: columns, smoothing, thinning. Imports no torch."""
+"""From the lines of metrics.jsonl to the points of a curve: columns, smoothing, thinning."""
 
 import math
 from array import array

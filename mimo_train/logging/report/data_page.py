@@ -1,5 +1,5 @@
 """A page about the samples of a run, as training reads them: pictures, sounds, text with what is learned in colour, and
-how long they are. Imports no torch."""
+how long they are."""
 
 from __future__ import annotations
 

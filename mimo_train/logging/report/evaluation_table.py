@@ -1,4 +1,4 @@
-"""The evaluations of a run as a table: the held-out curves as numbers. Imports no torch."""
+"""The evaluations of a run as a table: the held-out curves as numbers."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The numbers that a reader of a report looks for first. Imports no torch."""
+"""The numbers that a reader of a report looks for first."""
 
 import math
 import statistics

@@ -1,6 +1,6 @@
 """What the drawing of a layout shows: a box for each rank, coloured by module, with its coordinates.
 
-templates/layout.html.j2 places it. Imports no torch.
+templates/layout.html.j2 places it.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""report.html: one page about a run, in one file that opens anywhere. Imports no torch.
+"""report.html: one page about a run, in one file that opens anywhere.
 
 Everything is inside: style, drawings, pictures. There is no script and nothing is fetched. Here the content is
 gathered; templates/ places it.

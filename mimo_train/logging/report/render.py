@@ -1,4 +1,4 @@
-"""From the data of a page to HTML: the templates and the style sheet beside this file. Imports no torch."""
+"""From the data of a page to HTML: the templates and the style sheet beside this file."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which charts a run has: loss, exact match, gradient norm, learning rates, throughput. Imports no torch."""
+"""Which charts a run has: loss, exact match, gradient norm, learning rates, throughput."""
 
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.logging.report.charts import Chart, Series, chart

@@ -1,4 +1,4 @@
-"""The held-out samples of a report: pictures and clips, each with question, answer and truth. Imports no torch."""
+"""The held-out samples of a report: pictures and clips, each with question, answer and truth."""
 
 import base64
 import json

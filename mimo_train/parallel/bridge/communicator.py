@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.flight.layout import BACKWARD, FORWARD
+from mimo_train.flight.file_format import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.ranks import ModuleLayout, RunLayout, stages_to_end
 from mimo_train.layout.run import Run

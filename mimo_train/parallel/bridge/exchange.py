@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
 from data.order.step_plan import Span
-from mimo_train.flight.layout import BACKWARD, FORWARD
+from mimo_train.flight.file_format import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.placement import Edge
 from mimo_train.layout.run import Run

@@ -32,7 +32,7 @@ from mimo_train.preflight.plan.work import AT_THE_END, module_work
 
 if TYPE_CHECKING:
     from data.pipeline import Samples, StepPlan
-    from data.samples.sample_meta import StepSamples
+    from data.samples.sample_batch_meta import StepSamples
 
 STEPS = 4
 """Of the run that are looked at, spread over its data."""

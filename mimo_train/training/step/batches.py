@@ -24,12 +24,12 @@ from data.pipeline import (
 )
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.flight.layout import FORWARD
+from mimo_train.flight.file_format import FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.parallel.context import own_places
-from mimo_train.parallel.device import to_device
+from mimo_train.parallel.device import current, to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.training.step.schedule import Pipeline
@@ -77,6 +77,7 @@ def open_loader(
         readers_of(run.layout, groups),
         consumed_samples=consumed,
         workers=run.cfg.data.workers,
+        takes_turns=current().type == "cpu",
         limit=steps,
         gives_up=gives_up,
     )

@@ -14,8 +14,8 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.format.files import INDEX
-from mimo_train.flight.processes import process
-from mimo_train.flight.watch import LAUNCHER
+from mimo_train.flight.read import process
+from mimo_train.flight.watchdog import LAUNCHER
 from mimo_train.logging.sinks.jsonl import read_metrics
 from mimo_train.training.callbacks import Callback
 from tests.disk_faults import DiskCalls

@@ -9,8 +9,8 @@ import pytest
 
 from mimo_train.cli import main
 from mimo_train.flight import report
+from mimo_train.flight.file_format import REPORT
 from mimo_train.flight.read import GONE, STOPPED, newest_start, read_ranks
-from mimo_train.flight.recorder import REPORT
 from tests.unit.flight.test_starts import earlier_start
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from mimo_train.config.errors import UserError
-from mimo_train.flight.layout import BACKWARD, ERROR, FORWARD, HEAD, HEAD_AT, OPERATIONS, RECEIVE, SEND
-from mimo_train.flight.processes import process
-from mimo_train.flight.read import newest_start, read_ranks
-from mimo_train.flight.recorder import FOLDER, KEPT_STARTS, Recorder, remove_old_starts
+from mimo_train.flight.file_format import BACKWARD, ERROR, FOLDER, FORWARD, HEAD, HEAD_AT, OPERATIONS, RECEIVE, SEND
+from mimo_train.flight.read import newest_start, process, read_ranks
+from mimo_train.flight.recorder import KEPT_STARTS, Recorder, remove_old_starts
 from mimo_train.flight.report import look, report
 
 SUM, SENDS, TAKES = (OPERATIONS.index(name) for name in ("allreduce", "send", "recv"))

@@ -7,19 +7,17 @@ import time
 
 import pytest
 
-from mimo_train.flight import watch
-from mimo_train.flight.layout import HEAD, HEAD_AT, LIVE, LIVE_AT
-from mimo_train.flight.processes import process
-from mimo_train.flight.read import read_ranks
-from mimo_train.flight.recorder import REPORT, START, Recorder, _start_name
+from mimo_train.flight import watchdog
+from mimo_train.flight.file_format import HEAD, HEAD_AT, LIVE, LIVE_AT, REPORT
+from mimo_train.flight.read import process, read_ranks
+from mimo_train.flight.recorder import Recorder, _start_name
 from mimo_train.flight.report import look
 
 
 @pytest.fixture(autouse=True)
 def torchrun(monkeypatch):
     """What plain torchrun sets on several nodes, the same at each start."""
-    for name in (START, "TORCHELASTIC_ERROR_FILE", "MIMO_RESTART"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     given = {
         "MASTER_ADDR": "node",
         "MASTER_PORT": "29500",
@@ -64,11 +62,11 @@ def test_each_start_on_one_node_has_a_name_of_its_own_the_same_on_its_ranks(monk
     assert len(names) == 2
 
 
-def test_a_word_of_the_launchers_is_in_the_name_however_long_it_is(monkeypatch):
+def test_the_run_id_is_in_the_name_however_long_it_is(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node" * 60)
-    monkeypatch.setenv(START, "one")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     before = _start_name()
-    monkeypatch.setenv(START, "two")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
     assert _start_name() != before and len(before) == 120
 
 
@@ -109,7 +107,7 @@ def test_a_report_of_an_earlier_start_does_not_count(tmp_path):
     recorder = Recorder()
     folder = recorder.open(tmp_path, 4, 5)
     assert folder == before[0].folder
-    one = watch.Watch(recorder, tmp_path, 0, launched=False)
+    one = watchdog.Watch(recorder, tmp_path, 0, launched=False)
     one.close()
     assert not one._is_reported(folder / REPORT)
     assert one._is_first(folder / REPORT) and one._is_reported(folder / REPORT)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from mimo_train.flight.processes import process, runs
+from mimo_train.flight.read import process, runs
 from mimo_train.flight.report import ENDED
-from mimo_train.flight.watch import HANG_CODE
+from mimo_train.flight.watchdog import HANG_CODE
 from tests.hang import HANG_SECONDS
 
 RANK = """
@@ -17,7 +17,7 @@ import sys, threading, time
 from pathlib import Path
 from data.storage.files import READS
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.flight.watch import Watch
+from mimo_train.flight.watchdog import Watch
 
 RECORDER.open(Path(sys.argv[1]), 0, 1)
 RECORDER.to("index")

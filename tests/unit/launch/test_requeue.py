@@ -4,7 +4,7 @@ import pytest
 
 from mimo_train.cli import main
 from mimo_train.config.errors import ConfigError, UserError
-from mimo_train.flight.layout import ERROR
+from mimo_train.flight.file_format import ERROR
 from mimo_train.flight.recorder import Recorder
 from mimo_train.launch.requeue import AGAIN, Ended, decide, failed, stopped
 from mimo_train.launch.restarts import STOPPED_CODE, Failure, Restarts, require_resume, stopped_code

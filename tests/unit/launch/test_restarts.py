@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mimo_train.config.errors import UserError
-from mimo_train.flight.layout import ERROR
+from mimo_train.flight.file_format import ERROR
 from mimo_train.flight.recorder import Recorder
 from mimo_train.launch.exit_signal import grace_seconds
 from mimo_train.launch.restarts import Failure, Restarts, first_wait, newest_failure

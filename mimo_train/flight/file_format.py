@@ -6,6 +6,11 @@ them into the time of day. A *channel* is one direction between two ranks of a g
 
 import struct
 
+FOLDER = "flight"
+"""In `run.dir`, with a folder for each start of the run."""
+REPORT = "report.txt"
+"""Report of a hang, next to the ranks' files."""
+
 MAGIC = b"MIMOFLY2"
 
 HEAD = struct.Struct("<8sIIQQQd64s")

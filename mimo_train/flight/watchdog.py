@@ -1,5 +1,4 @@
-"""A thread of every rank: its heartbeat, an end when the launcher is gone, a report when the run hangs. Imports no
-torch."""
+"""A thread of every rank: it writes the heartbeat, ends the rank without its launcher, and reports a hang."""
 
 import faulthandler
 import os
@@ -12,10 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from mimo_train.flight.blame import Verdict
-from mimo_train.flight.layout import READING
-from mimo_train.flight.processes import descendants, kill_session, process, runs, storage_bytes
-from mimo_train.flight.read import ALIVE, Rank, read_ranks, state_of
-from mimo_train.flight.recorder import REPORT, Recorder
+from mimo_train.flight.file_format import READING, REPORT
+from mimo_train.flight.read import (
+    ALIVE,
+    Rank,
+    descendants,
+    kill_session,
+    process,
+    read_ranks,
+    runs,
+    state_of,
+    storage_bytes,
+)
+from mimo_train.flight.recorder import Recorder
 from mimo_train.flight.report import ENDED, PAUSE, look, report
 
 HANG_CODE = 18
