@@ -80,12 +80,11 @@ class BareLoop:
 
     def steps(self, count: int) -> list[tuple[float, float]]:
         """Seconds of each of `count` steps."""
-        ours = self._config.finalize_model_grads_func, self._optimizer.passengers
-        self._config.finalize_model_grads_func, self._optimizer.passengers = self._finalize, lambda: torch.zeros(0)
+        finalize, self._config.finalize_model_grads_func = self._config.finalize_model_grads_func, self._finalize
         try:
             return [self._step() for _ in range(count)]
         finally:
-            self._config.finalize_model_grads_func, self._optimizer.passengers = ours
+            self._config.finalize_model_grads_func = finalize
 
     def close(self) -> None:
         """End the threads that read."""

@@ -137,7 +137,7 @@ def traced() -> Iterator[Row]:
 
 def record(result: Path, overrides: list[str]) -> None:
     """Train as `mimo-train train` does, and write `{flow: [files, functions]}` to `result`."""
-    from mimo_train.training import pretrain, train_step
+    from mimo_train.training import loop, pretrain
 
     inside = tuple(f"{ROOT / package}{os.sep}" for package in PACKAGES)
     counts: dict[str, list[int]] = {}
@@ -157,15 +157,15 @@ def record(result: Path, overrides: list[str]) -> None:
             sys.setprofile(None)
             counts[flow] = [len({file for file, _ in executed}), len(executed)]
 
-    setup, make_step, steps = pretrain.setup, train_step.TrainStep.__call__, iter(range(1, 1 << 30))
+    setup, make_step, steps = pretrain.setup, loop.train_step, iter(range(1, 1 << 30))
 
-    def traced_step(step: train_step.TrainStep) -> Any:
+    def traced_step(*arguments: Any) -> Any:
         if next(steps) != TRACED_STEP:
-            return make_step(step)
-        return counting("one training step", lambda: make_step(step))
+            return make_step(*arguments)
+        return counting("one training step", lambda: make_step(*arguments))
 
     pretrain.setup = lambda *arguments, **options: counting("set-up", lambda: setup(*arguments, **options))
-    train_step.TrainStep.__call__ = traced_step  # type: ignore[method-assign]
+    loop.train_step = traced_step
     from mimo_train.config import compose
 
     pretrain.pretrain(compose.load(overrides[0], overrides[1:]))

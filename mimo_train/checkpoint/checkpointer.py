@@ -1,6 +1,6 @@
 """Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -82,7 +82,8 @@ class Checkpointer:
         self._mixing = mixing
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
-        self._snapshot, self._save, self._heard = Snapshot(), cast(InFlight | None, None), 0
+        self._snapshot, self._save = Snapshot(), cast(InFlight | None, None)
+        self._status: Sequence[float] | None = None
         self._parameters: list[Held] | None = None
         self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
         self._began = begun_with(to_dict(run.cfg))
@@ -129,12 +130,16 @@ class Checkpointer:
         beside = self._begin(data, non_persistent, None, beside=True)
         return None if beside else self.finish()
 
-    def own(self) -> tuple[float, ...]:
-        """What this rank has to say of the save in flight, for the message of a step."""
+    def local_status(self) -> tuple[float, ...]:
+        """Return what this rank knows of the save in flight, for the message of a step."""
         return tuple(map(float, self._save.own())) if self._save is not None else ()
 
-    def hear(self) -> Place | None:
-        """Learn from the last step's message what became of the save in flight. All ranks learn the same.
+    def receive(self, status: Sequence[float]) -> None:
+        """Take the sum over ranks of `local_status`, for `poll`."""
+        self._status = status
+
+    def poll(self) -> Place | None:
+        """Learn from the message of the last step what became of the save in flight. All ranks learn the same.
 
         Returns:
             The checkpoint's folder, if it is complete now.
@@ -142,13 +147,12 @@ class Checkpointer:
         Raises:
             SaveFailed: it will not be; on every rank.
         """
-        save, optimizer = self._save, self._optimizer
+        save, status, self._status = self._save, self._status, None
         # A step that was left out, or ended early, has sent no message.
-        if save is None or optimizer.arrivals == self._heard:
+        if save is None or status is None:
             return None
-        self._heard = optimizer.arrivals
         try:
-            if save.heard(*optimizer.arrived[-InFlight.NUMBER :]):
+            if save.heard(*status):
                 self._save = None
         except BaseException:
             self._save = None
@@ -214,7 +218,7 @@ class Checkpointer:
             self.lacking = lacking(demands) if beside and cfg.asynchronous == "auto" else ""
             beside = beside and bool(cfg.asynchronous) and not self.lacking
             self._save, hold = begin_save(target, folder, parts, record, sizes, self._snapshot if beside else None)
-        self._optimizer.before_update, self._heard = hold, self._optimizer.arrivals
+        self._optimizer.before_update, self._status = hold, None
         return beside
 
     def resume(self) -> Place | None:

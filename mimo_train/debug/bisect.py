@@ -6,6 +6,7 @@ a view, which Megatron-Core 0.19.2 refuses between pipeline stages (schedules.py
 deallocate_output_tensor).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,6 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.debug.nan_findings import are_finite, bad_gradients, bad_losses
 from mimo_train.models.names import layers_of, modules_of
 from mimo_train.training.step.batches import StepIterator
-from mimo_train.training.step.forward_backward import ForwardBackward
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.schedule import Pipeline
 
@@ -44,9 +44,9 @@ class Sighting:
     direction: str
     place: Place
     begins: bool
-    """Whether the layer's input (in backward: the gradient of its output) was finite."""
+    """True if the layer's input (in backward: the gradient of its output) was finite."""
     weights: bool
-    """Whether the layer's weights are finite."""
+    """True if the layer's weights are finite."""
     rank: int
     depth: int = 0
     """Layers of this rank before it. With context parallelism a value that originates on one rank reaches the others
@@ -77,7 +77,7 @@ class Origin:
 
 
 def bisect(
-    forward_backward: ForwardBackward, pipeline: Pipeline, losses: StepLosses, data: StepIterator
+    forward_backward: Callable[[StepIterator, int], None], pipeline: Pipeline, losses: StepLosses, data: StepIterator
 ) -> Origin | None:
     """Run the microbatches of the current step one at a time, until one has a non-finite value. Collective.
 
@@ -91,9 +91,9 @@ def bisect(
         data.rewind([microbatch] * copies)
         with LayerHooks(pipeline) as hooks:
             forward_backward(data, copies)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, hooks.first(any(bad_losses(losses, data))))
-        sightings = [sighting for sighting in found if sighting is not None]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, hooks.first(any(bad_losses(losses, data))))
+        sightings = [sighting for sighting in everyone if sighting is not None]
         if sightings:
             return _origin(microbatch, sightings, list(pipeline.layout.modules))
     return None

@@ -92,16 +92,16 @@ class Findings:
 
 def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findings:
     """Check the last step, and exchange the findings with all ranks. Collective; the same on every rank."""
-    own = Findings(
+    local = Findings(
         _on_this_rank(bad_gradients(pipeline.model)),
         _on_this_rank(bad_weights(pipeline.model)),
         bad_losses(losses, data),
         list(_bad_inputs(data)),
     )
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, local)
     return Findings(
-        *([place for each in found for place in getattr(each, what)] for what in Findings.__dataclass_fields__)
+        *([place for each in everyone for place in getattr(each, what)] for what in Findings.__dataclass_fields__)
     )
 
 
@@ -124,14 +124,14 @@ def bad_weights(model: list) -> dict[str, list[str]]:
 
 def bad_losses(losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
     """Losses of this rank that are not finite, with the samples of its part of their microbatches."""
-    found = []
+    microbatches = []
     for microbatch, report in enumerate(losses.reports):
         sums = dict(zip(report, torch.stack([value[0] for value in report.values()]).tolist(), strict=True))
         bad = {name: str(value) for name, value in sums.items() if not math.isfinite(value)}
         if bad:
             numbers = data.current.numbers[microbatch][LANGUAGE]
-            found.append(BadMicrobatch(LANGUAGE, dist.get_rank(), microbatch, bad, _samples(data, numbers)))
-    return found
+            microbatches.append(BadMicrobatch(LANGUAGE, dist.get_rank(), microbatch, bad, _samples(data, numbers)))
+    return microbatches
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:

@@ -21,7 +21,6 @@ from mimo_train.debug.nan_findings import Findings, gather
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
 from mimo_train.training.step.batches import StepIterator
-from mimo_train.training.step.forward_backward import ForwardBackward
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.schedule import Pipeline
 from mimo_train.training.step.state import GlobalState, StepResult
@@ -38,7 +37,7 @@ class NanPolicy:
     """Checks the steps of a loop. A good step costs neither a message nor a copy from the device.
 
     Attributes:
-        forward_backward: runs the microbatches of the next step; `train.on_nan=bisect` runs them again.
+        forward_backward: runs microbatches of the step, called as (data, their number); for `train.on_nan=bisect`.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class NanPolicy:
         pipeline: Pipeline,
         optimizer: ModuleOptimizer,
         losses: StepLosses,
-        forward_backward: ForwardBackward,
+        forward_backward: Callable[[StepIterator, int], None],
         save: Callable[[Path, str], Path],
     ):
         """
@@ -79,7 +78,7 @@ class NanPolicy:
             self._bad_step(result.grad_norm, data)
 
     def _scale_was_lowered(self) -> bool:
-        """Whether fp16 lowered its loss scale, which is not a fault; at the smallest scale it is."""
+        """True if fp16 lowered its loss scale, which is not a fault; at the smallest scale it is."""
         scaler = self._optimizer.grad_scaler
         return isinstance(scaler, DynamicGradScaler) and bool(self._scale > scaler.min_scale)
 
@@ -87,10 +86,10 @@ class NanPolicy:
         state, policy = self._state, self._state.cfg.train.on_nan
         step = state.train_state.step + 1
         self._in_a_row += 1
-        found = gather(self._pipeline, self._losses, data)
+        findings = gather(self._pipeline, self._losses, data)
         nothing = f"step {step}: a gradient is not finite (norm {norm}), nothing was updated"
         if policy == "skip" and self._in_a_row < MOST_IN_A_ROW:
-            state.console.message("\n  ".join([f"train.on_nan=skip: {nothing}", *found.lines()]))
+            state.console.message("\n  ".join([f"train.on_nan=skip: {nothing}", *findings.lines()]))
             return
         if policy == "skip":
             nothing += f", as in the {MOST_IN_A_ROW - 1} steps before it"
@@ -98,10 +97,10 @@ class NanPolicy:
         device.set_rng_state(self._generators)
         checkpoint = self._save(state.run_dir / FOLDER, f"before step {step}, whose gradient is not finite")
         origin = self._bisect(data) if policy == "bisect" else None
-        file, command = write_replay(state, data, norms, found, origin, checkpoint)
+        file, command = write_replay(state, data, norms, findings, origin, checkpoint)
         lines = [
             f"train.on_nan={policy}: {nothing}",
-            *found.lines(),
+            *findings.lines(),
             *([] if policy != "bisect" else [_told(origin)]),
             f"the state before this step is checkpoint {checkpoint}, the findings are in {file}",
             f"make the step again, and bisect it: {command}",

@@ -128,7 +128,7 @@ class StepProfiler:
 
 
 def records(profiling: ProfilingConfig) -> bool:
-    """Whether this rank is one of `profiling.ranks`."""
+    """True if this rank is one of `profiling.ranks`."""
     return dist.get_rank() in profiling.ranks
 
 
@@ -139,5 +139,5 @@ def write_memory_snapshot(folder: Path, step: int) -> None:
 
 
 def folder_of_rank(run_dir: Path) -> Path:
-    """Where this rank's profiles go."""
+    """Return the folder of this rank's profiles."""
     return run_dir / "profile" / f"rank_{dist.get_rank()}"

@@ -146,7 +146,7 @@ def require_equal_replicas(model: list[MegatronModule], step: int) -> None:
 
 
 def _equal_on_replicas(chunk: torch.nn.Module) -> bool:
-    """Whether the ranks that hold the same weights of a model chunk hold the same values: those of other samples and,
+    """True if the ranks that hold the same weights of a model chunk hold the same values: those of other samples and,
     with context parallelism, of other parts of a sequence. Collective over these ranks.
 
     Megatron-Core 0.19.2's comparison (utils.py:891) asks its global state for the ranks: those of one module of
@@ -157,10 +157,10 @@ def _equal_on_replicas(chunk: torch.nn.Module) -> bool:
         weights = [weight for weight in chunk.parameters() if getattr(weight, "allreduce", True) != is_expert]
         if not weights or replicas.size() == 1:
             continue
-        own = torch.frombuffer(bytearray(b"".join(map(_digest, weights))), dtype=torch.uint8).to(weights[0].device)
-        everyone = torch.empty(replicas.size() * len(own), dtype=torch.uint8, device=own.device)
-        dist.all_gather_into_tensor(everyone, own, group=replicas)
-        equal = equal and bool((everyone.view(-1, len(own)) == own).all())
+        local = torch.frombuffer(bytearray(b"".join(map(_digest, weights))), dtype=torch.uint8).to(weights[0].device)
+        everyone = torch.empty(replicas.size() * len(local), dtype=torch.uint8, device=local.device)
+        dist.all_gather_into_tensor(everyone, local, group=replicas)
+        equal = equal and bool((everyone.view(-1, len(local)) == local).all())
     return equal
 
 

@@ -14,7 +14,6 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.models.names import modules_of
-from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.training.step import gpt_step, mimo_step
 from mimo_train.training.step.forward_step import ForwardStepCallable, record_losses
 from mimo_train.training.step.losses import StepLosses
@@ -52,9 +51,7 @@ class CallerLosses:
         """
         self._pipeline = pipeline
         weights, sources = cfg.train.loss_weights, source_names(cfg.data.mix)
-        self._step = record_losses(
-            step_func, StepLosses(weights, pipeline.groups, StepSum(pipeline.device), sources=sources)
-        )
+        self._step = record_losses(step_func, StepLosses(weights, pipeline.groups, sources=sources))
         self._microbatches: list[dict[str, torch.Tensor]] = []
         self._sums: dict[str, torch.Tensor] = {}
 

@@ -86,19 +86,19 @@ def export(
         require_held(held, reader, checkpoint)
         require_taken(held, reader, checkpoint, None)
     stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
-    documents, why = _documents(run.cfg, built.tokenizer)
+    documents, reason = _documents(run.cfg, built.tokenizer)
     adapters = {} if merge else _adapters(run.cfg, documents, stored)
     if base_model and len(adapters) != 1:
-        why = f"adapters are for {plural(len(adapters), 'model')} ({', '.join(adapters)})" if adapters else "none"
-        raise UserError(f"--base-model is {base_model}, which adapters name, and {why} are written: leave it out")
+        reason = f"adapters are for {plural(len(adapters), 'model')} ({', '.join(adapters)})" if adapters else "none"
+        raise UserError(f"--base-model is {base_model}, which adapters name, and {reason} are written: leave it out")
     kind = dtype or run.cfg.train.precision
     write = partial(write_document, stored=stored, dtype=kind, largest_file=largest_file, merge=merge)
     written = []
     for document in documents:
         place = to if len(documents) == 1 else to / document.name
         place.mkdir(parents=True, exist_ok=True)
-        own = adapters.get(document.name)
-        if own is None:
+        own_adapters = adapters.get(document.name)
+        if own_adapters is None:
             write(document, to=place)
             written.append(Exported(place, document.what))
             continue
@@ -110,14 +110,14 @@ def export(
             written.append(Exported(base, document.what))
         task = "CAUSAL_LM" if LANGUAGE in document.modules else "FEATURE_EXTRACTION"
         name, revision = (base_model, "") if base_model else named_in_hub(base)
-        write_adapters(place, own, base_model=name, revision=revision, task_type=task)
-        names = " and ".join(one.module for one in own)
+        write_adapters(place, own_adapters, base_model=name, revision=revision, task_type=task)
+        names = " and ".join(part.module for part in own_adapters)
         written.append(Exported(place, f"adapters of {names} for peft, beside {base}"))
-    return written, why
+    return written, reason
 
 
 def _documents(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Document], str]:
-    """What to write, and why it is more than one directory."""
+    """Return the directories to write, and the reason if there is more than one."""
     rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
     apart = separate(cfg, tokenizer, rows)
     if len(apart) == 1:
@@ -134,20 +134,20 @@ def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -
     Raises:
         UserError: there is no model of `transformers` to put them beside.
     """
-    found: dict[str, list[ModuleAdapters]] = {}
+    adapters: dict[str, list[ModuleAdapters]] = {}
     for name, module in cfg.modules.items():
         if not module.lora.rank:
             continue
         holders = [document for document in documents if name in document.modules]
-        own = [module_adapters(cfg, name, stored, holder) for holder in holders]
-        placed = {adapter for one in own for adapter in one.adapters}
-        left = [one for one in module_adapters(cfg, name, stored, None).adapters if one not in placed]
+        parts = [module_adapters(cfg, name, stored, holder) for holder in holders]
+        placed = {adapter for part in parts for adapter in part.adapters}
+        left = [part for part in module_adapters(cfg, name, stored, None).adapters if part not in placed]
         if left:
             raise UserError(
                 f"{left[0]} of {name} is an adapter beside a layer that no model of transformers has here: give "
                 "--merge, which puts adapters into the weights"
             )
-        for holder, one in zip(holders, own, strict=True):
-            if one.adapters:
-                found.setdefault(holder.name, []).append(one)
-    return found
+        for holder, part in zip(holders, parts, strict=True):
+            if part.adapters:
+                adapters.setdefault(holder.name, []).append(part)
+    return adapters

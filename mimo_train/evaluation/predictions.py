@@ -1,4 +1,4 @@
-"""What an evaluation writes for people: predictions of every sample, and media of samples for the report."""
+"""Files of an evaluation for people: predictions of every sample, and media of samples for the report."""
 
 import base64
 import io
@@ -58,7 +58,7 @@ def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, data
     """Write a line for each entry, with the step and the place of its sample. Where the file cannot be written, that is
     said: no run ends for it."""
     lines = []
-    for entry in sorted(entries, key=lambda one: one["number"]):
+    for entry in sorted(entries, key=lambda entry: entry["number"]):
         shard, key = dataset.locate(entry["number"])
         lines.append(json.dumps({"step": step, "shard": str(shard), "key": key} | entry) + "\n")
     try:

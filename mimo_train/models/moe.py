@@ -114,15 +114,13 @@ class RouterLosses:
     padding. It averages a loss over all data-parallel ranks, although each has only a part of it (router.py:531).
     Multiplied by `learned_share` and the number of parts, the loss is a mean with the weight in the config, for loss
     functions that return a sum and its number of tokens. The tracker sends messages for each group to log the values
-    (moe_logging.py:249); here each rank adds its record to the step's `StepSum`.
+    (moe_logging.py:249); here each rank adds its record to the message of a step (`reduce_metrics`).
 
     Attributes:
         active: whether there is such a loss; without it nothing else is used.
         numbers: of this class in the step's sum.
         learned_share: tokens that count / positions, of the step, 0-d; set by the data iterator.
     """
-
-    SECTION = "router losses"
 
     def __init__(self, config: TransformerConfig, layout: ModuleLayout, device: torch.device, *, per_layer: bool):
         """Set what the schedule and the routers read from `config`.
@@ -156,7 +154,7 @@ class RouterLosses:
         """Start a step of that many microbatches."""
         self._microbatches = num_microbatches
 
-    def reduced(self, total: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def reduced(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
         """Values of the last step on every rank, without their weights: means over microbatches, 0-d float64 on the
         device. Empty if there are no such losses.
 
@@ -169,8 +167,6 @@ class RouterLosses:
             number: `moe/NAME_layer_0`.
         """
         values: dict[str, torch.Tensor] = {}
-        if total is None:
-            return values
         for tracked, layers in zip(self._tracked, total.chunk(len(self._tracked)), strict=True):
             layers = layers[self._layers] / (tracked.copies * self._microbatches)
             values[tracked.name] = layers.mean()

@@ -157,7 +157,7 @@ def leave_own_weights(optimizers: Iterable[MegatronOptimizer]) -> None:
 
 
 def has_own_weights(optimizer: DistributedOptimizer) -> bool:
-    """Whether every shard that is updated is where the model's weights are."""
+    """True if every shard that is updated is where the model's weights are."""
     if optimizer.is_stub_optimizer or any(optimizer.shard_fp32_from_float16_groups):
         return False
     pairs = zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True)
@@ -169,7 +169,7 @@ def has_own_weights(optimizer: DistributedOptimizer) -> bool:
 
 
 def _place(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Where a copy of this rank's part of a parameter would go."""
+    """Return where a copy of this rank's part of a parameter would go."""
     buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
     part = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     return optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[part.start : part.end]

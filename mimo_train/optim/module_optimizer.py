@@ -7,6 +7,7 @@ the device after each. Here norms, overflows and counts of zeros travel in one s
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +29,36 @@ RELEASE = "release"
 """Key of a parameter group: the step from which it is trained (`modules.NAME.freeze_until`)."""
 
 
+@dataclass(frozen=True)
+class GradNorms:
+    """L2 norms of the gradients of a step over all ranks, before clipping; the same on every rank."""
+
+    squares: dict[str, float]
+    """Square of the norm by module."""
+    has_overflow: bool = False
+    """True if loss scaling has found a gradient that is not finite."""
+    num_zeros: int | None = None
+    """Number of gradient elements that are zero; None unless they are counted."""
+
+    @property
+    def total(self) -> float:
+        """The norm over all modules; inf or nan if a gradient is not finite anywhere."""
+        norm = math.sqrt(sum(self.squares.values()))
+        return math.inf if self.has_overflow and math.isfinite(norm) else norm
+
+    @property
+    def is_finite(self) -> bool:
+        """True if weights may be updated."""
+        return math.isfinite(self.total)
+
+
 class ModuleOptimizer(MimoOptimizer):
-    """One Megatron-Core optimizer per module, stepped together.
+    """One Megatron-Core optimizer per module, stepped together: `reduce_norms`, `clip`, `update`.
 
     Attributes:
         updates: optimizer steps made, without skipped iterations; the same on every rank.
         module_grad_norms: L2 norm of the gradient of every trained module in the last step, before clipping.
         releases: the step from which parameters of this rank are trained that are not from the first on.
-        passengers: returns numbers on the device, equal on all ranks, that are copied to the host with the norms of a
-            step.
-        arrived: these numbers after the last step.
-        arrivals: how often they have arrived.
         before_update: called before a step changes weights and states.
         grad_scaler: scales the loss of fp16, else None. One for all modules: separate scales would diverge, since
             Megatron-Core updates a module's scaler by the overflows of that module alone.
@@ -68,9 +88,6 @@ class ModuleOptimizer(MimoOptimizer):
         super().__init__(infos, config)
         self.updates = 0
         self.module_grad_norms: dict[str, float] = {}
-        self.passengers: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.float64, device=device)
-        self.arrived: list[float] = []
-        self.arrivals = 0
         self.before_update: Callable[[], None] = lambda: None
         self.grad_scaler, self.releases = grad_scaler, releases
         self._clip_grads, self._device = clip_grads, device
@@ -90,7 +107,6 @@ class ModuleOptimizer(MimoOptimizer):
         if self._overlapping:
             config.no_sync_func = self._no_sync
 
-    @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
         """Clip and update every module, unless a gradient is not finite anywhere.
 
@@ -99,24 +115,64 @@ class ModuleOptimizer(MimoOptimizer):
             gradient if `config.log_num_zeros_in_grad`, else None). The same on every rank. Without an update the norm
             is inf or nan, and weights and states are as they were.
         """
-        overflow = self._collect_gradients()
-        squares, overflown, zeros = self._agree(overflow)
-        self.module_grad_norms = {name: math.sqrt(squares[name]) for name in self._clip_grads}
-        norm = math.sqrt(sum(squares.values()))
-        if overflown and math.isfinite(norm):
-            norm = math.inf
+        norms, _ = self.reduce_norms()
+        self.clip(norms)
+        updated = self.update(norms)
+        return updated, norms.total, norms.num_zeros if updated else None
+
+    @torch.no_grad()
+    def reduce_norms(self, sums: torch.Tensor | None = None) -> tuple[GradNorms, list[float]]:
+        """Bring the gradients to the optimizers, without the loss scale, and sum their squares over all ranks: one
+        message, and the one copy to the host that the host waits for in a step.
+
+        Args:
+            sums: numbers on the device, the same on every rank, that come to the host with this copy.
+
+        Returns:
+            (the norms, `sums` on the host).
+        """
+        names = sorted(self.module_infos)
+        message = self._local_squares(names, self._collect_gradients())
+        dist.all_reduce(message)
+        host = on_host(message if sums is None else torch.cat([message, sums]))
+        *squares, overflows, zeros = host[: len(message)]
+        counted = int(zeros) if self.config.log_num_zeros_in_grad and math.isfinite(zeros) else None
+        norms = GradNorms(dict(zip(names, squares, strict=True)), overflows > 0, counted)
+        self.module_grad_norms = {name: math.sqrt(norms.squares[name]) for name in self._clip_grads}
+        return norms, host[len(message) :]
+
+    @torch.no_grad()
+    def clip(self, norms: GradNorms) -> None:
+        """Scale the gradients of every clip group down to its largest norm; nothing if a gradient is not finite."""
+        if not norms.is_finite:
+            return
+        squares = norms.squares
+        together = math.sqrt(sum(squares[name] for name, limit in self._clip_grads.items() if limit is None))
+        for name, limit in self._clip_grads.items():
+            largest, norm = (self.config.clip_grad, together) if limit is None else (limit, math.sqrt(squares[name]))
+            coefficient = largest / (norm + _LEAST_NORM)
+            if largest > 0 and coefficient < 1:
+                for optimizer in self.inner(self.module_infos[name]):
+                    _scale_gradients(optimizer, coefficient)
+
+    @torch.no_grad()
+    def update(self, norms: GradNorms) -> bool:
+        """Update all weights, and adapt the loss scale of fp16.
+
+        Returns:
+            False if a gradient is not finite anywhere: weights and states are as they were.
+        """
         if self.grad_scaler is not None:
-            self.grad_scaler.update(not math.isfinite(norm))
-        if not math.isfinite(norm):
-            return False, norm, None
-        self._clip(squares)
+            self.grad_scaler.update(not norms.is_finite)
+        if not norms.is_finite:
+            return False
         self.before_update()
         self.step_with_ready_grads()
         self.updates += 1
-        return True, norm, zeros
+        return True
 
     def get_loss_scale(self) -> torch.Tensor:
-        """What losses are multiplied with before backward: 1 except in fp16. Shape [1], on the device."""
+        """Return the factor of losses before backward: 1 except in fp16. Shape [1], on the device."""
         return torch.ones(1, device=self._device) if self.grad_scaler is None else self.grad_scaler.scale
 
     def release(self, step: int) -> None:
@@ -128,7 +184,7 @@ class ModuleOptimizer(MimoOptimizer):
         self._set_group_steps()
 
     def plain_state(self) -> dict[str, Any]:
-        """What a checkpoint has of the optimizer beside master copies and moments: the same on every rank, and plain
+        """Return the state in a checkpoint besides master copies and moments: the same on every rank, and plain
         values for JSON."""
         state: dict[str, Any] = {
             "updates": self.updates,
@@ -178,7 +234,7 @@ class ModuleOptimizer(MimoOptimizer):
         Returns:
             [1], above 0 if a gradient of this rank is not finite; only checked with loss scaling.
         """
-        found = torch.zeros(1, device=self._device)
+        overflow = torch.zeros(1, device=self._device)
         for optimizer in self.inner():
             # The optimizer has no scaler, so this only copies.
             optimizer.prepare_grads()
@@ -188,19 +244,16 @@ class ModuleOptimizer(MimoOptimizer):
                         parameter.grad = None
             gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
             if self.grad_scaler is not None and gradients:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.grad_scaler.inv_scale)
-        return found
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
+        return overflow
 
-    def _agree(self, overflow: torch.Tensor) -> tuple[dict[str, float], bool, int | None]:
-        """Sum the findings of all ranks: one message, one copy to the host.
+    def _local_squares(self, names: list[str], overflow: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the message, float64: the squares of the gradients of each module of `names`, the
+        overflows, and the zeros if they are counted.
 
         Every shard of a gradient counts on one rank, so that the sum over the world of their squares is the square of
         the module's norm, as Megatron-Core sums it over the module's ranks.
-
-        Returns:
-            (square of the gradient norm by module, whether any gradient is not finite, number of zeros if counted).
         """
-        names = sorted(self.module_infos)
         message = torch.zeros(len(names) + 2, dtype=torch.float64, device=self._device)
         for index, name in enumerate(names):
             info = self.module_infos[name]
@@ -216,29 +269,15 @@ class ModuleOptimizer(MimoOptimizer):
             if self.config.log_num_zeros_in_grad:
                 message[-1] += sum(gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients)
         message[-2] = overflow[0]
-        dist.all_reduce(message)
-        host = on_host(torch.cat([message, self.passengers()]))
-        (*squares, overflown, zeros), self.arrived = host[: len(message)], host[len(message) :]
-        self.arrivals += 1
-        counted = int(zeros) if self.config.log_num_zeros_in_grad and math.isfinite(zeros) else None
-        return dict(zip(names, squares, strict=True)), overflown > 0, counted
+        return message
 
     def _counts(self, optimizer: MegatronOptimizer, info: ModuleOptimizerInfo) -> bool:
-        """Whether this rank's gradients count: all shards do, of whole ones those of the first replica."""
+        """True if this rank's gradients count: all shards do, of whole gradients those of the first replica."""
         if self.config.use_distributed_optimizer:
             return True
         are_experts = any(group["is_expert_parallel"] for group in optimizer.param_groups)
         replicas = info.pg_collection.expt_dp if are_experts else info.pg_collection.dp_cp
         return replicas.rank() == 0
-
-    def _clip(self, squares: dict[str, float]) -> None:
-        together = math.sqrt(sum(squares[name] for name, own in self._clip_grads.items() if own is None))
-        for name, own in self._clip_grads.items():
-            largest, norm = (self.config.clip_grad, together) if own is None else (own, math.sqrt(squares[name]))
-            coefficient = largest / (norm + _LEAST_NORM)
-            if largest > 0 and coefficient < 1:
-                for optimizer in self.inner(self.module_infos[name]):
-                    _scale_gradients(optimizer, coefficient)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:

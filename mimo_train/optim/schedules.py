@@ -1,4 +1,4 @@
-"""What changes with the step: a learning-rate schedule per module, and stages of `modules.NAME.freeze_until`."""
+"""Changes with the step: a learning-rate schedule per module, and the stages of `modules.NAME.freeze_until`."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -20,15 +20,15 @@ from mimo_train.parallel.groups import RunGroups
 
 
 def module_optim(cfg: ConfigContainer, name: str) -> OptimConfig:
-    """The settings of one module: those of `optim`, and over them what `modules.NAME.optim` sets."""
-    own = cfg.modules[name].optim
-    known = {field.name for field in fields(OptimConfig)}
-    changed = {field.name: getattr(own, field.name) for field in fields(own) if field.name in known}
+    """Return the settings of one module: those of `optim`, overridden by `modules.NAME.optim`."""
+    overrides = cfg.modules[name].optim
+    names = {field.name for field in fields(OptimConfig)}
+    changed = {field.name: getattr(overrides, field.name) for field in fields(overrides) if field.name in names}
     return replace(cfg.optim, **{key: value for key, value in changed.items() if value is not None})
 
 
 def is_frozen(name: str, cfg: ConfigContainer) -> bool:
-    """Whether `modules.<name>.freeze` names all parts of a module."""
+    """True if `modules.<name>.freeze` names all parts of a module."""
     return set(parts_of(name)) <= set(cfg.modules[name].freeze)
 
 
@@ -64,7 +64,7 @@ class ModuleSchedulers:
         return {key: self._by_module[name].get_lr(group) for key, (name, group) in self._logged.items()}
 
     def state_dict(self) -> dict[str, int]:
-        """Steps done."""
+        """Return the steps done."""
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -153,7 +153,7 @@ class GradientNeeds:
             modules: the chunks of the modules of this rank.
             releases: the step from which parameters are trained that are not from the first on.
         """
-        own: dict[tuple[str, int, bool], int] = {}
+        local: dict[tuple[str, int, bool], int] = {}
         sources = {edge.source for edge in layout.edges}
         for name, chunks in modules.items():
             for chunk in chunks if name in sources else ():
@@ -161,12 +161,12 @@ class GradientNeeds:
                     if parameter.requires_grad:
                         place = name, groups.collections[name].pp.rank(), parameter_name.startswith("encoders.")
                         step = releases.get(parameter, 0)
-                        own[place] = min(step, own.get(place, step))
+                        local[place] = min(step, local.get(place, step))
         everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, local)
         self._first_steps: dict[tuple[str, int, bool], int] = {}
-        for found in everyone:
-            for place, step in found.items():
+        for first_steps in everyone:
+            for place, step in first_steps.items():
                 self._first_steps[place] = min(step, self._first_steps.get(place, step))
         self._stages = {name: layout.modules[name].pp for name in layout.modules if name in sources}
 

@@ -9,7 +9,7 @@ takes objects.
 An error that a callback raises ends the run, on all ranks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +66,34 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """Calls callbacks in the order given. An event that no callback overrides costs one look-up."""
+    """Calls callbacks in the order given: the user's and those of every run (`training/loop.py`). An event that no
+    callback overrides costs one look-up."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()):
-        """
+        """Add `callbacks`; see `add`."""
+        self._callbacks: list[Callback] = []
+        self._listeners: dict[str, list[Callable]] = {event: [] for event in EVENTS}
+        self.add(*callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def add(self, *callbacks: Callback) -> None:
+        """Call these after those before.
+
         Raises:
-            TypeError: an element of `callbacks` is not a `Callback`, or was given an `on_...` function that is not an
-                event.
+            TypeError: one of them is not a `Callback`, or was given an `on_...` function that is not an event.
         """
-        callbacks = list(callbacks)
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks: {callback!r} is not an instance of {__name__}.Callback")
-            _require_events(type(callback).__qualname__, (key for key, own in vars(callback).items() if callable(own)))
-        self._listeners: dict[str, list[Callable]] = {
-            event: [getattr(callback, event) for callback in callbacks if _overrides(callback, event)]
-            for event in EVENTS
-        }
+            names = (name for name, value in vars(callback).items() if callable(value))
+            _require_events(type(callback).__qualname__, names)
+        for callback in callbacks:
+            self._callbacks.append(callback)
+            for event in EVENTS:
+                if _overrides(callback, event):
+                    self._listeners[event].append(getattr(callback, event))
 
     def fire(self, event: str, state: GlobalState, *args: Any) -> None:
         """Call every listener of `event`. An exception propagates, except from `on_failure`: there every listener is
@@ -138,6 +149,6 @@ def _require_events(owner: str, names: Iterable[str]) -> None:
 
 
 def _overrides(callback: Callback, event: str) -> bool:
-    """Whether its class has its own method, or the object itself."""
+    """True if the class of `callback`, or the object itself, has a method of its own for `event`."""
     listener = getattr(callback, event)
     return getattr(listener, "__func__", listener) is not getattr(Callback, event)

@@ -1,4 +1,5 @@
-"""What a run learns from its data before the first step: the step at which the data ends the run, and text lengths.
+"""What a run learns from its data before the first step: the step at which the data ends the run, and text lengths;
+and the demo data.
 
 `train.epochs` sets the number of steps. `data.exhausted=stop` ends the run before a sample of a source would be drawn a
 second time. Texts are counted on one rank for all, while the others wait.
@@ -7,9 +8,11 @@ second time. Texts are counted on one rank for all, while the others wait.
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
+from data.errors import DataError
 from data.pipeline import Dataset, Samples, TextLengths
 from data.samples.text_lengths import Counted
 from data.text_format import plural
@@ -23,6 +26,29 @@ from mimo_train.layout.run import Run, all_made, length_of, steps_of_epochs, wit
 from mimo_train.logging.count_bar import CountBar
 from mimo_train.parallel.collective_errors import agreed
 from mimo_train.training.step.state import GlobalState, TrainState
+
+
+def make_demo_shards(run: Run) -> None:
+    """Generate the demo shards of `data.demo` if they are missing, on the first rank of each node; the others wait.
+
+    Raises:
+        DataError: they cannot be made there; on every rank.
+    """
+    data = run.cfg.data
+    if not data.demo:
+        return
+    from data.demo.make import ensure_demo
+
+    folder = Path(data.shards).parent
+    with agreed():
+        try:
+            if is_first_of_node(run.layout, dist.get_rank()):
+                ensure_demo(folder, data.demo)
+        except OSError as error:
+            raise DataError(
+                f"data.demo: cannot make the {data.demo} demo in {folder} ({error}): free space there, or set "
+                "data.shards=FOLDER/train data.validation_shards=FOLDER/held_out for a FOLDER that can be written"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -82,7 +108,7 @@ def decided_by(state: GlobalState) -> str:
 
 
 def nothing_left(state: GlobalState) -> str:
-    """What a run is told that has made its last step before."""
+    """Return the message of a run that has no step left."""
     step = state.train_state.step
     if state.data_ends is not None:
         return (
@@ -117,9 +143,9 @@ def count_texts(run: Run, dataset: Dataset, should_stop: Callable[[], bool] = la
         work, unfinished = _Work(run, dataset) if builds else None, True
         try:
             while unfinished:
-                own: list[bool] = []
-                with agreed(own) as everyones:
-                    own += [work is not None and work.go_on(ROUND, should_stop), should_stop()]
+                local: list[bool] = []
+                with agreed(local) as everyones:
+                    local += [work is not None and work.go_on(ROUND, should_stop), should_stop()]
                 unfinished = any(unfinished for unfinished, _ in everyones)
                 if unfinished and any(stops for _, stops in everyones):
                     raise CountingStopped(

@@ -1,4 +1,4 @@
-"""When the loop evaluates, and where the values are written."""
+"""When a run evaluates, and where the values are written."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,10 +13,12 @@ from mimo_train.evaluation.held_out import EvaluationStopped, HeldOut
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.logging import progress
 from mimo_train.logging.count_bar import CountBar
-from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.callbacks import Callback, Callbacks
+from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
-from mimo_train.training.shutdown import AgreedVotes
+from mimo_train.training.shutdown import AgreedVotes, is_due
 from mimo_train.training.step.forward_step import ForwardStepCallable
+from mimo_train.training.step.state import GlobalState, StepResult
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,18 @@ class EvaluationHooks:
     return with non_loss_data=True for the microbatches of the first held-out step."""
 
 
-class Evaluations:
-    """The evaluations of a loop: every `train.eval_interval` steps and after the last one, there with the test set."""
+class Evaluator(Callback):
+    """Evaluates every `train.eval_interval` steps and after the last one, there with the test set.
+
+    Votes that end an evaluation are those of the session from then on, and the run is saved.
+    """
 
     def __init__(
         self,
         session: Session,
         step_func: ForwardStepCallable,
         callbacks: Callbacks,
+        saver: Saver,
         hooks: EvaluationHooks | None = None,
     ):
         """
@@ -46,31 +52,31 @@ class Evaluations:
             step_func: the run's forward step, as the schedule calls it.
         """
         self._session, self._step_func, self._callbacks, self._hooks = session, step_func, callbacks, hooks
-        self._told_no_text = False
+        self._saver, self._told_no_text = saver, False
 
-    def when_missing(self) -> AgreedVotes:
+    def on_train_start(self, state: GlobalState, model: list) -> None:
         """Evaluate if the step that the run resumes from has no evaluation on the sets configured now: an earlier job
-        was stopped before its end, or had other sets. Collective over all ranks.
-
-        Returns:
-            As `when_due`.
-        """
-        state, sets = self._session.state, self._due()
+        was stopped before its end, or had other sets. Collective over all ranks."""
+        sets = self._due()
         if not state.train_state.step or not sets:
-            return AgreedVotes()
+            return
         is_done = torch.tensor(
             int(state.is_logging_rank and self._is_done(sets)), device=self._session.parts.pipeline.device
         )
         dist.all_reduce(is_done)
-        return AgreedVotes() if int(is_done) else self.when_due(AgreedVotes())
+        if not int(is_done):
+            self.on_step_end(state)
 
-    def when_due(self, votes: AgreedVotes) -> AgreedVotes:
+    def on_step_end(self, state: GlobalState, result: StepResult | None = None) -> None:
         """Evaluate if the step is due, unless a rank was asked to end the run; the job that resumes evaluates then.
-        Collective over all ranks.
+        Collective over all ranks."""
+        votes = self._session.votes
+        before, votes.agreed = votes.agreed, self._evaluate(votes.agreed)
+        if votes.agreed != before:
+            self._saver.on_step_end(state, result or StepResult())
 
-        Returns:
-            The votes, with those that have ended the evaluation.
-        """
+    def _evaluate(self, votes: AgreedVotes) -> AgreedVotes:
+        """Return the votes, with those that have ended the evaluation."""
         state, sets = self._session.state, self._due()
         step = state.train_state.step
         if not sets:
@@ -102,11 +108,11 @@ class Evaluations:
     def _due(self) -> list[HeldOut]:
         """The sets to evaluate after the current step."""
         state, sets = self._session.state, self._session.held_out_sets
-        interval, step = state.cfg.train.eval_interval, state.train_state.step
+        step = state.train_state.step
         if step == state.last_step:
             return list(sets)
-        is_due = interval > 0 and step % interval == 0
-        return [each for each in sets if is_due and not each.is_test]
+        evaluates = is_due(state.cfg.train.eval_interval, step)
+        return [each for each in sets if evaluates and not each.is_test]
 
     def _is_done(self, sets: list[HeldOut]) -> bool:
         """True if progress.txt has an evaluation of the current step on `sets`."""

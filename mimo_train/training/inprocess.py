@@ -39,10 +39,10 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
         def __call__(self, frozen_state: inprocess.state.FrozenState) -> inprocess.state.FrozenState:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
-            for found in gc.get_objects():
-                if type(found) is OwnGradients:
+            for item in gc.get_objects():
+                if type(item) is OwnGradients:
                     # The garbage collector does not look into nodes of the graph, whose hooks hold the model.
-                    for node in found.grad_accs:
+                    for node in item.grad_accs:
                         node.register_hook(print).hooks_dict_ref().clear()
             return frozen_state
 

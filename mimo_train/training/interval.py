@@ -23,19 +23,19 @@ ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan itera
 loss."""
 
 EMPTY = "empty iterations of "
-"""What the names of counters on the device begin with: updates in whose step no token had this loss, which have none to
-take the mean of. Losses that are no token's, as those of routers, have values in such steps."""
+"""Prefix of counters on the device: updates in whose step no token had this loss, which the mean leaves out. Losses
+that are not of tokens, such as those of routers, have values in such steps."""
 
 
 SUM, TOKENS = "sum of ", "tokens of "
-"""What the names of the sums of sources begin with: their losses of an interval are divided once."""
+"""Prefixes of the sums of sources, whose losses of an interval are divided once."""
 
 OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples", "exact_match", "samples"})
 """Names that no loss can have: the counters, what every line of `metrics.jsonl` has, and other numbers of an
 evaluation."""
 
 OF_EVALUATIONS = ("eval/", "test/")
-"""What the names of an evaluation's numbers begin with."""
+"""Prefixes of the numbers of an evaluation."""
 
 
 def add_step(
@@ -122,7 +122,7 @@ def sums_on_host(totals: dict[str, Any]) -> dict[str, list]:
 
 
 def sums_on_device(plain: dict[str, list], device: torch.device) -> dict[str, Any]:
-    """What `sums_on_host` was given."""
+    """Return the sums that `sums_on_host` was called with."""
     return {
         name: torch.tensor(value, dtype=torch.float64, device=device) if is_tensor else value
         for name, (value, is_tensor) in plain.items()
@@ -140,9 +140,9 @@ class IntervalNumbers:
 
     steps: int
     tokens: int
-    """Of the steps, over all ranks (`StepPlan.tokens`)."""
+    """Tokens of the steps over all ranks (`StepPlan.tokens`)."""
     positions: int
-    """Of the rows that they stood in, padding included."""
+    """Positions of the rows that held the tokens, padding included."""
     samples: int
     seconds: float
     """Wall time of the steps on this rank."""
@@ -157,7 +157,7 @@ class IntervalNumbers:
 
     @property
     def model_flops(self) -> float:
-        """Of all modules, over the interval."""
+        """FLOPs of all modules over the interval."""
         return sum(flops.model for flops in self.flops.values())
 
 
@@ -225,7 +225,7 @@ class Interval:
         return {"steps": self.steps, **sums, "seconds": self._seconds, "flops": flops, "of_logits": of_logits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.steps, self._samples, self._seconds = state["steps"], state["samples"], state["seconds"]
         of_whole_rows = self._samples * self._state.cfg.data.sequence_length  # before tokens were counted
         self._tokens, self._positions = (state.get(name, of_whole_rows) for name in ("tokens", "positions"))
@@ -240,11 +240,11 @@ class Interval:
         """
         seconds = self._stopwatch.read_and_reset()
         report = report_memory(None) if self._memory_names else {}
-        own = [seconds[name] for name in INTERVALS] + [float(report.get(name, 0)) for name in self._memory_names]
-        world, columns, names = self._state.layout.world_size, len(own), sorted(losses)
+        local = [seconds[name] for name in INTERVALS] + [float(report.get(name, 0)) for name in self._memory_names]
+        world, columns, names = self._state.layout.world_size, len(local), sorted(losses)
         rank = dist.get_rank()
         before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
-        rows = devices.tensor(before + own + after, torch.float64, self._device)
+        rows = devices.tensor(before + local + after, torch.float64, self._device)
         if world > 1:
             dist.all_reduce(rows)
         means = torch.stack([self._bad_samples.new, self._empty_steps.new, *(losses[name].double() for name in names)])

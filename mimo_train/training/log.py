@@ -41,7 +41,7 @@ class StepNumbers:
     """Numbers that a logging step writes besides those of its interval; None values are omitted."""
 
     learning_rates: Mapping[str, float] = field(default_factory=dict)
-    """Of the step, by module, and by NAME.projector where that has its own."""
+    """Learning rates of the step by module, and by NAME.projector if the projector has its own."""
     grad_norm: float | None = None
     """Over all modules before clipping; None is written as NaN."""
     loss_scale: float = 1.0
@@ -76,7 +76,6 @@ class StepLog:
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, parts = session.state, session.parts
         self._pipeline, self._optimizer, self._schedulers = parts.pipeline, session.optimizer, session.schedulers
-        self._step_sum = parts.step_sum
         self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
         self._step_flops = StepFlops(self._state.cfg, embedding_rows(self._state.cfg.llm, parts.tokenizer.vocab_size))
         self._interval = Interval(
@@ -96,7 +95,7 @@ class StepLog:
         session.checkpointer.note_sums(self)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What was summed since the last line, for a checkpoint; None on ranks that do not log, and after a line."""
+        """Return the sums since the last line, for a checkpoint; None on ranks that do not log, and after a line."""
         if not self._interval.steps or not self._state.is_logging_rank:
             return None
         return {
@@ -106,7 +105,7 @@ class StepLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the sums of a checkpoint, so that the next line is that of a run that never stopped."""
+        """Continue the sums of a checkpoint, so that the next line is that of a run that never stopped."""
         self._interval.load_state_dict(state["interval"])
         self._totals = sums_on_device(state["totals"], self._pipeline.device)
         self._last = StepResult(**state["last"])
@@ -123,25 +122,21 @@ class StepLog:
         self._rates = self._schedulers.learning_rates()
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Record the step that has just ended, and write the log if this is a logging step.
+        """Record the step that has just ended, and write the log if this is a logging step. Of a step of
+        `train.skip_iters` only its bad samples count.
 
         Raises:
             TooManyBadSamples: see `write`.
         """
-        self._history.append(time.perf_counter() - self._started)
-        del self._history[: -self._state.cfg.log.throughput_window - 1]
-        self.note(data, self._history[-1])
-        add_step(self._totals, result.losses, result.skipped_iter, self._empty_steps.note(), result.of_sources)
-        self._last = result
-        self.write_when_due()
-
-    def write_when_due(self) -> None:
-        """Write after a logging step, if there was a step to write of since the last one: steps of `train.skip_iters`
-        are none, but the log may be due after one.
-
-        Raises:
-            TooManyBadSamples: see `write`.
-        """
+        self._bad_samples.note(data)
+        if result.tokens is not None:
+            self._history.append(time.perf_counter() - self._started)
+            del self._history[: -self._state.cfg.log.throughput_window - 1]
+            self.note(data, self._history[-1], result)
+            is_empty = self._empty_steps.note(result.tokens)
+            add_step(self._totals, result.losses, result.skipped_iter, is_empty, result.of_sources)
+            self._last = result
+        # The log may be due after steps that were skipped.
         cfg, result = self._state.cfg, self._last
         if not (self._interval.steps and is_logging_step(cfg, self._state.train_state.step, self._state.last_step)):
             return
@@ -157,7 +152,7 @@ class StepLog:
         if self.stragglers is not None:
             self.stragglers.report()
 
-    def note(self, data: StepIterator, seconds: float) -> None:
+    def note(self, data: StepIterator, seconds: float, result: StepResult) -> None:
         """Record the current step of `data`, which took `seconds` on this rank."""
         batch, step = data.current, self._state.train_state.step
         flops = self._step_flops(
@@ -167,8 +162,7 @@ class StepLog:
             pairs=batch.pairs,
             step=step,
         )
-        logits = self._step_sum.total("logits")
-        self._interval.note_step(flops, batch.plan, seconds, logits, self._step_flops.of_logit(step))
+        self._interval.note_step(flops, batch.plan, seconds, result.logits, self._step_flops.of_logit(step))
         if is_logging_step(self._state.cfg, step, self._state.last_step):
             self._imbalance = imbalance(
                 batch,
@@ -247,9 +241,9 @@ class StepLog:
     def _peaks(self) -> dict[str, float | None]:
         """Peak of a device for each module, in TFLOP/s: in fp8 where its layers have it."""
         cfg, name = self._state.cfg, devices.name(self._pipeline.device)
-        own = dict.fromkeys(has_fp8(cfg), "fp8")
+        precisions = dict.fromkeys(has_fp8(cfg), "fp8")
         return {
-            module: cfg.log.peak_tflops or peak_tflops(name, own.get(module, cfg.train.precision))
+            module: cfg.log.peak_tflops or peak_tflops(name, precisions.get(module, cfg.train.precision))
             for module in cfg.modules
         }
 
@@ -302,5 +296,5 @@ def timer_seconds(timers: Timers, steps: int) -> dict[str, float]:
 
 
 def is_logging_step(cfg: ConfigContainer, step: int, last_step: int) -> bool:
-    """Whether the log is written after `step`: every `train.log_interval` steps, and after the last one."""
+    """True if the log is written after `step`: every `train.log_interval` steps, and after the last one."""
     return step % cfg.train.log_interval == 0 or step == last_step

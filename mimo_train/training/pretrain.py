@@ -30,7 +30,7 @@ from mimo_train.training.shutdown import ExitVotes
 from mimo_train.training.step import gpt_step, mimo_step
 from mimo_train.training.step.forward_step import ForwardStepCallable, load_forward_step, prepare_forward_step_func
 from mimo_train.training.step.state import GlobalState, StepResult
-from mimo_train.training.train_step import TrainStep
+from mimo_train.training.train_step import train_step
 
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
@@ -193,7 +193,6 @@ class SteppedRun:
         self.step_func = prepare_forward_step_func(
             forward_step_func or default_forward_step(config), self.session.state
         )
-        self._train_step = TrainStep(self.session, self.step_func)
 
     @property
     def model(self) -> list[MegatronModule]:
@@ -208,10 +207,10 @@ class SteppedRun:
             session.freeze_stages.apply(progress.step)
             with session.parts.stopwatch("step"):
                 session.data.advance()
-                result = self._train_step()
+                result = train_step(session, self.step_func)
         progress.count(session.data.current.size, session.data.current.plan.tokens, result)
         session.bad_samples.note(session.data)
-        session.empty_steps.note()
+        session.empty_steps.note(result.tokens)
         return result
 
     def close(self) -> None:

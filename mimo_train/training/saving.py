@@ -1,4 +1,4 @@
-"""When the loop saves and when it ends."""
+"""When a run saves, and the end of the loop that follows from it."""
 
 import time
 from collections.abc import Callable
@@ -9,39 +9,19 @@ from data.storage.url import Place
 from mimo_train.checkpoint.failed_save import SaveFailed
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.logging import progress
-from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.callbacks import Callback, Callbacks
 from mimo_train.training.setup import Session
-from mimo_train.training.shutdown import AgreedVotes
+from mimo_train.training.shutdown import EXPLAINED, AgreedVotes, exit_reason, is_due
 from mimo_train.training.step.batches import StepIterator
-from mimo_train.training.step.state import GlobalState
+from mimo_train.training.step.state import GlobalState, StepResult
 
 _WORTH_TELLING = 1.0
 """Seconds of waiting for the save before that the console tells of."""
 
-EXPLAINED = {
-    "signal": "a signal requested an exit",
-    "exit_duration_minutes": "train.exit_duration_minutes {train.exit_duration_minutes:g} have passed",
-    "exit_interval": "train.exit_interval {train.exit_interval} is reached",
-}
-"""Console message for each reason to end before the last step."""
-
-
-def exit_reason(state: GlobalState, votes: AgreedVotes) -> str | None:
-    """Why the run ends after this step: finished, signal, exit_duration_minutes or exit_interval; None: it continues.
-    The same on every rank."""
-    train, step = state.cfg.train, state.train_state.step
-    if step >= state.last_step and not votes.evaluation_left:
-        return progress.FINISHED
-    if votes.signalled:
-        return "signal"
-    if votes.out_of_time:
-        return "exit_duration_minutes"
-    return "exit_interval" if _due(train.exit_interval, step) else None
-
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is told of a checkpoint when it is complete, which may be some steps later."""
+    """Numbers of a checkpoint that are reported when it is complete, which may be some steps later."""
 
     step: int
     reason: str
@@ -53,12 +33,16 @@ class _Facts:
     flops: float
 
 
-class Saver:
-    """Saves when a checkpoint is due; reports it to progress.txt, the console and the callbacks when it is complete."""
+class Saver(Callback):
+    """Saves when a checkpoint is due; reports it to progress.txt, the console and the callbacks when it is complete.
+
+    Attributes:
+        is_ending: True if the loop should end: the last step or an exit condition is reached.
+    """
 
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, self._checkpointer = session.state, session.checkpointer
-        self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
+        self._session, self._callbacks, self.is_ending = session, callbacks, False
         self._first_step = session.state.train_state.step
         """The step at which this job has begun."""
         self._saved_step = -1
@@ -67,6 +51,9 @@ class Saver:
         self._failures = 0
         """Saves in a row that have failed."""
         self._told_lacking = False
+
+    def on_step_end(self, state: GlobalState, result: StepResult) -> None:
+        self.is_ending = self.save_and_decide_exit(self._session.data, self._session.votes.agreed)
 
     def save_and_decide_exit(self, data: StepIterator, votes: AgreedVotes) -> bool:
         """Save once if the step is due, and return whether the loop should end.
@@ -80,15 +67,15 @@ class Saver:
                 has, or weights are not finite; on every rank.
         """
         state, step, checkpoint = self._state, self._state.train_state.step, self._state.cfg.checkpoint
-        self._hear()
+        self._poll()
         ending = exit_reason(state, votes)
-        due = ending or ("save_interval" if _due(checkpoint.save_interval, step) else None)
-        non_persistent = due is None and _due(checkpoint.non_persistent_interval, step)
+        due = ending or ("save_interval" if is_due(checkpoint.save_interval, step) else None)
+        non_persistent = due is None and is_due(checkpoint.non_persistent_interval, step)
         if ending:
             self.finish(can_end=False)  # the last save follows, again if it was of this step and has failed
         if ending in EXPLAINED and step == self._first_step:  # there is nothing new to save
-            why = EXPLAINED[ending].format(train=state.cfg.train)
-            state.console.message(f"{why}: this job has made no step, and has saved nothing; start it again")
+            reason = EXPLAINED[ending].format(train=state.cfg.train)
+            state.console.message(f"{reason}: this job has made no step, and has saved nothing; start it again")
             return True
         if (due or non_persistent) and self._saved_step != step:
             if ending:
@@ -96,9 +83,9 @@ class Saver:
             else:
                 self._begin(data, due or "non_persistent_interval", non_persistent)
         if ending in EXPLAINED:
-            why = EXPLAINED[ending].format(train=state.cfg.train)
+            reason = EXPLAINED[ending].format(train=state.cfg.train)
             again = "" if checkpoint.resume == "auto" else " with checkpoint.resume=auto"
-            state.console.message(f"{why}: saved at step {step}; the same command{again} continues the run")
+            state.console.message(f"{reason}: saved at step {step}; the same command{again} continues the run")
         return ending is not None
 
     def save(
@@ -126,15 +113,15 @@ class Saver:
             The checkpoint's folder; None where it has failed, and the run goes on.
 
         Raises:
-            SaveFailed: as of `save_and_decide_exit`.
+            SaveFailed: see `save_and_decide_exit`.
         """
         self.finish(can_end=run_dir is None)
         timer = self._state.timers("save-checkpoint", log_level=0)
         began = time.perf_counter()
         timer.start()
         # A run that resumes here does not read these steps again.
-        self._bad_samples.settle()
-        self._empty_steps.settle()
+        self._session.bad_samples.settle()
+        self._session.empty_steps.settle()
         try:
             with RECORDER.during("save"):
                 folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
@@ -164,7 +151,7 @@ class Saver:
             can_end: whether the run ends where one failure too many has come.
 
         Raises:
-            SaveFailed: as of `save_and_decide_exit`.
+            SaveFailed: see `save_and_decide_exit`.
         """
         if self._in_flight is not None:
             with RECORDER.during("save"):
@@ -183,8 +170,8 @@ class Saver:
         step, timer = self._state.train_state.step, self._state.timers("save-checkpoint", log_level=0)
         began = time.perf_counter()
         timer.start()
-        self._bad_samples.settle()
-        self._empty_steps.settle()
+        self._session.bad_samples.settle()
+        self._session.empty_steps.settle()
         try:
             with RECORDER.during("save"):
                 folder = self._checkpointer.begin(data, non_persistent=non_persistent)
@@ -209,10 +196,10 @@ class Saver:
         run = self._state.train_state
         return _Facts(run.step, reason, began, waited, run.consumed_train_tokens, run.floating_point_operations_so_far)
 
-    def _hear(self) -> None:
-        """Report the save in flight if the last step's message says that it is complete, or has failed."""
+    def _poll(self) -> None:
+        """Report the save in flight if the message of the last step says that it is complete, or has failed."""
         if self._in_flight is not None:
-            self._settle(self._checkpointer.hear)
+            self._settle(self._checkpointer.poll)
 
     def _settle(self, outcome: Callable[[], Place | None], *, can_end: bool = True) -> None:
         facts = self._in_flight
@@ -257,7 +244,3 @@ class Saver:
         beside = f", for {facts.waited:.2g} s of which training waited" if state.train_state.step != facts.step else ""
         state.console.message(f"checkpoint of step {facts.step} ({facts.reason}) in {seconds:.2g} s{beside}: {folder}")
         self._callbacks.fire("on_checkpoint", state, folder)
-
-
-def _due(interval: int, step: int) -> bool:
-    return interval > 0 and step % interval == 0

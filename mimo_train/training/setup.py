@@ -1,20 +1,21 @@
 """Build everything the loop needs from a run: processes, groups, model, optimizer, data, loggers, resume."""
 
+import io
+import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
-from data.errors import DataError
 from data.pipeline import Dataset, never
-from data.storage.url import Url
+from data.storage.url import Place, Url
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.checkpoint.frozen_base import loads_every_weight
 from mimo_train.checkpoint.local_shards import Fingerprints
+from mimo_train.config.compose import to_yaml
 from mimo_train.config.errors import UserError
 from mimo_train.config.paths import make_folder
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
@@ -29,9 +30,14 @@ from mimo_train.inputs.inputs import build_dataset
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.inputs.padding import padding_of
 from mimo_train.launch.object_lock import ObjectLock, require_seen
-from mimo_train.launch.processes import is_first_of_node
+from mimo_train.launch.processes import is_on_first_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
-from mimo_train.layout.run import Run
+from mimo_train.layout.kernels import compile_remark
+from mimo_train.layout.run import Run, warm_up_warnings
+from mimo_train.logging import progress
+from mimo_train.logging.console import Console, view_on
+from mimo_train.logging.console_relay import ReceivedView, SentView
+from mimo_train.logging.metrics_log import build_metrics_log
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.language.gpt import TrainedLogits
 from mimo_train.models.layers import use_transformer_engine
@@ -42,7 +48,6 @@ from mimo_train.optim.schedules import FreezeStages, GradientNeeds, ModuleSchedu
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.collective_errors import agreed
-from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.parallel.run_identity import (
     LONGEST_SIGHT,
     Start,
@@ -50,15 +55,13 @@ from mimo_train.parallel.run_identity import (
     require_one_folder,
     require_own_devices,
 )
-from mimo_train.training.data_setup import count_texts, data_end, with_steps
-from mimo_train.training.opening import open_state
+from mimo_train.training.data_setup import DataEnd, count_texts, data_end, make_demo_shards, with_steps
 from mimo_train.training.shutdown import ExitVotes
 from mimo_train.training.step.bad_samples import BadSampleCount, BadSampleReport, EmptySteps
 from mimo_train.training.step.batches import StepIterator, open_loader
 from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.parts import Parts, build_parts, start_processes
-from mimo_train.training.step.schedule import Pipeline
 from mimo_train.training.step.state import GlobalState, TrainState
 
 
@@ -68,10 +71,13 @@ class Session:
 
     state: GlobalState
     parts: Parts
+    votes: ExitVotes
     profiler: StepProfiler
     optimizer: ModuleOptimizer
     schedulers: ModuleSchedulers
     losses: StepLosses
+    trained_logits: TrainedLogits | None
+    """With `train.logits=learned`."""
     rerun: Rerun
     freeze_stages: FreezeStages
     data: StepIterator
@@ -122,27 +128,9 @@ def setup(
             or ranks were started with different configs or see different folders; with the config key.
     """
     kind, device = start_processes(run.cfg, store)
-    opened, saves = ExitStack(), run.checkpoints
-    RECORDER.to("lock")
-    start, longest = Start.of(run.cfg, devices.identity(device)), 30 * run.cfg.run.timeout_minutes
+    opened = ExitStack()
     try:
-        try:
-            with agreed(start) as starts:
-                make_folder(run.dir)
-                if dist.get_rank() == 0:
-                    opened.callback(RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark).close)
-                    remove_old_starts(run.dir)
-                    if isinstance(saves, Url):
-                        opened.callback(ObjectLock(saves, start.mark).close)
-        except UserError:
-            RECORDER.discard()  # the folder is another run's
-            raise
-        require_one_config(run.cfg, starts)
-        require_own_devices(starts)
-        require_one_folder(run.dir / LOCK_FILE, starts, min(LONGEST_SIGHT, longest))
-        if isinstance(saves, Url):
-            with agreed():
-                require_seen(saves, starts[0].mark)
+        _claim_folder(run, device, opened)
         return _build(run, votes, kind, device, opened, start_time, pre_wrap_hook)
     except BaseException:
         opened.close()
@@ -160,27 +148,32 @@ def _build(
 ) -> Session:
     RECORDER.to("demo")
     make_demo_shards(run)
-    given, (run, dataset) = run, with_steps(run)
+    configured, (run, dataset) = run, with_steps(run)
     cfg, train_state = run.cfg, TrainState()
-    drawn = not loads_every_weight(run)
+
+    # Groups and model
     profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
+    drawn = not loads_every_weight(run)
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg) if drawn else all_parts(cfg))
-    pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
+    pipeline, groups = parts.pipeline, parts.pipeline.groups
+    rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
+    losses = StepLosses(
+        cfg.train.loss_weights,
+        groups,
+        rerun.validate,
+        needs_tokens=pipeline.router_losses.active,
+        sources=source_names(cfg.data.mix),
+    )
+
+    # Optimizer
     RECORDER.to("optimizer build")
     optimizer = build_optimizer(cfg, pipeline.model, groups)
     optimizer.attach(pipeline.model[0].config)
     needs = GradientNeeds(run.layout, modules_of(pipeline.model), optimizer.releases, groups)
     freeze_stages = FreezeStages(cfg, optimizer, partial(_announce_needs, pipeline.shapes, needs))
     schedulers = ModuleSchedulers(cfg, optimizer)
-    rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
-    losses = StepLosses(
-        cfg.train.loss_weights,
-        groups,
-        step_sum,
-        rerun.validate,
-        needs_tokens=pipeline.router_losses.active,
-        sources=source_names(cfg.data.mix),
-    )
+
+    # Samples
     RECORDER.to("index")
     with agreed():
         dataset = build_dataset(cfg, parts.tokenizer) if dataset is None else dataset
@@ -188,18 +181,30 @@ def _build(
     padding = padding_of(cfg)
     mixing = Mixing(cfg, run.batch, dataset.source_sizes)
     if padding is not None and isinstance(dataset, Dataset):
-        count_texts(run, dataset, lambda: any(votes.own()))
-    saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
+        count_texts(run, dataset, lambda: any(votes.local()))
+
+    # Resume
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
-    read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
-    fingerprints = Fingerprints.of(dataset, parts.tokenizer.vocabulary_fingerprint)
-    read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
-    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters, mixing, drawn=drawn)
+    checkpointer = Checkpointer(
+        run,
+        pipeline.model,
+        optimizer,
+        schedulers,
+        train_state,
+        rerun,
+        Fingerprints.of(dataset, parts.tokenizer.vocabulary_fingerprint),
+        partial(load_pretrained, cfg, pipeline.model, groups, rows),
+        partial(load_start_adapters, cfg, pipeline.model, rows),
+        mixing,
+        drawn=drawn,
+    )
     RECORDER.to("load")
     resumed_from = checkpointer.resume()
     if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted
         train_state.consumed_train_tokens = train_state.consumed_train_samples * cfg.data.sequence_length
     RECORDER.to("loop")
+
+    # Data from the step on at which the run resumes, and held-out data
     votes.meet(devices.meeting)
     dataset.set_phases(mixing.phases)
     with agreed():
@@ -218,86 +223,110 @@ def _build(
     )
     opened.callback(loader.close)
     learned = cfg.train.logits == "learned"
-    data = StepIterator(loader, pipeline, step_sum, learned_logits=learned, votes=votes.before_a_step)
-    _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)
-    # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
-    optimizer.passengers = lambda: torch.cat([step_sum.sum_of("votes"), step_sum.sum_of("save in flight")])
+    data = StepIterator(loader, pipeline, trains=True, learned_logits=learned, votes=votes.before_a_step)
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
-    held_out = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations)
-    for one in held_out:
-        opened.callback(one.dataset.close)
-    # The log is opened last: what fails before leaves the files of an earlier start as they are.
-    state = open_state(run, given, train_state, start_time, resumed_from, checkpointer, stops)
+    held_out_sets = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations)
+    for held_out in held_out_sets:
+        opened.callback(held_out.dataset.close)
+
+    # Log, opened last: a failure before it leaves the files of an earlier start as they are
+    state = _open_log(run, configured, train_state, start_time, resumed_from, checkpointer, stops)
     report = BadSampleReport(run.dir, run.layout.logging_rank, state.console.message)
-    for one in held_out:
-        one.tell_of_bad_samples_by(report)
+    for held_out in held_out_sets:
+        held_out.tell_of_bad_samples_by(report)
     return Session(
         state=state,
         parts=parts,
+        votes=votes,
         profiler=profiler,
         optimizer=optimizer,
         schedulers=schedulers,
         losses=losses,
+        trained_logits=TrainedLogits(pipeline.model) if learned else None,
         rerun=rerun,
         freeze_stages=freeze_stages,
         data=data,
-        held_out_sets=held_out,
+        held_out_sets=held_out_sets,
         checkpointer=checkpointer,
         bad_samples=BadSampleCount(train_state, dataset, report, device),
-        empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, step_sum, device),
+        empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, device),
         opened=opened,
     )
 
 
-def _open_sections(
+def _claim_folder(run: Run, device: torch.device, opened: ExitStack) -> None:
+    """Lock `run.dir` and `checkpoint.dir`, and check that all ranks were started alike. Collective over all ranks."""
+    RECORDER.to("lock")
+    saves = run.checkpoints
+    start, longest = Start.of(run.cfg, devices.identity(device)), 30 * run.cfg.run.timeout_minutes
+    try:
+        with agreed(start) as starts:
+            make_folder(run.dir)
+            if dist.get_rank() == 0:
+                opened.callback(RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark).close)
+                remove_old_starts(run.dir)
+                if isinstance(saves, Url):
+                    opened.callback(ObjectLock(saves, start.mark).close)
+    except UserError:
+        RECORDER.discard()  # the folder is another run's
+        raise
+    require_one_config(run.cfg, starts)
+    require_own_devices(starts)
+    require_one_folder(run.dir / LOCK_FILE, starts, min(LONGEST_SIGHT, longest))
+    if isinstance(saves, Url):
+        with agreed():
+            require_seen(saves, starts[0].mark)
+
+
+def _open_log(
     run: Run,
-    step_sum: StepSum,
-    pipeline: Pipeline,
-    losses: StepLosses,
-    votes: ExitVotes,
+    configured: Run,
     train_state: TrainState,
-    data: StepIterator,
+    start_time: float,
+    resumed_from: Place | None,
     checkpointer: Checkpointer,
-) -> None:
-    """Open the sections of the all-reduce at the end of every backward pass, in the same order on every rank; sums are
-    read by section name."""
-    samples = run.batch.global_batch_size
-    step_sum.open("tokens", 1, pipeline.own_tokens)
-    step_sum.open("votes", votes.ALL, lambda: votes.numbers(train_state.step + 1))
-    step_sum.open("save in flight", checkpointer.NUMBER, checkpointer.own)
-    step_sum.open("losses", losses.numbers, losses.own)
-    step_sum.open("bad samples", samples, data.own_bad_samples)
-    if pipeline.router_losses.active:
-        step_sum.open(pipeline.router_losses.SECTION, pipeline.router_losses.numbers, pipeline.router_losses.own)
-    if data.weighs:
-        step_sum.open("learned", samples, data.own_learned)
-    if run.cfg.train.logits == "learned":
-        step_sum.open("logits", 1, TrainedLogits(pipeline.model).own)
+    stops: DataEnd | None,
+) -> GlobalState:
+    """Return the state of the run, with the log open on the rank that writes it, and report how the run starts.
 
-
-def make_demo_shards(run: Run) -> None:
-    """Generate the demo shards of `data.demo` if they are missing, on the first rank of each node; the others wait.
-
-    Raises:
-        DataError: they cannot be made there; on every rank.
+    Args:
+        configured: the run as its config has it.
+        stops: where the data ends the run.
     """
-    data = run.cfg.data
-    if not data.demo:
-        return
-    from data.demo.make import ensure_demo
-
-    folder = Path(data.shards).parent
-    with agreed():
-        try:
-            if is_first_of_node(run.layout, dist.get_rank()):
-                ensure_demo(folder, data.demo)
-        except OSError as error:
-            raise DataError(
-                f"data.demo: cannot make the {data.demo} demo in {folder} ({error}): free space there, or set "
-                "data.shards=FOLDER/train data.validation_shards=FOLDER/held_out for a FOLDER that can be written"
-            ) from error
+    data_ends = None if stops is None else stops.step
+    state = GlobalState(run, train_state, start_time=start_time, data_ends=data_ends)
+    rank, step = dist.get_rank(), train_state.step
+    is_remote = not is_on_first_node(run.layout, run.layout.logging_rank)
+    if is_remote and rank == 0:
+        local = view_on(sys.stdout or io.StringIO(), state.last_step, step)
+        return replace(state, console=Console(state.last_step, step, view=ReceivedView(devices.meeting(), local)))
+    if rank != run.layout.logging_rank:
+        return state
+    (run.dir / "config.yaml").write_text(to_yaml(configured.cfg))
+    metrics = build_metrics_log(run.cfg, run.dir, resumed_step=step)
+    console = Console(state.last_step, step, view=SentView(devices.meeting()) if is_remote else None)
+    flops = train_state.floating_point_operations_so_far
+    progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
+    for loaded in checkpointer.loaded:
+        console.message(str(loaded))
+    for damaged in checkpointer.set_aside:
+        progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
+        console.message(str(damaged))
+    if stops is not None:
+        console.message(str(stops))
+    for warning in warm_up_warnings(run.cfg, state.last_step):
+        console.message(f"warning: {warning}")
+    if step < state.last_step and (remark := compile_remark(run.cfg)):
+        console.message(remark)
+    if resumed_from is not None:
+        console.message(f"continues from {resumed_from}, step {step}")
+    if checkpointer.unread:
+        console.message(f"warning: {checkpointer.unread}")
+    if checkpointer.otherwise:
+        console.message(f"from here on numbers are others than so far: {checkpointer.otherwise}")
+    return replace(state, metrics=metrics, console=console)
 
 
 def _announce_needs(shapes: StepShapes, needs: GradientNeeds, step: int) -> None:

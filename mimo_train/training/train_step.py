@@ -1,50 +1,77 @@
-"""One step of training: forward and backward over its microbatches, then the update."""
+"""One step of training: forward and backward over its microbatches, one reduction, clip, update."""
 
-from dataclasses import replace
+import torch
 
+from mimo_train.checkpoint.checkpointer import Checkpointer
+from mimo_train.parallel.metric_reduction import LocalPart, reduce_metrics
 from mimo_train.training.setup import Session
-from mimo_train.training.step.forward_backward import ForwardBackward
-from mimo_train.training.step.forward_step import ForwardStepCallable
+from mimo_train.training.shutdown import ExitVotes
+from mimo_train.training.step.forward_step import ForwardStepCallable, forward_backward
 from mimo_train.training.step.state import StepResult
 
 
-class TrainStep:
-    """Makes the steps of a run.
+def train_step(session: Session, forward_step: ForwardStepCallable) -> StepResult:
+    """Make the current step of the data. Collective over all ranks.
 
-    Attributes:
-        forward_backward: runs the step's microbatches.
+    Args:
+        forward_step: as the schedule calls it (see `prepare_forward_step_func`).
     """
-
-    def __init__(self, session: Session, forward_step: ForwardStepCallable):
-        """
-        Args:
-            forward_step: as the schedule calls it (see `prepare_forward_step_func`).
-        """
-        self._session = session
-        pipeline = session.parts.pipeline
-        self.forward_backward = ForwardBackward(forward_step, pipeline, session.optimizer, session.losses)
-
-    def __call__(self) -> StepResult:
-        """Make the current step of the data. Collective over all ranks."""
-        session, data = self._session, self._session.data
-        for _ in session.rerun.runs(data):
-            self.forward_backward(data, len(data.current.microbatches))
-        should_checkpoint, should_exit, exit_code = session.rerun.verdict()
-        asked = StepResult(should_checkpoint=should_checkpoint, should_exit=should_exit, exit_code=exit_code)
-        if should_exit:
-            return replace(asked, skipped_iter=1)
-        with session.parts.stopwatch("optimizer"):
-            updated, grad_norm, num_zeros = session.optimizer.step()
-        if updated:
-            session.schedulers.step(increment=1)
-        losses, router_losses = session.losses.reduced(), session.parts.pipeline.router_losses
-        if losses:
-            losses |= router_losses.reduced(session.parts.step_sum.total(router_losses.SECTION))
-        return replace(
-            asked,
-            losses=losses,
-            of_sources=session.losses.of_sources(),
-            skipped_iter=int(not updated),
-            grad_norm=grad_norm,
-            num_zeros_in_grad=num_zeros,
+    data, pipeline, optimizer, losses = session.data, session.parts.pipeline, session.optimizer, session.losses
+    sums: dict[str, torch.Tensor] = {}
+    for _ in session.rerun.runs(data):
+        # Megatron-Core's schedule ends with the reduction of gradients over the ranks of each module.
+        forward_backward(pipeline, optimizer, losses, forward_step, data, len(data.current.microbatches))
+        with session.parts.stopwatch("reduce"):
+            sums = reduce_metrics(local_metrics(session), pipeline.device)
+            pipeline.divide_gradients(sums["tokens"])
+        data.receive(sums["bad samples"], sums.get("learned"))
+    should_checkpoint, should_exit, exit_code = session.rerun.verdict()
+    if should_exit:
+        return StepResult(
+            tokens=sums["tokens"][0],
+            skipped_iter=1,
+            should_checkpoint=should_checkpoint,
+            should_exit=True,
+            exit_code=exit_code,
         )
+    with session.parts.stopwatch("optimizer"):
+        norms, on_host = optimizer.reduce_norms(torch.cat([sums["votes"], sums["save"]]))
+        session.votes.receive(on_host[: ExitVotes.NUMBERS])
+        session.checkpointer.receive(on_host[ExitVotes.NUMBERS :])
+        optimizer.clip(norms)
+        updated = optimizer.update(norms)
+    if updated:
+        session.schedulers.step(increment=1)
+    means, of_sources = losses.reduced(sums["losses"])
+    if means and "router losses" in sums:
+        means |= pipeline.router_losses.reduced(sums["router losses"])
+    return StepResult(
+        losses=means,
+        of_sources=of_sources,
+        tokens=sums["tokens"][0],
+        logits=sums.get("logits"),
+        skipped_iter=int(not updated),
+        grad_norm=norms.total,
+        num_zeros_in_grad=norms.num_zeros if updated else None,
+        should_checkpoint=should_checkpoint,
+    )
+
+
+def local_metrics(session: Session) -> dict[str, tuple[int, LocalPart]]:
+    """Return what this rank adds to the message of a step, {name: (length, numbers)}; the same names everywhere."""
+    state, data, losses, pipeline = session.state, session.data, session.losses, session.parts.pipeline
+    samples, router_losses = state.run.batch.global_batch_size, pipeline.router_losses
+    metrics: dict[str, tuple[int, LocalPart]] = {
+        "tokens": (1, pipeline.local_tokens()),
+        "votes": (ExitVotes.NUMBERS, session.votes.numbers(state.train_state.step + 1)),
+        "save": (Checkpointer.NUMBER, session.checkpointer.local_status()),
+        "losses": (losses.numbers, losses.local_sums()),
+        "bad samples": (samples, data.local_bad_samples()),
+    }
+    if router_losses.active:
+        metrics["router losses"] = (router_losses.numbers, router_losses.own())
+    if data.weighs:
+        metrics["learned"] = (samples, data.local_learned())
+    if session.trained_logits is not None:
+        metrics["logits"] = (1, session.trained_logits.own())
+    return metrics

@@ -11,6 +11,7 @@ class Steps:
     Attributes:
         session: what a loop would run on.
         pipeline: of the session.
+        result: of the last step.
     """
 
     def __init__(self, cfg, forward_step: Callable | None = None, pre_wrap_hook: Callable | None = None):
@@ -23,8 +24,11 @@ class Steps:
 
     def train(self, steps: int = 1) -> list[tuple[float | None, float | None]]:
         """(loss, gradient norm) of each of the next steps; the loss on the language model's last stage, else None."""
-        results = [self._run.step() for _ in range(steps)]
-        return [(next(map(float, result.losses.values()), None), result.grad_norm) for result in results]
+        points = []
+        for _ in range(steps):
+            self.result = self._run.step()
+            points.append((next(map(float, self.result.losses.values()), None), self.result.grad_norm))
+        return points
 
     def save(self) -> Path:
         """Write a checkpoint."""

@@ -30,7 +30,7 @@ from mimo_train.training.step.batches import StepIterator
 
 @dataclass(frozen=True)
 class SetupOutput:
-    """What `setup` hands to `train`."""
+    """The result of `setup`, for `train` and the documented functions."""
 
     state: SessionState
     model: list[MegatronModule]

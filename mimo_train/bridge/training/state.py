@@ -12,7 +12,7 @@ from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
-from mimo_train.training.step.forward_backward import ForwardBackward
+from mimo_train.training.step.forward_step import ForwardStepCallable, forward_backward
 from mimo_train.training.step.state import GlobalState, StepResult, TrainState
 
 __all__ = ["GlobalState", "SessionState", "TrainState", "session_of"]
@@ -64,14 +64,15 @@ class SessionState(GlobalState):
             callbacks=callbacks,
         )
 
-    def nan_policy(self, forward_backward: ForwardBackward) -> NanPolicy:
-        """Return what applies `train.on_nan` to the next step, whose microbatches `forward_backward` runs."""
+    def nan_policy(self, forward_step: ForwardStepCallable) -> NanPolicy:
+        """Return what applies `train.on_nan` to the next step, which calls `forward_step`."""
         session = self.session
+        parts = (session.parts.pipeline, session.optimizer, session.losses)
+        run_microbatches = partial(forward_backward, *parts, forward_step)
         if self._nan_policy is None:
-            parts = (session.parts.pipeline, session.optimizer, session.losses)
             save = partial(self.saver.save_apart, session.data)
-            self._nan_policy = NanPolicy(self, *parts, forward_backward, save)
-        self._nan_policy.forward_backward = forward_backward
+            self._nan_policy = NanPolicy(self, *parts, run_microbatches, save)
+        self._nan_policy.forward_backward = run_microbatches
         return self._nan_policy
 
     def count_step(self, result: StepResult, seconds: float) -> None:
@@ -90,7 +91,7 @@ class SessionState(GlobalState):
         progress.skipped_iters += result.skipped_iter
         self.count_samples()
         session.bad_samples.note(session.data)
-        self.step_is_empty = session.empty_steps.note()
+        self.step_is_empty = session.empty_steps.note(result.tokens)
         session.bad_samples.require_budget()
         session.empty_steps.require_budget()
 

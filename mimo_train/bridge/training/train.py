@@ -17,7 +17,6 @@ from mimo_train.bridge.training.state import SessionState, session_of
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
-from mimo_train.debug.rerun import require_equal_replicas
 from mimo_train.debug.straggler import StragglerTimer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER
@@ -27,14 +26,14 @@ from mimo_train.layout.run import resolve
 from mimo_train.logging import progress
 from mimo_train.models.param_gather import overlapping_chunks
 from mimo_train.training import loop
+from mimo_train.training.builtin_callbacks import collect_when_due, compare_replicas
 from mimo_train.training.data_setup import decided_by
 from mimo_train.training.evaluating import EvaluationHooks
-from mimo_train.training.garbage import collect_when_due
 from mimo_train.training.log import is_logging_step
 from mimo_train.training.setup import Session
-from mimo_train.training.shutdown import agreed_votes
+from mimo_train.training.shutdown import AgreedVotes
 from mimo_train.training.step.forward_step import ForwardStepCallable
-from mimo_train.training.train_step import TrainStep
+from mimo_train.training.train_step import train_step as one_step
 
 
 def train(
@@ -118,10 +117,9 @@ def train_step(
         with session.parts.stopwatch("step"):
             result = None
             if data_iterator.is_fresh or data_iterator.advance() is not None:
-                step = TrainStep(session, forward_step_func)
-                nan_policy = global_state.nan_policy(step.forward_backward)
+                nan_policy = global_state.nan_policy(forward_step_func)
                 nan_policy.start_step()
-                result = step()
+                result = one_step(session, forward_step_func)
                 nan_policy.end_step(result, data_iterator)
         if result is None:
             _end_if_stopped(global_state)
@@ -136,10 +134,12 @@ def train_step(
 
 def _end_if_stopped(state: SessionState) -> None:
     """Save and end a loop that continues after all ranks have agreed on a signal. Collective."""
-    votes = agreed_votes(state.session.optimizer, state.session.data)
-    if votes.signalled or state.session.data.ended_by is not None:
+    votes, data = state.session.votes, state.session.data
+    if data.ended_by is not None:
+        votes.agreed = AgreedVotes(*data.ended_by)
+    if votes.agreed.signalled or data.ended_by is not None:
         state.count_samples()
-        state.saver.save_and_decide_exit(state.session.data, votes)
+        state.saver.save_and_decide_exit(data, votes.agreed)
         _finish_train(state)
         raise SystemExit(stopped_code())
 
@@ -174,9 +174,7 @@ def post_training_step_callbacks(
     """
     if isinstance(straggler_timer, StragglerTimer) and is_logging_step(config, iteration, config.train.iters):
         straggler_timer.report()
-    interval = config.checkpoint.save_interval
-    if config.train.rerun != "disabled" and interval > 0 and iteration % interval == 0:
-        require_equal_replicas(model, iteration)
+    compare_replicas(config, model, iteration)
     if iteration == config.profiling.step_end:
         if prof is not None:
             prof.stop()
@@ -190,7 +188,7 @@ def post_training_step_callbacks(
 def should_disable_forward_pre_hook(
     use_megatron_fsdp: bool, use_distributed_optimizer: bool, overlap_param_gather: bool
 ) -> bool:
-    """Whether forward pre-hooks must be off while a checkpoint is written: with the distributed optimizer and
+    """Return True if forward pre-hooks must be off while a checkpoint is written: with the distributed optimizer and
     overlapped gathering, except under Megatron-FSDP, which gathers in another way."""
     return not use_megatron_fsdp and use_distributed_optimizer and overlap_param_gather
 
@@ -261,7 +259,7 @@ def checkpoint_and_decide_exit(
     _require_own(session, **parts, data=train_data_iterator)
     state.count_samples()
     state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
-    return state.saver.save_and_decide_exit(session.data, agreed_votes(session.optimizer))
+    return state.saver.save_and_decide_exit(session.data, session.votes.agreed)
 
 
 def _finish_train(global_state: SessionState) -> None:
@@ -320,11 +318,11 @@ def _handle_mxfp8_param_buffer_copy(
 
 def _require_own(session: Session, model: list, optimizer: Any, scheduler: Any, data: Any = None) -> None:
     """These functions use the parts of one session: other objects would be ignored silently."""
-    own = {"model": session.model, "optimizer": session.optimizer, "scheduler": session.schedulers}
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    expected = {"model": session.model, "optimizer": session.optimizer, "scheduler": session.schedulers}
+    passed = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if data is not None:
-        own["train_data_iterator"], given["train_data_iterator"] = session.data, data
-    foreign = [name for name, value in given.items() if value is not own[name]]
+        expected["train_data_iterator"], passed["train_data_iterator"] = session.data, data
+    foreign = [name for name, value in passed.items() if value is not expected[name]]
     if foreign:
         raise UserError(
             f"{' and '.join(foreign)} must be what mimo_train.bridge.training.setup.setup returned with this state"

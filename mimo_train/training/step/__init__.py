@@ -1,1 +1,1 @@
-"""What happens in one step: microbatches, forward steps, losses, the schedule."""
+"""The parts of one step: microbatches, forward steps, losses, the schedule."""

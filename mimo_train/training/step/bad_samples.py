@@ -12,7 +12,6 @@ import torch.distributed as dist
 from data.pipeline import BadSample, BadSamples, Samples, require_budget
 from data.text_format import plural, shown
 from mimo_train.config.errors import UserError
-from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.state import TrainState
 
@@ -27,7 +26,7 @@ NAMED = 5
 
 
 class BadSampleReport:
-    """Gathers what ranks have found."""
+    """Reports the bad samples of all ranks."""
 
     def __init__(self, run_dir: Path, logging_rank: int, message: Callable[[str], None]):
         """
@@ -36,22 +35,22 @@ class BadSampleReport:
         """
         self._file, self._logging_rank, self._message = run_dir / FILE, logging_rank, message
 
-    def adopt(self, found: BadSamples, part: str) -> None:
+    def adopt(self, bad_samples: BadSamples, part: str) -> None:
         """From now on tell of these, instead of each rank for itself.
 
         Args:
             part: `train` or `held_out`.
         """
-        found.is_quiet = True
+        bad_samples.is_quiet = True
 
         def append(new: list[BadSample]) -> None:
             _append(self._file, new, part)
 
-        found.on_excess = append
+        bad_samples.on_excess = append
 
-    def __call__(self, found: BadSamples, part: str) -> None:
+    def __call__(self, bad_samples: BadSamples, part: str) -> None:
         """Tell of those that are new since the last call. Collective over all ranks."""
-        new = found.take()
+        new = bad_samples.take()
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, new)
         if dist.get_rank() != self._logging_rank:
@@ -89,16 +88,16 @@ def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[Bad
 
 def _known(path: Path) -> set[tuple[str, str]]:
     """(shard, key) of the lines of the file."""
-    found: set[tuple[str, str]] = set()
+    known: set[tuple[str, str]] = set()
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     entry = json.loads(line)
-                    found.add((entry["shard"], entry["key"]))
+                    known.add((entry["shard"], entry["key"]))
                 except (ValueError, KeyError, TypeError):
                     continue  # a line that was cut when a job was killed
-    return found
+    return known
 
 
 _MOST_WAITING = 64
@@ -136,10 +135,10 @@ class BadSampleCount:
         Args:
             new: their number, if it is already on the host; otherwise this waits for the device.
         """
-        found = int(self.new) if new is None else new
+        count = int(self.new) if new is None else new
         waiting, self._waiting = self._waiting, []
         self.new.zero_()
-        if not found:  # on every rank alike
+        if not count:  # on every rank alike
             return
         for first, flags in waiting:
             for place in flags.nonzero().flatten().tolist():
@@ -166,25 +165,26 @@ class EmptySteps:
         new: empty steps not yet in `TrainState.empty_steps`, 0-d float64 on the device; the same on every rank.
     """
 
-    def __init__(self, train_state: TrainState, allowed: int, step_sum: StepSum, device: torch.device):
+    def __init__(self, train_state: TrainState, allowed: int, device: torch.device):
         """
         Args:
             allowed: `train.max_empty_steps`.
-            step_sum: has the section `tokens`.
         """
-        self._train_state, self._allowed, self._step_sum = train_state, allowed, step_sum
+        self._train_state, self._allowed = train_state, allowed
         self.new = torch.zeros((), dtype=torch.float64, device=device)
 
-    def note(self) -> torch.Tensor:
-        """Count the step whose sum was made last.
+    def note(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Count a step.
+
+        Args:
+            tokens: with loss in the step, over all ranks; None if no step was made.
 
         Returns:
-            1 if it is empty, else 0; 0-d float64 on the device.
+            1 if the step is empty, else 0; 0-d float64 on the device.
         """
-        tokens = self._step_sum.total("tokens")
-        if tokens is None:  # a user's own loop, in which no step of ours was made
+        if tokens is None:
             return torch.zeros_like(self.new)
-        empty = (tokens[0] == 0).double()
+        empty = (tokens == 0).double()
         self.new += empty
         return empty
 

@@ -31,7 +31,6 @@ from mimo_train.layout.run import Run
 from mimo_train.parallel.context import own_places
 from mimo_train.parallel.device import current, to_device
 from mimo_train.parallel.groups import RunGroups
-from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.training.step.schedule import Pipeline
 
 WANTED = "wanted"
@@ -87,8 +86,8 @@ class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
     A rank that cannot read a sample flags it to all ranks, so that its loss counts nowhere. The flags of the next step
-    are part of the all-reduce at the end of this one and cost no extra message. So are the positions of each sample
-    that count, for the weight of the routers' losses.
+    are part of the one message of this one (`local_bad_samples`, `receive`). So are the positions of each sample that
+    count, for the weight of the routers' losses (`local_learned`).
 
     Attributes:
         ended_by: the votes to end the run, if ranks have agreed not to make the next step: its samples are not waited
@@ -101,25 +100,25 @@ class StepIterator:
         self,
         loader: StepLoader,
         pipeline: Pipeline,
-        step_sum: StepSum | None = None,
         *,
+        trains: bool = False,
         learned_logits: bool = False,
         votes: Callable[[], tuple[bool, bool]] | None = None,
         samples: int | None = None,
     ):
         """
         Args:
+            trains: whether steps of training are made, whose message has the flags of the next step. The flags of an
+                evaluation are exchanged at every step.
             learned_logits: whether microbatches say at the language model's last stage which positions have a loss, in
                 `learned`: places in this rank's part of the text, int64 [places]. A mask of a microbatch by the name
                 WANTED takes the place of the one of its losses.
-            step_sum: has the sections `bad samples` of `own_bad_samples` and, where `weighs`, `learned` of
-                `own_learned`; None for an evaluation, whose flags are exchanged at every step.
             votes: this rank's votes to end the run, one of them at least where its loader has given up a wait; None
                 where none of any rank does. Like what is read, they belong to the next step: where a step was made
                 since, its sum has them, and it was the last.
             samples: number of samples that count; those after them have no loss. None: all.
         """
-        self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
+        self._loader, self._pipeline, self._trains = loader, pipeline, trains
         self._modules = "+".join(pipeline.groups.collections)
         self._votes, self._given_up, self._samples = votes, False, samples
         self.ended_by: tuple[bool, bool] | None = None
@@ -127,8 +126,8 @@ class StepIterator:
         self._upcoming = self._read()
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
-        self.weighs = pipeline.router_losses.active and step_sum is not None
-        self._sums_seen = step_sum.count if step_sum else 0
+        self.weighs = pipeline.router_losses.active and trains
+        self._received: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._waiting: deque[int] = deque()
         self.is_fresh = False
         self._finds_learned = learned_logits and pipeline.is_last_stage
@@ -138,13 +137,11 @@ class StepIterator:
         Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an
         evaluation."""
         self._position = self.consumed_samples
-        self._current, step_sum = self._upcoming, self._step_sum
+        self._current = self._upcoming
         if self._current is None and not self._given_up:
             return None
-        summed = step_sum if step_sum and step_sum.count != self._sums_seen else None
-        if summed:
-            self._sums_seen = summed.count
-        flags = summed.sum_of("bad samples") if summed else self._sum_of_flags()
+        received, self._received = self._received, None
+        flags = received[0] if received is not None else self._sum_of_flags()
         if self._current is None or self.ended_by is not None:
             self._current = None
             return None
@@ -153,8 +150,9 @@ class StepIterator:
         if self._samples is not None:
             self._good[max(self._samples - self._current.first_sample, 0) :] = 0
         if self.weighs:
-            learned = summed.sum_of("learned") if summed else self._learned_of(self._current)
-            if not summed:
+            learned = received[1] if received is not None else None
+            if learned is None:
+                learned = self._learned_of(self._current)
                 dist.all_reduce(learned)
             share = (learned * (flags == 0)).sum() / self._current.plan.positions
             self._pipeline.router_losses.learned_share = share.to(torch.float32)
@@ -242,13 +240,17 @@ class StepIterator:
         """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
         return [map(Microbatch, view) for view in itertools.tee(self, number)]
 
-    def own_bad_samples(self) -> list[int]:
-        """1 for each sample of the next step that this rank could not read, for the step's sum."""
+    def local_bad_samples(self) -> list[int]:
+        """Return 1 for each sample of the next step that this rank could not read, for the message of this step."""
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
-    def own_learned(self) -> torch.Tensor:
-        """Positions of each sample of the next step that count, for the step's sum."""
+    def local_learned(self) -> torch.Tensor:
+        """Return the positions of each sample of the next step that count, for the message of this step."""
         return self._learned_of(self._upcoming)
+
+    def receive(self, bad_samples: torch.Tensor, learned: torch.Tensor | None) -> None:
+        """Take the sums over ranks of `local_bad_samples` and `local_learned`, for the next `advance`."""
+        self._received = bad_samples, learned
 
     def close(self) -> None:
         """End the reading threads."""
@@ -287,8 +289,8 @@ class StepIterator:
         dist.all_reduce(flags)
         if self._votes is not None:
             given_up, signalled, late = map(bool, flags[samples:].tolist())
-            is_evaluation = self._step_sum is None
-            self.ended_by = (signalled, late) if given_up or (is_evaluation and (signalled or late)) else None
+            ends = given_up or (not self._trains and (signalled or late))
+            self.ended_by = (signalled, late) if ends else None
         return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:

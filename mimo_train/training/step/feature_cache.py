@@ -45,7 +45,7 @@ class Features:
         self._prefetched: dict[str, int] = {}
         self._modules: dict[str, EncoderModule] = {}
         self.prefetch_together = False
-        """Whether ranks compute features of the next step together: all of them must have read it, or none."""
+        """True if ranks compute features of the next step together: all of them must have read it, or none."""
         if any(module.feature_cache.dir for module in cfg.encoders.values()):
             with agreed():
                 _make_folders(cfg, modules_of(model))
@@ -123,11 +123,11 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
     Each rank hashes its part of the weights, so the fingerprint depends on the tensor-parallel size.
     """
     config = cfg.modules[name]
-    own, tp = _weights(module.encoders), module.pg_collection.tp
-    parts: list = [own]
+    local, tp = _weights(module.encoders), module.pg_collection.tp
+    parts: list = [local]
     if tp.size() > 1:
         parts = [None] * tp.size()
-        dist.all_gather_object(parts, own, group=tp)
+        dist.all_gather_object(parts, local, group=tp)
     described = {
         "encoder": asdict(config.encoder),
         "merge": config.projector.merge,

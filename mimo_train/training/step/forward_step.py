@@ -1,4 +1,4 @@
-"""The contract of a forward step: the accepted signatures, and how the state is passed to it."""
+"""Forward steps: the accepted signatures, how the state is passed to them, and a pass over microbatches."""
 
 import inspect
 import re
@@ -10,7 +10,10 @@ from typing import Any
 
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.user_code import FORWARD_STEP, load_code, unusable_code
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
+from mimo_train.training.step.schedule import Pipeline
 from mimo_train.training.step.state import GlobalState
 
 ForwardStepCallable = Callable[..., tuple[Any, Callable | None]]
@@ -103,6 +106,28 @@ def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) ->
         return output, None if loss_func is None else losses.wrap(loss_func)
 
     return step
+
+
+def forward_backward(
+    pipeline: Pipeline,
+    optimizer: ModuleOptimizer,
+    losses: StepLosses,
+    forward_step: ForwardStepCallable,
+    data: StepIterator,
+    num_microbatches: int,
+) -> None:
+    """Run the next `num_microbatches` of `data` forward and backward, from gradients of zero. Collective.
+
+    Args:
+        losses: has the losses of these microbatches alone afterwards.
+        forward_step: as the schedule calls it (see `prepare_forward_step_func`).
+    """
+    optimizer.zero_grad()
+    for chunk in pipeline.model:
+        chunk.zero_grad_buffer()
+    losses.begin()
+    with pipeline.stopwatch("forward_backward"):
+        pipeline.run(record_losses(forward_step, losses), data, num_microbatches=num_microbatches)
 
 
 def _state_parameter(function: ForwardStepCallable) -> str | None:

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.groups import RunGroups
-from mimo_train.parallel.metric_reduction import StepSum
 
 ACCEPTED_RETURNS = (
     "(loss, {name: value}): the mean of a microbatch, averaged over microbatches and data-parallel ranks",
     "(loss, num_tokens, {name: value}): a sum, divided by the tokens of the global batch; num_tokens is an int",
     "{name: loss}: several losses, weighted by train.loss_weights",
 )
-"""What a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count). Without any
+"""Results that a loss function may have. A value or a loss is a scalar (a mean) or a pair of (sum, count). Without any
 {name: value} the loss itself is reported, as `loss`.
 
 With context parallelism a rank has a part of each sequence, and sums and counts are those of its part. In the first
@@ -32,7 +31,7 @@ UNNAMED = "loss"
 """Name of the loss of a loss function that reports no names."""
 
 OF_SOURCE = "loss/"
-"""What the names of the losses of sources begin with."""
+"""Prefix of the losses of sources."""
 
 
 def masked_token_loss(
@@ -55,7 +54,7 @@ def masked_token_loss(
 
     Returns:
         (sum of losses, number of tokens as int, {"lm loss": [sum, number]}): the token-aware pattern; the optimizer
-        step divides by the tokens of the whole global batch. With `loss/NAME` of every source beside it.
+        step divides by the tokens of the whole global batch. It has `loss/NAME` of every source too.
     """
     if non_loss_data:
         return {"losses": output_tensor_BS.detach(), "loss_mask": loss_mask_BS}
@@ -104,11 +103,11 @@ def weighted_sum(
 
 
 class StepLosses:
-    """Named losses of a step: normalises what loss functions return, keeps the reports, and sums them over ranks.
+    """Named losses of a step: normalises what loss functions return, keeps the reports, and takes means over ranks.
 
-    The sums travel in the step's `StepSum` as section `losses`, so that a step's losses cost no message of their own.
-    Context-parallel and data-parallel ranks of the language model's last stage add to them, one of each tensor-parallel
-    group.
+    The sums over ranks are part of the one message of a step (`reduce_metrics`): `local_sums` goes in, and `reduced`
+    reads what comes out. Context-parallel and data-parallel ranks of the language model's last stage add to them, one
+    of each tensor-parallel group.
 
     Attributes:
         reports: {name: [sum, count]} of every microbatch of the current step, on ranks of the last stage.
@@ -118,7 +117,6 @@ class StepLosses:
         self,
         weights: Mapping[str, float],
         groups: RunGroups,
-        step_sum: StepSum,
         validate: Callable[[torch.Tensor, torch.Tensor], None] = lambda loss, num_tokens: None,
         *,
         needs_tokens: bool = False,
@@ -133,7 +131,7 @@ class StepLosses:
             validate: called with the loss sum of every microbatch and its number of tokens.
         """
         self.reports: list[dict[str, torch.Tensor]] = []
-        self._weights, self._step_sum, self._validate = dict(weights), step_sum, validate
+        self._weights, self._validate = dict(weights), validate
         language = groups.collections.get(LANGUAGE)
         self._adds = language is not None and language.tp.rank() == 0
         # Context-parallel ranks have parts of a mean: one of them counts it.
@@ -143,7 +141,7 @@ class StepLosses:
         self._needs_tokens = needs_tokens
         self._of_sources = {f"{OF_SOURCE}{name}" for name in sources}
         self.numbers = 2 * (MAX_LOSSES + len(sources))
-        """Length of the section."""
+        """Most numbers of `local_sums`."""
 
     def begin(self) -> None:
         """Start a step."""
@@ -163,23 +161,33 @@ class StepLosses:
 
         return normalised
 
-    def reduced(self) -> dict[str, torch.Tensor]:
-        """Losses of the step over microbatches and ranks but for those of sources, 0-d float64 on the device; empty
-        where there are none."""
-        return {
-            name: pair[0] / pair[1].clamp(min=1) for name, pair in self._sums().items() if name not in self._of_sources
-        }
-
-    def of_sources(self) -> dict[str, torch.Tensor]:
-        """[sum, number of tokens] of the losses of sources in the step, float64 on the device, by `loss/NAME`."""
-        return {name: pair for name, pair in self._sums().items() if name in self._of_sources}
-
-    def _sums(self) -> dict[str, torch.Tensor]:
-        total = self._step_sum.total("losses")
-        if not self.reports or total is None:
-            return {}
+    def local_sums(self) -> torch.Tensor | None:
+        """Return what this rank adds to the step: [sum, count, sum, count, ...], names in sorted order."""
+        if not self.reports or not self._adds:
+            return None
         names = sorted(self.reports[0])
-        return dict(zip(names, total[: 2 * len(names)].view(-1, 2).unbind(), strict=True))
+        if any(sorted(report) != names for report in self.reports):
+            raise UserError(
+                "the loss function reports other names for other microbatches. Report all names in each, with count 0"
+            )
+        sums = torch.cat([report[name] for report in self.reports for name in names])
+        return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
+
+    def reduced(self, sums: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the losses of the step over microbatches and ranks, float64 on the device; empty where there are none.
+
+        Args:
+            sums: over ranks, of `local_sums`.
+
+        Returns:
+            (means by name, 0-d; [sum, number of tokens] of the losses of the sources of a mixture by `loss/NAME`).
+        """
+        if not self.reports:
+            return {}, {}
+        names = sorted(self.reports[0])
+        pairs = dict(zip(names, sums[: 2 * len(names)].view(-1, 2).unbind(), strict=True))
+        of_sources = {name: pairs.pop(name) for name in names if name in self._of_sources}
+        return {name: total / count.clamp(min=1) for name, (total, count) in pairs.items()}, of_sources
 
     def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         if isinstance(result, dict) and result:
@@ -205,9 +213,9 @@ class StepLosses:
             if self._needs_tokens:
                 raise UserError(_NO_TOKENS)
             # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
-            one = torch.full((), self._counts_mean, dtype=torch.int, device=loss.device)
+            count = torch.full((), self._counts_mean, dtype=torch.int, device=loss.device)
             report = result[1] or {UNNAMED: loss}
-            return loss, one, {name: _pair(value, self._counts_mean) for name, value in report.items()}
+            return loss, count, {name: _pair(value, self._counts_mean) for name, value in report.items()}
         raise TypeError(
             f"the loss function returned {_shape_of(result)}: it must return one of {'; '.join(ACCEPTED_RETURNS)}"
         )
@@ -221,21 +229,11 @@ class StepLosses:
             raise UserError(
                 f"train.loss_weights.{unknown[0]}: no such loss; the forward step returns {', '.join(report)}"
             )
-        if (own := len(report.keys() - self._of_sources)) > MAX_LOSSES:
+        if (number := len(report.keys() - self._of_sources)) > MAX_LOSSES:
             raise UserError(
-                f"the loss function reports {own} losses, expected at most {MAX_LOSSES}. Report sums of some"
+                f"the loss function reports {number} losses, expected at most {MAX_LOSSES}. Report sums of some"
             )
         self._checked = tuple(report)
-
-    def own(self) -> torch.Tensor | None:
-        """This rank's part of the section: [sum, count, sum, count, ...], names in sorted order."""
-        if not self.reports or not self._adds:
-            return None
-        names = sorted(self.reports[0])
-        if any(sorted(report) != names for report in self.reports):
-            raise UserError("the loss function reports other names for other microbatches: report all, with count 0")
-        sums = torch.cat([report[name] for report in self.reports for name in names])
-        return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
 
 
 _NO_TOKENS = (

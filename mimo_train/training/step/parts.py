@@ -25,7 +25,6 @@ from mimo_train.models.layers import use_transformer_engine
 from mimo_train.models.seeds import seed_for
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.parallel.metric_reduction import StepSum
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.single_rank import return_at_once
 from mimo_train.training.step.schedule import Pipeline
@@ -38,7 +37,6 @@ class Parts:
     tokenizer: Tokenizer
     pipeline: Pipeline
     """With the model, the process groups and the device."""
-    step_sum: StepSum
     stopwatch: Stopwatch
 
 
@@ -106,9 +104,8 @@ def build_parts(
         undrawn=undrawn,
     )
     _seed(cfg, groups)
-    step_sum, stopwatch = StepSum(device), Stopwatch(cuda=kind == "cuda")
-    pipeline = Pipeline(run, groups, model, device, step_sum, stopwatch)
-    return Parts(tokenizer, pipeline, step_sum, stopwatch)
+    stopwatch = Stopwatch(cuda=kind == "cuda")
+    return Parts(tokenizer, Pipeline(run, groups, model, device, stopwatch), stopwatch)
 
 
 def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:

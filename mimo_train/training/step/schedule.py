@@ -33,7 +33,6 @@ from mimo_train.parallel.bridge.communicator import (
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, features_width
 from mimo_train.parallel.groups import RunGroups
-from mimo_train.parallel.metric_reduction import StepSum
 
 
 class Pipeline:
@@ -52,16 +51,11 @@ class Pipeline:
         groups: RunGroups,
         model: list[MegatronModule],
         device: torch.device,
-        step_sum: StepSum,
         stopwatch: Watch = not_timed,
     ):
-        """
-        Args:
-            step_sum: the all-reduce at the end of backward; its section `tokens` is filled by `own_tokens`.
-        """
         self.layout, self.batch, self.groups, self.model, self.device = run.layout, run.batch, groups, model, device
         self.stopwatch, self.shapes = stopwatch, StepShapes()
-        self._run, self._step_sum = run, step_sum
+        self._run = run
         language = groups.collections.get(LANGUAGE)
         self.is_last_stage = self._counts_tokens = False
         if language is not None:
@@ -89,7 +83,7 @@ class Pipeline:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
     ) -> list[Any]:
-        """Run one step's microbatches; gradients are summed over ranks and divided by tokens afterwards.
+        """Run one step's microbatches. Gradients are summed over the ranks of each module; `divide_gradients` follows.
 
         Args:
             num_microbatches: that `data_iterator` gives; default: those of the step that a `StepIterator` is at, or of
@@ -130,9 +124,21 @@ class Pipeline:
                 bridge.while_waiting = while_waiting
         self._when_done = when_done
 
-    def own_tokens(self) -> torch.Tensor | None:
-        """Tokens that this rank counted in the current step; one rank of each tensor-parallel group counts."""
+    def local_tokens(self) -> torch.Tensor | None:
+        """Return the tokens that this rank counted in the step; one rank of each tensor-parallel group counts."""
         return self._num_tokens if self._counts_tokens else None
+
+    def divide_gradients(self, tokens: torch.Tensor) -> None:
+        """Divide the gradients of all modules by the tokens of the global batch.
+
+        Args:
+            tokens: the sum of `local_tokens` over all ranks, [1]. Only the language model's last stage counts tokens;
+                one sum over all ranks gives every module the same divisor, at any pair of data-parallel sizes.
+        """
+        factor = 1.0 / tokens.clamp(min=1).to(torch.float32)
+        for chunks in self._modules.values():
+            for chunk in chunks:
+                chunk.scale_gradients(factor)
 
     def _choose_schedule(self, model: MegatronModule, config: TransformerConfig) -> None:
         layout, groups = self.layout, self.groups
@@ -208,18 +214,9 @@ class Pipeline:
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool = False,
     ) -> None:
-        """Reduce every module's gradients over its own groups, then divide by the tokens of the global batch.
-
-        Called by the schedule after the last backward. Only the language model's last stage counts tokens; one sum
-        over all ranks gives every module the same divisor, at any pair of data-parallel sizes.
-        """
+        """Sum every module's gradients over its own groups. Called by the schedule after the last backward."""
         self._num_tokens = num_tokens
         self._when_done()
         with self.stopwatch("reduce"):
             for name, chunks in self._modules.items():
                 finalize_model_grads(chunks, None, self.groups.collections[name], force_all_reduce)
-            self._step_sum.reduce()
-        tokens = self._step_sum.sum_of("tokens").clamp(min=1).to(torch.float32)
-        for chunks in self._modules.values():
-            for chunk in chunks:
-                chunk.scale_gradients(1.0 / tokens)

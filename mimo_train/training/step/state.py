@@ -27,7 +27,11 @@ class StepResult:
     """Reduced losses by name, on ranks of the language model's last stage, else empty. They are on the device:
     reading one waits for it."""
     of_sources: dict[str, torch.Tensor] = field(default_factory=dict)
-    """[sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`, likewise."""
+    """[sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`, on the same ranks and device."""
+    tokens: torch.Tensor | None = None
+    """Tokens with loss, over all ranks, 0-d on the device; None if the step was not made."""
+    logits: torch.Tensor | None = None
+    """With `train.logits=learned`: positions that got logits, over all ranks, [1] on the device."""
     skipped_iter: int = 0
     """1 if the update was skipped, else 0."""
     grad_norm: float | None = None
@@ -36,9 +40,9 @@ class StepResult:
     num_zeros_in_grad: int | None = None
     """Number of gradient elements that are zero; None unless they are counted."""
     should_checkpoint: bool = False
-    """Whether the step asks for a checkpoint."""
+    """True if the step asks for a checkpoint."""
     should_exit: bool = False
-    """Whether the step asks to end the run."""
+    """True if the step asks to end the run."""
     exit_code: int = 0
     """Exit code, if the step asks to end the run."""
 
@@ -88,10 +92,10 @@ class TrainState(FixedKeys):
         """
         for name, value in state.items():
             kind = type(getattr(self, name))
-            one = (int, float) if kind is float else (int,)
+            types = (int, float) if kind is float else (int,)
             numbers = value if kind is list else [value]
             if not isinstance(numbers, list) or any(
-                type(each) not in one or not 0 <= each < math.inf for each in numbers
+                type(each) not in types or not 0 <= each < math.inf for each in numbers
             ):
                 raise TypeError(f"{name} is {value!r}")
             setattr(self, name, kind(value))
@@ -147,7 +151,7 @@ class GlobalState:
 
     @property
     def is_logging_rank(self) -> bool:
-        """Whether this rank writes the log."""
+        """True if this rank writes the log."""
         return dist.is_initialized() and dist.get_rank() == self.layout.logging_rank
 
     @property

@@ -1,6 +1,7 @@
 """Steps whose gradient is not finite: what they are named by, what they leave, and how they are made again."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -283,14 +284,14 @@ def test_bisect_runs_microbatches_alone_in_any_schedule(layout, prose, tmp_path)
 
 def _transient(cfg) -> str:
     from mimo_train.debug.nan_policy import NanPolicy, NonFiniteStep
-    from mimo_train.training.step.forward_backward import ForwardBackward
+    from mimo_train.training.step.forward_step import forward_backward
     from mimo_train.training.step.state import StepResult
     from tests.dist.steps import Steps
 
     steps = Steps(cfg)
     session, pipeline = steps.session, steps.pipeline
-    forward_backward = ForwardBackward(steps.step_func, pipeline, steps.optimizer, session.losses)
-    watched = (steps.state, pipeline, steps.optimizer, session.losses, forward_backward)
+    parts = (pipeline, steps.optimizer, session.losses)
+    watched = (steps.state, *parts, partial(forward_backward, *parts, steps.step_func))
     policy = NanPolicy(*watched, lambda folder, reason: session.checkpointer.save(session.data, run_dir=folder))
     policy.start_step()
     steps.train(1)

@@ -36,7 +36,6 @@ def build(cfg):
     from mimo_train.models.build import build_model
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.parallel.metric_reduction import StepSum
     from mimo_train.training.step.schedule import Pipeline
 
     device = devices.install("cpu")
@@ -45,10 +44,15 @@ def build(cfg):
     groups = build_groups(run.layout)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
     model = build_model(cfg, run.layout, groups, vocab_size=260, special_token_ids={}, device=device, te=False)
-    step_sum = StepSum(device)
-    pipeline = Pipeline(run, groups, model, device, step_sum)
-    step_sum.open("tokens", 1, pipeline.own_tokens)
-    return pipeline, model
+    return Pipeline(run, groups, model, device), model
+
+
+def divide_gradients(pipeline) -> None:
+    """What a step does after backward: divide by the tokens of the global batch."""
+    from mimo_train.parallel.metric_reduction import reduce_metrics
+
+    tokens = reduce_metrics({"tokens": (1, pipeline.local_tokens())}, pipeline.device)["tokens"]
+    pipeline.divide_gradients(tokens)
 
 
 def initial_weights(cfg) -> dict[str, list]:
@@ -171,6 +175,7 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
     pipeline.router_losses.learned_share = torch.tensor(1 / learned)
     chunk.zero_grad_buffer()
     pipeline.run(step, iter(batches))
+    divide_gradients(pipeline)
     losses_of_routers = pipeline.router_losses
     values = {name: value.item() for name, value in losses_of_routers.reduced(losses_of_routers.own()).items()}
     routers = [layer.mlp.router.weight for layer in chunk.module.decoder.layers]
@@ -237,14 +242,16 @@ def values_of_routers(cfg) -> list[dict[str, float]]:
     import torch
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
+    from mimo_train.training import train_step
+
     # What an earlier run of this process has left, of a model with more layers.
     get_moe_metrics_tracker().record("z_loss", torch.tensor(1e6), 1, num_layers=7)
-    cfg.train.iters, values = 2, []
-    steps = Steps(cfg)
+    cfg.train.iters, values, sums = 2, [], {}
+    steps, reduce_metrics = Steps(cfg), train_step.reduce_metrics
+    train_step.reduce_metrics = lambda parts, device: sums.update(reduce_metrics(parts, device)) or sums
     for _ in range(2):
         steps.train(1)
-        losses = steps.pipeline.router_losses
-        reduced = losses.reduced(steps.session.parts.step_sum.total(losses.SECTION))
+        reduced = steps.pipeline.router_losses.reduced(sums["router losses"])
         values.append({name: value.item() for name, value in reduced.items()})
     return values
 

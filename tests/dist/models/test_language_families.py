@@ -181,7 +181,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.models.build import build_model
     from mimo_train.models.names import global_names
     from mimo_train.parallel.context import own_part
-    from mimo_train.parallel.metric_reduction import StepSum
+    from mimo_train.parallel.metric_reduction import reduce_metrics
     from mimo_train.training.step.losses import masked_token_loss
     from mimo_train.training.step.schedule import Pipeline
 
@@ -192,9 +192,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     layout.sp = bool(spec.num_experts) and layout.tp > 1
     run, language = resolve(cfg), groups.collections["language"]
     model = build_model(cfg, run.layout, groups, vocab_size=200, special_token_ids={}, device=device, te=False)
-    step_sum = StepSum(device)
-    pipeline = Pipeline(run, groups, model, device, step_sum)
-    step_sum.open("tokens", 1, pipeline.own_tokens)
+    pipeline = Pipeline(run, groups, model, device)
     (chunk,) = model
     parameters = global_names(chunk)
     cfg.language.pretrained = str(folder)
@@ -224,6 +222,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     states.close()
     chunk.zero_grad_buffer()
     reports = pipeline.run(learn, iter(batches))
+    pipeline.divide_gradients(reduce_metrics({"tokens": (1, pipeline.local_tokens())}, device)["tokens"])
     total, count = sum(report["lm loss"] for report in reports) if reports else (None, None)
     expected = module_parameters(
         cfg, "language", PADDED, tp=layout.tp, stage=language.pp.rank(), stages=language.pp.size()

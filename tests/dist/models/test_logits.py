@@ -30,7 +30,7 @@ def _two_steps(cfg) -> tuple[int, int, int, float]:
         run.train()
         texts = [one["loss_mask"] for one in run.session.data.current.microbatches if "loss_mask" in one]
         learned += int(sum(mask.sum() for mask in texts))
-        counted += int(run.session.parts.step_sum.sum_of("logits"))
+        counted += int(run.result.logits)
     vocab = embedding_rows(cfg.llm, run.session.parts.tokenizer.vocab_size)
     return sum(rows), learned, counted, StepFlops(cfg, vocab).of_logit(1).model
 

@@ -32,8 +32,9 @@ def test_gradients_are_clipped_by_the_right_norm(large, monkeypatch):
     tensor, squares = large
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda message: None)
     optimizer = object.__new__(ModuleOptimizer)
-    optimizer.module_infos, optimizer._device, optimizer.arrivals = {"language": None}, torch.device("cpu"), 0
+    optimizer.module_infos, optimizer._device = {"language": None}, torch.device("cpu")
+    optimizer._clip_grads = {"language": None}
     optimizer.config = SimpleNamespace(log_num_zeros_in_grad=False, use_distributed_optimizer=True)
-    optimizer.passengers = lambda: torch.zeros(0, dtype=torch.float64)
+    optimizer._collect_gradients = lambda: torch.zeros(1)
     optimizer.inner = lambda info: [SimpleNamespace(get_grads_for_grad_norm=lambda: [tensor])]
-    assert optimizer._agree(torch.zeros(1))[0]["language"] == pytest.approx(squares, rel=2e-6)
+    assert optimizer.reduce_norms()[0].squares["language"] == pytest.approx(squares, rel=2e-6)

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,10 @@ from mimo_train.launch import exit_signal
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.layout.run import config_faults
 from mimo_train.training import shutdown
-from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
+from mimo_train.training.builtin_callbacks import GarbageCollection
+from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.shutdown import AgreedVotes, ExitVotes, StepsDiffer, agreed_votes
-from mimo_train.training.step.state import GlobalState
+from mimo_train.training.step.state import GlobalState, StepResult, TrainState
 from tests.hang import HANG_SECONDS
 from tests.unit.configs import changed
 
@@ -39,9 +41,9 @@ def test_a_signal_is_a_vote_and_ends_nothing_by_itself(interruptible, number):
     before = signal.getsignal(number)
     with ExitSignal() as listening:
         votes = ExitVotes(listening, 0, time.time())
-        assert votes.own() == (False, False)
+        assert votes.local() == (False, False)
         os.kill(os.getpid(), number)
-        assert votes.own() == (True, False)
+        assert votes.local() == (True, False)
     assert signal.getsignal(number) is before
 
 
@@ -122,21 +124,21 @@ class Store(dist.HashStore):
 def test_a_wait_is_given_up_for_any_vote_of_this_rank_and_for_a_signal_to_another(monkeypatch):
     monkeypatch.setattr(shutdown, "_PAUSE", 0.0)
     late = ExitVotes(ExitSignal(), 1, time.time() - 61, ends_waits=True)
-    assert late.gives_up() and late.own() == (False, True)
+    assert late.gives_up() and late.local() == (False, True)
     assert not ExitVotes(ExitSignal(), 1, time.time() - 61).gives_up(), "where nobody asks for votes"
     assert ExitVotes(ExitSignal(), 0, time.time()).before_a_step is None
 
     store = Store()
     peer = ExitVotes(ExitSignal(), 0, time.time(), ends_waits=True)
     peer.meet(lambda: store)
-    assert not peer.gives_up() and peer.own() == (False, False)
+    assert not peer.gives_up() and peer.local() == (False, False)
     with ExitSignal() as listening:
         signalled = ExitVotes(listening, 0, time.time(), ends_waits=True)
         assert not signalled.gives_up()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signalled.gives_up(), "before ranks have met"
         signalled.meet(lambda: store)
-    assert peer.gives_up() and peer.own() == (True, False), "who has given up votes"
+    assert peer.gives_up() and peer.local() == (True, False), "who has given up votes"
     assert peer.before_a_step() == (True, False)
 
 
@@ -144,40 +146,37 @@ def test_a_wait_is_given_up_for_any_vote_of_this_rank_and_for_a_signal_to_anothe
     ("minutes", "started", "vote"), [(0, 1e9, False), (2, 1, False), (2, 130, True), (0.01, 0.7, True)]
 )
 def test_time_is_a_vote_after_its_minutes(minutes, started, vote):
-    assert ExitVotes(ExitSignal(), minutes, time.time() - started).own() == (False, vote)
+    assert ExitVotes(ExitSignal(), minutes, time.time() - started).local() == (False, vote)
 
 
 def test_a_clock_that_is_set_ends_no_run(monkeypatch):
     votes = ExitVotes(ExitSignal(), 2, time.time())
     state = GlobalState(SimpleNamespace(), start_time=time.time() - 5)
     monkeypatch.setattr(time, "time", lambda: 9e9)
-    assert votes.own() == (False, False)
+    assert votes.local() == (False, False)
     assert 5 <= state.job_seconds < 100
 
 
 @pytest.mark.parametrize(
-    ("sums", "signalled", "late"), [([], False, False), ([1.0, 0.0], True, False), ([0.0, 3.0], False, True)]
+    ("sums", "signalled", "late"), [([0.0, 0.0], False, False), ([1.0, 0.0], True, False), ([0.0, 3.0], False, True)]
 )
 def test_one_vote_on_any_rank_is_agreed_on(sums, signalled, late):
-    assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes(signalled, late)
-
-
-def test_votes_before_a_step_take_the_place_of_those_of_the_last_one():
-    optimizer = SimpleNamespace(arrived=[0.0, 0.0])
-    assert agreed_votes(optimizer, SimpleNamespace(ended_by=None)) == AgreedVotes()
-    assert agreed_votes(optimizer, SimpleNamespace(ended_by=(True, False))) == AgreedVotes(signalled=True)
+    votes = ExitVotes(ExitSignal(), 0, time.time())
+    assert votes.agreed == AgreedVotes(), "no step was made"
+    votes.receive([*sums, 3, 6, 12])  # three ranks at step 2
+    assert votes.agreed == AgreedVotes(signalled, late)
 
 
 @pytest.mark.parametrize("steps", [(7, 7), (1023,) * 3, (1024, 1024), (6, 7), (5, 6, 7), (1023, 1024)])
 def test_ranks_that_sum_different_steps_end(steps):
     votes = ExitVotes(ExitSignal(), 0, time.time())
     sums = [sum(numbers) for numbers in zip(*map(votes.numbers, steps), strict=True)]
-    assert len(sums) == ExitVotes.ALL
+    assert len(sums) == ExitVotes.NUMBERS
     if len(set(steps)) == 1:
-        assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes()
+        assert agreed_votes(sums) == AgreedVotes()
     else:
         with pytest.raises(StepsDiffer, match=f"^{len(steps)} ranks have summed different steps"):
-            agreed_votes(SimpleNamespace(arrived=sums))
+            agreed_votes(sums)
 
 
 class Cycle:
@@ -193,6 +192,10 @@ class Cycle:
         Cycle.alive -= 1
 
 
+def at(step: int) -> GlobalState:
+    return GlobalState(SimpleNamespace(), TrainState(step=step))
+
+
 @pytest.fixture
 def no_cycles():
     gc.collect()
@@ -206,11 +209,13 @@ def no_cycles():
 def test_garbage_is_collected_at_its_interval_and_python_gets_its_collector_back(no_cycles, was_on):
     gc.enable() if was_on else gc.disable()
     left = []
-    with pytest.raises(KeyError), manual_garbage_collection(3):
+    with pytest.raises(KeyError), ExitStack() as loop:
+        events = Callbacks([GarbageCollection(3, loop)])
+        events.fire("on_train_start", None, [])
         assert not gc.isenabled()
         for step in range(1, 7):
             Cycle()
-            collect_when_due(3, step)
+            events.fire("on_step_end", at(step), StepResult())
             left.append(Cycle.alive)
         raise KeyError
     assert left == [1, 2, 0, 1, 2, 0]
@@ -219,10 +224,12 @@ def test_garbage_is_collected_at_its_interval_and_python_gets_its_collector_back
 
 
 def test_without_an_interval_python_decides(no_cycles):
-    with manual_garbage_collection(0):
+    with ExitStack() as loop:
+        events = Callbacks([GarbageCollection(0, loop)])
+        events.fire("on_train_start", None, [])
         assert gc.isenabled()
         Cycle()
-        collect_when_due(0, 1)
+        events.fire("on_step_end", at(1), StepResult())
         assert Cycle.alive == 1
 
 

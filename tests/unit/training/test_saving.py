@@ -24,7 +24,7 @@ class Slow:
     def begin(self, data, *, non_persistent):
         self.calls.append("begin")
 
-    def hear(self):
+    def poll(self):
         return None
 
     def finish(self):

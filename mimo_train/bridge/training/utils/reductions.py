@@ -29,7 +29,7 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: di
 
 
 def logical_and_across_model_parallel_group(input: bool, mp_group: dist.ProcessGroup) -> bool:
-    """Whether `input` is true on every rank of the group. Collective; copies to the host."""
+    """Return True if `input` is true on every rank of the group. Collective; copies to the host."""
     message = torch.tensor(int(input), device=device.current())
     dist.all_reduce(message, op=dist.ReduceOp.MIN, group=mp_group)
     return bool(message.item())

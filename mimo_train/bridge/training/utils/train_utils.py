@@ -137,7 +137,7 @@ def training_log(
         raise UserError("training_log: no step was made. Call train_step first")
     global_state.count_samples()
     log.continue_sums(total_loss_dict)
-    log.note(session.data, seconds[-1])
+    log.note(session.data, seconds[-1], global_state.result)
     of_sources = global_state.result.of_sources
     add_step(total_loss_dict, loss_dict, skipped_iter, global_state.step_is_empty, of_sources)
     if not is_logging_step(config, global_state.train_state.step, global_state.last_step):

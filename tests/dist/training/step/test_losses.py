@@ -21,15 +21,14 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
     from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.parallel.metric_reduction import StepSum
-    from mimo_train.training.step.losses import MAX_LOSSES, StepLosses, masked_token_loss
+    from mimo_train.parallel.metric_reduction import reduce_metrics
+    from mimo_train.training.step.losses import StepLosses, masked_token_loss
 
     device.install("cpu")
     device.init_process_group("cpu", 1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=world, cp=1, ep=1, sp=False, first_rank=0)
-    step_sum = StepSum(device.CPU)
-    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))), step_sum)
+    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))))
 
     def loss_func(mask, output, non_loss_data=False):
         if non_loss_data:
@@ -57,7 +56,6 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
             return total, count * 0.5, report
         return total
 
-    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     losses.begin()
     totals, counts = [], []
     for mask, value in zip(MASKS[rank], VALUES[rank], strict=True):
@@ -66,8 +64,9 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
         total, count, _ = wrapped(torch.tensor([value]))
         totals.append(float(total))
         counts.append(float(count))
-    step_sum.reduce()
-    return {name: float(value) for name, value in losses.reduced().items()}, totals, counts
+    sums = reduce_metrics({"losses": (losses.numbers, losses.local_sums())}, device.CPU)["losses"]
+    means, _ = losses.reduced(sums)
+    return {name: float(value) for name, value in means.items()}, totals, counts
 
 
 def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
@@ -79,15 +78,15 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
     from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.parallel.metric_reduction import StepSum
-    from mimo_train.training.step.losses import MAX_LOSSES, StepLosses
+    from mimo_train.parallel.metric_reduction import reduce_metrics
+    from mimo_train.training.step.losses import StepLosses
 
     device.install("cpu")
     device.init_process_group("cpu", 1)
     rank = dist.get_rank()
     module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=1, cp=2, ep=1, sp=False, first_rank=0)
-    step_sum, weights = StepSum(device.CPU), {"b": 0.5} if returns == "named" else {}
-    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))), step_sum)
+    weights = {"b": 0.5} if returns == "named" else {}
+    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))))
     # a: 3 of 4 tokens count, b: 1 of 3; unevenly over the ranks.
     (a, of_a), (b, of_b) = (((5.0, 1), (2.0, 2)), ((7.0, 3), (4.0, 1)))[rank]
     if returns == "mean":
@@ -95,13 +94,13 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
         loss_func = lambda output: (loss, {"a": loss})  # noqa: E731
     else:
         loss_func = lambda output: {"a": (torch.tensor(a), of_a), "b": (torch.tensor(b), of_b)}  # noqa: E731
-    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     losses.begin()
     total, tokens, _ = losses.wrap(loss_func)(None)
-    step_sum.reduce()
-    sums = torch.stack([total, tokens.float()])
-    dist.all_reduce(sums)
-    return {name: float(value) for name, value in losses.reduced().items()}, *sums.tolist()
+    sums = reduce_metrics({"losses": (losses.numbers, losses.local_sums())}, device.CPU)["losses"]
+    means, _ = losses.reduced(sums)
+    totals = torch.stack([total, tokens.float()])
+    dist.all_reduce(totals)
+    return {name: float(value) for name, value in means.items()}, *totals.tolist()
 
 
 @pytest.mark.parametrize(

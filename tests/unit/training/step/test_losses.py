@@ -20,7 +20,7 @@ RETURNS = {
 @pytest.mark.parametrize(("returned", "is_mean"), RETURNS.values(), ids=RETURNS.keys())
 @pytest.mark.parametrize("needs_tokens", [False, True], ids=["dense", "experts"])
 def test_a_mean_is_refused_beside_losses_of_routers(returned, is_mean, needs_tokens):
-    losses = StepLosses({}, SimpleNamespace(collections={}), SimpleNamespace(), needs_tokens=needs_tokens)
+    losses = StepLosses({}, SimpleNamespace(collections={}), needs_tokens=needs_tokens)
     losses.begin()
     wrapped = losses.wrap(lambda output: returned)
     if needs_tokens and is_mean:

@@ -9,39 +9,39 @@ import pytest
 import torch.distributed as dist
 
 from mimo_train.training import shutdown
-from mimo_train.training.shutdown import EndNotice
+from mimo_train.training.shutdown import StopFlag
 
 
-def test_a_notice_reaches_the_others_and_is_of_one_life(monkeypatch):
+def test_a_flag_reaches_the_others_and_is_of_one_life(monkeypatch):
     monkeypatch.setattr(shutdown, "_PAUSE", 0.0)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    one, other, later = (EndNotice(dist.PrefixStore(f"life_{life}", store)) for life in (0, 0, 1))
-    assert not other.is_given()
-    one.give()
-    one.give()
-    assert other.is_given() and one.is_given() and not later.is_given()
+    one, other, later = (StopFlag(dist.PrefixStore(f"life_{life}", store)) for life in (0, 0, 1))
+    assert not other.is_set()
+    one.set()
+    one.set()
+    assert other.is_set() and one.is_set() and not later.is_set()
 
 
 def test_the_store_is_not_asked_all_the_time():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    one, other = EndNotice(store), EndNotice(store)
-    assert not other.is_given()
-    one.give()
-    assert not other.is_given(), "the pause is longer than this test"
+    one, other = StopFlag(store), StopFlag(store)
+    assert not other.is_set()
+    one.set()
+    assert not other.is_set(), "the pause is longer than this test"
 
 
 def test_where_nobody_can_be_told_nothing_fails():
-    one = EndNotice(dist.HashStore())
-    one.give()
-    assert one.is_given() in (True, False)
+    one = StopFlag(dist.HashStore())
+    one.set()
+    assert one.is_set() in (True, False)
 
     gone = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("localhost", gone.port, is_master=False, wait_for_workers=False)
-    notice = EndNotice(client)
-    assert not notice.is_given()
+    flag = StopFlag(client)
+    assert not flag.is_set()
     del gone
-    notice.give()
-    assert not notice.is_given()
+    flag.set()
+    assert not flag.is_set()
 
 
 SERVER = """
@@ -59,16 +59,16 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch, opened):
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     try:
         store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
-        notice = EndNotice(store)
+        flag = StopFlag(store)
         if opened:
             monkeypatch.setattr(shutdown, "_PATIENCE", 20.0)
-            notice.give()
-            assert notice.is_given()
+            flag.set()
+            assert flag.is_set()
             monkeypatch.setattr(shutdown, "_PATIENCE", 0.2)
         os.kill(server.pid, signal.SIGSTOP)
-        assert not notice.is_given()
-        notice.give()
-        assert not notice.is_given()
+        assert not flag.is_set()
+        flag.set()
+        assert not flag.is_set()
     finally:
         server.kill()
         server.wait()
