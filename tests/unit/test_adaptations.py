@@ -296,7 +296,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     by_running = (
         "tests/dist/models/test_dense_layer.py",
         "tests/unit/hf/test_tensors.py",
-        "tests/unit/data/test_special_text.py",
+        "tests/unit/data/text/test_special_text.py",
         "tests/dist/optim/test_own_weights.py",
         "tests/dist/parallel/test_alone.py",
         "tests/dist/parallel/test_device.py",

@@ -17,7 +17,7 @@ from tests.dist.hf.test_pretrained import UNCHANGED, export, tensors
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, train_on_ranks
 from tests.tars import write_tar
-from tests.unit.data.chat_templates import QWEN_VL
+from tests.unit.data.text.chat_templates import QWEN_VL
 
 LENGTHS = (16000, 15700, 7001, 4801, 1000, 641)
 """Samples of clips of at most a second: full, nearly full, odd frames, and the shortest with a token."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.tars import write_tar
-from tests.unit.data.chat_templates import QWEN_VL, save_tokenizer
+from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
 
 PATCH = 6
 TEXT = {

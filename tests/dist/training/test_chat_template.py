@@ -8,8 +8,8 @@ import pytest
 
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
-from tests.unit.data.chat_templates import QWEN_VL, save_tokenizer
 from tests.unit.data.helpers import encode_picture
+from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
 
 
 def _generate(folder: str, picture: str) -> tuple[int, str]:

@@ -28,7 +28,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
 from mimo_train.inputs.inputs import tokenizer_of
 from tests.unit.configs import changed, load
-from tests.unit.data.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
+from tests.unit.data.text.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
 
 SECTIONS = {"data": DataConfig, "modules": ModuleConfig, "train": TrainConfig, "optim": OptimConfig}
 SAID = {

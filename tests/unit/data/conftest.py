@@ -8,8 +8,8 @@ import torch
 from data.pipeline import Dataset
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
-from tests.unit.data.chat_templates import save_tokenizer
 from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.text.chat_templates import save_tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,45 +4,13 @@ import json
 
 import pytest
 
-from data.errors import DataError, NotDownloaded, RecordError
+from data.errors import DataError, NotDownloaded
 from data.index.catalogue import open_index
 from data.index.shards import find_shards
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
-from data.samples.verify import check_sample
-from data.storage.reader import ShardReader
 from tests.tars import write_tar
 from tests.unit.data.building import ORDERED, build, found, picture
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"caption": "a \ud83d b"},
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "\ude00"}]},
-        {"messages": [{"role": "assistant", "content": [{"type": "text", "text": "\ud800"}]}]},
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "name": "\ud800"}]},
-        {"messages": [{"role": "assistant", "content": "x"}], "tools": [{"description": "\ud800"}]},
-        {"system": "\udfff", "messages": [{"role": "assistant", "content": "x"}]},
-    ],
-)
-def test_half_of_a_surrogate_pair_makes_a_bad_sample(record, tmp_path):
-    raw = json.dumps(record).encode()
-    with pytest.raises(RecordError, match=r"key '7': \\ud[89a-f]00|\\udfff|\\ud83d"):
-        parse_record(raw, "json", "7", {})
-    index = open_index(write_tar(tmp_path / "x.tar", [("7.json", raw)]))
-    assert "half of a surrogate pair" in check_sample(ShardReader(), index, 0)
-
-
-def test_whole_pairs_and_unread_fields_are_no_fault():
-    record = {"caption": "a \U0001f600 b", "exif": "\ud83d"}
-    (turn,) = parse_record(json.dumps(record).encode(), "json", "7", {}).turns
-    assert turn.text == "a \U0001f600 b"
-
-
-def test_half_of_a_surrogate_pair_in_a_named_field_makes_a_bad_sample():
-    with pytest.raises(RecordError, match="surrogate"):
-        parse_fields({"json": b'{"a": "\\ud83d"}'}, read_fields({"caption": "json[a]"}), "7", {})
 
 
 def test_hidden_files_are_skipped_at_any_depth(tmp_path):

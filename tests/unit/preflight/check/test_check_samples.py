@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.cli import main
-from tests.unit.data.chat_templates import CHATML, LLAMA, QWEN_VL, save_tokenizer
+from tests.unit.data.text.chat_templates import CHATML, LLAMA, QWEN_VL, save_tokenizer
 from tests.unit.preflight.check.printed import run
 from tests.unit.preflight.check.shards import heic, on, picture, record, shard, sound, write_weights
 

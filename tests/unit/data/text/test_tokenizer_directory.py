@@ -1,4 +1,4 @@
-"""For the same messages a run and a served export see the same tokens."""
+"""Tokenizers of runs as files of transformers: for the same messages a run and a served export see the same tokens."""
 
 import json
 
@@ -7,9 +7,9 @@ import pytest
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from data.text.placeholders import Placeholder
-from data.text.tokenizer_directory import write_tokenizer
+from data.text.tokenizer_directory import make_readable_by_version_4, write_tokenizer
 from data.text.tokens import build_tokenizer
-from tests.unit.data.chat_templates import CHATML, QWEN_VL, TEXTS, save_tokenizer
+from tests.unit.data.text.chat_templates import CHATML, LLAMA, QWEN_VL, TEXTS, save_tokenizer, unmarked
 
 LLAVA_15 = """{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}{# Render all images first #}{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>
 ' }}{% endfor %}{# Render all text next #}{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}{% endfor %}{% else %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""  # noqa: E501
@@ -21,7 +21,8 @@ You are a helpful assistant.<|im_end|>
 {% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""  # noqa: E501
-PUBLISHED = {"llava-1.5": LLAVA_15, "llava-onevision": LLAVA_ONEVISION, "qwen2-vl": QWEN2_VL, "text only": None}
+PUBLISHED = {"llava-1.5": LLAVA_15, "llava-onevision": LLAVA_ONEVISION, "qwen2-vl": QWEN2_VL}
+PUBLISHED |= {"text only": unmarked(CHATML), "variables": unmarked(LLAMA)}
 WORDS = Placeholder("<image>", "image", start="<|vision_start|>", pad="<|image_pad|>", end="<|vision_end|>")
 
 
@@ -78,6 +79,16 @@ def require_equal(ours, theirs, question="which digit is green?", answer="it is 
         prompt = theirs.apply_chat_template([sent(first, question)], **options)["input_ids"]
         asked = type(conversation)(conversation.turns[:1])
         assert ours.template.prompt(asked, media) == prompt
+    # Two images between texts.
+    texts = ("Is ", None, "\nlike ", None, "?")
+    kinds = [{"type": "text", "text": text} if text else {"type": "image"} for text in texts]
+    talk = [
+        {"role": "user", "content": kinds},
+        {"role": "assistant", "content": [{"type": "text", "text": "näht 好 \x00."}]},
+    ]
+    two = parse_record(json.dumps({"messages": talk}).encode(), "json", "k", {"image": 2})
+    encoded = ours.template.encode(two, {"image": media["image"] * 2})
+    assert encoded.tokens == theirs.apply_chat_template(talk, return_dict=True)["input_ids"]
     # `data.fields`, and `generate --image` with it.
     fields = read_fields({"question": "json[q]", "answer": "json[a]"})
     raw = json.dumps({"q": question, "a": answer}).encode()
@@ -96,12 +107,20 @@ def exported(ours, source, folder):
 
 
 @pytest.mark.parametrize("placeholder", ["<image>", WORDS], ids=["pad alone", "start and end"])
-@pytest.mark.parametrize("kind", ["bytes", "qwen", "llama"])
+@pytest.mark.parametrize("kind", ["bytes", "qwen", "llama", "chosen"])
 def test_our_own_format(kind, placeholder, tmp_path):
-    source = "bytes" if kind == "bytes" else save_pretokenized(tmp_path / "source", kind)
-    ours = build_tokenizer(source, [placeholder])
+    """Also where it is chosen instead of the tokenizer's template."""
+    source = "bytes" if kind == "bytes" else tmp_path / "source"
+    if kind == "chosen":
+        save_tokenizer(source, CHATML)
+    elif kind != "bytes":
+        save_pretokenized(source, kind)
+    ours = build_tokenizer(source, [placeholder], chat_template="own")
     theirs = exported(ours, source, tmp_path / "out")
     require_equal(ours, theirs)
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "version 4 knows no other"
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
     # Line breaks in front of a text, which a tokenizer joins with that of the role's marker.
     said = [
         ("system", "Be brief."),
@@ -130,9 +149,9 @@ def test_our_own_format(kind, placeholder, tmp_path):
 def test_a_template_of_a_directory(name, placeholder, tmp_path):
     """As hubs have them. One that takes texts alone becomes one for parts in the export."""
     template = PUBLISHED[name]
-    options = {"chat_template": template} if template else {}
-    source = save_tokenizer(tmp_path / "source", QWEN_VL if template else CHATML, **options)
-    ours = build_tokenizer(source, [placeholder])
+    source = save_tokenizer(tmp_path / "source", QWEN_VL, chat_template=template)
+    variables = {"date_string": "yesterday"} if template == unmarked(LLAMA) else {}
+    ours = build_tokenizer(source, [placeholder], template_variables=variables)
     require_equal(ours, exported(ours, source, tmp_path / "out"))
 
 
@@ -152,3 +171,43 @@ def test_two_modules_that_read_the_same_pictures(tmp_path):
     messages = [sent([{"type": "image"}], "which?"), {"role": "assistant", "content": "3"}]
     found = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(messages, return_dict=True)
     assert found["input_ids"] == encoded.tokens
+
+
+def test_the_byte_tokenizer(tmp_path):
+    """Its files have the same ids; a run from them has the same ids for records, and the same learned tokens."""
+    ours = build_tokenizer("bytes", ["<image>"])
+    theirs = exported(ours, "bytes", tmp_path / "out")
+    text = "".join(map(chr, range(0x250))) + "好 \U0001f600"
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.decode([*ours.encode("a"), 256, 258, 200], skip_special_tokens=True) == ours.decode([97, 200])
+    names = (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id)
+    assert names == (ours.pad_id, ours.begin_id, ours.end_of_turn_id)
+    again = build_tokenizer(tmp_path / "out", ["<image>"])
+    pad = ours.placeholder_id("<image>")
+    assert again.placeholder_id("<image>") == theirs.convert_tokens_to_ids("<image>") == pad
+    assert again.vocab_size == ours.vocab_size and again.template.stop_ids == ours.template.stop_ids
+    conversation = parse_record(json.dumps(next(iter(records("q", "a")))).encode(), "json", "k", {"image": 1})
+    first, second = (tokenizer.template.encode(conversation, {"image": [[(pad, 9)]]}) for tokenizer in (ours, again))
+    assert (first.tokens, first.learned) == (second.tokens, second.learned)
+
+
+def test_what_version_5_has_saved_is_spelt_as_version_4_reads_it_too(tmp_path):
+    """Version 4 takes `extra_special_tokens` for a mapping, and fails at a list."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    save_tokenizer(tmp_path, CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["extra_special_tokens"] == ["<image>"] and saved["tokenizer_class"] == "TokenizersBackend"
+    make_readable_by_version_4(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "extra_special_tokens" not in settings and settings["additional_special_tokens"] == ["<image>"]
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    # Of this class version 4 makes `token_type_ids` otherwise, which `generate` and Qwen2-Audio reject.
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(again, PreTrainedTokenizerFast) and again.extra_special_tokens == ["<image>"]
+    assert again.encode("a<image>b") == tokenizer.encode("a<image>b")

@@ -8,8 +8,7 @@ import pytest
 from data.errors import DataError
 from data.records.records import parse_record
 from data.text.tokens import build_tokenizer
-from tests.unit.data.chat_templates import CHATML, QWEN_VL, save_tokenizer
-from tests.unit.data.talks import learned, parse
+from tests.unit.data.text.chat_templates import CHATML, QWEN_VL, learned, parse, save_tokenizer
 
 BOXES = ["<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"]
 ANSWER = "<|object_ref_start|>the digit<|object_ref_end|><|box_start|>(1,2),(3,4)<|box_end|>"

@@ -1,7 +1,6 @@
 """A tokenizer's own chat template: tokens and learned tokens are those of transformers, or written by hand."""
 
 import json
-from functools import partial
 
 import pytest
 
@@ -10,21 +9,23 @@ from data.errors import RecordError
 from data.pipeline import Dataset
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
-from tests.unit.data.chat_templates import (
+from tests.unit.data.text.chat_templates import (
+    CALL,
     CHATML,
     GEMMA,
     LLAMA,
     QWEN3,
     QWEN_VL,
+    SCHEMA,
+    TALKS,
     TOOLS,
+    learned,
+    messages,
+    parse,
     unmarked,
 )
-from tests.unit.data.talks import SCHEMA, TALKS, learned, messages, parse
 
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "gemma": GEMMA, "tools": TOOLS}
-
-
-CALL = {"type": "function", "function": {"name": "count", "arguments": {"colour": "grün", "most": 3}}}
 
 
 def expected(saved, record: list, tools=None, **variables) -> tuple[list[int], list[int]]:
@@ -155,38 +156,6 @@ def test_what_cannot_be_rendered_is_a_bad_sample(saved, tmp_path):
     assert not sample.loss_mask.any()
     with pytest.raises(RecordError, match="cannot render the record: .*no element 0"):
         build_tokenizer(saved(CHATML)).template.encode(parse(messages([("assistant", "a")])), {})
-
-
-def test_our_own_format_refuses_what_it_would_lose():
-    tokenizer = build_tokenizer("bytes")
-    encode = partial(tokenizer.template.encode, media={})
-    talk = messages(TALKS["one turn"])
-    assert encode(parse({"messages": talk, "tools": []})).tokens == encode(parse(talk)).tokens
-    assert encode(parse([talk[0], talk[1] | {"name": "x"}])).tokens == encode(parse(talk)).tokens
-    for record, word in (
-        ({"messages": talk, "tools": [SCHEMA]}, "tools"),
-        ([talk[0], {"role": "assistant", "tool_calls": [CALL]}], "tool_calls"),
-        ([talk[0], talk[1] | {"reasoning_content": "r"}], "reasoning_content"),
-        ([*talk, {"role": "tool", "content": "3"}], "role 'tool'"),
-    ):
-        with pytest.raises(RecordError, match=f"{word}.*no place"):
-            encode(parse(record))
-
-
-def test_system_texts_and_tools_of_a_record():
-    talk = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
-    conversation = parse(talk | {"system": "s", "tools": json.dumps([SCHEMA])})
-    assert (
-        conversation.tools == (SCHEMA,)
-        and conversation.turns == parse(messages([("system", "s"), ("user", "q"), ("assistant", "a")])).turns
-    )
-    for extra, words in (
-        ({"tools": "{"}, "not JSON"),
-        ({"tools": ["x"]}, "not a list of objects"),
-        ({"system": "s", "conversations": [{"from": "system", "value": "s"}, *talk["conversations"]]}, "a system turn"),
-    ):
-        with pytest.raises(RecordError, match=f"k7.*{words}"):
-            parse(talk | extra)
 
 
 def test_text_forges_no_token(saved):

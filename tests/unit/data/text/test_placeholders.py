@@ -3,24 +3,27 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from data.collate import to_sample
 from data.errors import DataError, RecordError
 from data.pipeline import Dataset
-from data.text.placeholders import Placeholder
+from data.text.placeholders import Placeholder, axis_positions
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
-from tests.unit.data.chat_templates import (
+from tests.unit.data.helpers import encode_picture, images
+from tests.unit.data.text.chat_templates import (
     CHATML,
     GEMMA,
     LLAVA,
     QWEN_VL,
+    learned,
+    messages,
+    parse,
     save_tokenizer,
     unmarked,
 )
-from tests.unit.data.helpers import encode_picture, images
-from tests.unit.data.talks import learned, messages, parse
 
 
 def member(*counts: tuple[int, int]):
@@ -186,3 +189,38 @@ def test_a_sample_with_a_picture_from_a_shard(saved, tmp_path):
     assert tokenizer.shown(sample.labels[sample.loss_mask > 0]) == "three<|im_end|>"
     with pytest.raises(Exception, match="needed 12, given 8"):
         Dataset(shard, tokenizer=tokenizer, sequence_length=8, media=[images(tokens=5)]).text(0)
+
+
+PICTURE, CLIP = 50, 51
+
+
+def positions(ids, media) -> list[list[int]]:
+    return axis_positions(np.array(ids), media).tolist()
+
+
+def test_text_has_the_same_on_all_axes():
+    assert positions([7, 8, 9], {}) == [[0, 1, 2]] * 3
+
+
+def test_text_goes_on_behind_the_longer_side_of_a_picture():
+    ids = [7, *[PICTURE] * 6, 8, 9]
+    assert positions(ids, {PICTURE: [(6, (2, 3))]}) == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5],
+    ]
+
+
+def test_pictures_at_both_ends_and_side_by_side():
+    ids = [*[PICTURE] * 2, *[PICTURE] * 3, 7, PICTURE]
+    assert positions(ids, {PICTURE: [(2, (2, 1)), (3, (1, 3)), (1, (1, 1))]}) == [
+        [0, 0, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 5, 6],
+        [0, 0, 2, 3, 4, 5, 6],
+    ]
+
+
+def test_what_forms_no_grid_counts_like_text():
+    ids = [CLIP, CLIP, PICTURE, PICTURE, PICTURE, 7]
+    media = {PICTURE: [(1, None), (2, (1, 2))], CLIP: [(2, None)]}
+    assert positions(ids, media) == [[0, 1, 2, 3, 3, 5], [0, 1, 2, 3, 3, 5], [0, 1, 2, 3, 4, 5]]

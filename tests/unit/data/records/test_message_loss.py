@@ -1,17 +1,29 @@
 """Messages that a record excludes from the loss, and where each learned turn begins."""
 
 import json
+from functools import partial
 
 import pytest
 
-from data.build.samples import checked
+from data.build.samples import require_learnable
 from data.collate import to_sample
 from data.errors import NothingToLearn, RecordError
 from data.records.members import read_fields
 from data.records.records import parse_fields
 from data.text.tokens import build_tokenizer
-from tests.unit.data.chat_templates import CHATML, GEMMA, LLAMA, LLAVA, QWEN3, QWEN_VL, TOOLS, marked
-from tests.unit.data.talks import learned, messages, parse
+from tests.unit.data.text.chat_templates import (
+    CHATML,
+    GEMMA,
+    LLAMA,
+    LLAVA,
+    QWEN3,
+    QWEN_VL,
+    TOOLS,
+    learned,
+    marked,
+    messages,
+    parse,
+)
 
 TALK = [
     *[("user", "q1"), ("assistant", "first"), ("user", "q2"), ("assistant", "second")],
@@ -119,7 +131,7 @@ def test_a_record_whose_turns_are_all_excluded_has_no_loss():
     assert conversation.is_blank and conversation.question_and_truth == ("", "")
     assert not to_sample(conversation, tokenizer, {}, 64, 0, "k").loss_mask.any()
     with pytest.raises(NothingToLearn, match="row 1: its caption or answers are blank, or excluded from the loss"):
-        checked(json.dumps({"messages": record}).encode(), "json", "row 1", {})
+        require_learnable(partial(parse, record), "row 1")
 
 
 def test_questions_of_every_learned_turn_stand_where_its_labels_begin(saved):

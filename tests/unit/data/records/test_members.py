@@ -5,11 +5,9 @@ import json
 
 import pytest
 
-from data.errors import DataError, NothingToLearn, RecordError
+from data.errors import DataError
 from data.index.catalogue import open_index
-from data.records.conversation import Part
 from data.records.members import NO_FIELDS, arrange, named_unread, read_fields, unread
-from data.records.records import parse_fields, parse_record
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 
@@ -107,85 +105,6 @@ def test_files_of_a_record_in_another_order_than_the_members_are_bad(tmp_path, d
         path = shard(tmp_path, pictures("k", ["a.png", "b.png"], talk | {"image": files}))
         bad = dataset(path).read_text(0)[1]
         assert (bad is None) if said is None else said in bad.reason
-
-
-@pytest.mark.parametrize("marker", ["<speech>", "<image_1>", "<|image_1|>", "<image 2>", "<|audio|>"])
-def test_a_marker_that_nothing_takes_is_never_text(marker):
-    for record in (
-        {"conversations": [{"from": "human", "value": f"{marker}\nq"}, {"from": "gpt", "value": "a"}]},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"see {marker}"}]},
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": marker},
-        {"caption": f"{marker} a cat"},
-        {"caption": "<image> a cat"},
-    ):
-        with pytest.raises(RecordError, match="marks the place of an image|1 image placeholder|refers to 1 audio"):
-            parse_record(json.dumps(record).encode(), "json", "k", {"image": 0})
-    literal = [{"type": "text", "text": marker}]
-    record = {"messages": [{"role": "user", "content": literal}, {"role": "assistant", "content": "a"}]}
-    assert parse_record(json.dumps(record).encode(), "json", "k", {}).turns[0].text == marker
-    # A text for a language model alone may be about HTML.
-    assert parse_record(f"the tag {marker}".encode(), "txt", "k", {}).turns[0].text == f"the tag {marker}"
-
-
-def fields(given, raws, **media):
-    return parse_fields({name: raw.encode() for name, raw in raws.items()}, read_fields(given), "k", media)
-
-
-def test_fields_say_what_the_record_is():
-    given = {"caption": "caption.txt", "label": "cls"}
-    assert fields(given, {"caption.txt": "a cat", "cls": "7"}, image=1).turns[1].text == "a cat"
-    assert fields(given, {"cls": "7\n"}, image=1).turns[1].text == "7"
-    inner = {"question": "json[qa][q]", "answer": "json[qa][a][0]", "system": "json[s]?"}
-    raw = json.dumps({"qa": {"q": "What?", "a": ["red", "blue"]}, "s": "Be brief."})
-    talk = fields(inner, {"json": raw}, image=2)
-    assert [turn.role for turn in talk.turns] == ["system", "user", "assistant"]
-    assert talk.turns[1].parts == (Part("image"), Part("image"), Part("text", "What?"))
-    assert talk.turns[2].text == "red"
-    marked = fields(inner, {"json": json.dumps({"qa": {"q": "Is <image> red?", "a": ["no"]}})}, image=1)
-    assert marked.turns[0].parts == (Part("text", "Is "), Part("image"), Part("text", " red?"))
-    with pytest.raises(NothingToLearn, match="answer is null"):
-        fields(inner, {"json": '{"qa": {"q": null, "a": [null]}, "s": null}'}, image=0)
-    assert fields({"label": "json[n]"}, {"json": '{"n": 3}'}).turns[0].text == "3"
-    for wrong, said in (('{"n": [3]}', "is a list, not a text"), ("{", "not JSON")):
-        with pytest.raises(RecordError, match=said):
-            fields({"label": "json[n]"}, {"json": wrong})
-
-
-def test_a_text_that_is_named_and_not_there_is_no_null():
-    given = {"question": "json[q]", "answer": "json[a][0]", "caption": "txt", "system": "json[s]?"}
-    assert [turn.role for turn in fields(given, {"json": '{"q": "Why?", "a": ["So."]}'}).turns] == ["user", "assistant"]
-    for raws, said in (
-        (
-            {"json": '{"q": "Why?", "a": []}'},
-            r"data.fields.answer: the sample has no json\[a\]\[0\] and no txt; its json has \['a', 'q'\]$",
-        ),
-        ({"json": "[]"}, r"data.fields.answer: the sample has no json\[a\]\[0\] and no txt$"),
-        (
-            {"json": "{}", "txt": "So."},
-            r'fields.question: the sample has no json\[q\]; its json has \[\]. If .* question: "json\[q\]\?"',
-        ),
-    ):
-        with pytest.raises(RecordError, match=said) as raised:
-            fields(given, raws)
-        assert not isinstance(raised.value, NothingToLearn)
-    # A question goes with an answer, not with turns.
-    whole = {"messages": "json[m]", "question": "json[q]", "answer": "json[a]"}
-    said = json.dumps({"m": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Ja."}]})
-    assert len(fields(whole, {"json": said}).turns) == 2
-    own = read_fields({"label": "json[n]"}, "data.mix[3].fields")
-    assert own == read_fields({"label": "json[n]"})
-    with pytest.raises(RecordError, match=r"data.mix\[3\].fields.label: the sample has no json\[n\]"):
-        parse_fields({"json": b"{}"}, own, "k", {})
-
-
-def test_a_system_text_has_a_place_or_is_refused():
-    given = {"caption": "txt", "system": "json[s]"}
-    talk = fields(given, {"txt": "a cat", "json": '{"s": "Be brief."}'}, image=1)
-    assert [turn.role for turn in talk.turns] == ["system", "user", "assistant"]
-    with pytest.raises(RecordError, match="a text alone has no place for a system text"):
-        fields(given, {"txt": "a cat", "json": '{"s": "Be brief."}'})
-    with pytest.raises(RecordError, match="system is a list, not a text"):
-        fields(given, {"txt": "a cat", "json": '{"s": ["Be brief."]}'}, image=1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.build.samples import MARKED, Columns
+from data.build.samples import MARKED, Columns, _with_texts
 from data.errors import RecordError
 from data.records.conversation import MARKERS, Part, Visual
 from data.records.members import read_fields
@@ -112,21 +112,39 @@ def test_a_build_puts_no_media_in_front_of_them():
     counts = dict.fromkeys(MARKERS.values(), 0) | {"image": 1}
     for question in ("<|vision_start|><|image_pad|><|vision_end|>q", "<img>1.jpg</img>q"):
         given = record(question)
-        assert Columns().applied(given, counts, "row 1") == (given, ())
-        asked, _ = Columns({"question": "q", "answer": "a"}).applied({"q": question, "a": "x"}, counts, "row 1")
+        assert _with_texts(given, Columns(), counts, "row 1") == (given, ())
+        asked, _ = _with_texts({"q": question, "a": "x"}, Columns({"question": "q", "answer": "a"}), counts, "row 1")
         assert asked["conversations"][0]["value"] == question
-    made, rules = Columns().applied(record("q"), counts, "row 1")
+    made, rules = _with_texts(record("q"), Columns(), counts, "row 1")
     assert made["conversations"][0]["value"] == "<image>\nq" and rules == (MARKED,)
     with pytest.raises(RecordError, match="row 1: its text has 0 <image> and 2 markers"):
-        Columns().applied(record("[IMG][IMG]q"), counts, "row 1")
+        _with_texts(record("[IMG][IMG]q"), Columns(), counts, "row 1")
     typed = record("q", form="messages")
     typed["messages"][0]["content"] = [{"type": "text", "text": "<|image_pad|>q"}]
     with pytest.raises(RecordError, match=r"row 1: a typed text has <\|image_pad\|>, and typed text is literal"):
-        Columns().applied(typed, counts, "row 1")
+        _with_texts(typed, Columns(), counts, "row 1")
 
 
 def test_a_build_keeps_what_pairs_exclude_from_the_loss():
     pairs = [{"user": "q", "assistant": "a", "loss": False}, {"user": "r", "assistant": "b", "source": "x"}]
-    made, _ = Columns().applied({"texts": pairs}, {"image": 0}, "row 1")
+    made, _ = _with_texts({"texts": pairs}, Columns(), {"image": 0}, "row 1")
     turns = parse_record(json.dumps(made).encode(), "json", "k", {}).turns
     assert [turn.is_learned for turn in turns] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("marker", ["<speech>", "<image_1>", "<|image_1|>", "<image 2>", "<|audio|>"])
+def test_a_marker_that_nothing_takes_is_never_text(marker):
+    for record in (
+        {"conversations": [{"from": "human", "value": f"{marker}\nq"}, {"from": "gpt", "value": "a"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"see {marker}"}]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": marker},
+        {"caption": f"{marker} a cat"},
+        {"caption": "<image> a cat"},
+    ):
+        with pytest.raises(RecordError, match="marks the place of an image|1 image placeholder|refers to 1 audio"):
+            parse_record(json.dumps(record).encode(), "json", "k", {"image": 0})
+    literal = [{"type": "text", "text": marker}]
+    record = {"messages": [{"role": "user", "content": literal}, {"role": "assistant", "content": "a"}]}
+    assert parse_record(json.dumps(record).encode(), "json", "k", {}).turns[0].text == marker
+    # A text for a language model alone may be about HTML.
+    assert parse_record(f"the tag {marker}".encode(), "txt", "k", {}).turns[0].text == f"the tag {marker}"

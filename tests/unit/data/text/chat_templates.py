@@ -1,6 +1,9 @@
 """Tokenizers with chat templates, made here: as the families have them, each with and without generation blocks."""
 
+import json
 from pathlib import Path
+
+from data.records.records import parse_record
 
 CHATML = """
 {%- if messages[0].role == 'system' -%}
@@ -188,3 +191,45 @@ def save_tokenizer(folder: Path, template: str, *, blocks: bool = False, plain: 
     given = {} if plain else {"chat_template": text}
     PreTrainedTokenizerFast(tokenizer_object=core, **names, **given | options).save_pretrained(folder)
     return folder
+
+
+SCHEMA = {"type": "function", "function": {"name": "count", "description": 'of "things"', "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "count", "arguments": {"colour": "grün", "most": 3}}}
+TALKS = {
+    "one turn": [("user", "which digit is green?"), ("assistant", "three 😀")],
+    "several turns": [
+        ("user", " read the digits \n"),
+        ("assistant", "3, 4\n\nand 5 "),
+        ("user", "assistant"),
+        ("assistant", "assistant\n"),
+        ("user", "é"),
+        ("assistant", "3"),
+    ],
+    "system text": [("system", "Answer in digits."), ("user", "which?"), ("assistant", "3")],
+}
+
+
+def messages(talk) -> list[dict]:
+    return [{"role": role, "content": text} for role, text in talk]
+
+
+def parse(record: list | dict | bytes, extension: str = "json", **media: int):
+    record = {"messages": record} if isinstance(record, list) else record
+    raw = record if isinstance(record, bytes) else json.dumps(record).encode()
+    return parse_record(raw, extension, "k7", media)
+
+
+def llava(*turns: tuple[str, str]) -> dict:
+    return {"conversations": [{"from": name, "value": text} for name, text in turns]}
+
+
+def learned(tokenizer, encoded) -> list[str]:
+    """Every run of learned tokens as text."""
+    runs, before = [], False
+    for token, yes in zip(encoded.tokens, encoded.learned, strict=True):
+        if yes and not before:
+            runs.append([])
+        if yes:
+            runs[-1].append(token)
+        before = yes
+    return [tokenizer.shown(run) for run in runs]
