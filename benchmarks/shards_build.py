@@ -1,13 +1,12 @@
-"""Processor time of building shards: our writer and whole build beside webdataset's ShardWriter.
+"""Processor time of `shards build`, compared with copying the same samples by webdataset's ShardWriter.
 
     python benchmarks/shards_build.py --samples 2000 --rounds 5
 
-A folder of files of 40 to 160 KB beside a LLaVA JSON, read from the page cache. Each round runs all, one after another,
-so that all see the same load. The files are no pictures, but have the header of one, since nothing decodes them.
+A folder of files of 40 to 160 KB next to a LLaVA JSON, read from the page cache. Each round runs both, so that both see
+the same load. The files are no images, but have the header of one, since nothing decodes them.
 
-Of each two numbers of samples are built: what one more sample takes follows from the difference, so that what a build
-takes once (locks, small files and their way to the disk) is not in it. User and system time are added; imports and the
-start of a process are in neither number.
+Two numbers of samples are built: the time of one more sample follows from their difference, without the fixed time of a
+build (locks, small files). User and system time are added; imports and the start of a process are in neither number.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.build.build import Settings, build_shards
-from data.build.columns import Columns
 from data.build.find import find_source
-from data.storage.write import write_shard
+from data.build.samples import Columns
 
 PARTS = 10
 """The smaller build has this part of the samples."""
@@ -64,15 +62,6 @@ def by_webdataset(folder: Path, records: list[dict], to: Path) -> None:
             writer.write({"__key__": f"{number:06d}", "jpg": raw, "json": record})
 
 
-def by_our_writer(folder: Path, records: list[dict], to: Path) -> None:
-    for shard, first in enumerate(range(0, len(records), 1000)):
-        members = (
-            [("jpg", (folder / "images" / record["image"]).read_bytes()), ("json", json.dumps(record).encode())]
-            for record in records[first : first + 1000]
-        )
-        write_shard(to / f"train-{shard:06d}.tar", members, first)
-
-
 def by_shards_build(folder: Path, records: list[dict], to: Path) -> None:
     source = find_source(folder / f"{len(records)}.json", Columns(), media=folder / "images")
     build_shards(source, to, Settings(per_shard=1000))
@@ -80,7 +69,6 @@ def by_shards_build(folder: Path, records: list[dict], to: Path) -> None:
 
 HOW: dict[str, Callable[[Path, list[dict], Path], None]] = {
     "webdataset.ShardWriter": by_webdataset,
-    "our writer": by_our_writer,
     "shards build": by_shards_build,
 }
 

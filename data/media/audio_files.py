@@ -106,8 +106,8 @@ def _unsupported(form: str, subtype: str) -> str | None:
 
 
 def _is_cut_off(file: Any, raw: bytes) -> bool:
-    """True if the end of a WAV, AIFF, AU, CAF, W64 or OGG file is missing. A missing end of a FLAC or MP3 file is an
-    error when it is decoded."""
+    """True if the end of a WAV, AIFF, AU, CAF (more than 4 bytes), W64 or OGG file is missing. A missing end of a FLAC
+    or MP3 file is an error when it is decoded."""
     if file.format == "OGG":
         return any(end > len(raw) for _, end, _ in _ogg_pages(raw))
     log = file.extra_info

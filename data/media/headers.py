@@ -8,11 +8,10 @@ is the size that a decoder gives.
 from __future__ import annotations
 
 import io
-import re
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import (
@@ -41,7 +40,7 @@ _HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs",
 _AVIF = {b"avif", b"avis"}
 _PNG_HEAD = 33  # bytes of the signature and the first chunk
 _PNG_TAIL = 1 << 16  # bytes at the end of a PNG file in which metadata behind its pixels is looked for
-_PNG_METADATA = re.compile(rb"eXIf|tEXt|zTXt|iTXt")
+_PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 _PNG_EXIF_TEXT = "Raw profile type exif"
 _MOVIE_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")  # the first of an MP4 or MOV file
 _MOST_BOXES = 1 << 16
@@ -99,11 +98,12 @@ def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
     Raises:
         MissingLibrary: it is HEIC, and pillow-heif is not installed.
     """
-    head = read(0, min(size, 256))
+    file = io.BufferedReader(_MemberFile(read, size), 4096)
+    head = file.peek(256)[:256]
     if head[4:8] == b"ftyp" and is_heic(head):
         return _parse_heic(read(0, size), read, size)
     try:
-        return _parse_with_pillow(head, read, size)
+        return _parse_with_pillow(file, head, read, size)
     except Exception:  # Pillow raises many types for damaged bytes; each means that there is no usable header
         return None
 
@@ -197,13 +197,12 @@ _AVIF_FILE: Any = AvifImagePlugin.AvifImageFile
 _UPRIGHT = struct.pack("9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
 
 
-def _parse_with_pillow(head: bytes, read: ReadAt, size: int) -> ImageHeader | None:
+def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> ImageHeader | None:
     # Not Image.open, which raises for large images: data.bounds says which are too large.
     name, opened = next(
         ((name, opened) for name, magic, opened in _FORMATS if head.startswith(magic)),
         ("AVIF", _AVIF_FILE),
     )
-    file: BinaryIO = io.BufferedReader(_MemberFile(read, size), 4096)
     if name in ("WEBP", "AVIF"):  # Pillow reads all of these
         file = io.BytesIO(read(0, size))
     with opened(file) as picture:
@@ -236,8 +235,7 @@ def _png_orientation(read: ReadAt, size: int) -> int:
     start = max(size - _PNG_TAIL, _PNG_HEAD)
     tail = read(start, max(size - start, 0))
     chunks = []
-    for match in _PNG_METADATA.finditer(tail):
-        at = match.start()
+    for at in sorted(at for name in _PNG_METADATA for at in _offsets(tail, name)):
         end = at + 8 + int.from_bytes(tail[at - 4 : at], "big")
         if 4 <= at and end <= len(tail) and zlib.crc32(tail[at : end - 4]).to_bytes(4, "big") == tail[end - 4 : end]:
             chunks.append(tail[at - 4 : end])
@@ -246,6 +244,14 @@ def _png_orientation(read: ReadAt, size: int) -> int:
     head = read(0, _PNG_HEAD)
     with PngImagePlugin.PngImageFile(io.BytesIO(head + b"".join(chunks) + bytes(4) + b"IDAT" + bytes(4))) as picture:
         return _orientation(picture)
+
+
+def _offsets(raw: bytes, name: bytes) -> Iterator[int]:
+    """Yield where a name is in bytes."""
+    at = raw.find(name)
+    while at >= 0:
+        yield at
+        at = raw.find(name, at + 1)
 
 
 def _parse_heic(raw: bytes, read: ReadAt, size: int) -> ImageHeader | None:

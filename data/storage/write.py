@@ -22,7 +22,7 @@ def write_shard(path: Path, samples: Iterable[Sequence[tuple[str, bytes]]]) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = {"encoder": False, "mode": 0o644, "mtime": 0, "user": "", "group": ""}
     with (
-        replacing(path) as file,
+        replacing(path, buffer=1 << 20) as file,
         ShardWriter("%d", sys.maxsize, sys.maxsize, verbose=0, opener=lambda _: file, **plain) as writer,
     ):
         for row, members in enumerate(samples):
