@@ -188,7 +188,7 @@ class _Ours:
 
 
 def _write_shards(work: Path) -> None:
-    from data.demo.digits import load_scans
+    from data.demo.samples import load_scans
 
     (work / "digits").mkdir(parents=True, exist_ok=True)
     for part, number in (("train", 6000), ("held_out", 96)):
@@ -202,7 +202,7 @@ def _write_shards(work: Path) -> None:
 
 
 def _samples(scans, number: int, held_out: bool) -> Iterator[list[tuple[str, bytes]]]:  # type: ignore[no-untyped-def]
-    from data.demo.digits import COLOURS, draw_digit, encode_picture
+    from data.demo.samples import COLOURS, draw_digit, encode_picture
 
     for row in range(number):
         rng = np.random.default_rng([int(held_out), row])

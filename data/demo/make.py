@@ -27,7 +27,7 @@ from data.storage.files import replacing
 from data.storage.write import write_shard
 
 if TYPE_CHECKING:
-    from data.demo.digits import DemoSample
+    from data.demo.samples import DemoSample
 
 MARKER = "demo.json"
 _FORMAT = 1
@@ -54,7 +54,7 @@ def make_demo(
     _require_sizes(parameters)
     if not 0 <= text_only_fraction <= 1:
         raise DataError(f"text_only_fraction is a share from 0 to 1, got {text_only_fraction}")
-    from data.demo.digits import load_scans, make_sample
+    from data.demo.samples import load_scans, make_sample
 
     with _writing(Path(out_dir), "digits", parameters | {"text_only_fraction": text_only_fraction}) as folder:
         for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
@@ -82,8 +82,7 @@ def make_mixed_demo(
     """Writes the mixed demo (see `mixed.py`), as `make_demo` writes the digits."""
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     _require_sizes(parameters)
-    from data.demo.digits import load_scans
-    from data.demo.mixed import make_mixed_sample
+    from data.demo.samples import load_scans, make_mixed_sample
 
     with _writing(Path(out_dir), "mixed", parameters) as folder:
         for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):

@@ -1,24 +1,21 @@
-"""`mimo-train shards ...`: build, index, inspect and verify shards, and make the demos. Imports argparse only, until a
-command runs."""
+"""`mimo-train shards ...`: build, index, inspect and verify shards, and make the demos."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.storage.url import Place, is_url
 from data.text_format import plural, shown
-from mimo_train.commands import shards_build, shards_page, shards_tokens
+from mimo_train.commands import shards_build, shards_inspect
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, about_files, positive, whole
 from mimo_train.config.errors import UserError
 
 if TYPE_CHECKING:
-    from data.index.shard_index import ShardIndex
-
-_VERIFY = "records and media are not read here: `mimo-train shards verify` reads them"
+    pass
 
 
 def add(subparsers: Any) -> None:
@@ -49,7 +46,7 @@ def add(subparsers: Any) -> None:
     inspect.add_argument("--samples", type=whole, help="samples to print in full (default: 3), or of a page (20)")
     inspect.add_argument("--html", metavar="FILE", help="of a CONFIG: write a page with samples as training reads them")
     inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
-    inspect.set_defaults(handler=about_files(_inspect))
+    inspect.set_defaults(handler=about_files(shards_inspect.inspect))
 
     verify = commands.add_parser(
         "verify",
@@ -87,7 +84,7 @@ def _index(args: argparse.Namespace) -> int:
 
     if not args.overrides and (is_url(args.pattern) or Path(args.pattern).is_dir() or not is_config(args.pattern)):
         if is_indexed(args.pattern):
-            return shards_tokens.needs_no_index(args.pattern)
+            return shards_inspect.index_tokens(args.pattern)
         return _index_all(find_shards(args.pattern), args.cache_dir, args.workers)
     cfg = load(args.pattern, args.overrides)
     if args.cache_dir:
@@ -161,129 +158,17 @@ def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> i
             print(f"{path}: {plural(len(index), 'sample')}{faults}")
     print(
         f"{len(paths) - failed} of {plural(len(paths), 'shard')} indexed, {plural(samples, 'sample')}, "
-        f"{bad} of them bad by their headers; {_VERIFY}"
+        f"{bad} of them bad by their headers; {shards_inspect.NOT_READ}"
     )
     if empty and not samples:
         print(f"error: {plural(empty, 'shard')} without any sample: a run cannot read them", file=sys.stderr)
     return 0 if samples and not failed else 1
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    from data.indexed.find import is_indexed
-
-    if args.html or args.overrides or _is_config(args.pattern):
-        if not _is_config(args.pattern):
-            what = "--html shows samples as a run reads them" if args.html else f"{args.overrides[0]} is of a config"
-            raise UserError(f"{what}, and {args.pattern} is no config: give one, with data.shards=... for other shards")
-        if not args.html:
-            raise UserError(f"{args.pattern} is a config: give --html FILE, or the shards themselves")
-        return shards_page.write(args)
-    if is_indexed(args.pattern):
-        return shards_tokens.inspect(args.pattern, 3 if args.samples is None else args.samples)
-    return _inspect_shards(args)
-
-
-def _inspect_shards(args: argparse.Namespace) -> int:
-    from collections import Counter
-
-    from data.records.members import named_unread
-
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    pictures: Counter[tuple[int, int]] = Counter()
-    not_read: Counter[tuple[str, str]] = Counter()
-    clips, faults = [], []
-    samples = printed = 0
-    shards: dict[Any, int] = {}
-    for path, size, index in _indexes(args):
-        samples, shards[path] = samples + len(index), size
-        not_read += index.unread()
-        for row in range(len(index)):
-            members = index.members(row)
-            for member in members:
-                counts[member.extension] += 1
-                sizes[member.extension] += member.size
-                if member.kind == "image":
-                    pictures[member.height, member.width] += 1
-                if member.kind == "audio":
-                    clips.append((member.rate, member.frames))
-            if fault := index.bad_reason(row):
-                faults.append(f"{path}: key {shown(index.key(row))}: {shown(fault)}")
-            if printed < (3 if args.samples is None else args.samples):
-                printed += 1
-                listed = ", ".join(_describe(member) for member in members)
-                print(f"{path.name}  {shown(index.key(row))}  {listed}")
-    total = sum(shards.values())
-    print(
-        f"\n{plural(len(shards), 'shard')}, {plural(samples, 'sample')}, {total / 1e6:.1f} MB, "
-        f"{plural(len(faults), 'sample')} bad by their headers; {_VERIFY}"
-    )
-    print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
-    for extension, count in sorted(counts.items()):
-        print(f".{shown(extension):<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
-    for sentence in named_unread(not_read):
-        print(sentence)
-    if pictures:
-        print(f"\n{'height x width':<16}{'pictures':>10}")
-        for (height, width), count in pictures.most_common(10):
-            print(f"{f'{height} x {width}' if height else 'unreadable':<16}{count:>10}")
-        if len(pictures) > 10:
-            print(f"and {len(pictures) - 10} other sizes")
-    _print_clips(clips)
-    for fault in faults[:10]:
-        print(f"bad: {fault}")
-    return 0
-
-
-def _indexes(args: argparse.Namespace) -> Iterator[tuple[Any, int, ShardIndex]]:
-    """(shard, its bytes, index of some or all of its samples)."""
-    from data.index.catalogue import open_catalogue
-    from data.index.shards import find_shards
-
-    paths = find_shards(args.pattern)
-    catalogue = open_catalogue(paths, args.cache_dir)
-    for number, path in enumerate(paths):
-        index = catalogue.index(number)
-        yield path, index.version.size, index
-
-
-def _print_clips(clips: list[tuple[int, int]]) -> None:
-    """Number and seconds of the clips of each rate, from (samples per second, samples) of each."""
-    if clips:
-        print(f"\n{'samples a second':<16}{'clips':>10}{'shortest':>12}{'longest':>10}{'hours':>10}")
-    for rate in sorted({rate for rate, _ in clips}):
-        lengths = [frames for other, frames in clips if other == rate]
-        seconds = [length / (rate or 1) for length in lengths]
-        times = f"{min(seconds):>10.2f} s{max(seconds):>8.2f} s{sum(seconds) / 3600:>10.2f}" if rate else ""
-        print(f"{rate or 'unreadable':<16}{len(lengths):>10}{times}")
-
-
-def _describe(member: Any) -> str:
-    if member.kind == "image":
-        return f".{shown(member.extension)} {member.height}x{member.width}"
-    if member.kind == "video":
-        seconds = member.milliseconds / 1000
-        return f".{shown(member.extension)} {member.height}x{member.width}, {seconds:.2f} s"
-    if member.kind == "audio":
-        return f".{shown(member.extension)} {member.frames} samples at {member.rate} Hz"
-    return f".{shown(member.extension)} {member.size} bytes"
-
-
-def _is_config(name: str) -> bool:
-    """Whether an argument names a config, not shards: a YAML file, or a shipped one where no such file is."""
-    from mimo_train.config.compose import shipped_configs
-
-    if is_url(name):
-        return False
-    if name.endswith((".yaml", ".yml")):
-        return True
-    return not Path(name).exists() and (shipped_configs() / f"{name}.yaml").is_file()
-
-
 def _verify(args: argparse.Namespace) -> int:
     from data.indexed.find import is_indexed
 
-    if _is_config(args.pattern):
+    if shards_inspect.is_config_name(args.pattern):
         from mimo_train.preflight.check.verify_run import verify_run
 
         given = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
@@ -291,7 +176,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.overrides:
         raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
     if is_indexed(args.pattern):
-        return shards_tokens.verify(args.pattern)
+        return shards_inspect.verify_tokens(args.pattern)
     return _verify_shards(args)
 
 

@@ -1,4 +1,4 @@
-"""`mimo-train shards build`: shards from what a user has."""
+"""`mimo-train shards build`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def add(commands: Any) -> None:
     build = commands.add_parser(
         "build",
         help="make shards of a LLaVA JSON, a CSV, a Hugging Face dataset, img2dataset's output, tars or folders",
-        description="Make shuffled WebDataset shards. A build that was stopped goes on with the same command.",
+        description="Make shuffled WebDataset shards. Run the same command again to continue a build that was stopped.",
     )
     build.add_argument(
         "source",
         metavar="SOURCE",
         help="a JSON, JSONL, CSV or TSV file of records; parquet or Arrow files, or the folder of a Hugging Face "
-        "dataset; a folder of tars; a folder with pictures, videos and clips beside captions or records of the same "
+        "dataset; a folder of tars; a folder with images, videos and audio next to captions or records of the same "
         "name",
     )
     build.add_argument("--to", metavar="FOLDER", required=True, help="folder to write: train/ and held_out/ in it")
     build.add_argument(
-        "--media", metavar="FOLDER", help="where the files are that records name (default: beside the records)"
+        "--media", metavar="FOLDER", help="folder of the files that records name (default: next to the records)"
     )
     build.add_argument("--kind", choices=["records", "table", "tars", "files"], help="of a folder that has several")
     build.add_argument("--split", default="", help="of a dataset in several splits (default: train)")
@@ -103,7 +103,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 class _Bars:
-    """A bar for each step of the work, one after the other."""
+    """A progress bar for each step of a build, one after the other."""
 
     def __init__(self) -> None:
         self._what = ""

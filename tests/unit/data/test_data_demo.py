@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data.demo import make as demo
-from data.demo.digits import load_scans
 from data.demo.make import ensure_demo, make_demo, make_text_demo
+from data.demo.samples import load_scans
 from data.errors import DataError
 from data.index.catalogue import open_index
 from data.index.shards import find_shards

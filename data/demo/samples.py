@@ -1,7 +1,11 @@
-"""What the digits demo shows and asks: pictures of real handwritten digits, and short conversations about them.
+"""Samples of the demos: images of handwritten digits and tones, and short conversations about them.
 
-The digits are the 1,797 scans of 8 x 8 pixels that scikit-learn carries. They are split once, by source image and for
-every seed alike, so that a held-out picture never shows a digit seen in training.
+The digits are the 1,797 scans of 8 x 8 pixels in scikit-learn. They are split once, by scan, for all seeds, so that
+a held-out image never shows a digit seen in training.
+
+In the mixed demo, of every 32 samples in a row the last 8 are text alone, so that without shuffling whole microbatches
+have no media. The others have one to three images, one or two audio files, or one of each, and a question about one of
+them.
 """
 
 from __future__ import annotations
@@ -31,11 +35,21 @@ _TWO_PICTURES = 0.02
 # Shares of pictures with one, and with one or two digits; the rest has three. Training pictures, which are asked about
 # several times, have more digits: these teach which colour belongs to which digit.
 _ONE_AND_TWO = {"held out": (0.75, 0.96), "training": (0.35, 0.75)}
+PITCHES = {"low": 300.0, "middle": 700.0, "high": 1500.0}
+"""Tones in Hz."""
+
+PERIOD, TEXTS = 32, 8
+
+_SIZES = ((48, 48), (32, 48), (48, 64), (32, 32))  # height, width in pixels
+_RATES = (8000, 12000)  # samples a second
+_MOST_TONES = 4
+_TONE = _GAP = 0.12  # seconds
+_ORDER = ("first", "second", "third")
 
 
 @dataclass(frozen=True)
 class Digits:
-    """The scans of one part. `sources`: their numbers in scikit-learn's set."""
+    """Scans of digits. `sources`: their numbers in scikit-learn's data set."""
 
     scans: np.ndarray  # uint8 [N, 10, 10], 0 to 255: a frame of no ink around 8 x 8, so that ink at the edge fades out
     labels: np.ndarray  # int [N]
@@ -44,8 +58,13 @@ class Digits:
 
 @dataclass(frozen=True)
 class DemoSample:
-    """`turns`: (role, text) with `<image>` and `<audio>` markers; `members`: (extension, file) in order; `sources`:
-    scans that the pictures show."""
+    """A sample.
+
+    Attributes:
+        turns: (role, text), with `<image>` and `<audio>` markers.
+        members: (extension, file) in their order.
+        sources: numbers of the scans in its images.
+    """
 
     turns: list[tuple[str, str]]
     members: list[tuple[str, bytes]]
@@ -53,7 +72,7 @@ class DemoSample:
 
 
 def load_scans(held_out: bool) -> Digits:
-    """The training scans, or the fifth that is held out. Raises DataError if scikit-learn is not installed."""
+    """Return the training scans, or the fifth that is held out. Raises DataError if scikit-learn is not installed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -67,7 +86,7 @@ def load_scans(held_out: bool) -> Digits:
 
 
 def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: float, questions: int = 1) -> DemoSample:
-    """One sample, drawn from `rng` alone, with up to `questions` different questions about its picture."""
+    """Return a sample drawn from `rng`, with up to `questions` different questions about its image."""
     if rng.random() < text_only_fraction:
         return make_text_sample(rng)
     extension = "jpg" if rng.random() < 0.5 else "png"
@@ -86,13 +105,13 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
 
 
 def make_text_sample(rng: np.random.Generator) -> DemoSample:
-    """A question without any picture."""
+    """Return a question without an image."""
     number = int(rng.integers(0, 9))
     return DemoSample([("user", f"What comes after {number}?"), ("assistant", str(number + 1))], [], [])
 
 
 def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-    """Up to `count` questions about a picture, with their answers, in random order.
+    """Return up to `count` questions about an image, with their answers, in random order.
 
     They are of one kind, so that none is answered by the text of another: who has read which digit is green can name
     the colour of that digit without a look.
@@ -125,7 +144,7 @@ def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> D
 
 
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in its own column and at any height, on a
+    """Return uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in its own column and at any height, on a
     dark background."""
     canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
     columns = np.sort(rng.permutation(CANVAS // _CELL)[: len(chosen)]) * _CELL
@@ -136,7 +155,7 @@ def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random
 
 
 def draw_digit(scan: np.ndarray, colour: int, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [height, width, 3]: one digit in the `colour`-th of `COLOURS` anywhere on a dark background of `size`."""
+    """Return uint8 [height, width, 3]: a digit in the `colour`-th of `COLOURS` anywhere on a dark background."""
     canvas = np.full((*size, 3), rng.integers(0, 24), dtype=np.uint8)
     top, left = (int(rng.integers(0, side - _CELL + 1)) for side in size)
     _paint(canvas[top : top + _CELL, left : left + _CELL], scan, colour, rng)
@@ -144,14 +163,14 @@ def draw_digit(scan: np.ndarray, colour: int, size: tuple[int, int], rng: np.ran
 
 
 def _paint(box: np.ndarray, scan: np.ndarray, colour: int, rng: np.random.Generator) -> None:
-    """A scan in one of the colours over a box [_CELL, _CELL, 3] of a canvas."""
+    """Draw a scan in one of the colours on a cell [_CELL, _CELL, 3] of a canvas."""
     tint = np.asarray(COLOURS[_NAMES[colour]], dtype=np.float32)
     shade = _render(scan, rng)[..., None].astype(np.float32) / 255
     box[:] = (box * (1 - shade) + tint * shade).astype(np.uint8)
 
 
 def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A scan as ink, uint8 [_CELL, _CELL]: enlarged smoothly, with a mild random scale, turn and shift."""
+    """Return a scan as ink, uint8 [_CELL, _CELL]: enlarged smoothly, with a mild random scale, turn and shift."""
     across, down = _CELL / 8 * rng.uniform(0.85, 1.05, size=2)  # pixels per pixel of the scan
     angle = math.radians(rng.uniform(-6, 6))
     shift_x, shift_y = rng.uniform(-1, 1, size=2)
@@ -168,10 +187,97 @@ def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def encode_picture(pixels: np.ndarray, extension: str) -> bytes:
-    """uint8 [height, width, 3] as a jpg or png file."""
+    """Return uint8 [height, width, 3] as a jpg or png file."""
     buffer = io.BytesIO()
     if extension == "jpg":
         Image.fromarray(pixels).save(buffer, "JPEG", quality=95, subsampling=0)
     else:
         Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def make_mixed_sample(digits: Digits, number: int, rng: np.random.Generator) -> DemoSample:
+    """Return sample `number` of the mixed demo, drawn from `rng`."""
+    if number % PERIOD >= PERIOD - TEXTS:
+        return make_text_sample(rng)
+    draw = rng.random()
+    if draw < 0.45:
+        return _pictures_sample(digits, rng, 1 + int(np.searchsorted((0.7, 0.9), rng.random(), side="right")))
+    if draw < 0.8:
+        return _clips_sample(rng, 1 + int(rng.random() < 0.2))
+    return _picture_and_clip(digits, rng)
+
+
+def _pictures_sample(digits: Digits, rng: np.random.Generator, count: int) -> DemoSample:
+    drawn = [_picture(digits, rng) for _ in range(count)]
+    members = _named([raw for raw, *_ in drawn], "png")
+    at = int(rng.integers(0, count))
+    question, answer = _about_picture(drawn[at], rng, "" if count == 1 else f" of the {_ORDER[at]} picture")
+    return _sample("<image>\n" * count, question, answer, members, [source for *_, source in drawn])
+
+
+def _clips_sample(rng: np.random.Generator, count: int) -> DemoSample:
+    extension = "flac" if rng.random() < 0.5 else "wav"
+    played = [_clip(rng, extension) for _ in range(count)]
+    members = _named([raw for raw, *_ in played], extension)
+    at = int(rng.integers(0, count))
+    question, answer = _about_clip(played[at], rng, "" if count == 1 else f" of the {_ORDER[at]} clip")
+    return _sample("<audio>\n" * count, question, answer, members, [])
+
+
+def _picture_and_clip(digits: Digits, rng: np.random.Generator) -> DemoSample:
+    drawn, played = _picture(digits, rng), _clip(rng, "wav")
+    question, answer = _about_picture(drawn, rng) if rng.random() < 0.5 else _about_clip(played, rng)
+    members = [("png", drawn[0]), ("wav", played[0])]
+    return _sample("<image>\n<audio>\n", question, answer, members, [drawn[-1]])
+
+
+def _sample(
+    markers: str, question: str, answer: str, members: list[tuple[str, bytes]], sources: list[int]
+) -> DemoSample:
+    return DemoSample([("user", markers + question), ("assistant", answer)], members, sources)
+
+
+def _named(files: list[bytes], extension: str) -> list[tuple[str, bytes]]:
+    names = [extension] if len(files) == 1 else [f"{at}.{extension}" for at in range(len(files))]
+    return list(zip(names, files, strict=True))
+
+
+def _picture(digits: Digits, rng: np.random.Generator) -> tuple[bytes, str, str, int]:
+    """Return (file, colour, digit, scan) of one digit in an image of any of the sizes."""
+    at, colour = int(rng.integers(0, len(digits.labels))), int(rng.integers(0, len(COLOURS)))
+    pixels = draw_digit(digits.scans[at], colour, _SIZES[rng.integers(0, len(_SIZES))], rng)
+    return encode_picture(pixels, "png"), list(COLOURS)[colour], str(digits.labels[at]), int(digits.sources[at])
+
+
+def _about_picture(drawn: tuple, rng: np.random.Generator, which: str = "") -> tuple[str, str]:
+    _, colour, digit, _ = drawn
+    return (f"Colour{which}?", colour) if rng.random() < 0.7 else (f"Digit{which}?", digit)
+
+
+def _clip(rng: np.random.Generator, extension: str) -> tuple[bytes, str, str]:
+    """Return (file, pitch, number of tones) of some tones of one pitch, with silence of any length around them."""
+    rate, count = int(rng.choice(_RATES)), int(rng.integers(1, _MOST_TONES + 1))
+    pitch = list(PITCHES)[rng.integers(0, len(PITCHES))]
+    before, after = rng.uniform(0, 0.3), rng.uniform(0, 0.6)
+    time = np.arange(round((before + count * (_TONE + _GAP) + after) * rate)) / rate
+    beat = (time - before) % (_TONE + _GAP)
+    sounding = (beat < _TONE) & (time >= before) & (time < before + count * (_TONE + _GAP))
+    # A tone swells and fades, so that its edges do not click.
+    envelope = np.where(sounding, np.sin(np.pi * beat / _TONE), 0.0)
+    wave = rng.uniform(0.3, 0.9) * envelope * np.sin(2 * np.pi * PITCHES[pitch] * rng.uniform(0.95, 1.05) * time)
+    wave += rng.normal(scale=0.003, size=len(time))
+    return _encode_clip(wave, rate, extension), pitch, str(count)
+
+
+def _about_clip(played: tuple, rng: np.random.Generator, which: str = "") -> tuple[str, str]:
+    _, pitch, count = played
+    return (f"Pitch{which}?", pitch) if rng.random() < 0.6 else (f"How many tones{which}?", count)
+
+
+def _encode_clip(wave: np.ndarray, rate: int, extension: str) -> bytes:
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.round(wave * 32767).astype(np.int16), rate, format=extension.upper(), subtype="PCM_16")
     return buffer.getvalue()
