@@ -25,13 +25,13 @@ import numpy as np
 
 from mimo_train.config.compose import RECIPES, load, shipped_configs
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate.devices import DEVICES
 from mimo_train.estimate.memory import GIB
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.inputs import placeholders_of
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.dry_run.command import estimates, in_child
 from mimo_train.preflight.dry_run.observation import Kind, RankFailure, RankResult, kinds_of
-from mimo_train.preflight.plan.devices import DEVICES
 from mimo_train.preflight.plan.search import Request, plan
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture

@@ -28,14 +28,13 @@ import torch.distributed as dist
 from benchmarks.alternating import Ranks, import_program, in_processes, started, step, working_in_a_temporary_folder
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate.devices import DEVICES, LINKS, Device, Links
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.inputs import tokenizer_of
 from mimo_train.layout.ranks import lay_out
 from mimo_train.preflight.plan.candidate import Candidate
-from mimo_train.preflight.plan.costs import Costs
-from mimo_train.preflight.plan.devices import DEVICES, LINKS, Device, Links
+from mimo_train.preflight.plan.costs import Costs, Profile
 from mimo_train.preflight.plan.predict import Predictor
-from mimo_train.preflight.plan.profile import Profile
 
 CORES = len(os.sched_getaffinity(0))
 WARM_UP = 2

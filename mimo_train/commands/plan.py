@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.commands.arguments import above_zero, add_config_command, positive
-from mimo_train.preflight.plan.devices import DEVICES, MARGIN
+from mimo_train.estimate.devices import DEVICES, MARGIN
 
 
 def add(commands: Any) -> None:

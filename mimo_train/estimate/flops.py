@@ -1,27 +1,33 @@
 """FLOPs of every module in one optimizer step, from the tokens and pictures that are really computed.
 
-Counted are the matrix products, a multiplication and an addition as two; norms, activations, softmax and look-ups are
+Counted are the matrix matmuls, a multiplication and an addition as two; norms, activations, softmax and look-ups are
 left out, as the field does (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473,
 section 5.1). A row times a (k x n) weight is 2kn forward. Backward is as much again for the gradient of the weight, if
 the weight is trained, and as much again for the gradient of the input, if backward gets there at all; the core of
 attention has no weights and takes twice its forward pass. So a model that is trained as a whole takes three times its
 forward pass, and a frozen one through which gradients pass two times, apart from attention.
 
-Model FLOPs are what forward and backward need; hardware FLOPs add what recomputation runs again. A product counts once,
+Model FLOPs are what forward and backward need; hardware FLOPs add what recomputation runs again. A matmul counts once,
 however many tensor-parallel ranks share or repeat it.
 """
 
+import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 
+from encoders.base import most_tokens
+from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.matmuls import Matmul, Media, encoder_matmuls, language_matmuls
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
+from mimo_train.layout.kernels import layers_in_fp8
 from mimo_train.layout.placement import connections
+from mimo_train.layout.ranks import stage_layers
 
 
 @dataclass(frozen=True)
@@ -41,37 +47,37 @@ class Flops:
 
 
 def count(
-    products: Sequence[Matmul],
+    matmuls: Sequence[Matmul],
     frozen: Sequence[str] = (),
     *,
     upstream: bool,
     recompute: str = "none",
     adapted: Collection[str] = (),
 ) -> Flops:
-    """FLOPs of forward and backward over `products`.
+    """FLOPs of forward and backward over `matmuls`.
 
-    Backward reaches a product if its weight is trained, or any before it is. Only matrices are looked at: where a
+    Backward reaches a matmul if its weight is trained, or any before it is. Only matrices are looked at: where a
     pattern freezes a matrix and leaves its bias or a norm, these are taken as frozen too.
 
     Args:
         frozen: shell patterns of parameter names that are not trained.
-        upstream: whether something is trained in front of the first product.
+        upstream: whether something is trained in front of the first matmul.
         recompute: none, selective (core attention is computed again in backward) or full (whole layers).
-        adapted: names of products with trained adapters, which are too small to count; gradients go back to the first.
+        adapted: names of matmuls with trained adapters, which are too small to count; gradients go back to the first.
     """
     model = again = 0.0
-    for passes in passes_of(products, frozen, upstream=upstream, recompute=recompute, adapted=adapted):
-        product = passes.product
-        model += product.forward * passes.matrix + product.attention * passes.attention
-        again += product.forward * passes.matrix_again + product.attention * passes.attention_again
+    for passes in passes_of(matmuls, frozen, upstream=upstream, recompute=recompute, adapted=adapted):
+        matmul = passes.matmul
+        model += matmul.forward * passes.matrix + matmul.attention * passes.attention
+        again += matmul.forward * passes.matrix_again + matmul.attention * passes.attention_again
     return Flops(model, model + again)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often the FLOPs of a product are computed in forward and backward; the forward pass is one of them."""
+    """How often the FLOPs of a matmul are computed in forward and backward; the forward pass is one of them."""
 
-    product: Matmul
+    matmul: Matmul
     matrix: int
     """With its weight."""
     attention: int
@@ -82,22 +88,22 @@ class Passes:
 
 
 def passes_of(
-    products: Sequence[Matmul],
+    matmuls: Sequence[Matmul],
     frozen: Sequence[str] = (),
     *,
     upstream: bool,
     recompute: str = "none",
     adapted: Collection[str] = (),
 ) -> Iterator[Passes]:
-    """The passes of each product; arguments as those of `count`."""
+    """The passes of each matmul; arguments as those of `count`."""
     reached = upstream
-    for product in products:
-        trained = not any(fnmatchcase(product.name, pattern) for pattern in frozen)
-        input_gradient = reached or (trained and product.input_gradient)
-        reached = reached or trained or product.name in adapted
-        again = reached and product.in_layer and recompute != "none"
+    for matmul in matmuls:
+        trained = not any(fnmatchcase(matmul.name, pattern) for pattern in frozen)
+        input_gradient = reached or (trained and matmul.input_gradient)
+        reached = reached or trained or matmul.name in adapted
+        again = reached and matmul.in_layer and recompute != "none"
         full = again and recompute == "full"
-        yield Passes(product, 1 + trained + input_gradient, 3 if reached else 1, int(full), int(again))
+        yield Passes(matmul, 1 + trained + input_gradient, 3 if reached else 1, int(full), int(again))
 
 
 def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
@@ -128,7 +134,7 @@ class StepFlops:
         self._adapted = {name: {f"{linear}.weight" for linear in adapters[name]} for name in adapters}
         self._adapted_projectors = {name for name in adapters if adapts_projector(adapters[name])}
         one_of_each = [Media(**{field.name: 1}) for field in fields(Media)]
-        self._products = {
+        self._matmuls = {
             name: [encoder_matmuls(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
@@ -185,13 +191,13 @@ class StepFlops:
         reached, _ = self._units(frozen)
         return self._logit(frozen, LANGUAGE in reached)
 
-    def passes(self, name: str, products: Sequence[Matmul], step: int) -> list[Passes]:
-        """Passes of products of module `name` in a step."""
+    def passes(self, name: str, matmuls: Sequence[Matmul], step: int) -> list[Passes]:
+        """Passes of matmuls of module `name` in a step."""
         frozen = self._frozen(step)
         reached, _ = self._units(frozen)
         return [
             *passes_of(
-                products,
+                matmuls,
                 dict(frozen)[name],
                 upstream=name in reached,
                 recompute=self._recompute[name],
@@ -214,13 +220,13 @@ class StepFlops:
         if key not in self._unit:
             frozen, reached = dict(key), set[str]()
             for source, destination in self._connections:  # in the order of the forward pass
-                if source in reached or self._adapted[source] or is_trained(self._products[source][0], frozen[source]):
+                if source in reached or self._adapted[source] or is_trained(self._matmuls[source][0], frozen[source]):
                     reached.add(destination)
             self._unit[key] = (
                 reached,
                 {
-                    name: [self._count(name, products, frozen[name], name in reached) for products in of_each]
-                    for name, of_each in self._products.items()
+                    name: [self._count(name, matmuls, frozen[name], name in reached) for matmuls in of_each]
+                    for name, of_each in self._matmuls.items()
                 },
             )
         return self._unit[key]
@@ -232,10 +238,138 @@ class StepFlops:
     def _of_one_logit(self, frozen: _Frozen, reached: bool) -> Flops:
         return self._count(LANGUAGE, self._of_text(0, logits=1), dict(frozen)[LANGUAGE], reached)
 
-    def _count(self, name: str, products: Sequence[Matmul], frozen: tuple[str, ...], reached: bool) -> Flops:
-        return count(products, frozen, upstream=reached, recompute=self._recompute[name], adapted=self._adapted[name])
+    def _count(self, name: str, matmuls: Sequence[Matmul], frozen: tuple[str, ...], reached: bool) -> Flops:
+        return count(matmuls, frozen, upstream=reached, recompute=self._recompute[name], adapted=self._adapted[name])
 
 
-def is_trained(products: Sequence[Matmul], frozen: Sequence[str]) -> bool:
+def is_trained(matmuls: Sequence[Matmul], frozen: Sequence[str]) -> bool:
     """Whether any matrix of a module is trained."""
-    return any(not any(fnmatchcase(product.name, pattern) for pattern in frozen) for product in products)
+    return any(not any(fnmatchcase(matmul.name, pattern) for pattern in frozen) for matmul in matmuls)
+
+
+_LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
+_LINEAR = re.compile(r"(.*?)(?:layers\.)?layers\.(\d+)\..*linear_(?:qkv|proj|fc1|fc2)\.weight")
+"""Matmuls of a layer that can be in fp8: neither attention nor routers."""
+AT_THE_END = 2**62
+"""A step after all steps of `freeze_until`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of matmuls with weights and of core attention, forward and backward."""
+
+    matmuls: float = 0.0
+    attention: float = 0.0
+    matmuls_back: float = 0.0
+    """FLOPs of matmuls in backward, with recomputation."""
+    attention_back: float = 0.0
+    in_fp8: float = 0.0
+    """The part of `matmuls` in fp8."""
+    in_fp8_back: float = 0.0
+    """The part of `matmuls_back` in fp8."""
+
+    @property
+    def total(self) -> float:
+        """FLOPs of forward and backward."""
+        return self.matmuls + self.attention + self.matmuls_back + self.attention_back
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.matmuls + other.matmuls,
+            self.attention + other.attention,
+            self.matmuls_back + other.matmuls_back,
+            self.attention_back + other.attention_back,
+            self.in_fp8 + other.in_fp8,
+            self.in_fp8_back + other.in_fp8_back,
+        )
+
+
+@dataclass(frozen=True)
+class ModuleWork:
+    """Work of one sample in a module."""
+
+    start: Work
+    """Work before the layers, on the first stage."""
+    layers: tuple[Work, ...]
+    end: Work
+    """Work after the layers, on the last stage: projector, output layer."""
+
+    @property
+    def whole(self) -> Work:
+        """Work of all stages."""
+        return sum(self.layers, self.start + self.end)
+
+    def of_stage(self, stage: int, stages: int, chunks: int = 1) -> Work:
+        """Work of one pipeline stage, over all its model chunks."""
+        numbers = stage_layers(len(self.layers), stage, stages, chunks) if self.layers else ()
+        own = sum((self.layers[layer] for layer in numbers), Work())
+        return own + (self.start if stage == 0 else Work()) + (self.end if stage == stages - 1 else Work())
+
+
+def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: float) -> ModuleWork:
+    """Work of one sample, with everything trained that is trained at the end of the run.
+
+    Args:
+        vocab: rows of the embedding.
+        media_per_sample: media items of this module in a sample, each of the largest size.
+    """
+    if name == LANGUAGE:
+        length = cfg.data.sequence_length
+        matmuls = language_matmuls(cfg.llm, length, vocab)
+    else:
+        module = cfg.modules[name]
+        media = _largest(module, media_per_sample)
+        matmuls = encoder_matmuls(name, module.encoder, module.projector, cfg.llm.hidden_size, media)
+    return _by_layer(StepFlops(cfg, vocab).passes(name, matmuls, AT_THE_END), _in_fp8(cfg, name))
+
+
+def _in_fp8(cfg: ConfigContainer, name: str) -> dict[str, list[int]]:
+    """Layers of a module in fp8, by the prefix of the names of their matmuls."""
+    if cfg.fp8_of(name) == "none":
+        return {}
+    module = cfg.modules[name]
+    if name == LANGUAGE:
+        stacks = {"decoder.": cfg.llm.num_layers}
+    elif isinstance(module.encoder, PlainSpec):
+        stacks = {}
+    else:
+        parts = module.encoder.parts.items()
+        stacks = {f"encoders.{name}.{part}{'.' if part else ''}": spec.built_layers for part, spec in parts}
+    return {start: layers_in_fp8(cfg, range(layers), layers) for start, layers in stacks.items()}
+
+
+def _largest(module: ModuleConfig, number: float) -> Media:
+    encoder, projector = module.encoder, module.projector
+    merge = projector.merge
+    tokens, kept = encoder.most_inner_tokens(merge), encoder.kept_tokens
+    pairs = tokens**2
+    area = encoder.largest_area
+    if area and encoder.sizes_vary:  # windows, where layers have them, of a square
+        side = math.isqrt(area)
+        pairs = encoder.attention_pairs(side, side, merge=projector.merge)
+    patches = encoder.joined(merge) * (encoder.most_tokens(merge) - kept)
+    latents = most_tokens(encoder, projector) if projector.latents else 0
+    return Media(*(number * each for each in (patches, tokens, pairs, kept, latents)))
+
+
+def _by_layer(passes: Sequence[Passes], in_fp8: Mapping[str, list[int]]) -> ModuleWork:
+    start, end, layers = Work(), Work(), dict[int, Work]()
+    for one in passes:
+        matmul = one.matmul
+        work = Work(
+            matmul.forward,
+            matmul.attention,
+            matmul.forward * (one.matrix - 1 + one.matrix_again),
+            matmul.attention * (one.attention - 1 + one.attention_again),
+        )
+        found, linear = _LAYER.search(matmul.name), _LINEAR.fullmatch(matmul.name)
+        if linear and int(linear[2]) in in_fp8.get(linear[1], ()):
+            work = replace(work, in_fp8=work.matmuls, in_fp8_back=work.matmuls_back)
+        if found and not matmul.name.startswith("input_projections"):
+            number = int(found[1])
+            layers[number] = layers.get(number, Work()) + work
+        elif layers or matmul.name.startswith("input_projections"):
+            end += work
+        else:
+            start += work
+    return ModuleWork(start, tuple(layers[number] for number in sorted(layers)), end)

@@ -30,10 +30,10 @@ class Matmul:
 
 
 def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Matmul]:
-    """The products of one row of `sequence_length` tokens, padding included since it is computed.
+    """The matmuls of one row of `sequence_length` tokens, padding included since it is computed.
 
     Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
-    first feed-forward product (2f with a gate), S sequence length, P pairs of tokens that attend, L layers, V rows of
+    first feed-forward matmul (2f with a gate), S sequence length, P pairs of tokens that attend, L layers, V rows of
     the output layer, N positions with logits:
 
         L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * P) + 2N * h * V
@@ -49,20 +49,20 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
         logits: N; None: all positions.
     """
     logits = sequence_length if logits is None else logits
-    tokens, hidden, products = sequence_length, llm.hidden_size, []
+    tokens, hidden, matmuls = sequence_length, llm.hidden_size, []
     query, key = llm.query_width, llm.head_width * llm.key_heads
-    products.append(Matmul("embedding.word_embeddings.weight"))
+    matmuls.append(Matmul("embedding.word_embeddings.weight"))
     if llm.position == "learned":
-        products.append(Matmul("embedding.position_embeddings.weight"))
+        matmuls.append(Matmul("embedding.position_embeddings.weight"))
     for index in range(llm.num_layers):
         layer, seen = f"decoder.layers.{index}", min(llm.window_of(index) or tokens, tokens)
         core = 4 * query * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
-        products += _attention(layer, tokens, hidden, query, key, core)
+        matmuls += _attention(layer, tokens, hidden, query, key, core)
         experts = llm.has_experts(index)
-        products += _experts(layer, tokens, llm) if experts else _feed_forward(f"{layer}.mlp", tokens, llm)
+        matmuls += _experts(layer, tokens, llm) if experts else _feed_forward(f"{layer}.mlp", tokens, llm)
     output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
-    products.append(Matmul(output, 2 * logits * hidden * vocab))
-    return products
+    matmuls.append(Matmul(output, 2 * logits * hidden * vocab))
+    return matmuls
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,18 @@ class Media:
 def encoder_matmuls(
     name: str, spec: LayeredSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
 ) -> list[Matmul]:
-    """The products of pictures or clips through encoder module `name` and its projector.
+    """The matmuls of pictures or clips through encoder module `name` and its projector.
 
     Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
     pairs of tokens (fewer where layers have windows), h hidden size, f feed-forward width, u the width of the first
-    feed-forward product (2f when gated), L layers, N = P / j projected tokens (and class tokens that are kept) of width
+    feed-forward matmul (2f when gated), L layers, N = P / j projected tokens (and class tokens that are kept) of width
     w = h * j, d language width, m mlp width:
 
         2P * e  +  L * (2T * (4h^2 + hu + fh) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
 
     For pictures with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
     two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
-    Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_products`;
+    Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_matmuls`;
     the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
 
     Of an encoder of plain torch only its number of weights is known: 2T for each, as if every weight met every token
@@ -105,33 +105,31 @@ def encoder_matmuls(
     + 2(N + R) * 2dk + 4n(N + R) * q, with q and k the widths of its query and key heads.
     """
     if isinstance(spec, PlainSpec):
-        products = _plain_products(name, spec, media)
+        matmuls = _plain_matmuls(name, spec, media)
     else:
-        products = [one for part in _media_of_parts(name, spec, media) for one in _layered_products(*part)]
+        matmuls = [one for part in _media_of_parts(name, spec, media) for one in _layered_matmuls(*part)]
     width, projection = spec.joined_width(projector.merge), "input_projections.0"
     projected = media.patches / spec.joined(projector.merge) + media.kept
     for name, weights in projector.matrices(width, language_width).items():
-        products.append(Matmul(f"{projection}.{name}.weight", 2 * projected * weights))
-    return products + _resampler_products(
-        f"{projection}.resampler", projector, language_width, projected, media.latents
-    )
+        matmuls.append(Matmul(f"{projection}.{name}.weight", 2 * projected * weights))
+    return matmuls + _resampler_matmuls(f"{projection}.resampler", projector, language_width, projected, media.latents)
 
 
-def _resampler_products(
+def _resampler_matmuls(
     place: str, projector: ProjectorSpec, width: int, projected: float, latents: float
 ) -> list[Matmul]:
-    resampler, products = projector.resampler, [Matmul(f"{place}.latents")] if projector.latents else []
+    resampler, matmuls = projector.resampler, [Matmul(f"{place}.latents")] if projector.latents else []
     query = resampler.num_attention_heads * resampler.head_width(width) if resampler.latents else 0
     core = 4 * resampler.latents * (projected + latents) * query
     for layer in range(resampler.num_layers if resampler.latents else 0):
         for name, weights in resampler.matrices(width).items():
             rows = projected + latents if name in ("linear_k", "linear_v") else latents
             attention = core if name == "linear_v" else 0.0
-            products.append(Matmul(f"{place}.layers.{layer}.{name}.weight", 2 * rows * weights, attention))
-    return products
+            matmuls.append(Matmul(f"{place}.layers.{layer}.{name}.weight", 2 * rows * weights, attention))
+    return matmuls
 
 
-def _plain_products(name: str, spec: PlainSpec, media: Media) -> list[Matmul]:
+def _plain_matmuls(name: str, spec: PlainSpec, media: Media) -> list[Matmul]:
     core = 4 * media.pairs * spec.attention_width()
     return [Matmul(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]
 
@@ -148,9 +146,9 @@ def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tupl
         yield f"{name}.{part}", own, replace(media, tokens=media.tokens * share, pairs=media.pairs * share**2)
 
 
-def _layered_products(name: str, spec: LayeredSpec, media: Media) -> list[Matmul]:
+def _layered_matmuls(name: str, spec: LayeredSpec, media: Media) -> list[Matmul]:
     hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
-    products = [
+    matmuls = [
         # Mergers of states are behind layers.
         Matmul(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
         for parameter, each in spec.embedding_products().items()
@@ -158,9 +156,9 @@ def _layered_products(name: str, spec: LayeredSpec, media: Media) -> list[Matmul
     up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size
     for index in range(spec.built_layers):
         layer = f"{encoder}.layers.layers.{index}"
-        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
-        products += _two_linears(f"{layer}.mlp", tokens, hidden, up, spec.ffn_hidden_size)
-    return products
+        matmuls += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
+        matmuls += _two_linears(f"{layer}.mlp", tokens, hidden, up, spec.ffn_hidden_size)
+    return matmuls
 
 
 def _attention(layer: str, tokens: float, hidden: int, query: int, key: int, core: float) -> Iterator[Matmul]:

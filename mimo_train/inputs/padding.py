@@ -50,9 +50,9 @@ def _packing(cfg: ConfigContainer, budget: int) -> Packing:
 def _pair(llm: LlmSpec, length: int) -> float:
     """FLOPs of attention in a sample of `length` tokens, over its square and over those of one token in all else but
     the output layer, whose positions are those that learn."""
-    products = language_matmuls(llm, length, vocab=0)
-    others = sum(product.forward for product in products)
-    return sum(product.attention for product in products) / length / others
+    matmuls = language_matmuls(llm, length, vocab=0)
+    others = sum(matmul.forward for matmul in matmuls)
+    return sum(matmul.attention for matmul in matmuls) / length / others
 
 
 def _parts(cfg: ConfigContainer) -> int:

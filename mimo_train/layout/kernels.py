@@ -1,4 +1,4 @@
-"""Which kernels the layers of a run use: fp8 products of Transformer Engine (`train.fp8`), compiled layers
+"""Which kernels the layers of a run use: fp8 matmuls of Transformer Engine (`train.fp8`), compiled layers
 (`train.compile`), and what keeps them from it."""
 
 from collections.abc import Iterable, Iterator
@@ -114,7 +114,7 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
 
 
 def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[str, tuple[int, str, int]]]]:
-    """(key, layers, widths of products) of each stack of layers of a module; a width with the axis of ranks that divide
+    """(key, layers, widths of matmuls) of each stack of layers of a module; a width with the axis of ranks that divide
     it and their number, 1 of none."""
     module, layout = cfg.modules[name], cfg.modules[name].layout
     tp = ("tp", layout.tp)

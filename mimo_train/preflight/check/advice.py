@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mimo_train.config.errors import ConfigError
+from mimo_train.estimate.devices import DEVICES, Device, processor
 from mimo_train.estimate.memory import stage_memory
 from mimo_train.layout.run import Run
 from mimo_train.preflight.check.report import Report
 from mimo_train.preflight.plan.candidate import Candidate
-from mimo_train.preflight.plan.devices import DEVICES, Device, processor
 from mimo_train.preflight.plan.predict import Prediction
 from mimo_train.preflight.plan.report import of_numbers, quoted, seconds_text
-from mimo_train.preflight.plan.search import Proposal, Request, beside, require_sound
+from mimo_train.preflight.plan.search import Proposal, Request, compare, require_sound
 
 WORTH = 0.2
 """Share of a step that another layout must be predicted to save: each of both predictions may be off by a tenth, even
@@ -68,7 +68,7 @@ def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advic
         return None
     if own is None:
         return None
-    now, better = beside(cfg, own, Request(own.gpus, node, device, vocab, media), 1 - WORTH)
+    now, better = compare(cfg, own, Request(own.gpus, node, device, vocab, media), 1 - WORTH)
     return None if better is None else Advice(device, own, now, better)
 
 

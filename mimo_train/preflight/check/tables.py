@@ -11,6 +11,7 @@ from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.estimate.flops import module_work
 from mimo_train.estimate.memory import GIB, Memory, rank_memory, stage_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.launch.start import launch_of, processes_per_node
@@ -20,7 +21,6 @@ from mimo_train.layout.placement import Edge, moved_for_nodes, span_text
 from mimo_train.layout.ranks import RunLayout, lay_out, pipeline_stages
 from mimo_train.layout.run import Run, warm_up_warnings
 from mimo_train.preflight.check.report import Report, Table
-from mimo_train.preflight.plan.work import module_work
 
 IMBALANCE = 2.0
 """Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""

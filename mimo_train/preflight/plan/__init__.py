@@ -1,1 +1,1 @@
-"""The planner: legal layouts of a run for so many GPUs, by the time of a step that is predicted for each."""
+"""The planner: searches the legal layouts of a run on a number of GPUs for the shortest predicted step."""

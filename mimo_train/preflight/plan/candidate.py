@@ -1,44 +1,50 @@
-"""A layout that may be proposed: what of a config it changes. Imports no torch."""
+"""A candidate layout: the changes of the config that it makes, and the memory of its fullest rank."""
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import astuple, dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.config.schema_run import PlacementConfig
+from mimo_train.estimate.memory import Memory, memory_of_stage
+from mimo_train.layout.batch import Batch
 from mimo_train.layout.placement import Edge, connections
 from mimo_train.layout.ranks import ModuleLayout, RunLayout, lay_out
+from mimo_train.layout.run import Run
+from mimo_train.preflight.plan.space import LanguageOption
 
 
 def ranks_of(layout: LayoutConfig) -> int:
-    """Ranks of a module."""
+    """Number of ranks of a module."""
     return layout.tp * layout.cp * layout.dp * layout.pp
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Parallel sizes of every module, and where it is."""
+    """Parallel sizes and placement of every module."""
 
     layouts: Mapping[str, LayoutConfig]
     shared: frozenset[str]
     """Encoders on the ranks of the language model's first stage."""
     together: bool
-    """Whether the other encoders are on the same ranks as each other."""
+    """True if the other encoders share their ranks with each other."""
     micro_batch_size: int
     recompute: str
     """`train.recompute`."""
     distributed_optimizer: bool
     node: int
-    """GPUs of a node; 0: all are on one."""
+    """GPUs of a node; 0: all are on one node."""
     gpus: int
-    """That there are."""
+    """Available GPUs."""
 
     @classmethod
     def of(cls, cfg: ConfigContainer, node: int) -> "Candidate | None":
-        """The layout that a config without faults has, on nodes of `node` GPUs. None: of the encoders on other ranks
-        than the language model's some share these with each other and some do not, which no candidate has."""
+        """The layout of a config without faults, on nodes of `node` GPUs; None if some encoders share ranks of their
+        own and others do not, which no candidate can express."""
         layout = lay_out(cfg)
         shared = frozenset(edge.source for edge in layout.shared_edges)
         apart = [layout.modules[name].first_rank for name in cfg.encoders if name not in shared]
@@ -64,24 +70,24 @@ class Candidate:
 
     @property
     def apart(self) -> list[str]:
-        """Encoders on ranks of their own."""
+        """Encoders that are not on ranks of the language model."""
         return [name for name in self.layouts if name != LANGUAGE and name not in self.shared]
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
-        own = [ranks_of(self.layouts[name]) for name in self.apart]
-        return ranks_of(self.language) + (max(own, default=0) if self.together else sum(own))
+        """Number of ranks of all modules."""
+        ranks = [ranks_of(self.layouts[name]) for name in self.apart]
+        return ranks_of(self.language) + (max(ranks, default=0) if self.together else sum(ranks))
 
     @property
     def kind(self) -> Hashable:
-        """What those have in common that differ in the sizes of encoders alone."""
-        own = astuple(self.language), self.micro_batch_size, self.recompute, self.distributed_optimizer
-        return (*own, self.shared, self.together)
+        """Equal for candidates that differ only in the sizes of encoders."""
+        language = astuple(self.language), self.micro_batch_size, self.recompute, self.distributed_optimizer
+        return (*language, self.shared, self.together)
 
     def placement(self, cfg: ConfigContainer) -> PlacementConfig:
-        """Where the modules are; first ranks are named where neither mode says it, or where the config names others: an
-        override that is an empty mapping would leave those."""
+        """The placement of the modules. First ranks are set if neither mode gives them, or if the config sets others:
+        an override with an empty mapping would keep those."""
         idle, node = self.world_size < self.gpus, cfg.placement.ranks_per_node
         kept = replace(
             cfg.placement,
@@ -98,7 +104,7 @@ class Candidate:
         return replace(kept, mode="disjoint", first_rank=self.first_ranks())
 
     def first_ranks(self) -> dict[str, int]:
-        """Encoders that are apart, one after the other or together, then the language model with the others."""
+        """First rank of each module: encoders apart, one after the other or together, then the language model."""
         firsts, following = {}, 0
         for name in self.apart:
             firsts[name] = 0 if self.together else following
@@ -117,7 +123,7 @@ class Candidate:
         )
 
     def run_layout(self, cfg: ConfigContainer) -> RunLayout:
-        """Its ranks and edges, without a look at nodes: for the arithmetic of memory."""
+        """Ranks and edges without nodes, for estimates of memory."""
         firsts, modules = self.first_ranks(), {}
         for name, sizes in self.layouts.items():
             axes = {axis.name: getattr(sizes, axis.name) for axis in fields(LayoutConfig)}
@@ -129,21 +135,21 @@ class Candidate:
         return RunLayout(modules, edges, processes=(), ranks_per_node=self.node)
 
     def overrides(self, cfg: ConfigContainer) -> list[str]:
-        """Changes of the config that choose it, as they are written behind `mimo-train check CONFIG`."""
-        found = []
+        """Overrides that select this layout, as arguments of `mimo-train check CONFIG`."""
+        changes = []
         chosen = self.config(cfg)
         for name in cfg.modules:
             before, after = cfg.modules[name].layout, chosen.modules[name].layout
             for axis in fields(LayoutConfig):
                 if getattr(before, axis.name) != getattr(after, axis.name):
-                    found.append(f"modules.{name}.layout.{axis.name}={_written(getattr(after, axis.name))}")
+                    changes.append(f"modules.{name}.layout.{axis.name}={_written(getattr(after, axis.name))}")
         for section in ("placement", "train", "optim"):
             before, after = getattr(cfg, section), getattr(chosen, section)
-            for one in fields(before):
-                value = getattr(after, one.name)
-                if getattr(before, one.name) != value:
-                    found.append(f"{section}.{one.name}={_written(value)}")
-        return found
+            for field in fields(before):
+                value = getattr(after, field.name)
+                if getattr(before, field.name) != value:
+                    changes.append(f"{section}.{field.name}={_written(value)}")
+        return changes
 
 
 def _written(value: Any) -> str:
@@ -152,3 +158,84 @@ def _written(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {one}" for key, one in value.items()) + "}"
     return str(value)
+
+
+class Fullest:
+    """Bytes of the fullest rank of candidates; parts that candidates share are computed once.
+
+    Attributes:
+        least: bytes of the smallest candidate so far.
+    """
+
+    def __init__(
+        self,
+        cfg: ConfigContainer,
+        vocab: int,
+        media: Mapping[str, float],
+        candidate: Callable[[LanguageOption, Mapping[str, LayoutConfig], frozenset[str]], Candidate],
+    ):
+        """
+        Args:
+            vocab: rows of the embedding.
+            media: media items of each encoder in a sample.
+            candidate: makes a candidate from a language model, encoders, and the names of those that share its ranks.
+        """
+        self._cfg, self._vocab, self._media, self._candidate = cfg, vocab, media, candidate
+        self._memory = cache(self._memory_of)
+        self.least = math.inf
+
+    def of_language(self, option: LanguageOption) -> int:
+        """Bytes of the fullest rank of the language model without encoders."""
+        most = max(self._language(option, stage).total for stage in _stages(option.pp))
+        self.least = min(self.least, most)
+        return most
+
+    def of(self, candidate: Candidate, option: LanguageOption) -> int:
+        """Bytes of the fullest rank."""
+        of_encoders = {
+            name: [self._encoder(candidate, name, stage) for stage in {0, layout.pp - 1}]
+            for name, layout in candidate.layouts.items()
+            if name != LANGUAGE
+        }
+        first = sum((of_encoders[name][0] for name in candidate.shared), self._language(option, 0))
+        totals = [first.total, *(self._language(option, stage).total for stage in _stages(option.pp))]
+        if candidate.together:
+            pairs = zip(*(of_encoders[name] for name in candidate.apart), strict=True)
+            totals += [sum(each, Memory()).total for each in pairs]
+        else:
+            totals += [memory.total for name in candidate.apart for memory in of_encoders[name]]
+        most = max(totals)
+        self.least = min(self.least, most)
+        return most
+
+    def _language(self, option: LanguageOption, stage: int) -> Memory:
+        return self._memory(LANGUAGE, option, None, True, stage)
+
+    def _encoder(self, candidate: Candidate, name: str, stage: int) -> Memory:
+        layout = candidate.layouts[name]
+        sizes = layout.tp, layout.pp, layout.dp
+        language, samples = candidate.language, candidate.micro_batch_size
+        # The memory of an encoder depends on these sizes of the language model only.
+        option = LanguageOption(
+            1, language.pp, 1, language.dp, 1, 1, 1, False, samples, candidate.recompute,
+            candidate.distributed_optimizer,
+        )  # fmt: skip
+        return self._memory(name, option, sizes, name in candidate.shared, stage)
+
+    def _memory_of(
+        self, name: str, option: LanguageOption, sizes: tuple[int, int, int] | None, shared: bool, stage: int
+    ) -> Memory:
+        others = {one: LayoutConfig() for one in self._cfg.encoders}
+        if sizes is not None:
+            others[name] = LayoutConfig(tp=sizes[0], pp=sizes[1], dp=sizes[2])
+        inside = frozenset(others) if shared else frozenset(others) - {name}
+        candidate = self._candidate(option, others, inside)
+        cfg = candidate.config(self._cfg)
+        run = Run(cfg, candidate.run_layout(cfg), Batch.of(cfg))
+        media = self._media.get(name, 0.0)
+        return memory_of_stage(run, name, stage, self._vocab, media)
+
+
+def _stages(stages: int) -> set[int]:
+    """Stages that differ in memory: the first, the second, the last."""
+    return {0, min(1, stages - 1), stages - 1}

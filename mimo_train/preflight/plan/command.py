@@ -1,31 +1,33 @@
-"""`mimo-train plan`: what it reads, asks for and writes. Imports no torch, unless it measures or reads
-shards."""
+"""`mimo-train plan`: reads the config, searches layouts, prints and writes the proposals.
+
+Imports torch only to measure or to read shards."""
 
 import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.text_format import plural
 from mimo_train.config.compose import load, to_yaml
-from mimo_train.config.errors import UserError
+from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate.devices import DEVICES, Device
+from mimo_train.estimate.memory import GIB
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.inputs import tokenizer_of
-from mimo_train.preflight.plan.alternatives import alternatives
+from mimo_train.preflight.plan.costs import read_profile
 from mimo_train.preflight.plan.counts import KnownStep, steps_at_hand
-from mimo_train.preflight.plan.devices import DEVICES, Device
-from mimo_train.preflight.plan.profile import read_profile
 from mimo_train.preflight.plan.report import data_of, lines_of
-from mimo_train.preflight.plan.search import NothingFits, Plan, Request, plan, require_sound
+from mimo_train.preflight.plan.search import NothingFits, Plan, Request, fullest_rank, plan, require_sound
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command line; None where nothing was given."""
+    """Options of the command line; None if not given."""
 
     gpus: int
     gpu: str
@@ -51,17 +53,17 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
     """Plan, print and write; returns 0.
 
     Raises:
-        UserError: a config with faults, options that do not fit, a file that cannot be written, no layout that fits.
+        UserError: the config has faults, options do not fit, a file cannot be written, or no layout fits.
     """
     cfg = load(config, overrides, without_data=options.without_data)
     require_sound(cfg)
     if options.write is not None and options.write.exists():
-        raise UserError(f"--write: {options.write} is there already: remove it, or give another name")
+        raise UserError(f"--write: {options.write} exists. Remove it or choose another name")
     if options.write is not None:
         _require_folder(options.write, "--write")
     if options.measure:
         if options.profile is None:
-            raise UserError("--measure needs --profile FILE, which it writes")
+            raise UserError("--measure requires --profile FILE, which it writes")
         _require_folder(options.profile, "--profile")
         from mimo_train.preflight.plan.measure import measure
 
@@ -78,21 +80,21 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
         print("\n".join(lines_of(found, cfg, request)))
     if options.write is not None:
         _write(options.write, found, cfg, config)
-        print(_said_of_file(options.write, found), file=sys.stderr if options.as_json else sys.stdout)
+        print(_written_text(options.write, found), file=sys.stderr if options.as_json else sys.stdout)
     return 0
 
 
 def device_of(options: Options) -> Device:
-    """A device of the table, with what is given instead."""
+    """A device of the table, with the values of options."""
     device = DEVICES[options.gpu]
-    given = {
+    values = {
         "memory": (options.memory, 1e9),
         "half": (options.tflops, 1e12),
         "single": (options.tflops, 1e12),
         "inside": (options.bandwidth, 1e9),
         "across": (options.network, 1e9),
     }
-    changes = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    changes = {name: value * unit for name, (value, unit) in values.items() if value is not None}
     return replace(device, **changes, name=f"{device.name}, changed" if changes else device.name)
 
 
@@ -115,32 +117,71 @@ def _request(cfg: ConfigContainer, options: Options, steps: tuple[KnownStep, ...
 
 
 def _rows(cfg: ConfigContainer) -> int:
-    """Rows of the embedding. The tokenizer is looked at only where the config does not say how many."""
+    """Rows of the embedding; the tokenizer is read only if the config does not set them."""
     tokens = cfg.llm.vocab_size or tokenizer_of(cfg).vocab_size
     return embedding_rows(cfg.llm, tokens)
 
 
 def _require_folder(path: Path, option: str) -> None:
-    """Before there is anything to write: the folder of a file is there, and can be written into."""
+    """Raise UserError unless the folder of a file exists and can be written, before anything is computed."""
     if not path.parent.is_dir():
-        raise UserError(f"{option}: {path.parent}, the folder of {path.name}, is not there: make it, or give another")
+        raise UserError(
+            f"{option}: the folder {path.parent} of {path.name} does not exist. Create it or choose another"
+        )
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{option}: {path.parent}, the folder of {path.name}, cannot be written into: give another")
+        raise UserError(f"{option}: the folder {path.parent} of {path.name} is not writable. Choose another")
 
 
-def _said_of_file(path: Path, found: Plan) -> str:
-    """What was written, and what to do with it."""
+def _written_text(path: Path, found: Plan) -> str:
+    """The line about the file that was written."""
     chosen = found.proposals[0].candidate
-    ranks, given = chosen.world_size, chosen.gpus
-    used = f"{ranks:,} of the {given:,} GPUs: the others would stand idle" if ranks < given else f"all {given:,} GPUs"
+    ranks, gpus = chosen.world_size, chosen.gpus
+    used = f"{ranks:,} of the {gpus:,} GPUs: the others would stand idle" if ranks < gpus else f"all {gpus:,} GPUs"
     return f"wrote {path}: proposal 1, on {used}; next: mimo-train check {shlex.quote(str(path))}"
 
 
 def _write(path: Path, found: Plan, cfg: ConfigContainer, config: str) -> None:
-    """The whole config with the first proposal."""
+    """Write the config with the first proposal."""
     chosen = found.proposals[0].candidate
     text = f"# {config} with the layout that `mimo-train plan` proposes for {plural(chosen.gpus, 'GPU')}.\n"
     try:
         path.write_text(text + to_yaml(chosen.config(cfg)))
     except OSError as error:
         raise UserError(f"--write: cannot write {path} ({error.strerror}): give another name") from error
+
+
+RANK = 16
+"""Rank of the adapters that are tried if nothing fits."""
+DOUBLINGS = 6
+"""Times that the number of GPUs is doubled if nothing fits."""
+
+
+def alternatives(cfg: ConfigContainer, request: Request) -> str:
+    """Sentences about what fits: the run with adapters, or on more GPUs."""
+    return " ".join(_sentences(cfg, request)) or "Use more or larger GPUs."
+
+
+def _sentences(cfg: ConfigContainer, request: Request) -> Iterator[str]:
+    adapted = _with_adapters(cfg)
+    if adapted is not None and (memory := fullest_rank(adapted, request)):
+        key = f"modules.{LANGUAGE}.lora.rank={RANK}"
+        yield f"With LoRA on the language model ({key}) it fits, with {memory / GIB:.3g} GiB a rank."
+    for doubling in range(1, DOUBLINGS + 1):
+        gpus = request.gpus * 2**doubling
+        if memory := fullest_rank(cfg, replace(request, gpus=gpus)):
+            yield f"On {gpus} x {request.device.name} it fits as it is, with {memory / GIB:.3g} GiB a rank."
+            return
+
+
+def _with_adapters(cfg: ConfigContainer) -> ConfigContainer | None:
+    """The run with adapters on its language model; None if it has them, or cannot have them."""
+    language = cfg.language
+    if language.lora.rank:
+        return None
+    adapted = replace(language, lora=replace(language.lora, rank=RANK), freeze=[], freeze_until={})
+    changed = replace(cfg, modules={**cfg.modules, LANGUAGE: adapted})
+    try:
+        require_sound(changed)
+    except ConfigError:
+        return None
+    return changed

@@ -1,46 +1,132 @@
-"""Seconds of one pipeline stage: computing, messages inside of layers, gradients, optimizer. Imports no torch."""
+"""Seconds of one pipeline stage: computing, messages inside layers, gradients, optimizer; and measured costs of layers,
+kept as JSON."""
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from encoders.base import GATED, most_tokens
 from encoders.plain.spec import PlainSpec
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.config.typed import structured
+from mimo_train.estimate import devices
 from mimo_train.estimate.activations import BYTES, layer_activations
+from mimo_train.estimate.devices import Links
+from mimo_train.estimate.flops import ModuleWork, Work, module_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
 from mimo_train.layout.ranks import layers_of_stage
-from mimo_train.preflight.plan import devices
-from mimo_train.preflight.plan.devices import Links
-from mimo_train.preflight.plan.profile import Profile
-from mimo_train.preflight.plan.work import ModuleWork, Work, module_work
 
 _GRADIENT = 4
-"""Bytes of a gradient, which stays in fp32."""
+"""Bytes of a gradient, in fp32."""
 _STEP = 7 * 4
-"""Bytes that an update of Adam reads and writes for each parameter: gradient, weight and two moments in fp32."""
+"""Bytes that an Adam update reads and writes for each parameter: gradient, weight and two moments in fp32."""
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The measured cost of one layer of a module, on one of `tp` ranks."""
+
+    module: str
+    tp: int
+    tokens: int
+    """Tokens of one call."""
+    forward_flops: float
+    """FLOPs of one call on this rank."""
+    backward_flops: float
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs of the layers of a run on one device."""
+
+    device: str
+    precision: str
+    layers: list[LayerCost]
+    version: int = VERSION
+
+    def rates(self, module: str, tp: int) -> tuple[float, float]:
+        """FLOP/s of a module's layers, forward and backward, at the nearest measured tp."""
+        layers = [layer for layer in self.layers if layer.module == module]
+        near = min(layers, key=lambda layer: (abs(math.log(layer.tp / tp)), layer.tp))
+        return near.forward_flops / near.forward_seconds, near.backward_flops / near.backward_seconds
+
+    def write(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--profile: cannot write {path} ({error.strerror}): give another name") from error
+
+
+def read_profile(path: Path, modules: Sequence[str], precision: str) -> Profile:
+    """Read a profile of a run with these modules.
+
+    Raises:
+        UserError: the file is missing or damaged, or the profile belongs to another run.
+    """
+    try:
+        profile = _profile_of(json.loads(path.read_text()))
+    except OSError as error:
+        raise UserError(f"--profile: cannot read {path} ({error.strerror}): make it with --measure") from error
+    except ValueError as error:
+        raise UserError(f"--profile: {path} is no profile ({error}): make it with --measure") from error
+    missing = [name for name in modules if name not in {layer.module for layer in profile.layers}]
+    if missing:
+        raise UserError(f"--profile: {path} has no costs of {', '.join(missing)}: make it with --measure of this run")
+    if profile.precision != precision:
+        raise UserError(
+            f"--profile: {path} was measured in {profile.precision}, and train.precision is {precision}: make it with "
+            "--measure of this run"
+        )
+    return profile
+
+
+def _profile_of(plain: Any) -> Profile:
+    """Raise ValueError if `plain` is no profile."""
+    if not isinstance(plain, dict) or plain.get("version") != VERSION:
+        raise ValueError(f"expected an object with version {VERSION}")
+    profile, faults = structured(Profile, plain, "profile")
+    if faults:
+        raise ValueError(str(faults[0]))
+    for layer in profile.layers:
+        for name, value in vars(layer).items():
+            if name != "module" and not 0 < value < math.inf:
+                raise ValueError(f"{name} of {layer.module} must be above 0, is {value!r}")
+    return profile
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of a rank of a stage; but for the last two of one microbatch."""
+    """Seconds of a rank of a stage, of one microbatch unless another unit is named."""
 
     forward: float
-    """Computing."""
+    """Computation of the forward pass."""
     backward: float
     forward_messages: float = 0.0
-    """Inside of layers, over tp, cp and ep, which the next products wait for."""
+    """Messages inside layers, over tp, cp and ep, which the next matmuls wait for."""
     backward_messages: float = 0.0
     gradients: float = 0.0
-    """After the last microbatch."""
+    """Reduction of gradients after the last microbatch of a step."""
     update: float = 0.0
-    """Of the optimizer, with the gathering of its weights."""
+    """Update of a step, with the all-gather of weights."""
 
 
 class Costs:
-    """Costs of the stages of any layout of a run."""
+    """Computes the costs of the stages of any layout of a run."""
 
     def __init__(
         self,
@@ -52,9 +138,9 @@ class Costs:
     ):
         """
         Args:
-            cfgs: the run with each `train.recompute` that is tried.
+            cfgs: the run with each candidate for `train.recompute`.
             vocab: rows of the embedding.
-            media: pictures or clips of a module in a sample.
+            media: media items of each module in a sample.
         """
         self._cfgs, self._vocab, self._media, self._links, self._profile = cfgs, vocab, media, links, profile
         self._cfg = next(iter(cfgs.values()))
@@ -65,19 +151,20 @@ class Costs:
         self.least_of_language = cache(self._least_of_language)
 
     def _least_of_language(self, recompute: str) -> float:
-        """Seconds that one rank would at least compute for one sample; several ranks share them. 0: not known."""
+        """A lower bound of the seconds that one rank computes for one sample, to be divided by the ranks that share it;
+        0 if not known."""
         if self._profile is not None:
             return 0.0  # rates differ with tp
         work = self._work(LANGUAGE, recompute).whole
         return self._computing(
-            work.products + work.products_back, work.attention + work.attention_back, work.in_fp8 + work.in_fp8_back
+            work.matmuls + work.matmuls_back, work.attention + work.attention_back, work.in_fp8 + work.in_fp8_back
         )
 
     def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
-        """Of each stage, for microbatches of `samples` on a data-parallel rank.
+        """Costs of each stage, for microbatches of `samples` samples on a data-parallel rank.
 
         Args:
-            divided: whether the optimizer is the distributed one.
+            divided: the optimizer is the distributed one.
         """
         llm, cp = self._cfg.llm, layout.cp
         tokens = samples * self._cfg.data.sequence_length // cp
@@ -86,23 +173,23 @@ class Costs:
             sp=layout.sp,
         )  # fmt: skip
         forward, backward = self._inside_language(layout, tokens)
-        found, alike = [], dict[tuple[Work, bool, bool], StageCost]()
+        costs, known = [], dict[tuple[Work, bool, bool], StageCost]()
         for stage in range(layout.pp):
             work = self._stage_work(LANGUAGE, recompute, stage, layout.pp, layout.vpp)
-            like = work, stage == 0, stage == layout.pp - 1
-            if like not in alike:
-                own = layers_of_stage(llm.num_layers, stage, layout.pp)
-                seconds = self._seconds(LANGUAGE, work, recompute, samples / (layout.tp * cp), layout.tp, own, kept)
-                again = forward * own if recompute == "full" else 0.0
-                messages = forward * own, backward * own * (seconds[1] > 0) + again
-                alike[like] = StageCost(*seconds, *messages, *self._tail(LANGUAGE, layout, stage, divided, cp))
-            found.append(alike[like])
-        return found
+            key = work, stage == 0, stage == layout.pp - 1
+            if key not in known:
+                layers = layers_of_stage(llm.num_layers, stage, layout.pp)
+                seconds = self._seconds(LANGUAGE, work, recompute, samples / (layout.tp * cp), layout.tp, layers, kept)
+                again = forward * layers if recompute == "full" else 0.0
+                messages = forward * layers, backward * layers * (seconds[1] > 0) + again
+                known[key] = StageCost(*seconds, *messages, *self._tail(LANGUAGE, layout, stage, divided, cp))
+            costs.append(known[key])
+        return costs
 
     def encoder(
         self, name: str, layout: LayoutConfig, samples: float, recompute: str, *, divided: bool
     ) -> list[StageCost]:
-        """Of each stage of an encoder; `samples` of a microbatch on a data-parallel rank."""
+        """Costs of each stage of an encoder, for microbatches of `samples` samples on a data-parallel rank."""
         module, size = self._cfg.modules[name], self._size
         encoder, media = module.encoder, samples * self._media[name]
         tokens = media * encoder.most_inner_tokens(module.projector.merge)
@@ -117,28 +204,28 @@ class Costs:
         )  # fmt: skip
         hidden = sum(part.hidden_size for part in parts)
         each = 4 * self._links.gather(tokens * hidden * size, layout.tp, layout.tp)
-        found = []
+        costs = []
         for stage in range(layout.pp):
             work = self._stage_work(name, recompute, stage, layout.pp, 1)
-            own = 1 if plain else layers_of_stage(max(part.built_layers for part in parts), stage, layout.pp)
-            seconds = self._seconds(name, work, recompute, samples / layout.tp, layout.tp, own, kept)
-            messages = each * own, each * own * (work.products_back > 0)
-            found.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, divided, 1)))
-        return found
+            layers_here = 1 if plain else layers_of_stage(max(part.built_layers for part in parts), stage, layout.pp)
+            seconds = self._seconds(name, work, recompute, samples / layout.tp, layout.tp, layers_here, kept)
+            messages = each * layers_here, each * layers_here * (work.matmuls_back > 0)
+            costs.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, divided, 1)))
+        return costs
 
     def boundary(self, layout: LayoutConfig, samples: int) -> float:
-        """Bytes that a rank of the language model sends to its next stage."""
+        """Bytes that a rank of the language model sends to the next stage for a microbatch."""
         tokens = samples * self._cfg.data.sequence_length // layout.cp
         return tokens * self._cfg.llm.hidden_size * self._size / (layout.tp if layout.sp else 1)
 
     def features(self, name: str, samples: float) -> float:
-        """Bytes of the features of a module for so many samples."""
+        """Bytes of the features of a module for `samples` samples."""
         module = self._cfg.modules[name]
         tokens = samples * self._media[name] * most_tokens(module.encoder, module.projector)
         return tokens * self._cfg.llm.hidden_size * self._size
 
     def _inside_language(self, layout: LayoutConfig, tokens: int) -> tuple[float, float]:
-        """Seconds of the messages of a layer, forward and backward."""
+        """Seconds of the messages inside one layer, forward and backward."""
         llm, links, size = self._cfg.llm, self._links, self._size
         tp, cp, across = layout.tp, layout.cp, layout.tp * layout.cp
         # Two all-reduces, or two gathers and two scatters; sequence parallel gathers the two inputs once more.
@@ -157,32 +244,32 @@ class Costs:
     def _seconds(
         self, name: str, work: Work, recompute: str, share: float, tp: int, layers: int, kept: float
     ) -> tuple[float, float]:
-        """Forward and backward; `share`: samples over the ranks that share their work."""
-        has_gradients = work.products_back + work.attention_back > 0
+        """Seconds of computation, forward and backward; `share`: samples divided by the ranks that share their work."""
+        has_gradients = work.matmuls_back + work.attention_back > 0
         if self._profile is not None:
             forward, backward = self._profile.rates(name, tp)
             return (
-                share * (work.products + work.attention) / forward,
-                share * (work.products_back + work.attention_back) / backward,
+                share * (work.matmuls + work.attention) / forward,
+                share * (work.matmuls_back + work.attention_back) / backward,
             )
         device = self._links.device
         traffic = layers * kept * devices.TOUCHED / (device.traffic * devices.TRAFFIC)
         least = layers * devices.LEAST_LAYER
 
-        forward = max(least, share * self._computing(work.products, work.attention, work.in_fp8) + traffic)
-        backward = share * self._computing(work.products_back, work.attention_back, work.in_fp8_back) + 2 * traffic
+        forward = max(least, share * self._computing(work.matmuls, work.attention, work.in_fp8) + traffic)
+        backward = share * self._computing(work.matmuls_back, work.attention_back, work.in_fp8_back) + 2 * traffic
         passes = 3 if recompute == "full" else 2
         return forward, max(passes * least, backward) if has_gradients else 0.0
 
-    def _computing(self, products: float, attention: float, in_fp8: float) -> float:
-        """Seconds, at the rates that are assumed; `in_fp8` of the products are in fp8."""
+    def _computing(self, matmuls: float, attention: float, in_fp8: float) -> float:
+        """Seconds at the assumed rates; `in_fp8` of the FLOPs of matmuls are in fp8."""
         device = self._links.device
         rate = device.rate(self._cfg.train.precision)
-        slow, fast = (products - in_fp8) / rate, in_fp8 / (device.eighth or rate)
-        return (slow + fast) / devices.PRODUCTS + attention / (rate * devices.ATTENTION)
+        slow, fast = (matmuls - in_fp8) / rate, in_fp8 / (device.eighth or rate)
+        return (slow + fast) / devices.MATMULS + attention / (rate * devices.ATTENTION)
 
     def _tail(self, name: str, layout: LayoutConfig, stage: int, divided: bool, cp: int) -> tuple[float, float]:
-        """Seconds of gradients and of the update."""
+        """Seconds of the reduction of gradients and of the update."""
         dense, experts = self._parameters(name, layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, stage)
         replicas, inner = layout.dp * cp, layout.tp * cp
         of_experts = layout.tp * cp * layout.dp // (layout.ep * layout.etp)
@@ -207,7 +294,7 @@ class Costs:
     def _parameters_of(
         self, name: str, tp: int, pp: int, vpp: int, ep: int, etp: int, stage: int
     ) -> tuple[ParameterCount, ParameterCount]:
-        """Of a rank, and those of its experts."""
+        """Parameters of a rank without experts, and of its experts."""
         sizes: dict[str, Any] = {"tp": tp, "ep": ep, "etp": etp, "stage": stage, "stages": pp, "vpp": vpp}
         counts = module_parameters(self._cfg, name, self._vocab, **sizes)
         experts = counts.pop("experts", ParameterCount(0, 0))

@@ -1,8 +1,7 @@
-"""How much there is to do in each microbatch, by the lengths of texts and the sizes of media that the run's data has.
+"""The work of each microbatch by the lengths of texts and the sizes of media in the run's data.
 
-Steps are cut as training cuts them, for each layout anew: microbatches of similar lengths, packs, parts of encoders.
-What is found is a share of what a microbatch of the largest samples takes, which costs are of. Imports no torch until
-shards are read.
+Steps are cut as training cuts them, for each layout: microbatches of similar lengths, packs, parts of encoders. Loads
+are shares of a microbatch of the largest samples, for which costs are computed. Imports torch only to read shards.
 """
 
 from __future__ import annotations
@@ -23,62 +22,61 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.estimate.flops import Flops, StepFlops
+from mimo_train.estimate.flops import AT_THE_END, Flops, StepFlops, module_work
 from mimo_train.inputs.inputs import build_dataset, tokenizer_of, training_sources
 from mimo_train.inputs.padding import padding_of
 from mimo_train.layout.batch import pack_length
 from mimo_train.preflight.plan.candidate import Candidate
-from mimo_train.preflight.plan.work import AT_THE_END, module_work
 
 if TYPE_CHECKING:
     from data.pipeline import Samples, StepPlan
     from data.samples.sample_batch_meta import StepSamples
 
 STEPS = 4
-"""Of the run that are looked at, spread over its data."""
+"""Steps of the run that are read, spread over its data."""
 COUNTED = 20_000
-"""Texts that are counted for a plan, if the run has not been started yet; of more, rows count as full."""
+"""Most texts whose tokens are counted for a plan; of more uncounted texts, rows count as full."""
 
 
 class Load(NamedTuple):
-    """What a stage has to do in the microbatches of a step, over what its costs are of."""
+    """The work of a stage in the microbatches of a step, as shares of a full microbatch."""
 
     shares: tuple[float, ...]
-    """Of each microbatch; of several steps of the first one and the last."""
+    """Share of each microbatch; for several steps only of the first and the last."""
     total: float
     microbatches: float
 
     @classmethod
     def of(cls, shares: Sequence[float]) -> Load:
-        """Of one step."""
+        """The load of one step."""
         return cls(tuple(shares), sum(shares), len(shares))
 
     @classmethod
     def mean(cls, loads: Sequence[Load]) -> Load:
-        """Of several steps."""
+        """The mean load of several steps."""
         ends = fmean(load.shares[0] for load in loads), fmean(load.shares[-1] for load in loads)
         return cls(ends, fmean(load.total for load in loads), fmean(load.microbatches for load in loads))
 
 
 Loads = Mapping[str, Load]
-"""By module, of its data-parallel rank that has the most to do."""
+"""Load by module, of its busiest data-parallel rank."""
 
 
 @dataclass(frozen=True)
 class KnownStep:
-    """A step of the data."""
+    """A step of the run's data."""
 
     first: int
-    """Number of its first sample."""
+    """Number of the first sample."""
     samples: StepSamples
 
 
 class Counts:
-    """Loads of the layouts of a run.
+    """Computes the loads of layouts of a run.
 
     Args:
         vocab: rows of the embedding.
-        media: pictures or clips of each encoder in a sample that costs are of.
+        media: media items of each encoder in a full sample.
     """
 
     def __init__(self, cfg: ConfigContainer, vocab: int, media: Mapping[str, float], steps: Sequence[KnownStep]):
@@ -91,15 +89,15 @@ class Counts:
         self._of_module = cache(self._loads_of)
 
     def loads(self, candidate: Candidate) -> list[Loads]:
-        """Of each step."""
-        found = {name: each for name, (each, _) in self._found(candidate).items()}
-        return [{name: each[step] for name, each in found.items()} for step in range(len(self._steps))]
+        """Loads in each step."""
+        by_module = {name: each for name, (each, _) in self._by_module(candidate).items()}
+        return [{name: each[step] for name, each in by_module.items()} for step in range(len(self._steps))]
 
     def mean(self, candidate: Candidate) -> Loads:
-        """Of all steps."""
-        return {name: mean for name, (_, mean) in self._found(candidate).items()}
+        """Mean loads of all steps."""
+        return {name: mean for name, (_, mean) in self._by_module(candidate).items()}
 
-    def _found(self, candidate: Candidate) -> dict[str, tuple[list[Load], Load]]:
+    def _by_module(self, candidate: Candidate) -> dict[str, tuple[list[Load], Load]]:
         layout, micro = candidate.language, candidate.micro_batch_size
         key = micro, layout.dp, layout.cp, layout.tp if layout.sp else 1, layout.pp if layout.vpp > 1 else 0
         return {name: self._of_module(key, name, own.dp) for name, own in candidate.layouts.items()}
@@ -132,12 +130,12 @@ class Counts:
         ]
 
     def _rows(self, key: tuple[int, ...]) -> int:
-        """Samples of a data-parallel rank in the microbatch that costs are of, as `Predictor.rows`."""
+        """Samples of a data-parallel rank in a full microbatch, as in `Predictor.rows`."""
         return pack_length(self._cfg) // self._cfg.data.sequence_length if self._cfg.data.pack_length else key[0]
 
     def _language(self, key: tuple[int, ...]) -> list[Load]:
         full = self._rows(key) * self._of_text(self._cfg.data.sequence_length)
-        found = []
+        loads = []
         for plan in self._plans(key):
             work = np.array(
                 [
@@ -145,8 +143,8 @@ class Counts:
                     for microbatch, of_ranks in enumerate(plan.shares)
                 ]
             )
-            found.append(_of_busiest(work / full))
-        return found
+            loads.append(_of_busiest(work / full))
+        return loads
 
     def _of_share(self, plan: StepPlan, microbatch: int, replica: int) -> float:
         """FLOPs of the language model in one microbatch of a rank."""
@@ -164,13 +162,13 @@ class Counts:
         ]
 
     def _of_ranks(self, plan: StepPlan, loads: np.ndarray, work: np.ndarray, name: str, dp: int) -> np.ndarray:
-        """[microbatches, dp]: FLOPs of the ranks of an encoder; as `StepShapes.spans` divides samples."""
+        """FLOPs of the ranks of an encoder, [microbatches, dp]; samples are divided as in `StepShapes.spans`."""
         places = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
-        own = [loads[of].tolist() for of in places]
+        loads_of = [loads[samples].tolist() for samples in places]
         if plan.packed:
-            parts = spread_parts(own, dp)
+            parts = spread_parts(loads_of, dp)
         elif self._cfg.modules[name].balance == "patches":
-            parts = [balanced_parts(each, dp) for each in own]
+            parts = [balanced_parts(each, dp) for each in loads_of]
         else:
             return work[np.concatenate(places)].reshape(len(places), dp, -1).sum(axis=2)
         return np.array(
@@ -182,16 +180,16 @@ class Counts:
 
     def _encoders(self, samples: StepSamples) -> dict[str, np.ndarray]:
         """FLOPs of each encoder for each sample of a step."""
-        found = {}
+        flops = {}
         for name in self._cfg.encoders:
             numbers = samples.tokens[name], samples.loads[name], samples.pairs[name]
-            found[name] = sum(
+            flops[name] = sum(
                 (numbers[at] * self._one(name, at).hardware for at in range(3)), np.zeros(len(numbers[0]))
             )
-        return found
+        return flops
 
     def _one(self, name: str, at: int) -> Flops:
-        """FLOPs for one of the numbers that an encoder's grow with."""
+        """FLOPs of an encoder per unit of one of its numbers: rows, tokens, pairs."""
         counts, loads, pairs = (
             {other: [[int(own == at and other == name)]] for other in self._cfg.encoders} for own in range(3)
         )
@@ -199,15 +197,15 @@ class Counts:
 
 
 def _of_busiest(work: np.ndarray) -> Load:
-    """[microbatches, ranks] -> of the rank with the most."""
+    """The load of the busiest rank; `work`: [microbatches, ranks]."""
     return Load.of(work[:, int(work.sum(axis=0).argmax())].tolist())
 
 
 def known_steps(cfg: ConfigContainer, dataset: Samples) -> list[KnownStep]:
-    """Some steps of full size, spread over the data.
+    """Steps of full size, spread over the data.
 
     Raises:
-        DataError: their texts are to be padded or packed by their lengths, and too many of them are not counted.
+        DataError: texts are padded or packed by their lengths, and too many of these are not known.
     """
     from data.pipeline import Dataset, TextLengths
 
@@ -225,13 +223,13 @@ def known_steps(cfg: ConfigContainer, dataset: Samples) -> list[KnownStep]:
 
 
 def steps_at_hand(cfg: ConfigContainer) -> tuple[tuple[KnownStep, ...], str]:
-    """`known_steps` of the run's data, and why there are none, where it cannot be read."""
+    """(`known_steps` of the run's data, the reason if there are none)."""
     data = cfg.data
     if not data.shards and not data.mix:
         return (), "data.shards is empty"
     try:
         for source in training_sources(cfg):
-            find_any(source.shards)  # before the data path imports torch for nothing
+            find_any(source.shards)  # fails before the data path imports torch
         with closing(build_dataset(cfg, tokenizer_of(cfg))) as dataset:
             return tuple(known_steps(cfg, dataset)), ""
     except (DataError, OSError, UserError) as error:

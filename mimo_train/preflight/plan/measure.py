@@ -1,7 +1,7 @@
-"""Measures one layer of each module on the device at hand: seconds forward and backward, at every tp that it can have.
+"""Measures one layer of each module on this machine's device: seconds forward and backward, at every legal tp.
 
-The program's own modules are built, with one layer each, on one process and with initial weights; no data is read. Of a
-larger tp the process is the first rank, in a world whose messages take no time: these are counted apart.
+Builds the program's modules with one layer each in one process, with initial weights, and reads no data. For tp above 1
+the process is the first rank of a fake world whose messages take no time; messages are estimated.
 """
 
 import math
@@ -24,13 +24,13 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleConfig
 from mimo_train.config.schema_run import PlacementConfig
+from mimo_train.estimate.flops import Work, module_work
 from mimo_train.layout.legality import encoder_faults, language_faults, projector_faults
 from mimo_train.layout.run import resolve
 from mimo_train.models.names import modules_of
 from mimo_train.parallel import device as devices
 from mimo_train.preflight.dry_run import fake_world
-from mimo_train.preflight.plan.profile import LayerCost, Profile
-from mimo_train.preflight.plan.work import Work, module_work
+from mimo_train.preflight.plan.costs import LayerCost, Profile
 from mimo_train.training.step.parts import build_parts, start_processes
 
 _WARM_UP, _TIMED = 2, 5
@@ -38,31 +38,31 @@ _WARM_UP, _TIMED = 2, 5
 
 
 def measure(cfg: ConfigContainer, vocab: int, most: int = 1) -> Profile:
-    """Costs of a layer of each module of a run, for the samples of its microbatches. Where `most` is above 1 this
-    process has no other ranks any more.
+    """Measure a layer of each module of a run, for the samples of its microbatches. With `most` above 1 this process
+    is left in a fake world.
 
     Args:
         vocab: rows of the embedding.
-        most: the largest tp, of which all divisors are measured that the module can have.
+        most: the largest tp; all its divisors that are legal for a module are measured.
 
     Raises:
-        UserError: an encoder of plain torch, which has no layers.
+        UserError: an encoder is a plain torch module, which has no layers.
     """
     for name, module in cfg.encoders.items():
         if isinstance(module.encoder, PlainSpec):
             raise UserError(
-                f"--measure: modules.{name}.encoder.family {module.encoder.family} is a plain torch module, of whose "
-                "layers nothing is known: plan without --profile"
+                f"--measure: modules.{name}.encoder.family {module.encoder.family} is a plain torch module, whose "
+                "layers are not known: plan without --profile"
             )
     costs = []
     for tp in (size for size in range(1, most + 1) if most % size == 0):
         if names := [name for name in cfg.modules if _divides(cfg, name, tp)]:
             costs += _of_size(cfg, vocab, tp, names)
-    return Profile(devices.name(devices.current()) or "the CPU", cfg.train.precision, tuple(costs))
+    return Profile(devices.name(devices.current()) or "the CPU", cfg.train.precision, costs)
 
 
 def _of_size(cfg: ConfigContainer, vocab: int, tp: int, names: Sequence[str]) -> list[LayerCost]:
-    """Costs of the modules `names`, as one of `tp` ranks has them."""
+    """Costs of the modules `names` on one of `tp` ranks."""
     small = _of_one_layer(cfg, tp, names)
     if tp > 1:
         if dist.is_initialized():
@@ -86,7 +86,7 @@ def _of_size(cfg: ConfigContainer, vocab: int, tp: int, names: Sequence[str]) ->
 
 
 def _divides(cfg: ConfigContainer, name: str, tp: int) -> bool:
-    """Whether a module can have that tp."""
+    """True if this tp is legal for a module."""
     layout = LayoutConfig(tp=tp)
     if name == LANGUAGE:
         return not [*language_faults(cfg.llm, layout, f"modules.{LANGUAGE}")]
@@ -96,14 +96,14 @@ def _divides(cfg: ConfigContainer, name: str, tp: int) -> bool:
 
 def _cost(name: str, tp: int, tokens: int, work: Work, samples: int, passes: list[tuple[float, float]]) -> LayerCost:
     share = samples / tp
-    ahead, back = share * (work.products + work.attention), share * (work.products_back + work.attention_back)
+    ahead, back = share * (work.matmuls + work.attention), share * (work.matmuls_back + work.attention_back)
     forward, backward = (sum(each) for each in zip(*passes, strict=True))
     return LayerCost(name, tp, tokens, ahead, back, forward, backward)
 
 
 def _of_one_layer(cfg: ConfigContainer, tp: int, names: Sequence[str]) -> ConfigContainer:
-    """The run with one layer in each of the modules `names`, all trained, at that tp on as many ranks; with replicas of
-    a language model that is not one of them."""
+    """The run with one layer in each of the modules `names`, all trained, at this tp on `tp` ranks; a language model
+    that is not among them has replicas."""
     language = LayoutConfig(tp=tp) if LANGUAGE in names else LayoutConfig(dp=tp)
     return replace(
         cfg,
@@ -120,7 +120,7 @@ def _of_one_layer(cfg: ConfigContainer, tp: int, names: Sequence[str]) -> Config
             global_batch_size=cfg.train.micro_batch_size * language.dp,
             rampup_batch_size=[],
             recompute="none",
-            # As proposals are reckoned without a profile: fp8 and compiled layers are no part of them.
+            # Predictions with a profile know neither fp8 nor compiled layers.
             fp8="none",
             num_layers_at_start_in_bf16=0,
             num_layers_at_end_in_bf16=0,
@@ -156,18 +156,18 @@ def _with_one_layer(name: str, module: ModuleConfig, layout: LayoutConfig) -> Mo
 
 
 def _one_layer(encoder: Any) -> Any:
-    """The encoder with its first layer alone."""
+    """The encoder with its first layer only."""
     kept = {"num_layers": 1, "feature_layer": -1, "full_attention": [0], "deepstack": []}
     named = {field.name for field in fields(encoder)}
     return replace(encoder, **{key: value for key, value in kept.items() if key in named})
 
 
 _Call = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
-"""Hidden states, and what takes them through the layers."""
+"""(hidden states, function that passes them through the layers)."""
 
 
 def _language_calls(cfg: ConfigContainer, gpt: Any) -> list[_Call]:
-    """The decoder, with the arguments that the model itself gives it."""
+    """The decoder, with the arguments that the model passes to it."""
     seen: dict[str, Any] = {}
 
     def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> 
 
 def _timed(layers: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> tuple[float, float]:
     """Seconds of a forward and of a backward pass."""
-    found = []
+    seconds = []
     for number in range(_WARM_UP + _TIMED):
         hidden = inputs.detach().requires_grad_()
         begin = _now()
@@ -212,8 +212,8 @@ def _timed(layers: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor)
         between = _now()
         output.backward(torch.ones_like(output))
         if number >= _WARM_UP:
-            found.append((between - begin, _now() - between))
-    forward, backward = zip(*found, strict=True)
+            seconds.append((between - begin, _now() - between))
+    forward, backward = zip(*seconds, strict=True)
     return statistics.median(forward), statistics.median(backward)
 
 

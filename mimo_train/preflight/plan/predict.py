@@ -1,4 +1,4 @@
-"""The time of a step of a candidate, from the costs of its stages and the schedule. Imports no torch."""
+"""The predicted time of a step of a candidate, from the costs of its stages and the schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,30 +8,31 @@ from typing import NamedTuple
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.estimate.devices import Links
+from mimo_train.estimate.schedule import Part, Stage, ends, ends_on_cores, least_seconds
 from mimo_train.layout.batch import pack_length
 from mimo_train.preflight.plan.candidate import Candidate, ranks_of
 from mimo_train.preflight.plan.costs import Costs, StageCost
 from mimo_train.preflight.plan.counts import Counts, Load, Loads
-from mimo_train.preflight.plan.devices import Links
-from mimo_train.preflight.plan.schedule import Part, Stage, ends, ends_on_cores, least_seconds
 
 
 class RankWork(NamedTuple):
-    """What the ranks of a pipeline stage do; seconds of one microbatch, but for the last two."""
+    """The work of the ranks of a pipeline stage, in seconds of one microbatch unless another unit is named."""
 
     modules: tuple[str, ...]
-    """Those on them."""
+    """The modules on these ranks."""
     stage: int
-    """Of the first of these modules, from 0."""
+    """Stage of the first of these modules, from 0."""
     stages: int
     ranks: int
     forward: float
     backward: float
     messages: float
-    """That products wait for, in both."""
+    """Messages of both passes that matmuls wait for."""
     gradients: float
-    """After the last microbatch."""
+    """Reduction of gradients after the last microbatch of a step."""
     update: float
+    """Optimizer update of a step."""
 
     @classmethod
     def of(
@@ -43,7 +44,7 @@ class RankWork(NamedTuple):
         *,
         overlapped: bool = False,
     ) -> "RankWork":
-        """Of modules that work one after the other; `overlapped`: gradients are reduced while backward runs."""
+        """The work of modules that run one after the other; `overlapped`: gradients are reduced during backward."""
         forward = sum(cost.forward + cost.forward_messages for cost in costs)
         backward = sum(cost.backward + cost.backward_messages for cost in costs)
         messages = sum(cost.forward_messages + cost.backward_messages for cost in costs)
@@ -55,47 +56,47 @@ class RankWork(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The modules and the stage, as text."""
         name = " + ".join(self.modules)
         return f"{name}, stage {self.stage + 1} of {self.stages}" if self.stages > 1 else name
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A candidate as stages in time."""
+    """A candidate as a pipeline of stages."""
 
     stages: tuple[Stage, ...]
     work: tuple[RankWork, ...]
     microbatches: float
-    """A whole number, but for the mean of several steps."""
+    """Microbatches of a step; a fraction for the mean of several steps."""
     chunks: int
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a candidate."""
+    """The predicted step of a candidate."""
 
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     bubble: float
-    """Share of the schedule in which the ranks of the language model wait."""
+    """Share of the schedule in which ranks of the language model wait."""
     idle: Mapping[str, float]
-    """Module -> share of a step in which its ranks neither compute nor send."""
+    """Module -> share of a step in which its ranks neither compute nor communicate."""
     busiest: str
     """The stage that the others wait for."""
     shares: Mapping[str, float]
-    """What a step of the busiest stage consists of: computing, messages, waiting, gradients, update."""
+    """Shares of a step of the busiest stage: computing, messages, waiting, gradients, update."""
 
 
 class Predictor:
     """Predicts steps of one run."""
 
     def __init__(self, cfg: ConfigContainer, costs: Costs, links: Links, counts: Counts | None = None):
-        """`counts`: of the data; without, every microbatch is as large as any."""
+        """`counts`: loads of the data; None: every microbatch is full."""
         self._cfg, self._costs, self._links, self._counts = cfg, costs, links, counts
 
     def microbatches(self, micro_batch_size: int, replicas: int) -> int:
-        """Of a step; packed rows are as if every sample were as long as any."""
+        """Microbatches of a step; for packed rows with samples of full length."""
         cfg, samples = self._cfg, micro_batch_size * replicas
         if cfg.data.pack:
             tokens = cfg.train.global_batch_size * cfg.data.sequence_length
@@ -104,7 +105,7 @@ class Predictor:
         return cfg.train.global_batch_size // samples
 
     def rows(self, micro_batch_size: int) -> int:
-        """Samples of a microbatch on a data-parallel rank of the language model, for what is computed."""
+        """Samples of full length in a microbatch on a data-parallel rank of the language model."""
         cfg = self._cfg
         return pack_length(cfg) // cfg.data.sequence_length if cfg.data.pack_length else micro_batch_size
 
@@ -135,54 +136,54 @@ class Predictor:
             send = self._links.send(nbytes, across)
             for stage in range(layout.pp):
                 costs, parts = _loaded([(name, of_encoders[name][stage]) for name in chain], loads)
-                own = RankWork.of(chain, stage, layout, costs)
+                ranks = RankWork.of(chain, stage, layout, costs)
                 destination = len(stages) + 1 if stage < layout.pp - 1 else first
-                stages.append(Stage(own.forward, own.backward, destination, send, parts))
-                work.append(own)
+                stages.append(Stage(ranks.forward, ranks.backward, destination, send, parts))
+                work.append(ranks)
         send = self._links.send(self._costs.boundary(language, samples), across)
         shared = tuple(name for name in candidate.layouts if name in candidate.shared)
         overlapped, parts = cfg.optim.overlap_grad_reduce, tuple[Part, ...]()
         for stage, cost in enumerate(of_language):
             if stage > 1 and cost is of_language[stage - 1]:
-                own = own._replace(stage=stage)
+                ranks = ranks._replace(stage=stage)
             else:
-                beside = shared if stage == 0 else ()
-                costs, parts = _loaded([*((name, of_encoders[name][0]) for name in beside), (LANGUAGE, cost)], loads)
-                own = RankWork.of((*beside, LANGUAGE), stage, language, costs, overlapped=overlapped)
+                inside = shared if stage == 0 else ()
+                costs, parts = _loaded([*((name, of_encoders[name][0]) for name in inside), (LANGUAGE, cost)], loads)
+                ranks = RankWork.of((*inside, LANGUAGE), stage, language, costs, overlapped=overlapped)
             following = len(stages) + 1 if stage < language.pp - 1 else None
-            stages.append(Stage(own.forward, own.backward, following, send, parts))
-            work.append(own)
-        # Of packed rows the data says how many there are.
+            stages.append(Stage(ranks.forward, ranks.backward, following, send, parts))
+            work.append(ranks)
+        # The number of packed rows depends on the data.
         even = self.microbatches(candidate.micro_batch_size, language.dp)
         number = loads[LANGUAGE].microbatches if loads else even
         return Pipeline(tuple(stages), tuple(work), number, language.vpp)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of `predict(candidate).seconds`: of a mean step, whose bound is below the mean of theirs."""
+        """A lower bound of `predict(candidate).seconds`, for a mean step: it is below the mean bound of the steps."""
         pipeline = self._pipeline(candidate, {} if self._counts is None else self._counts.mean(candidate))
         gradients = max(work.gradients for work in pipeline.work)
         schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
         return max(schedule, gradients, self._on_cores(pipeline)) + self._update(pipeline)
 
     def least_of_language(self, micro_batch_size: int, replicas: int, ranks: int, recompute: str) -> float:
-        """A lower bound for all candidates with such a language model, by its operations alone: those of ranks that
-        all compute all the time. Takes no time, where `least_seconds` looks at every stage."""
+        """A lower bound for all candidates with this language model, from its FLOPs alone, as if all ranks computed all
+        the time. Much cheaper than `least_seconds`, which visits every stage."""
         if self._counts is not None:
             return 0.0
         samples = self.microbatches(micro_batch_size, replicas) * self.rows(micro_batch_size) * replicas
         return samples * self._costs.least_of_language(recompute) / ranks
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """Simulate a step, or some of the data."""
+        """Simulate a full step, or the known steps of the data."""
         loads = [{}] if self._counts is None else self._counts.loads(candidate)
-        found = [self._predict(self._pipeline(candidate, each)) for each in loads]
-        first = found[0]
+        steps = [self._predict(self._pipeline(candidate, each)) for each in loads]
+        first = steps[0]
         return replace(
             first,
-            seconds=fmean(one.seconds for one in found),
-            bubble=fmean(one.bubble for one in found),
-            idle={name: fmean(one.idle[name] for one in found) for name in first.idle},
-            shares={name: fmean(one.shares[name] for one in found) for name in first.shares},
+            seconds=fmean(step.seconds for step in steps),
+            bubble=fmean(step.bubble for step in steps),
+            idle={name: fmean(step.idle[name] for step in steps) for name in first.idle},
+            shares={name: fmean(step.shares[name] for step in steps) for name in first.shares},
         )
 
     def _predict(self, pipeline: Pipeline) -> Prediction:
@@ -194,24 +195,24 @@ class Predictor:
         of_language = [at for at, work in enumerate(pipeline.work) if LANGUAGE in work.modules]
         bubble = max(0.0, 1 - sum(busy[at] for at in of_language) / (len(of_language) * max(done)))
         at = max(range(len(busy)), key=busy.__getitem__)
-        one = pipeline.work[at]
+        busiest = pipeline.work[at]
         parts = {
-            "computing": busy[at] - number * one.messages,
-            "messages": number * one.messages,
-            "gradients": one.gradients,
+            "computing": busy[at] - number * busiest.messages,
+            "messages": number * busiest.messages,
+            "gradients": busiest.gradients,
             "update": update,
         }
         parts["waiting"] = max(0.0, seconds - sum(parts.values()))
         shares = {name: part / seconds for name, part in parts.items()}
-        return Prediction(seconds, bubble, self._idle(pipeline, busy, seconds), one.title, shares)
+        return Prediction(seconds, bubble, self._idle(pipeline, busy, seconds), busiest.title, shares)
 
     def _idle(self, pipeline: Pipeline, busy: Sequence[float], seconds: float) -> dict[str, float]:
         idle = {}
         for name in self._cfg.modules:
-            own = [
+            used = [
                 busy[at] + work.gradients + work.update for at, work in enumerate(pipeline.work) if name in work.modules
             ]
-            idle[name] = max(0.0, 1 - sum(own) / (len(own) * seconds))
+            idle[name] = max(0.0, 1 - sum(used) / (len(used) * seconds))
         return idle
 
     def _ends(self, pipeline: Pipeline) -> list[float]:
@@ -221,33 +222,32 @@ class Predictor:
         return ends_on_cores(pipeline.stages, [work.ranks for work in pipeline.work], cores, *cut)
 
     def _on_cores(self, pipeline: Pipeline) -> float:
-        """Seconds that the cores need for all ranks up to the update, where ranks share them; messages take time of a
-        core too."""
+        """Seconds that shared cores need for all ranks up to the update; messages take time of a core too."""
         number = pipeline.microbatches
         return self._shared(
             pipeline, [number * (work.forward + work.backward) + work.gradients for work in pipeline.work]
         )
 
     def _update(self, pipeline: Pipeline) -> float:
-        """Seconds of the update, which waits for the gradients of all, and of what a process does beside layers."""
+        """Seconds of the update, which waits for all gradients, and of what a process does outside layers."""
         updates = [work.update + self._links.device.process for work in pipeline.work]
         return max(*updates, self._shared(pipeline, updates))
 
     def _shared(self, pipeline: Pipeline, seconds: Sequence[float]) -> float:
-        """Of cores, for so many seconds of each rank of each stage; 0 where every rank has its own."""
+        """Seconds of shared cores, for `seconds` of each rank of each stage; 0 if ranks share no cores."""
         cores = self._cores(pipeline)
         if not cores:
             return 0.0
         return sum(work.ranks * own for work, own in zip(pipeline.work, seconds, strict=True)) / cores
 
     def _cores(self, pipeline: Pipeline) -> float:
-        """Of all nodes of a candidate; 0: every rank has its own."""
+        """Cores of all nodes of a candidate; 0 if ranks share none."""
         ranks, node = sum(work.ranks for work in pipeline.work), self._links.node
         return min(self._links.device.cores, node) * max(1.0, ranks / node)
 
 
 def _loaded(costs: Sequence[tuple[str, StageCost]], loads: Loads) -> tuple[list[StageCost], tuple[Part, ...]]:
-    """Costs of modules on one stage, of a mean microbatch, and what differs between microbatches."""
+    """(costs of the modules on a stage for a mean microbatch, parts that differ between microbatches)."""
     if not loads:
         return [cost for _, cost in costs], ()
     parts = tuple(

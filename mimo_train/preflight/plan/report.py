@@ -1,23 +1,23 @@
-"""A plan in words and as data. Imports no torch."""
+"""A plan as text and as data."""
 
 from typing import Any
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.estimate import devices
+from mimo_train.estimate.devices import Device
 from mimo_train.estimate.memory import GIB
 from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.ranks import lay_out
-from mimo_train.preflight.plan import devices
 from mimo_train.preflight.plan.candidate import Candidate
-from mimo_train.preflight.plan.devices import Device
 from mimo_train.preflight.plan.search import Plan, Proposal, Request
 
 _SMALL = 0.03
-"""Share of a step below which a part is not named."""
+"""Parts below this share of a step are not printed."""
 
 
 def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
-    """What the command prints."""
+    """The lines that the command prints."""
     several = request.gpus > request.node
     nodes = f", {request.node} on a node" if several else ""
     lines = [
@@ -36,7 +36,7 @@ def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
 
 
 def data_of(plan: Plan, cfg: ConfigContainer, request: Request) -> dict[str, Any]:
-    """The same, for programs."""
+    """The plan as JSON values."""
     return {
         "gpus": request.gpus,
         "device": request.device.name,
@@ -49,18 +49,18 @@ def data_of(plan: Plan, cfg: ConfigContainer, request: Request) -> dict[str, Any
         },
         "proposals": [
             {
-                "overrides": one.candidate.overrides(cfg),
-                "ranks": one.candidate.world_size,
-                "step_seconds": one.prediction.seconds,
-                "samples_per_second_per_gpu": _samples(one, cfg, request),
-                "tokens_per_second_per_gpu": _samples(one, cfg, request) * cfg.data.sequence_length,
-                "bubble": one.prediction.bubble,
-                "idle": dict(one.prediction.idle),
-                "memory_bytes": one.memory,
-                "busiest": one.prediction.busiest,
-                "shares": dict(one.prediction.shares),
+                "overrides": proposal.candidate.overrides(cfg),
+                "ranks": proposal.candidate.world_size,
+                "step_seconds": proposal.prediction.seconds,
+                "samples_per_second_per_gpu": _samples(proposal, cfg, request),
+                "tokens_per_second_per_gpu": _samples(proposal, cfg, request) * cfg.data.sequence_length,
+                "bubble": proposal.prediction.bubble,
+                "idle": dict(proposal.prediction.idle),
+                "memory_bytes": proposal.memory,
+                "busiest": proposal.prediction.busiest,
+                "shares": dict(proposal.prediction.shares),
             }
-            for one in plan.proposals
+            for proposal in plan.proposals
         ],
     }
 
@@ -85,20 +85,20 @@ def _proposal(number: int, proposal: Proposal, cfg: ConfigContainer, request: Re
 
 def _layouts(candidate: Candidate, cfg: ConfigContainer) -> str:
     modules = lay_out(candidate.config(cfg)).modules
-    said = "; ".join(f"{name}{_place(candidate, name)} {module}" for name, module in modules.items())
+    text = "; ".join(f"{name}{_place(candidate, name)} {module}" for name, module in modules.items())
     again = f", recompute {candidate.recompute}" if candidate.recompute != "none" else ""
-    return f"{said}; micro batch {candidate.micro_batch_size}{again}"
+    return f"{text}; micro batch {candidate.micro_batch_size}{again}"
 
 
 def _place(candidate: Candidate, name: str) -> str:
-    """Where an encoder is, if not on ranks of its own."""
+    """The placement of an encoder, if it shares ranks."""
     if name in candidate.shared:
         return " shared"
     return " together" if candidate.together and name != LANGUAGE else ""
 
 
 def _samples(proposal: Proposal, cfg: ConfigContainer, request: Request) -> float:
-    """Samples in a second for each GPU that is there, used or not."""
+    """Samples/s for each available GPU, used or not."""
     return cfg.train.global_batch_size / proposal.prediction.seconds / request.gpus
 
 
@@ -111,7 +111,7 @@ def _described(device: Device) -> str:
 
 
 def of_numbers(cfg: ConfigContainer) -> str:
-    """What another layout changes besides time and memory; empty: nothing."""
+    """A sentence if another layout changes results too; else empty."""
     if not cfg.llm.balances_microbatches:
         return ""
     return (
@@ -125,7 +125,7 @@ def _notes(cfg: ConfigContainer, request: Request) -> list[str]:
         rates = f"layers as measured on {request.profile.device}; assumed:"
     else:
         rates = (
-            f"assumed, and not measured (--profile): products reach {devices.PRODUCTS:.0%} of the peak, attention "
+            f"assumed, and not measured (--profile): matmuls reach {devices.MATMULS:.0%} of the peak, attention "
             f"{devices.ATTENTION:.0%},"
         )
     return [
@@ -149,7 +149,7 @@ def _of_fp8(cfg: ConfigContainer, request: Request) -> str:
 
 
 def _counts(request: Request) -> str:
-    """What microbatches are as large as."""
+    """A sentence about the sizes of microbatches."""
     if request.steps:
         return f"texts and media of microbatches as the data has them, in {len(request.steps)} steps spread over it"
     return f"even counts: every row is as if full, every picture the largest ({request.even_since})"
@@ -160,10 +160,10 @@ def _rate(number: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """For people."""
+    """Seconds as text."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def quoted(override: str) -> str:
-    """An override as it is typed into a shell."""
+    """An override, quoted for a shell if necessary."""
     return f"'{override}'" if any(mark in override for mark in " {}") else override

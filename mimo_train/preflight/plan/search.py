@@ -1,4 +1,4 @@
-"""The best layouts: all that are legal are bounded, those with the best bounds simulated. Imports no torch."""
+"""The search for the best layouts: bounds for all legal ones, simulation of those with the best bounds."""
 
 import heapq
 import math
@@ -12,32 +12,30 @@ from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.estimate.devices import MARGIN, Device, Links
 from mimo_train.estimate.memory import GIB
 from mimo_train.layout.run import INPUT_KEYS, config_faults
-from mimo_train.preflight.plan.candidate import Candidate, ranks_of
-from mimo_train.preflight.plan.costs import Costs
+from mimo_train.preflight.plan.candidate import Candidate, Fullest, ranks_of
+from mimo_train.preflight.plan.costs import Costs, Profile
 from mimo_train.preflight.plan.counts import Counts, KnownStep
-from mimo_train.preflight.plan.devices import MARGIN, Device, Links
-from mimo_train.preflight.plan.fullest import Fullest
 from mimo_train.preflight.plan.predict import Prediction, Predictor
-from mimo_train.preflight.plan.profile import Profile
 from mimo_train.preflight.plan.space import LanguageOption, Space
 
 SIMULATED = 200
-"""Candidates with the best bounds that are simulated."""
-_SIMULATED_BESIDE = 50
-"""Those of `beside`, which is to take a second at most."""
+"""Most candidates that are simulated, those with the best bounds."""
+_SIMULATED_COMPARED = 50
+"""The same for `compare`, which should take at most a second."""
 _OF_A_KIND = 8
-"""Layouts of the encoders that are looked at further, for each layout of the language model and place of encoders."""
+"""Layouts of the encoders that are kept for each layout of the language model and placement of encoders."""
 _ALIKE = 0.01
-"""Relative difference of two predictions that means nothing."""
+"""Relative difference of predictions below which they count as equal."""
 _WAYS = 8
-"""Layouts of each encoder, on ranks of its own, that are combined with those of others."""
+"""Layouts of each encoder on ranks of its own that are combined with those of other encoders."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is for."""
+    """The hardware and the data of a plan."""
 
     gpus: int
     node: int
@@ -46,19 +44,19 @@ class Request:
     vocab: int
     """Rows of the embedding."""
     media: Mapping[str, float]
-    """Pictures or clips of each encoder in a sample."""
+    """Media items of each encoder in a sample."""
     margin: float = MARGIN
     top: int = 5
     profile: Profile | None = None
     steps: tuple[KnownStep, ...] = ()
-    """Of the data, by whose counts steps are simulated; empty: every sample is as large as any."""
+    """Steps of the data that are simulated; empty: every sample is full."""
     even_since: str = ""
-    """Why there are none."""
+    """The reason if `steps` is empty."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout that a run can have, and what is expected of it."""
+    """A layout with its prediction."""
 
     candidate: Candidate
     prediction: Prediction
@@ -67,30 +65,30 @@ class Proposal:
 
 
 _Bounded = tuple[float, int, Candidate, int]
-"""Minus the bound, minus the number, a candidate, bytes of its fullest rank."""
+"""(minus the bound, minus the number, candidate, bytes of its fullest rank)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The proposals, the fastest first, and what was looked at."""
+    """The proposals, the fastest first, and the size of the search."""
 
     proposals: tuple[Proposal, ...]
     legal: int
-    """Layouts of the language model."""
+    """Legal layouts of the language model."""
     bounded: int
-    """Layouts of all modules that were bounded."""
+    """Layouts of all modules for which a bound was computed."""
     fitting: int
-    """Those of them that fit."""
+    """Bounded layouts that fit into memory."""
     simulated: int
 
 
 def faults_of(cfg: ConfigContainer) -> list[Fault]:
-    """What `mimo-train check --without-data` refuses of a config."""
+    """Faults that `mimo-train check --without-data` reports."""
     return [fault for fault in config_faults(cfg) if fault.key not in INPUT_KEYS]
 
 
 def require_sound(cfg: ConfigContainer) -> None:
-    """Raises ConfigError for faults of the config that are there on one GPU too."""
+    """Raise ConfigError for faults that the config has on one GPU too."""
     if LANGUAGE not in cfg.modules:
         raise ConfigError(config_faults(cfg))
     alone = Candidate(
@@ -117,28 +115,28 @@ def fullest_rank(cfg: ConfigContainer, request: Request) -> int | None:
 
 
 def plan(cfg: ConfigContainer, request: Request) -> Plan:
-    """The best layouts of a run that `require_sound` accepts.
+    """Search the best layouts of a run that `require_sound` accepts.
 
     Raises:
         NothingFits: no layout fits.
-        UserError: no layout is legal, or a check refuses the best.
+        UserError: no layout is legal, or checks reject the best ones.
     """
     return _Search(cfg, request).run()
 
 
-class Beside(NamedTuple):
-    """The layout that a run has, and a better one."""
+class Comparison(NamedTuple):
+    """The prediction for the layout of a run, and a better layout."""
 
     own: Prediction
     better: Proposal | None
 
 
-def beside(cfg: ConfigContainer, own: Candidate, request: Request, share: float) -> Beside:
-    """The best layout of those whose steps take less than `share` of the seconds of `own`, the layout of a run that
-    `require_sound` accepts; what cannot be one of them is not looked at, so that it takes less time than a plan."""
+def compare(cfg: ConfigContainer, own: Candidate, request: Request, share: float) -> Comparison:
+    """Search the best layout whose step takes less than `share` of that of `own`, the layout of a run that
+    `require_sound` accepts. Takes less time than a plan, since slower layouts are skipped."""
     search = _Search(cfg, request)
     prediction = search.predict(own)
-    return Beside(prediction, search.faster(share * prediction.seconds))
+    return Comparison(prediction, search.faster(share * prediction.seconds))
 
 
 class _Search:
@@ -159,7 +157,7 @@ class _Search:
         self._fullest = Fullest(cfg, request.vocab, request.media, partial(self._candidate, together=False))
 
     def run(self) -> Plan:
-        """Bound, simulate, look at the best once more."""
+        """Bound, simulate and check."""
         options = [*self._options()]
         best, bounded, fitting = self._bounded(options, SIMULATED, math.inf)
         if not best:
@@ -167,7 +165,7 @@ class _Search:
         proposals, simulated, refused = self._chosen(best, self._request.top)
         if not proposals:
             raise UserError(
-                f"--gpus: the {simulated} layouts that would be the best are refused, the last one since {refused[0]}"
+                f"--gpus: checks reject all of the best {simulated} layouts, the last one because of {refused[0]}"
             )
         return Plan(tuple(proposals[: self._request.top]), len(options), bounded, fitting, simulated)
 
@@ -177,29 +175,29 @@ class _Search:
         return best[0][-1] if best else None
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """Of any layout of the run."""
+        """The prediction for any layout of the run."""
         return self._predictor.predict(candidate)
 
     def faster(self, below: float) -> Proposal | None:
-        """The best layout whose step takes fewer than these seconds; of those as fast the one with the fewest ranks,
-        then that with the fewest changes of the config."""
+        """The best layout whose step takes less than `below` seconds; of equal ones that with the fewest ranks, then
+        that with the fewest changes of the config."""
         options = [option for option in self._options() if self._least(option) < below]
-        best, *_ = self._bounded(options, _SIMULATED_BESIDE, below)
+        best, *_ = self._bounded(options, _SIMULATED_COMPARED, below)
         proposals, *_ = self._chosen(best, 1, _ALIKE)
-        least = min((one.prediction.seconds for one in proposals), default=0.0)
+        least = min((proposal.prediction.seconds for proposal in proposals), default=0.0)
         alike = [one for one in proposals if one.prediction.seconds < min(below, (1 + _ALIKE) * least)]
         changes = [(one.candidate.world_size, len(one.candidate.overrides(self._cfg))) for one in alike]
         return alike[changes.index(min(changes))] if alike else None
 
     def _bounded(self, options: Sequence[LanguageOption], most: int, below: float) -> tuple[list[_Bounded], int, int]:
-        """The `most` candidates that fit with the best bounds, below so many seconds, the best first; how many were
-        bounded, and how many of these fit."""
+        """(the `most` candidates that fit with the best bounds below `below` seconds, number of bounded candidates,
+        number of those that fit)."""
         found = [(self._bound(self._alone(option)), number, option) for number, option in enumerate(options)]
         best: list[_Bounded] = []
         bounded = fitting = 0
         for bound, _, option in sorted(found, key=lambda one: one[:2]):
             worst = min(below, -best[0][0]) if len(best) == most else below
-            # What comes now is no better, whatever its encoders are.
+            # The remaining options are no better, whatever their encoders are.
             if bound >= worst:
                 break
             if self._fullest.of_language(option) > self._room:
@@ -213,8 +211,8 @@ class _Search:
         return sorted(best, key=lambda one: (-one[0], -one[1])), bounded, fitting
 
     def _chosen(self, best: list[_Bounded], top: int, slack: float = 0.0) -> tuple[list[Proposal], int, list[Fault]]:
-        """Those that a check accepts, one of each kind, the fastest first: among them the `top` fastest, and all that
-        take `slack` longer than these; how many were simulated, and what the last of those that were refused had."""
+        """(accepted candidates, one of each kind, the fastest first, number of simulated ones, faults of the last
+        rejected one). The candidates include the `top` fastest and all that take up to `slack` longer."""
         found: dict[Hashable, Proposal] = {}
         refused: list[Fault] = []
         simulated = 0
@@ -261,7 +259,7 @@ class _Search:
         )
 
     def _least(self, option: LanguageOption) -> float:
-        """A lower bound of `_bound` that takes less time."""
+        """A lower bound of `_bound` that is cheaper."""
         ranks = ranks_of(option.layout)
         return self._predictor.least_of_language(option.micro_batch_size, option.dp, ranks, option.recompute)
 
@@ -269,15 +267,15 @@ class _Search:
         return self._predictor.least_seconds(candidate)
 
     def _candidates(self, option: LanguageOption) -> Iterator[Candidate]:
-        """All places and layouts of the encoders beside a language model."""
+        """All placements and layouts of the encoders for a language model."""
         encoders = list(self._cfg.encoders)
         free = self._request.gpus - ranks_of(option.layout)
         inside = {name: [*self._space.shared(name, option)] for name in encoders}
-        beside = {name: self._best_apart(name, option, free) for name in encoders}
+        apart_of = {name: self._best_apart(name, option, free) for name in encoders}
         for placed in product((True, False), repeat=len(encoders)):
             where = dict(zip(encoders, placed, strict=True))
             shared = frozenset(name for name in encoders if where[name])
-            choices = [inside[name] if where[name] else beside[name] for name in encoders]
+            choices = [inside[name] if where[name] else apart_of[name] for name in encoders]
             for layouts in product(*choices):
                 chosen = dict(zip(encoders, layouts, strict=True))
                 apart = [chosen[name] for name in encoders if not where[name]]
@@ -291,8 +289,7 @@ class _Search:
                     yield self._candidate(option, chosen, shared, together=True)
 
     def _best_apart(self, name: str, option: LanguageOption, free: int) -> list[LayoutConfig]:
-        """Layouts of an encoder on its own ranks; where several encoders are combined, those of each number of ranks
-        that are fastest."""
+        """Layouts of an encoder on its own ranks; of several encoders only the fastest of each number of ranks."""
         every = [*self._space.apart(name, option, free)]
         if len(self._cfg.encoders) == 1:
             return every
@@ -307,7 +304,7 @@ class _Search:
         return chosen[:_WAYS]
 
     def _fits_nodes(self, option: LanguageOption, apart: list[LayoutConfig]) -> bool:
-        """Whether tensor-parallel groups can start at multiples of their size: a first look, before that of a check."""
+        """True if tensor-parallel groups can start at multiples of their size; a quick test before the checks."""
         if self._request.gpus <= self._request.node or self._cfg.placement.tp_across_nodes or len(apart) != 1:
             return True
         (encoder,) = apart
@@ -316,8 +313,8 @@ class _Search:
     def _few(
         self, found: list[tuple[float, Candidate]], option: LanguageOption, worst: float
     ) -> Iterator[tuple[float, Candidate, int]]:
-        """Of the candidates of one language model those that fit and have the best bounds, below `worst`, of each way
-        to place the encoders; with the bytes of their fullest rank."""
+        """(bound, candidate, bytes of its fullest rank) of the best candidates of one language model that fit, with
+        bounds below `worst`, for each placement of the encoders."""
         taken: dict[Hashable, int] = {}
         for least, candidate in sorted(found, key=lambda one: (one[0], one[1].world_size)):
             if least >= worst:
@@ -344,8 +341,7 @@ class _Search:
 
 
 def _is_better(one: Proposal, other: Proposal) -> bool:
-    """Whether a proposal is faster than another of its kind; of two that are nearly as fast the one with fewer ranks is
-    better, then that with more room."""
+    """True if a proposal is faster than another of its kind; of equal ones if it has fewer ranks, then less memory."""
     seconds, others = one.prediction.seconds, other.prediction.seconds
     if abs(seconds / others - 1) > _ALIKE:
         return seconds < others

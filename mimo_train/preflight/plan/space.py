@@ -1,7 +1,7 @@
-"""The legal layouts of a run, module by module. Imports no torch.
+"""The legal layouts of a run, module by module.
 
-Legal is what the checks of a config say (`mimo_train.layout.legality`, `mimo_train.layout.batch`); what modules are
-to each other is looked at once more for what is proposed (`mimo_train.preflight.plan.search`).
+Uses the checks of a config (`mimo_train.layout.legality`, `mimo_train.layout.batch`). Checks across modules run only
+for proposals (`mimo_train.preflight.plan.search`).
 """
 
 import math
@@ -21,12 +21,12 @@ MOST_CP, MOST_CHUNKS, MOST_STAGES_OF_ENCODER = 16, 8, 8
 """Largest sizes that are tried."""
 _FEW_STAGES = 12
 _LEAST_PART = 256
-"""Tokens of a context-parallel rank; cutting shorter ones is not tried."""
+"""Least tokens of a context-parallel rank that are tried."""
 
 
 @dataclass(frozen=True)
 class LanguageOption:
-    """A layout of the language model, its batch, and what it recomputes."""
+    """A layout of the language model, its microbatch and recomputation."""
 
     tp: int
     pp: int
@@ -39,19 +39,19 @@ class LanguageOption:
     micro_batch_size: int
     recompute: str
     divided: bool
-    """Whether the optimizer is the distributed one."""
+    """True for the distributed optimizer."""
 
     @property
     def layout(self) -> LayoutConfig:
-        """As a config has it."""
+        """The layout as in a config."""
         return LayoutConfig(self.tp, self.pp, self.dp, self.cp, self.ep, self.etp, self.vpp, self.sp)
 
 
 class Space:
-    """Legal layouts of the modules of a run on so many GPUs."""
+    """Legal layouts of the modules of a run on a number of GPUs."""
 
     def __init__(self, cfg: ConfigContainer, gpus: int, node: int):
-        """Of a config without faults on one GPU; `node`: GPUs of a node."""
+        """`cfg` has no faults on one GPU; `node`: GPUs of a node."""
         self._cfg, self._gpus, self._node = cfg, gpus, node
         self._sizes = list(Batch.of(cfg).sizes())
         self._encoder_is_legal = cache(self._is_legal_encoder)
@@ -114,7 +114,7 @@ class Space:
                 yield cp
 
     def _sequence_parallel(self, tp: int, cp: int) -> bool | None:
-        """Whether the sequences can be cut over tp too, which is better where it goes; None: not even over cp."""
+        """True if sequences can be divided over tp too, which is better; None if not even over cp."""
         length, choices = self._cfg.data.sequence_length, (True, False) if tp > 1 else (False,)
         for sp in choices:
             if not [*sequence_faults(length, LayoutConfig(tp=tp, cp=cp, sp=sp))]:
@@ -122,7 +122,7 @@ class Space:
         return None
 
     def _replicas(self, ranks: int, micro: int) -> Iterator[int]:
-        """Sizes of dp with which every batch is whole microbatches."""
+        """Sizes of dp for which every batch is a whole number of microbatches."""
         train = self._cfg.train
         for dp in _divisors(train.global_batch_size // micro):
             if ranks * dp <= self._gpus and all(size % (micro * dp) == 0 for size in self._sizes):
@@ -147,7 +147,7 @@ class Space:
                 yield ep, etp, vpp
 
     def _takes(self, name: str, dp: int, language: LanguageOption) -> bool:
-        """Whether an encoder's replicas get equal numbers of samples."""
+        """True if an encoder's replicas get equal numbers of samples."""
         microbatch = language.micro_batch_size * language.dp
         return self._cfg.modules[name].balance != "samples" or microbatch % dp == 0
 
@@ -157,7 +157,7 @@ class Space:
         return not faults
 
     def _stays(self, name: str) -> bool:
-        """Whether an encoder has one stage: its features are kept, or it has no layers to cut."""
+        """True if an encoder has one stage: its features are kept, or it has no layers to divide."""
         module = self._cfg.modules[name]
         kept = bool(module.feature_cache.dir) or module.prefetch_microbatches > 0
         return (
@@ -176,7 +176,7 @@ def sizes_of_microbatches(cfg: ConfigContainer) -> list[int]:
 
 
 def _is_tried(stages: int, layers: int) -> bool:
-    """Whether so many stages are: few, equal parts, or a power of two."""
+    """True for a number of stages that is small, divides the layers, or is a power of two."""
     return stages <= _FEW_STAGES or layers % stages == 0 or stages & (stages - 1) == 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import planner
-from mimo_train.preflight.plan.profile import LayerCost, Profile
+from mimo_train.preflight.plan.costs import LayerCost, Profile
 
 PROFILE = Profile(
     "the CPU", "fp32", tuple(LayerCost(name, 1, 1, 5e9, 5e9, 1.0, 1.0) for name in ("images", "language"))

@@ -5,7 +5,7 @@ import pytest
 from encoders.plain.spec import PictureSpec
 from mimo_train.config.errors import UserError
 from mimo_train.estimate.activations import BYTES, probability_activations
-from mimo_train.preflight.plan.profile import read_profile
+from mimo_train.preflight.plan.costs import read_profile
 from tests.dist.ranks import run_ranks
 from tests.unit.configs import load
 

@@ -14,7 +14,7 @@ from mimo_train.layout.run import Run
 from mimo_train.preflight.check import advice, check
 from mimo_train.preflight.check.advice import WORTH, advice_of, hardware
 from mimo_train.preflight.plan.candidate import Candidate
-from mimo_train.preflight.plan.search import Request, _Search, beside, plan
+from mimo_train.preflight.plan.search import Request, _Search, compare, plan
 from tests.unit.configs import changed, load
 from tests.unit.preflight.check.printed import run
 
@@ -77,7 +77,7 @@ def test_a_recipe(capsys):
     own = Candidate.of(cfg, 8)
     request = Request(64, 8, advice.DEVICES["h100"], 32_000, {"images": 1.0}, top=1)
     (best,) = plan(cfg, request).proposals
-    found = beside(cfg, own, request, 1 - WORTH)
+    found = compare(cfg, own, request, 1 - WORTH)
     assert found.better.prediction.seconds <= 1.01 * best.prediction.seconds <= (1 - WORTH) * found.own.seconds
     assert found.better.memory <= 0.85 * 80e9
     assert said(capsys, *recipe, *overrides) == ("", [])

@@ -2,10 +2,10 @@
 
 import pytest
 
+from mimo_train.estimate.flops import module_work
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check.report import Report
 from mimo_train.preflight.check.tables import add_work, flops_of_ranks, flops_text
-from mimo_train.preflight.plan.work import module_work
 from tests.unit.configs import load
 from tests.unit.preflight.check.printed import run
 

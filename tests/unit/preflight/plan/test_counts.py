@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 
 from data.samples.sample_batch_meta import StepSamples
-from mimo_train.estimate.flops import StepFlops
+from mimo_train.estimate.devices import DEVICES, Links
+from mimo_train.estimate.flops import AT_THE_END, StepFlops
 from mimo_train.inputs.padding import padding_of
 from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.costs import Costs
 from mimo_train.preflight.plan.counts import Counts, KnownStep, steps_at_hand
-from mimo_train.preflight.plan.devices import DEVICES, Links
 from mimo_train.preflight.plan.predict import Predictor
 from mimo_train.preflight.plan.search import Request, plan
-from mimo_train.preflight.plan.work import AT_THE_END
 from tests.tars import write_tar
 from tests.unit.configs import load
 from tests.unit.data.helpers import chat, encode_picture

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from mimo_train.estimate import devices
+from mimo_train.estimate.devices import DEVICES, Links
 from mimo_train.logging.utilisation import PEAK_TFLOPS
-from mimo_train.preflight.plan import devices
-from mimo_train.preflight.plan.devices import DEVICES, Links
 
 
 def links(inside: float = 100e9, across: float = 10e9, node: int = 8) -> Links:

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from mimo_train.config.compose import RECIPES, from_dict, shipped_configs, to_dict
 from mimo_train.config.compose import load as compose
 from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.estimate.devices import DEVICES, Links
 from mimo_train.estimate.memory import rank_memory, stage_memory
 from mimo_train.estimate.parameters import padded_vocab_size
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import check
 from mimo_train.preflight.plan import search
-from mimo_train.preflight.plan.candidate import Candidate
-from mimo_train.preflight.plan.costs import Costs
-from mimo_train.preflight.plan.devices import DEVICES, Links
-from mimo_train.preflight.plan.fullest import Fullest
+from mimo_train.preflight.plan.candidate import Candidate, Fullest
+from mimo_train.preflight.plan.costs import Costs, LayerCost, Profile
 from mimo_train.preflight.plan.predict import Predictor
-from mimo_train.preflight.plan.profile import LayerCost, Profile
 from mimo_train.preflight.plan.search import Request, plan, require_sound
 from tests.unit.configs import changed, load
 
@@ -197,7 +195,7 @@ def gpt(**values):
 
 def measured(forward: float, backward: float) -> Profile:
     """FLOP/s of the layers of a language model."""
-    return Profile("test", "fp32", (LayerCost("language", 1, 1, forward, backward, 1.0, 1.0),))
+    return Profile("test", "fp32", [LayerCost("language", 1, 1, forward, backward, 1.0, 1.0)])
 
 
 def candidate(micro: int = 1, **sizes: int) -> Candidate:
@@ -218,25 +216,25 @@ def test_free_messages_make_replicas_the_best():
 def test_a_step_by_hand():
     """Of one rank: forward and backward FLOPs of 16 samples over their rates. Two stages add the bubble of one of them
     to half of that."""
-    from mimo_train.preflight.plan.work import module_work
+    from mimo_train.estimate.flops import module_work
 
     cfg = gpt()
     device = replace(DEVICES["h100"], inside=1e18, across=1e18, traffic=1e18)
     asked = request(cfg, 4, device=device, profile=measured(1e9, 2e9))
     work = module_work(cfg, "language", ROWS, 0.0)
     whole = work.whole
-    sample = (whole.products + whole.attention) / 1e9 + (whole.products_back + whole.attention_back) / 2e9
+    sample = (whole.matmuls + whole.attention) / 1e9 + (whole.matmuls_back + whole.attention_back) / 2e9
     # Matrices alone, from the sizes: 3 times 2 FLOPs a weight and token, and attention over half of the pairs.
     llm, length = cfg.llm, cfg.data.sequence_length
     weights = 4 * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size) + ROWS * llm.hidden_size
     attention = 4 * 4 * llm.hidden_size * length * (length + 1) / 2
-    assert whole.products == 2 * weights * length and whole.products_back == 2 * whole.products
+    assert whole.matmuls == 2 * weights * length and whole.matmuls_back == 2 * whole.matmuls
     assert whole.attention == attention and whole.attention_back == 2 * attention
     assert seconds_of(cfg, asked, candidate()) == pytest.approx(16 * sample)
     assert seconds_of(cfg, asked, candidate(dp=4)) == pytest.approx(4 * sample, rel=1e-3)
     assert seconds_of(cfg, asked, candidate(tp=2)) == pytest.approx(8 * sample, rel=1e-2)
     last = work.of_stage(1, 2)
-    slower = (last.products + last.attention) / 1e9 + (last.products_back + last.attention_back) / 2e9
+    slower = (last.matmuls + last.attention) / 1e9 + (last.matmuls_back + last.attention_back) / 2e9
     two = seconds_of(cfg, asked, candidate(pp=2))
     assert two == pytest.approx(16 * slower + (sample - slower), rel=1e-3)
 
@@ -263,10 +261,10 @@ def test_encoders_apart_are_named_by_their_ranks():
         assert resolve(chosen).layout.world_size == one.world_size == (1 if mode else 2)
 
 
-def test_products_in_fp8_by_hand():
+def test_matmuls_in_fp8_by_hand():
     """Of the first three of four layers: queries, keys and values, projection, feed-forward, at twice the rate."""
-    from mimo_train.preflight.plan import devices
-    from mimo_train.preflight.plan.work import module_work
+    from mimo_train.estimate import devices
+    from mimo_train.estimate.flops import module_work
 
     fp8 = {"train__fp8": "tensorwise", "train__precision": "bf16", "train__num_layers_at_end_in_bf16": 1}
     plain, cfg = gpt(train__precision="bf16"), gpt(**fp8)
@@ -274,7 +272,7 @@ def test_products_in_fp8_by_hand():
     without, work = (module_work(one, "language", ROWS, 0.0).whole for one in (plain, cfg))
     in_fp8 = 3 * 2 * length * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size)
     assert (work.in_fp8, work.in_fp8_back, without.in_fp8) == (in_fp8, 2 * in_fp8, 0)
-    assert (work.products, work.products_back, work.total) == (without.products, without.products_back, without.total)
+    assert (work.matmuls, work.matmuls_back, work.total) == (without.matmuls, without.matmuls_back, without.total)
 
     # Rates at which neither the host nor memory nor messages count.
     links = {"traffic": 1e18, "inside": 1e18, "across": 1e18}
@@ -284,22 +282,22 @@ def test_products_in_fp8_by_hand():
         for one, on in ((cfg, device), (plain, device), (cfg, replace(device, eighth=0.0)))
     )
     attention = (work.attention + work.attention_back) / (1e9 * devices.ATTENTION)
-    products = (work.products + work.products_back - 3 * in_fp8 + 3 * in_fp8 / 2) / (1e9 * devices.PRODUCTS)
-    assert fast == pytest.approx(16 * (products + attention), rel=1e-6)
+    matmuls = (work.matmuls + work.matmuls_back - 3 * in_fp8 + 3 * in_fp8 / 2) / (1e9 * devices.MATMULS)
+    assert fast == pytest.approx(16 * (matmuls + attention), rel=1e-6)
     assert old == pytest.approx(slow, rel=1e-9) and fast < slow
 
 
-def test_products_in_fp8_are_those_of_each_encoder_and_of_experts():
-    from mimo_train.preflight.plan.work import module_work
+def test_matmuls_in_fp8_are_those_of_each_encoder_and_of_experts():
+    from mimo_train.estimate.flops import module_work
 
     half = ("train.fp8=tensorwise", "train.precision=bf16")
     work = module_work(load("vlm_digits", *half), "images", ROWS, 1.0)
-    assert all(layer.in_fp8 == layer.products > 0 for layer in work.layers)
-    assert work.start.in_fp8 == work.end.in_fp8 == 0 < work.end.products
+    assert all(layer.in_fp8 == layer.matmuls > 0 for layer in work.layers)
+    assert work.start.in_fp8 == work.end.in_fp8 == 0 < work.end.matmuls
     none = module_work(load("vlm_digits", *half, "modules.images.fp8=none"), "images", ROWS, 1.0)
-    assert none.whole.in_fp8 == 0 and none.whole.products == work.whole.products
+    assert none.whole.in_fp8 == 0 and none.whole.matmuls == work.whole.matmuls
 
     moe = load("gpt_tiny", *half, "llm@modules.language.llm=gpt_tiny_moe")
     first = module_work(moe, "language", ROWS, 0.0).layers[0]
     router = 2 * moe.data.sequence_length * moe.llm.hidden_size * moe.llm.num_experts
-    assert first.in_fp8 == first.products - router
+    assert first.in_fp8 == first.matmuls - router

@@ -3,13 +3,13 @@
 import pytest
 
 from mimo_train.config.errors import UserError
-from mimo_train.preflight.plan.profile import LayerCost, Profile, read_profile
+from mimo_train.preflight.plan.costs import LayerCost, Profile, read_profile
 
-COSTS = (
+COSTS = [
     LayerCost("language", 1, 512, 1e9, 2e9, 0.5, 1.0),
     LayerCost("language", 8, 512, 1e9, 2e9, 1.0, 4.0),
     LayerCost("images", 1, 72, 1e8, 2e8, 0.1, 0.2),
-)
+]
 PROFILE = Profile("cpu", "fp32", COSTS)
 
 
@@ -32,15 +32,30 @@ def test_the_nearest_measured_tp_counts():
     ("change", "modules", "precision", "words"),
     [
         (lambda text: text, ["audio"], "fp32", "has no costs of audio"),
-        (lambda text: text, ["images"], "bf16", "is of fp32, and train.precision is bf16"),
+        (lambda text: text, ["images"], "bf16", "was measured in fp32, and train.precision is bf16"),
         (lambda text: text[:-9], ["images"], "fp32", "is no profile"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), ["images"], "fp32", "is of version 2"),
-        (lambda text: text.replace("0.5", "-0.5"), ["images"], "fp32", "forward_seconds of language is -0.5"),
-        (lambda text: text.replace('"tokens"', '"token"', 1), ["images"], "fp32", "layers[0] has 'token'"),
-        (lambda text: text.replace('"device"', '"devices"'), ["images"], "fp32", "it has no device"),
-        (lambda text: f"[{text}]", ["images"], "fp32", "it is no object with version, device"),
-        (lambda text: text.replace('"layers": [', '"layers": [3, '), ["images"], "fp32", "layers[0] is no object"),
-        (lambda text: '{"version": 1, "device": "", "precision": "", "layers": {}}', [], "", "its layers are no list"),
+        (
+            lambda text: text.replace('"version": 1', '"version": 2'),
+            ["images"],
+            "fp32",
+            "expected an object with version 1",
+        ),
+        (
+            lambda text: text.replace("0.5", "-0.5"),
+            ["images"],
+            "fp32",
+            "forward_seconds of language must be above 0, is -0.5",
+        ),
+        (lambda text: text.replace('"tokens"', '"token"', 1), ["images"], "fp32", "layers[0].token: unknown key"),
+        (lambda text: text.replace('"device"', '"devices"'), ["images"], "fp32", "profile.devices: unknown key"),
+        (lambda text: f"[{text}]", ["images"], "fp32", "expected an object with version 1"),
+        (
+            lambda text: text.replace('"layers": [', '"layers": [3, '),
+            ["images"],
+            "fp32",
+            "layers[0]: must be a mapping",
+        ),
+        (lambda text: '{"version": 1, "device": "", "precision": "", "layers": {}}', [], "", "layers: must be a list"),
     ],
 )
 def test_what_is_no_profile_of_this_run_is_refused(tmp_path, change, modules, precision, words):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo_train.preflight.plan.schedule import Part, Stage, ends, ends_on_cores, least_seconds
+from mimo_train.estimate.schedule import Part, Stage, ends, ends_on_cores, least_seconds
 
 
 def line(stages: int, forward: float, backward: float, send: float = 0.0) -> list[Stage]:

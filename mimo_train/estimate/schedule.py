@@ -1,4 +1,4 @@
-"""Times of a step under the schedules of a run: 1F1B over a tree of stages, and interleaved chunks. Imports no torch.
+"""Seconds of a step under the schedules of a run: 1F1B over a tree of stages, and interleaved chunks.
 
 A stage does one thing at a time, in the order that Megatron-Core's schedule fixes (Narayanan et al. 2021, arXiv
 2104.04473, section 2.2; warm-up as in 0.19.2, schedules.py:902); it waits for what it needs from others. Messages go
@@ -13,30 +13,30 @@ _Operation = tuple[bool, int, int]
 
 
 class Part(NamedTuple):
-    """What a stage does in microbatches that differ."""
+    """A part of the work of a stage that differs between microbatches."""
 
     forward: float
-    """Seconds of a share of 1."""
+    """Seconds for a share of 1."""
     backward: float
     shares: Sequence[float]
-    """Of each microbatch."""
+    """Share of each microbatch."""
 
 
 class Stage(NamedTuple):
     """A pipeline stage."""
 
     forward: float
-    """Seconds of one microbatch, of all chunks of the stage; the mean, where they differ."""
+    """Seconds of one microbatch over all chunks of the stage; the mean if microbatches differ."""
     backward: float
     destination: int | None
-    """The stage that gets its output, a later one of all; None: it is the last."""
+    """Number of the stage that receives the output; None for the last stage."""
     send: float = 0.0
-    """Seconds of a message to the destination, and of its gradient back."""
+    """Seconds of a message to the destination or of its gradient back."""
     parts: tuple[Part, ...] = ()
-    """Where microbatches differ."""
+    """Work that differs between microbatches."""
 
     def seconds(self, microbatch: int) -> tuple[float, float]:
-        """Forward and backward, of one microbatch."""
+        """Seconds of forward and backward of one microbatch."""
         if not self.parts:
             return self.forward, self.backward
         return (
@@ -46,8 +46,8 @@ class Stage(NamedTuple):
 
 
 def least_seconds(stages: Sequence[Stage], microbatches: float, chunks: int = 1) -> float:
-    """A lower bound of the largest of `ends`: of each stage what it computes, and the way of the first microbatch to it
-    and of the last gradient back. With equal stages and no messages it is that largest."""
+    """A lower bound of `max(ends(...))`: the computation of a stage, the path of the first microbatch to it, and the
+    path of the last gradient back. It is exact for equal stages without messages."""
     before = [0.0] * len(stages)
     for at, stage in enumerate(stages):
         if stage.destination is not None:
@@ -58,11 +58,11 @@ def least_seconds(stages: Sequence[Stage], microbatches: float, chunks: int = 1)
 
 
 def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[float]:
-    """Seconds after the begin of a step at which each stage has done its last microbatch.
+    """Seconds from the start of a step to the end of each stage's last microbatch.
 
     Args:
         stages: sources before destinations.
-        chunks: of each stage; above 1 the stages are one line.
+        chunks: model chunks of each stage; above 1 the stages are one chain.
     """
     orders = [list(_order(stages, at, microbatches, chunks)) for at in range(len(stages))]
     needs = _needs(stages, chunks)
@@ -90,19 +90,19 @@ def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[fl
 def ends_on_cores(
     stages: Sequence[Stage], ranks: Sequence[int], cores: float, microbatches: int, chunks: int = 1
 ) -> list[float]:
-    """`ends` of stages whose ranks share cores: as many as compute at once, and are more than these, all become slower
-    alike, as a fair scheduler of an operating system makes them.
+    """`ends` of stages whose ranks share cores: if more ranks compute than there are cores, all slow down equally, as
+    under a fair scheduler.
 
     Args:
-        ranks: of each stage.
-        cores: that all of them share.
+        ranks: number of ranks of each stage.
+        cores: number of cores that all ranks share.
     """
     orders = [list(_order(stages, at, microbatches, chunks)) for at in range(len(stages))]
     needs = _needs(stages, chunks)
     done: dict[tuple[int, _Operation], float] = {}
     at, ended, clock = [0] * len(stages), [0.0] * len(stages), 0.0
     left: dict[int, float] = {}
-    """Seconds that the operation of a stage still takes alone."""
+    """Remaining seconds of the operation of a stage, if it runs alone."""
     while any(position < len(order) for position, order in zip(at, orders, strict=True)):
         begins = []
         for number, order in enumerate(orders):
@@ -133,7 +133,7 @@ def _ready(
     needs: "tuple[dict[tuple[int, int], list[_Need]], ...]",
     done: dict[tuple[int, _Operation], float],
 ) -> float | None:
-    """When an operation has all that it waits for; None: not known yet."""
+    """The time at which the inputs of an operation are ready; None if not known yet."""
     is_backward, chunk, microbatch = operation
     ready = 0.0
     for other, other_chunk, late, same in needs[is_backward][stage, chunk]:
@@ -146,13 +146,13 @@ def _ready(
 
 
 _Need = tuple[int, int, float, bool]
-"""(stage, its chunk, seconds of the message, whether its forward pass is meant where this is a backward one)."""
+"""(stage, its chunk, seconds of the message, True if a backward pass waits for the forward pass there)."""
 
 
 def _needs(
     stages: Sequence[Stage], chunks: int
 ) -> tuple[dict[tuple[int, int], list[_Need]], dict[tuple[int, int], list[_Need]]]:
-    """What the forward and the backward pass of each (stage, chunk) wait for."""
+    """The dependencies of the forward and of the backward pass of each (stage, chunk)."""
     forward: dict[tuple[int, int], list[_Need]] = {}
     backward: dict[tuple[int, int], list[_Need]] = {}
     last = len(stages) - 1
@@ -177,7 +177,7 @@ def _stages_to_end(stages: Sequence[Stage], at: int) -> int:
 
 
 def _order(stages: Sequence[Stage], at: int, microbatches: int, chunks: int) -> Iterator[_Operation]:
-    """What a stage does, in order."""
+    """The operations of a stage, in order."""
     left, number = _stages_to_end(stages, at), microbatches * chunks
     warm_up = left - 1 if chunks == 1 else 2 * (left - 1) + (chunks - 1) * len(stages)
     warm_up, group = min(warm_up, number), len(stages) * chunks

@@ -1,22 +1,22 @@
-"""What a GPU computes, holds and sends, by the vendors' data sheets, and what a run gets of it. Imports no torch."""
+"""Rates, memory and links of GPUs by the vendors' data sheets, and the share of them that a run reaches."""
 
 from dataclasses import dataclass
 
-PRODUCTS, ATTENTION = 0.6, 0.45
-"""Share of the peak rate that products of matrices and core attention reach: assumed, not measured. Large dense models
-train at 0.4 to 0.55 of the peak altogether (Narayanan et al. 2021, arXiv 2104.04473, table 1); `--profile` measures."""
+MATMULS, ATTENTION = 0.6, 0.45
+"""Share of the peak rate that matmuls and core attention reach: assumed, not measured. Large dense models train at 0.4
+to 0.55 of the peak altogether (Narayanan et al. 2021, arXiv 2104.04473, table 1); `--profile` measures."""
 TRAFFIC, LINKS = 0.7, 0.75
 """Share of the peak rate of the device's memory and of links: assumed."""
 TOUCHED = 2.0
-"""Bytes that go between memory and processor in a forward pass, for each byte of activations that is kept."""
+"""Bytes of memory traffic in a forward pass for each byte of activations that is kept."""
 LEAST_LAYER = 1e-4
-"""Seconds that the host takes at least to start the kernels of a layer's forward pass: assumed."""
+"""Least seconds that the host takes to start the kernels of a layer's forward pass: assumed."""
 LATENCY_INSIDE, LATENCY_ACROSS = 8e-6, 2e-5
-"""Seconds of a message inside of a node and between nodes: assumed."""
+"""Latency of a message inside a node and between nodes, in seconds: assumed."""
 
 MARGIN = 0.15
-"""Share of a GPU's memory that is left for what is not estimated: CUDA's context, buffers of NCCL, workspaces of
-kernels, fragments."""
+"""Share of a GPU's memory kept free for what is not estimated: CUDA context, NCCL buffers, workspaces of kernels,
+fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,26 @@ class Device:
     memory: float
     """Bytes."""
     half: float
-    """Floating point operations in a second, of products in bf16 or fp16 without sparsity."""
+    """FLOP/s of matmuls in bf16 or fp16 without sparsity."""
     single: float
-    """Those in fp32, without TF32."""
+    """FLOP/s in fp32, without TF32."""
     traffic: float
-    """Bytes in a second to and from its memory."""
+    """Memory bandwidth in bytes/s."""
     inside: float
-    """Bytes in a second and direction to other GPUs of the node."""
+    """Bandwidth to other GPUs of the node, in bytes/s and one direction."""
     across: float
-    """Those to other nodes, for each GPU."""
+    """Bandwidth to other nodes for each GPU, in bytes/s."""
     cores: float = 0.0
-    """Ranks of a node that compute at once; more share them. 0: each has its own."""
+    """Cores of a node that its ranks share; 0: ranks share nothing."""
     latency: float = LATENCY_INSIDE
-    """Seconds of a message inside of a node."""
+    """Latency of a message inside a node, in seconds."""
     process: float = 0.0
-    """Seconds of a step that a rank takes beside its layers, messages and update: the program around them."""
+    """Seconds of a step that a rank spends outside layers, messages and update."""
     eighth: float = 0.0
-    """Floating point operations in a second, of products in fp8 without sparsity; 0: it has none."""
+    """FLOP/s of matmuls in fp8 without sparsity; 0: no fp8."""
 
     def rate(self, precision: str) -> float:
-        """Floating point operations in a second, by `train.precision`."""
+        """FLOP/s in `train.precision`."""
         return self.single if precision == "fp32" else self.half
 
 
@@ -56,7 +56,7 @@ _TERA, _GIGA = 1e12, 1e9
 def _device(
     name: str, memory: float, eighth: float, half: float, single: float, traffic: float, inside: float, across: float
 ) -> Device:
-    """From GB, three times TFLOP/s, three times GB/s."""
+    """A device from GB, TFLOP/s (three) and GB/s (three)."""
     rates = half * _TERA, single * _TERA, traffic * _GIGA, inside * _GIGA, across * _GIGA
     return Device(name, memory * _GIGA, *rates, eighth=eighth * _TERA)
 
@@ -77,8 +77,8 @@ GPU, 200 of an a100, 100 of an l40s; `--network` for others."""
 
 
 CORE, CORE_TRAFFIC = 120e9, 20e9
-"""Floating point operations in a second of a core of a CPU, of which `PRODUCTS` are reached, and bytes in a second to
-and from its memory: assumed, so that steps of the demo come out as in benchmarks/planner_demo_cpu2_2026-11-23.md."""
+"""FLOP/s of a CPU core, of which the share `MATMULS` is reached, and its memory bandwidth in bytes/s: assumed, so that
+steps of the demo take as long as in benchmarks/planner_demo_cpu2_2026-11-23.md."""
 MESSAGE, MESSAGES, PROCESS, TOGETHER = 1.3e-4, 1.3e9, 0.017, 0.9
 """Seconds of a message between processes of a CPU over gloo, bytes in a second, seconds of a step that a process takes
 beside layers, and what of a core each has where several compute at once: as measured there."""
@@ -105,21 +105,21 @@ class Links:
     """GPUs of a node."""
 
     def between(self, ranks: int) -> bool:
-        """Whether so many neighbouring ranks have more than a node."""
+        """True if `ranks` neighbouring ranks do not fit on one node."""
         return ranks > self.node
 
     def send(self, nbytes: float, across: bool) -> float:
-        """A message from one rank to another."""
+        """Seconds of a message from one rank to another."""
         return self._latency(across) + nbytes / self._rate(across)
 
     def gather(self, nbytes: float, ranks: int, span: int, lanes: int = 1) -> float:
-        """An all-gather, or a reduce-scatter, of `nbytes` in all: (n - 1) / n of them pass each rank in n - 1 messages
-        around a ring (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
+        """Seconds of an all-gather or a reduce-scatter of `nbytes` in all: (n - 1) / n of them pass each rank in n - 1
+        messages around a ring (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
 
         Args:
             ranks: n.
-            span: neighbouring ranks among which they are.
-            lanes: of them on a node, which send to other nodes side by side.
+            span: neighbouring ranks that contain them.
+            lanes: ranks of a node that send to other nodes at the same time.
         """
         if ranks == 1:
             return 0.0
