@@ -25,9 +25,8 @@ from data.order.step_plan import Share, Span, StepPlan, spread_parts
 from data.pace import Pace
 from data.samples.bad_samples import BadSample
 from data.samples.dataset import Dataset
-from data.samples.features import MEDIA, MicrobatchMedia, SampleMedia
-from data.samples.protocol import Samples
-from data.samples.sample_batch_meta import StepSamples
+from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
+from data.samples.sample_meta import StepSamples
 from data.samples.text_lengths import require_planned
 from data.threads import GivesUp, OneTask, ReadingThreads, Wait, WaitGivenUp, each, never
 

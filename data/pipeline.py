@@ -11,9 +11,8 @@ from data.order.step import Batching, Microbatch, Reader, StepBatch
 from data.order.step_plan import Padding, StepPlan
 from data.samples.bad_samples import BadSample, BadSamples, require_budget
 from data.samples.dataset import Dataset
-from data.samples.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
-from data.samples.protocol import Samples
-from data.samples.sample_meta import Media
+from data.samples.media_spec import Media
+from data.samples.protocol import MEDIA, Lookup, MicrobatchMedia, SampleMedia, Samples
 from data.samples.text_lengths import TextLengths
 from data.threads import GivesUp, WaitGivenUp, never
 

@@ -22,7 +22,7 @@ from data.order.order import GlobalOrder
 from data.order.sources import MixedOrder, Source, fingerprint_of, order_of
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.protocol import Samples
-from data.samples.sample_batch_meta import StepSamples
+from data.samples.sample_meta import StepSamples
 from data.storage.files import RETRIES
 from data.storage.reader import ShardReader
 from data.storage.url import Place

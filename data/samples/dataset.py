@@ -1,7 +1,7 @@
 """The dataset: global sample number -> tokens, pictures, or just counts, each read on its own, by the index.
 
 What the index says (token counts, sizes) is the same on every rank and costs no read. What is read of a sample:
-`data.outlined`.
+`data.metad`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from data.order.sources import MixedOrder, Shards, Source, fingerprint_of, found
 from data.records.members import NO_FIELDS, Fields
 from data.samples.bad_samples import BadSamples, allowed_of
 from data.samples.frames import SAMPLING, Sampling
-from data.samples.reading_samples import OutlinedSamples
-from data.samples.sample_batch_meta import SampleTable, StepSamples, lengths_key
-from data.samples.sample_meta import Media, SampleOutline
+from data.samples.media_spec import Media
+from data.samples.record_samples import RecordSamples
+from data.samples.sample_meta import SampleMeta, StepSamples, lengths_key
 from data.storage.file_cache import FileCache
 from data.storage.files import RETRIES, ShardVersion
 from data.storage.reader import ShardReader
@@ -36,10 +36,10 @@ from data.text.tokens import Tokenizer
 from data.text_format import plural
 
 _OPEN_INDEXES = 256  # whose keys may be unpacked
-_RECENT = 512  # outlines and versions that are kept: a sample is asked for by several readers of its step
+_RECENT = 512  # metas and versions that are kept: a sample is asked for by several readers of its step
 
 
-class Dataset(OutlinedSamples):
+class Dataset(RecordSamples):
     """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
 
     shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each
@@ -95,9 +95,8 @@ class Dataset(OutlinedSamples):
         self.cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
-        self._recent = lru_cache(_RECENT)(lambda number: self.outline_at(*self._place(number), number))
+        self._recent = lru_cache(_RECENT)(lambda number: self.meta_at(*self._place(number), number))
         self._version = lru_cache(_RECENT)(lambda shard: self._catalogue.version(shard))
-        self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
         self.is_remote = any(isinstance(shard, Url) for shard in self.shards)
@@ -146,7 +145,7 @@ class Dataset(OutlinedSamples):
         shards = np.searchsorted(self._ends, rows, side="right")
         sources = np.searchsorted(self._source_ends, shards, side="right")
         fields = [(own, np.flatnonzero(sources == at)) for at, own in enumerate(self._fields) if own != NO_FIELDS]
-        return self._table.of(self._catalogue.rows(shards, rows - self._begins[shards]), lengths, fields)
+        return self._table.step(self._catalogue.rows(shards, rows - self._begins[shards]), lengths, fields)
 
     def fields_of(self, shard: int) -> Fields:
         """`data.fields` of a shard's source."""
@@ -168,17 +167,17 @@ class Dataset(OutlinedSamples):
 
     def length_of(self, shard: int, row: int) -> int:
         """Tokens that a sample, or its stand-in, takes in the sequence; reads the json or txt member only."""
-        outline = self.outline_at(shard, row)
-        tokens = outline.media_tokens(self.modules, self._placeholders)
+        meta = self.meta_at(shard, row)
+        tokens = meta.media_tokens(self.modules, self._placeholders)
         try:
-            conversation = self._conversation(outline)
+            conversation = self._conversation(meta)
             self._require_words(conversation)
-            return collate.length_of(conversation, self.tokenizer, tokens, self.sequence_length, outline.key)
+            return collate.length_of(conversation, self.tokenizer, tokens, self.sequence_length, meta.key)
         except Exception as error:
-            self._reason(outline, error)
+            self._reason(meta, error)
             return len(collate.placeholders_in(tokens))
 
-    def outline(self, number: int) -> SampleOutline:
+    def meta(self, number: int) -> SampleMeta:
         """What the index says of a sample; reads no member."""
         return self._recent(number)
 
@@ -187,9 +186,9 @@ class Dataset(OutlinedSamples):
         super().set_phases(phases)
         self._recent.cache_clear()
 
-    def outline_at(self, shard: int, row: int, number: int = -1) -> SampleOutline:
-        """`outline` of a row of a shard."""
-        return self._outlines.of(self.index(shard), shard, row, number)
+    def meta_at(self, shard: int, row: int, number: int = -1) -> SampleMeta:
+        """`meta` of a row of a shard."""
+        return self._table.one(self.index(shard), shard, row, number)
 
     def unread_members(self) -> Counter[tuple[str, str]]:
         """How many members of all samples are not read, by (extension, what they are)."""
@@ -204,33 +203,33 @@ class Dataset(OutlinedSamples):
         self.reader.expect(
             item
             for number, modules, text in wanted
-            for item in self._ranges(self.outline(number), () if self.blind else modules, text=text)
+            for item in self._ranges(self.meta(number), () if self.blind else modules, text=text)
         )
 
     def expect_texts(self, shard: int, rows: range) -> None:
         """Start to read the records of some rows of a remote shard. Raises what the index raises."""
         if isinstance(self.shards[shard], Url):
-            outlines = (self.outline_at(shard, row) for row in rows)
-            self.reader.expect(item for outline in outlines for item in self._ranges(outline, (), text=True))
+            metas = (self.meta_at(shard, row) for row in rows)
+            self.reader.expect(item for meta in metas for item in self._ranges(meta, (), text=True))
 
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
 
     def _ranges(
-        self, outline: SampleOutline, modules: Collection[str], *, text: bool
+        self, meta: SampleMeta, modules: Collection[str], *, text: bool
     ) -> Iterator[tuple[Place, int, int, ShardVersion]]:
-        if outline.bad_reason is not None:
+        if meta.bad_reason is not None:
             return
-        shard, version = self.shards[outline.shard], self.version(outline.shard)
+        shard, version = self.shards[meta.shard], self.version(meta.shard)
         kinds = dict.fromkeys(spec.kind for spec in self.modules if spec.module in modules)
         # Once each: of a video there are many frames.
-        members = {member.offset: member for kind in kinds for member in outline.members[kind]}.values()
-        for member in (*members, *(outline.texts if text else ())):
+        members = {member.offset: member for kind in kinds for member in meta.members[kind]}.values()
+        for member in (*members, *(meta.texts if text else ())):
             yield shard, member.offset, member.size, version
 
-    def _read(self, outline: SampleOutline, member: Member) -> bytes:
-        shard, version = self.shards[outline.shard], self.version(outline.shard)
+    def _read(self, meta: SampleMeta, member: Member) -> bytes:
+        shard, version = self.shards[meta.shard], self.version(meta.shard)
         return self.reader.read(shard, member.offset, member.size, member.extension, version)
 
     def _place(self, number: int) -> tuple[int, int]:

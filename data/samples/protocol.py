@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +15,8 @@ from data.collate import TextSample
 from data.order.sources import SourcesView
 from data.pace import Pace
 from data.samples.bad_samples import BadSample, BadSamples
-from data.samples.features import Lookup
-from data.samples.sample_batch_meta import StepSamples
-from data.samples.sample_meta import Media
+from data.samples.media_spec import Media
+from data.samples.sample_meta import StepSamples
 from data.storage.url import Place
 from data.text.tokens import Tokenizer
 
@@ -109,3 +110,37 @@ class Samples(SourcesView, ABC):
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
         raise KeyError(module)
+
+
+Lookup = Callable[[str], torch.Tensor | None]
+"""Gives the features [rows, width] of the sample with this identity (`Dataset.identity`), None if it has none. Called
+from reading threads."""
+
+
+MEDIA = "media"
+"""Key of the `MicrobatchMedia` beside a module's tensors, where the dataset has a lookup for the module."""
+
+
+@dataclass(frozen=True)
+class SampleMedia:
+    """The pictures or clips of one sample, for one module."""
+
+    number: int
+    identity: str
+    rows: int
+    """Tokens they take in the sequence: rows of their features."""
+    features: torch.Tensor | None = None
+    """[rows, width] where the lookup had them: nothing was read."""
+    good: bool = True
+    """False where what was read was bad, and zeros take its place."""
+
+
+@dataclass(eq=False)
+class MicrobatchMedia:
+    """The samples of one microbatch on this rank that have media for a module, in order."""
+
+    samples: tuple[SampleMedia, ...]
+    read: Callable[[Sequence[int]], dict[str, Any]]
+    """Sample numbers -> the tensors of their pictures or clips, read now."""
+    ahead: torch.Tensor | None = None
+    """Features of all of them, [rows, width], once they are computed ahead of their turn."""

@@ -1,102 +1,47 @@
-"""The outline of a sample from the index alone: its members, and the number of tokens they take in every module. No
-member is read, and every rank gets the same numbers."""
+"""What the index says of samples, without reading a member: the same numbers on every rank.
+
+`SampleTable.one` describes one sample, member by member: it is read by this. `SampleTable.step` has arrays for all
+samples of a step: its plan is made from these. Both take what an image or clip is to a module from
+`SampleTable.measured`, and apply the same bounds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 
-from data.errors import DataError, reason_of
-from data.index.shard_index import Member
-from data.media.options import BOUNDS, STRETCHED, Bounds, Resize
+import numpy as np
+
+from data.errors import reason_of
+from data.index.catalogue import Rows
+from data.index.shard_index import Member, ShardIndex, video_size
+from data.media.options import Bounds
+from data.order.order import splitmix
 from data.records.conversation import Visual
-from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields
+from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
-from data.samples.frames import places_of
-from data.text.placeholders import Grid, Place
+from data.samples.frames import SAMPLING, Sampling, pictures_of, places_of
+from data.samples.media_spec import Media
+from data.text.placeholders import Place
 from data.text.templates import MediaTokens
 from data.text_format import SampleKey, shown
 
+_VIDEO = -2  # kind of a member whose frames are read as images
+_PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_LENGTHS_VERSION = 6
+"""Raised where a program counts other lengths of the same texts."""
 
-@dataclass(frozen=True)
-class Media:
-    """What one encoder module needs of a sample.
-
-    For pictures `num_tokens`, `size` and `inner_tokens` take (height, width) in pixels of the original; for audio
-    (samples per channel, samples per second). All are pure; they may raise ValueError for a medium that the encoder
-    cannot take.
-    """
-
-    module: str
-    kind: str  # "image" | "audio"
-    placeholder: str
-    num_tokens: Callable[[int, int], int]
-    """Tokens that one picture or clip takes in the sequence."""
-    size: Callable[[int, int], tuple[int, int]]
-    """What the encoder gets: (height, width); for audio (samples, samples per second)."""
-    inner_tokens: Callable[[int, int], int] | None = None
-    """Tokens that one picture or clip takes inside the encoder's layers; None: as many as in the sequence."""
-    pairs: Callable[[int, int], int] | None = None
-    """Pairs of tokens of one picture or clip that attend to each other, in a layer on average; None: all."""
-    resize: Resize = STRETCHED
-    """How a picture becomes one of `size`."""
-    grid: Callable[[int, int], Grid | None] | None = None
-    """Rows and columns of the tokens of one picture, for a language model with positions on three axes; None for any
-    other language model. It gives None where the tokens form no grid."""
-    canvas: Callable[[int, int], tuple[int, int]] | None = None
-    """Where pictures are cut into tiles: (height, width) of what is cut; (0, 0) where nothing is. `size` is then the
-    picture's own."""
-    cut_several: bool = True
-    """Whether pictures of a sample with several are cut into tiles too; else all functions get (0, 0) for these."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("image", "audio"):
-            raise DataError(f"modules.{self.module}: media kind {self.kind!r} is neither 'image' nor 'audio'")
-
-    @property
-    def field(self) -> str:
-        """Name of its tensor in a batch."""
-        return "pixels" if self.kind == "image" else "waveforms"
-
-    def extents(self, extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What the functions get for each of a sample's media of this kind, from their own extents."""
-        return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
-
-    def above(self, own: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
-        """What is too large of what is made of a picture on its way, None if nothing is.
-
-        Args:
-            own: its (height, width); extent: what the functions get for it.
-        """
-        return bounds.of_resized(*self.resize.largest(*own, cut=min(extent) > 0)) if self.kind == "image" else None
-
-    def blank_shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
-        """Shape of a picture's or clip's tensor."""
-        first, second = self.size(*extent)
-        if self.kind == "audio":
-            return (first,)
-        if self.canvas is None:
-            return 3, first, second
-        height, width = self.canvas(*extent)
-        side = self.resize.tile
-        return 1 + height * width // side**2, 3, side, side
-
-
-class MediaSize(NamedTuple):
-    """What all of a sample's pictures or clips take of one module."""
-
-    tokens: int
-    """In the sequence."""
-    load: int
-    """Tokens inside the encoder's layers."""
-    pairs: int
-    """Pairs of tokens inside the encoder that attend to each other, in a layer on average: those of one picture or
-    clip."""
+Measured = tuple[tuple[int, int, int], ...]
+"""For each module that takes a kind of media: tokens in the sequence, tokens inside the encoder's layers, and pairs of
+these that attend to each other, of one image or clip."""
 
 
 @dataclass(frozen=True)
-class SampleOutline:
+class SampleMeta:
     """A sample as described by the index. One with a `bad_reason` has no members and no tokens."""
 
     number: int
@@ -104,36 +49,36 @@ class SampleOutline:
     key: SampleKey
     texts: tuple[Member, ...]  # the record; several where `data.fields` names several
     members: dict[str, list[Member]]  # of the kinds that the run uses, in the order of the shard; see `pictures_of`
-    tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its pictures or clips
+    tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its images or clips
     bad_reason: str | None
-    beside: OtherMembers = NO_OTHER_MEMBERS
+    others: OtherMembers = NO_OTHER_MEMBERS
     fields: Fields = NO_FIELDS
 
     @property
-    def pictures(self) -> tuple[Visual, ...]:
-        """The pictures and videos, in the order of the shard."""
+    def visuals(self) -> tuple[Visual, ...]:
+        """The images and videos, in the order of the shard."""
         return places_of(self.members.get("image", ()))
 
     @property
     def counts(self) -> dict[str, int]:
-        """Pictures, videos and clips, of the kinds that the run uses."""
-        found = {kind: len(members) for kind, members in self.members.items()}
-        if "image" in found:
-            pictures = self.pictures
-            found["video"] = sum(one.frames > 0 for one in pictures)
-            found["image"] = len(pictures) - found["video"]
-        return found
-
-    def input_sizes(self, media: Media) -> list[tuple[int, int]]:
-        """`Media.size` of each of the module's pictures or clips."""
-        return [media.size(*extent) for extent in self.extents(media)]
+        """Numbers of images, videos and clips, of the kinds that the run uses."""
+        counts = {kind: len(members) for kind, members in self.members.items()}
+        if "image" in counts:
+            visuals = self.visuals
+            counts["video"] = sum(visual.frames > 0 for visual in visuals)
+            counts["image"] = len(visuals) - counts["video"]
+        return counts
 
     def extents(self, media: Media) -> list[tuple[int, int]]:
-        """`Media.extents` of the module's pictures or clips."""
+        """`Media.extents` of the module's images or clips."""
         return media.extents([member.extent for member in self.members[media.kind]])
 
+    def input_sizes(self, media: Media) -> list[tuple[int, int]]:
+        """`Media.size` of each of the module's images or clips."""
+        return [media.size(*extent) for extent in self.extents(media)]
+
     def places(self, media: Media) -> list[Place]:
-        """Tokens in the sequence, and their grid, of each of the module's pictures or clips."""
+        """Tokens in the sequence, and their grid, of each of the module's images or clips."""
         grids = [media.grid(*extent) if media.grid else None for extent in self.extents(media)]
         return list(zip(self.tokens[media.module], grids, strict=True))
 
@@ -151,51 +96,254 @@ class SampleOutline:
             for kind, members in self.members.items()
         }
 
-    def media_size(self, media: Media) -> MediaSize:
-        """What all of the module's pictures or clips take."""
-        tokens = inner = self.tokens[media.module]
-        if media.inner_tokens:
-            inner = [media.inner_tokens(*extent) for extent in self.extents(media)]
-        pairs = [count**2 for count in inner]
-        if media.pairs:
-            pairs = [media.pairs(*extent) for extent in self.extents(media)]
-        return MediaSize(sum(tokens), sum(inner), sum(pairs))
+
+@dataclass(frozen=True)
+class StepSamples:
+    """What is known of the samples of a step, in their order; arrays are int64 [size]."""
+
+    tokens: dict[str, np.ndarray]
+    """By module: tokens in the sequence."""
+    loads: dict[str, np.ndarray]
+    """By module: tokens inside the encoder's layers."""
+    pairs: dict[str, np.ndarray]
+    """By module: pairs of tokens inside the encoder that attend to each other."""
+    lengths: np.ndarray | None
+    """Tokens of the whole sequence, cut; None where they have not been counted."""
+    documents: list[np.ndarray] | None = None
+    """Of each sample its documents' tokens, int64, where attention stays inside them; None: each is one."""
 
 
-def count_tokens(
-    members: dict[str, list[Member]], modules: Sequence[Media], sequence_length: int, bounds: Bounds = BOUNDS
-) -> tuple[dict[str, list[int]], str | None]:
-    """(`SampleOutline.tokens`, None), or (nothing, why the sample is bad): a member without a readable header, one that
-    is above its bounds or that a module cannot take, or more tokens than `sequence_length`."""
-    if above := bounds.of_placeholders(sum(map(len, members.values()))):
-        return {}, above
-    tokens: dict[str, list[int]] = {}
-    for media in modules:
-        tokens[media.module] = []
-        extents = media.extents([member.extent for member in members[media.kind]])
-        for member, extent in zip(members[media.kind], extents, strict=True):
-            if 0 in member.extent:
-                return {}, f"member .{shown(member.extension)} ({member.size} bytes) {_why_unreadable(member)}"
-            if above := _above(member, bounds) or media.above(member.extent, extent, bounds):
-                return {}, f"member .{shown(member.extension)}: {above}"
+class SampleTable:
+    """Describes the samples of a dataset; arguments as of `data.samples.dataset.Dataset`."""
+
+    def __init__(
+        self, modules: Sequence[Media], sequence_length: int, bounds: Bounds, sampling: Sampling = SAMPLING
+    ) -> None:
+        self._modules, self._sequence_length = tuple(modules), sequence_length
+        self._bounds, self._sampling = bounds, sampling
+        self._of_kind: dict[str, list[int]] = {}
+        for number, media in enumerate(self._modules):
+            self._of_kind.setdefault(media.kind, []).append(number)
+        self._known: dict[tuple[str, int, int, bool], Measured | str] = {}
+
+    def measured(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
+        """What one image or clip takes of each module of its kind, or why it cannot be used, as the end of a message.
+
+        Args:
+            first, second: its extent.
+            several: the sample has several of this kind.
+        """
+        key = kind, first, second, several
+        measured = self._known.get(key)
+        if measured is None:
+            measured = self._known[key] = self._measure(*key)
+        return measured
+
+    def _measure(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
+        above = self._bounds.of_picture if kind == "image" else self._bounds.of_clip
+        if 0 in (first, second):
+            return " has no readable header"
+        if excess := above(first, second):
+            return f": {excess}"
+        measured = []
+        for number in self._of_kind[kind]:
+            media = self._modules[number]
+            extent = media.extents([(first, second)] * (1 + several))[0]
+            if excess := media.above((first, second), extent, self._bounds):
+                return f": {excess}"
             try:
                 media.size(*extent)
-                tokens[media.module].append(media.num_tokens(*extent))
+                tokens = media.num_tokens(*extent)
             except Exception as error:  # an EncoderError, or whatever a user's own encoder raises
-                where = f"member .{shown(member.extension)} of {member.extent}"
-                said = error if isinstance(error, ValueError) else reason_of(error)
-                return {}, f"{where}: module {media.module} cannot take it: {said}"
-    needed = sum(map(sum, tokens.values()))
-    if needed > sequence_length:
-        return {}, f"its media alone need {needed} tokens, but data.sequence_length is {sequence_length}"
-    return tokens, None
+                reason = error if isinstance(error, ValueError) else reason_of(error)
+                return f" of {(first, second)}: module {media.module} cannot take it: {reason}"
+            load = media.inner_tokens(*extent) if media.inner_tokens else tokens
+            measured.append((tokens, load, media.pairs(*extent) if media.pairs else load**2))
+        return tuple(measured)
+
+    def one(self, index: ShardIndex, shard: int, row: int, number: int) -> SampleMeta:
+        """A row of a shard.
+
+        Args:
+            shard: its number; number: of the sample, -1 where it has none.
+        """
+        key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
+        every = index.members(row)
+        members = {kind: self._read_of(kind, every) for kind in self._of_kind}
+        tokens: dict[str, list[int]] = {}
+        record = () if at is None else (every[at],)
+        if reason is None and record and (excess := self._bounds.of_record(record[0].size)):
+            reason = f"member .{shown(record[0].extension)}: {excess}"
+        # Of several texts the others' bounds are checked when they are read.
+        texts = tuple(member for member in every if member.extension in index.fields.members) or record
+        if reason is None:
+            tokens, reason = self.tokens_of(members)
+        if reason is not None:
+            members, tokens = {kind: [] for kind in self._of_kind}, {media.module: [] for media in self._modules}
+        others = NO_OTHER_MEMBERS
+        if reason is None and len(every) > len(texts):
+            others = other_members(every, index.fields)
+        return SampleMeta(number, shard, key, texts, members, tokens, reason, others, index.fields)
+
+    def tokens_of(self, members: Mapping[str, Sequence[Member]]) -> tuple[dict[str, list[int]], str | None]:
+        """(`SampleMeta.tokens`, None), or (nothing, why the sample is bad): a member without a readable header, one
+        that is above its bounds or that a module cannot take, or more tokens than `sequence_length`."""
+        if excess := self._bounds.of_placeholders(sum(map(len, members.values()))):
+            return {}, excess
+        tokens: dict[str, list[int]] = {media.module: [] for media in self._modules}
+        for kind, numbers in self._of_kind.items():
+            for member in members[kind]:
+                name = f"member .{shown(member.extension)}"
+                if 0 in member.extent:
+                    return {}, f"{name} ({member.size} bytes) {_why_unreadable(member)}"
+                if member.kind == "video" and (excess := self._bounds.of_video(member.size, member.milliseconds)):
+                    return {}, f"{name}: {excess}"
+                measured = self.measured(kind, *member.extent, len(members[kind]) > 1)
+                if isinstance(measured, str):
+                    return {}, name + measured
+                for number, (count, _, _) in zip(numbers, measured, strict=True):
+                    tokens[self._modules[number].module].append(count)
+        needed = sum(map(sum, tokens.values()))
+        if needed > self._sequence_length:
+            return {}, f"its media alone need {needed} tokens, but data.sequence_length is {self._sequence_length}"
+        return tokens, None
+
+    def _read_of(self, kind: str, members: Iterable[Member]) -> list[Member]:
+        """The members that modules of this kind read."""
+        if kind == "image":
+            return pictures_of(members, self._sampling)
+        return [member for member in members if member.kind == kind]
+
+    def step(
+        self, rows: Rows, lengths: np.ndarray | None = None, fields: Sequence[tuple[Fields, np.ndarray]] = ()
+    ) -> StepSamples:
+        """Samples of a step; zeros for those that are bad by the index.
+
+        Args:
+            lengths: of these.
+            fields: `data.fields` where there are any, each with the places of the samples that it is for.
+        """
+        members, firsts, size = rows.members, rows.firsts, len(rows.samples)
+        sizes = np.zeros((size, len(self._modules), 3), dtype=np.int64)
+        record, bad, kind_of_member = self._arranged(rows, fields)
+        if len(members):
+            records = np.where(bad, 0, firsts[:-1] + record)
+            bad |= members["size"][records] > self._bounds.record_bytes
+        placeholders = np.zeros(size, dtype=np.int64)
+        owners = np.repeat(np.arange(size), np.diff(firsts))
+        for at, (kind, numbers) in enumerate(self._of_kind.items()):
+            is_video = (kind_of_member == _VIDEO) if kind == "image" else np.zeros(len(members), dtype=bool)
+            which = np.flatnonzero((kind_of_member == at) | is_video)
+            owner = owners[which]
+            extents, times, usable = self._extents(members[which], is_video[which])
+            count = _sums(owner, times, size)
+            placeholders += count
+            several = (count > 1)[owner].astype(np.int64)
+            measured, readable = self._look_up(kind, np.stack([*extents, several], axis=1))
+            bad[owner[~(readable & usable)]] = True
+            for place, number in enumerate(numbers):
+                for column in range(3):
+                    sizes[:, number, column] = _sums(owner, measured[:, place, column] * times, size)
+        bad |= placeholders > self._bounds.placeholders
+        bad |= sizes[:, :, 0].sum(axis=1) > self._sequence_length
+        sizes[bad] = 0
+        tokens, loads, pairs = (
+            {media.module: sizes[:, number, column] for number, media in enumerate(self._modules)}
+            for column in range(3)
+        )
+        return StepSamples(tokens, loads, pairs, lengths)
+
+    def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+        """(both numbers of the extent of each, how many images or clips it is, whether it is within the bounds of
+        videos), as `pictures_of` and `tokens_of` have it."""
+        first, second = (members[name].astype(np.int64) for name in ("first", "second"))
+        times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
+        if is_video.any():
+            milliseconds = second[is_video]
+            above = (members["size"][is_video] > self._bounds.video_bytes) | (
+                milliseconds / 1000 > self._bounds.seconds
+            )
+            usable[is_video] = (milliseconds > 0) & ~above
+            times[is_video] = self._sampling.counts(milliseconds)
+            first[is_video], second[is_video] = video_size(first[is_video])
+        return [first, second], times, usable
+
+    def _arranged(
+        self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(record of each sample among its members, whether it is bad by its names, number of the kind of each member,
+        _VIDEO, or -1)."""
+        number = {kind: at for at, kind in enumerate(self._of_kind)}
+        if "image" in number:
+            number["video"] = _VIDEO
+        codes = rows.members["code"]
+        record = rows.samples["record"].astype(np.int64)
+        bad = (rows.samples["reason"] != 0) | (record < 0)
+        kinds = np.array([number.get(kind, -1) for kind in rows.kinds], dtype=np.int64)[codes]
+        firsts = rows.firsts.tolist()
+        for of_source, places in fields:
+            for at in places.tolist():
+                start, end = firsts[at : at + 2]
+                arranged = arrange(tuple(rows.names[code] for code in codes[start:end].tolist()), of_source)
+                bad[at] = arranged.reason is not None or arranged.record < 0
+                record[at] = 0 if bad[at] else arranged.order[arranged.record]
+                for place, kind in zip(arranged.order, arranged.kinds, strict=True):
+                    kinds[start + place] = number.get(kind, -1)
+        return record, bad, kinds
+
+    def _look_up(self, kind: str, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`measured`, int64 [members, modules of the kind, 3], and whether each can be used, from extents and whether
+        there are several, int64 [members, 3]. Each distinct one is measured once."""
+        distinct, codes = _distinct(members)
+        sizes = np.zeros((len(distinct), len(self._of_kind[kind]), 3), dtype=np.int64)
+        readable = np.ones(len(distinct), dtype=bool)
+        for at, (first, second, several) in enumerate(distinct.tolist()):
+            measured = self.measured(kind, first, second, bool(several))
+            readable[at] = not isinstance(measured, str)
+            sizes[at] = 0 if isinstance(measured, str) else measured
+        return sizes[codes], readable[codes]
 
 
-def _above(member: Member, bounds: Bounds) -> str | None:
-    if member.kind == "audio":
-        return bounds.of_clip(*member.extent)
-    above = bounds.of_video(member.size, member.milliseconds) if member.kind == "video" else None
-    return above or bounds.of_picture(*member.extent)
+def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:
+    """Return a hash of what the lengths of texts follow from besides the shard (`text_lengths`).
+
+    What a module makes of an image or clip is known by what it makes of some hundred sizes.
+
+    Args:
+        read_as: changes with whatever the tokens of a record follow from.
+    """
+    table = SampleTable(modules, sequence_length, bounds)
+    sizes = {
+        kind: [
+            None if isinstance(measured, str) else measured
+            for extent in _probes(kind)
+            for measured in (table.measured(kind, *extent, several) for several in (False, True))
+        ]
+        for kind in dict.fromkeys(media.kind for media in modules)
+    }
+    text = json.dumps([_LENGTHS_VERSION, read_as, sequence_length, asdict(bounds), sizes])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _probes(kind: str) -> list[tuple[int, int]]:
+    """Sizes of images or clips, small ones and large ones."""
+    probes = []
+    for number in range(_PROBES):
+        one, two = (splitmix(2 * number + at) / 2**64 for at in range(2))
+        if kind == "image":
+            probes.append((int(8192**one), int(8192**two)))
+        else:
+            probes.append((int(3e7**one), _RATES[int(two * len(_RATES))]))
+    return probes
+
+
+def other_members(members: Sequence[Member], fields: Fields = NO_FIELDS) -> OtherMembers:
+    """What is next to the record; of members that are not read, where `data.fields` says nothing about them."""
+    names: dict[str, list[str]] = {}
+    for member in members:
+        names.setdefault(member.kind, []).append(member.extension)
+    extensions = [member.extension for member in members]
+    return OtherMembers(names, [] if fields != NO_FIELDS else [name for name, _ in unread(extensions)])
 
 
 _UNREADABLE = {"video": ", is cut off, or does not say how long it is", "audio": ", or is cut off"}
@@ -206,3 +354,23 @@ def _why_unreadable(member: Member) -> str:
         readable = ", ".join(sorted(READABLE[member.kind]))
         return f"cannot be decoded: convert it, {member.kind} formats are {readable}"
     return f"has no readable {member.kind} header" + _UNREADABLE.get(member.kind, "")
+
+
+def _sums(owner: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Sums of values by their owner, which ascend, int64 [size]; `bincount` would sum in floating point."""
+    ends = np.concatenate([[0], np.cumsum(values)])
+    bounds = np.searchsorted(owner, np.arange(size + 1))
+    return ends[bounds[1:]] - ends[bounds[:-1]]
+
+
+def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct rows, which of them each row is), of int64 [N, columns]."""
+    mixed = np.zeros(len(rows), dtype=np.uint64)
+    for column in rows.T:  # sorting numbers is ten times as fast as sorting rows
+        mixed = (mixed ^ column.astype(np.uint64)) * _MIX
+        mixed ^= mixed >> np.uint64(29)
+    _, firsts, codes = np.unique(mixed, return_index=True, return_inverse=True)
+    distinct = rows[firsts]
+    if (distinct[codes] != rows).any():  # two rows with one hash
+        distinct, codes = np.unique(rows, axis=0, return_inverse=True)
+    return distinct, codes.reshape(-1)

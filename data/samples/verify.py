@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from xxhash import xxh3_128_digest
 
 from data.errors import OF_THE_MACHINE, ReadError, ShardError, reason_of
 from data.index.shard_index import Member, ShardIndex
 from data.media.decode import decode_audio, decode_image_file
 from data.media.options import BOUNDS
 from data.media.video import decode_video
+from data.order.sources import MixedOrder
 from data.records.conversation import KINDS
-from data.records.members import unread
-from data.records.record_checks import OtherMembers
 from data.records.records import parse_record
+from data.samples.dataset import Dataset
 from data.samples.frames import SAMPLING, pictures_of, places_of
+from data.samples.sample_meta import other_members
 from data.storage.files import ShardVersion
 from data.storage.url import Place
 from data.text_format import shown
@@ -46,11 +50,9 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
         if above := BOUNDS.of_record(record.size):
             return above
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
-        names = {kind: [one.extension for one in members if one.kind == kind] for kind in KINDS}
-        others = OtherMembers(names, [name for name, _ in unread(member.extension for member in members)])
-        counts = {kind: len(own) for kind, own in names.items()}
-        pictures = places_of(pictures_of(members, SAMPLING))
-        parse_record(raw, record.extension, key, counts, others=others, visuals=pictures)
+        others, visuals = other_members(members), places_of(pictures_of(members, SAMPLING))
+        counts = {kind: len(others.names.get(kind, ())) for kind in KINDS}
+        parse_record(raw, record.extension, key, counts, others=others, visuals=visuals)
     except (ReadError, ShardError, *OF_THE_MACHINE):
         raise
     except Exception as error:
@@ -67,3 +69,85 @@ def _decode(member: Member, raw: bytes) -> None:
             pass
     else:
         decode_audio(raw, rate=member.rate or 16000)
+
+
+_MOST_READ = 1000  # members of training samples; of other bytes are few that are as large in bytes and pixels
+
+
+class Shared(NamedTuple):
+    """What held-out samples have in common with those that are trained on."""
+
+    samples: int
+    """Held-out samples with a medium that is in a training sample, byte for byte."""
+    of: int
+    """Held-out samples that were looked at."""
+    is_whole: bool
+    """Whether every training sample was compared."""
+
+
+def shared_media(trained: Dataset, held_out: Dataset, first: int) -> Shared:
+    """How many of the first samples that are held out have a medium of a training sample.
+
+    Sizes are compared by the indexes alone; what has the same size in bytes and the same extent is read.
+
+    Raises:
+        ShardError, ReadError: a member cannot be read.
+    """
+    first = min(first, len(held_out))
+    of_size: dict[tuple[int, int, int], list[tuple[int, int, Member]]] = {}
+    for number in range(first):
+        meta = held_out.meta(number)
+        for members in meta.members.values():
+            for member in members:
+                if member.frame is None or member.frame.number == 0:
+                    of_size.setdefault(_size(member), []).append((number, meta.shard, member))
+    wanted = _mixed(*np.array([*of_size], dtype=np.uint64).reshape(-1, 3).T)
+    shared: set[int] = set()
+    digests: dict[tuple[int, int], bytes] = {}
+    read, begin = 0, 0
+    for shard in range(len(trained.shards)) if of_size else ():
+        index, end = trained.index(shard), begin + trained.samples_of(shard)
+        columns = (index.all_members[name].astype(np.uint64) for name in ("size", "first", "second"))
+        alike = np.flatnonzero(np.isin(_mixed(*columns), wanted))
+        rows = np.searchsorted(index.samples["first_member"], alike, side="right") - 1
+        for row in np.unique(rows[_are_trained(trained, begin + rows)]).tolist():
+            for member in index.members(row):
+                own = [one for one in of_size.get(_size(member), ()) if one[0] not in shared]
+                if not own:
+                    continue
+                if read == _MOST_READ:
+                    return Shared(len(shared), first, False)
+                read += 1
+                content = _digest(trained, shard, member)
+                for number, at, other in own:
+                    if (at, other.offset) not in digests:
+                        digests[at, other.offset] = _digest(held_out, at, other)
+                    if digests[at, other.offset] == content:
+                        shared.add(number)
+        begin = end
+    return Shared(len(shared), first, True)
+
+
+def _size(member: Member) -> tuple[int, int, int]:
+    """As `data.index.MEMBER` has it."""
+    if member.kind == "video":
+        return member.size, member.height << 32 | member.width, member.milliseconds
+    return (member.size, *member.extent)
+
+
+def _mixed(size: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """A number for each; equal ones are looked at again."""
+    return size * np.uint64(0x9E3779B97F4A7C15) ^ first * np.uint64(0xBF58476D1CE4E5B9) ^ second
+
+
+def _are_trained(trained: Dataset, rows: np.ndarray) -> np.ndarray:
+    """Whether rows of all shards are trained on."""
+    if not isinstance(trained.order, MixedOrder):
+        return np.ones(len(rows), dtype=bool)
+    held = [part.first + part.held for part in trained.order.parts if part.held is not None]
+    return ~np.isin(rows, np.concatenate(held)) if held else np.ones(len(rows), dtype=bool)
+
+
+def _digest(dataset: Dataset, shard: int, member: Member) -> bytes:
+    place, version = dataset.shards[shard], dataset.version(shard)
+    return xxh3_128_digest(dataset.reader.read(place, member.offset, member.size, member.extension, version))

@@ -14,9 +14,9 @@ class SlowReading(Callback):
     in the working directory; leaves a file `slow` there."""
 
     def on_train_start(self, state, model):
-        from data.samples.reading_samples import OutlinedSamples
+        from data.samples.record_samples import RecordSamples
 
-        read = OutlinedSamples.read_text
+        read = RecordSamples.read_text
 
         def read_text(samples, number):
             time.sleep(0.01)
@@ -25,7 +25,7 @@ class SlowReading(Callback):
                 threading.Event().wait()
             return read(samples, number)
 
-        OutlinedSamples.read_text = read_text
+        RecordSamples.read_text = read_text
 
 
 class FailsWhileReading(SlowReading):

@@ -16,7 +16,7 @@ from data.media.headers import parse_extent_bytes, parse_video_header_bytes
 from data.media.options import colour_of
 from data.records.conversation import MARKERS, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
-from data.samples.sample_meta import Media
+from data.samples.media_spec import Media
 from data.text.placeholders import Place, axis_positions
 from data.text.tokens import Tokenizer
 from data.text_format import plural

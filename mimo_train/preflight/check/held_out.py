@@ -56,7 +56,7 @@ def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Sam
         DataError: shards cannot be read.
     """
     from data.samples.dataset import Dataset
-    from data.samples.shared_media import shared_media
+    from data.samples.verify import shared_media
 
     if not isinstance(dataset, Dataset) or not isinstance(held_out, Dataset):
         return

@@ -30,7 +30,7 @@ from mimo_train.preflight.plan.candidate import Candidate
 
 if TYPE_CHECKING:
     from data.pipeline import Samples, StepPlan
-    from data.samples.sample_batch_meta import StepSamples
+    from data.samples.sample_meta import StepSamples
 
 STEPS = 4
 """Steps of the run that are read, spread over its data."""

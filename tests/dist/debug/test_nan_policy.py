@@ -34,7 +34,7 @@ def _spoil_a_picture(bad: bool) -> None:
     def spoiled(self, number, module):
         items, fault = read(self, number, module)
         items = [item.float() for item in items]
-        if bad and number == next(number for number in SUSPECTS if self.outline(number).tokens["images"]):
+        if bad and number == next(number for number in SUSPECTS if self.meta(number).tokens["images"]):
             items[-1][0, 3, 3] = float("nan")
         return items, fault
 
@@ -125,7 +125,7 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
     finally:
         run.session.close()
     same = [torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(before, weights(), strict=True)]
-    number = next(number for number in SUSPECTS if iterator.dataset.outline(number).tokens.get("images", True))
+    number = next(number for number in SUSPECTS if iterator.dataset.meta(number).tokens.get("images", True))
     return {
         "message": message,
         "unchanged": all(same),

@@ -55,7 +55,7 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
     `signalled` signal themselves."""
     from data.pace import Pace
     from data.samples.protocol import Samples
-    from data.samples.reading_samples import OutlinedSamples
+    from data.samples.record_samples import RecordSamples
     from data.threads import LOOK_SECONDS, Wait, WaitGivenUp
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
@@ -75,8 +75,8 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
 
     if rank in stalls:
         Samples.pace = Pace(takes_turns=False)
-        OutlinedSamples.read_text = stalling(OutlinedSamples.read_text)
-        OutlinedSamples.read_media = stalling(OutlinedSamples.read_media)
+        RecordSamples.read_text = stalling(RecordSamples.read_text)
+        RecordSamples.read_media = stalling(RecordSamples.read_media)
 
     def look_and_tell(wait):
         if rank in stalls and steps.step == ends_at and time.monotonic() > wait._began + LOOK_SECONDS:
@@ -152,12 +152,12 @@ def test_a_run_that_waits_for_its_samples_saves_and_ends(
 def _evaluating_rank(cfg, hangs_on: int, signalled: int) -> int:
     """One rank as `mimo-train train` runs it. On rank `hangs_on` no held-out text is read, and while it waits rank
     `signalled` signals itself."""
-    from data.samples.reading_samples import OutlinedSamples
+    from data.samples.record_samples import RecordSamples
     from mimo_train.commands.train import main
     from mimo_train.evaluation.held_out import HeldOut
 
     os.environ["MIMO_STOPPED_CODE"] = str(STOPPED)
-    rank, evaluate, read_text, held_out = int(os.environ["RANK"]), HeldOut.evaluate, OutlinedSamples.read_text, []
+    rank, evaluate, read_text, held_out = int(os.environ["RANK"]), HeldOut.evaluate, RecordSamples.read_text, []
 
     def evaluate_and_signal(self, *arguments):
         if rank == hangs_on:
@@ -171,7 +171,7 @@ def _evaluating_rank(cfg, hangs_on: int, signalled: int) -> int:
             threading.Event().wait()
         return read_text(samples, number)
 
-    HeldOut.evaluate, OutlinedSamples.read_text = evaluate_and_signal, hang_or_read
+    HeldOut.evaluate, RecordSamples.read_text = evaluate_and_signal, hang_or_read
     return main(resolve(cfg))
 
 

@@ -259,7 +259,7 @@ def test_reads_are_announced_before_they_begin(dataset, monkeypatch):
 
 def test_the_outline_of_a_sample_is_made_once_for_all_readers_of_its_step(dataset, monkeypatch):
     data, made = dataset(shuffle=True), []
-    original = data.outline_at
-    monkeypatch.setattr(data, "outline_at", lambda *given: made.append(given[2]) or original(*given))
+    original = data.meta_at
+    monkeypatch.setattr(data, "meta_at", lambda *given: made.append(given[2]) or original(*given))
     steps(data, limit=2, workers=1)
     assert sorted(made) == list(range(16))

@@ -19,10 +19,10 @@ from data.media.audio import _evaluated, resampled
 from data.media.audio_files import parse_audio_header
 from data.media.decode import decode_audio, decode_image_file, decode_resized, decode_tiles
 from data.media.headers import parse_header_bytes
-from data.media.options import Bounds, Resize
+from data.media.options import BOUNDS, Bounds, Resize
 from data.records.records import parse_record
 from data.samples.bad_samples import BadSample
-from data.samples.sample_meta import count_tokens
+from data.samples.sample_meta import SampleTable
 from data.storage import files as retry
 from mimo_train.cli import main
 from tests.tars import write_tar
@@ -142,7 +142,7 @@ def test_whatever_a_decoder_or_an_encoder_raises_is_a_bad_sample(dataset, monkey
 
     data = dataset(max_bad_samples=20, shuffle=False)
     with monkeypatch.context() as patch:
-        patch.setattr("data.samples.reading_samples.decode_media", fails)
+        patch.setattr("data.samples.record_samples.decode_media", fails)
         items, bad = data.read_media(0, "images")
         assert not items[0].any() and "member .0.png" in bad.reason and type(error).__name__ in bad.reason
         assert "a-000000.tar, key '0000'" in str(bad)
@@ -154,8 +154,7 @@ def test_whatever_a_decoder_or_an_encoder_raises_is_a_bad_sample(dataset, monkey
                 data.read_text(0)
             assert "a-000000.tar, key '0000'" in caught.value.__notes__[-1]
     media = replace(images(), num_tokens=fails)
-    outline = data.outline(0)
-    assert "module images cannot take it" in count_tokens(outline.members, [media], 24)[1]
+    assert "module images cannot take it" in SampleTable([media], 24, BOUNDS).tokens_of(data.meta(0).members)[1]
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_outlines_follow_other_weights(two):
     data = two(weights=(1, 1), max_bad_samples=9)
 
     def keys() -> list[str]:
-        return [str(data.outline(number).key) for number in range(8)]
+        return [str(data.meta(number).key) for number in range(8)]
 
     assert {key[0] for key in keys()} == {"a", "b"}
     data.set_phases([(0, (0, 1))])

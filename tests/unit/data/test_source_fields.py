@@ -51,7 +51,7 @@ def test_each_source_is_read_by_its_own_fields(folders, dataset):
         truth = int(data.prompt_and_truth(number)[1].removeprefix("a"))
         assert pictures == ([100 + truth, truth] if source else [200])
         assert step.tokens["images"][number] == 4 * len(pictures)
-        assert data.outline(number).fields == (read_fields(LABELS) if source else read_fields({}))
+        assert data.meta(number).fields == (read_fields(LABELS) if source else read_fields({}))
     assert asked == {*(("q", f"a{at}") for at in range(3)), *(("which?", str(at)) for at in range(5))}
     (first, _), (second, _) = data.lengths_keys()
     assert first != second and dataset(folders / "talks").lengths_keys() == [(first, range(1))]

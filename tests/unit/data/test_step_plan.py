@@ -1,4 +1,4 @@
-"""The plan of a step: arrays that say what the outlines of its samples say, and microbatches of similar lengths."""
+"""The plan of a step: arrays that say what is known of each of its samples, and microbatches of similar lengths."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from data.order.order import GlobalOrder
 from data.order.step_plan import Padding, plan_by_length, plan_in_order
 from data.pipeline import Dataset
 from data.records.members import NO_FIELDS, read_fields
-from data.samples.sample_batch_meta import SampleTable
-from data.samples.sample_meta import Media
+from data.samples.media_spec import Media
+from data.samples.sample_meta import SampleTable
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
@@ -70,30 +70,34 @@ MEDIA = [
 
 
 @pytest.mark.parametrize("fields", [NO_FIELDS, read_fields({"conversations": "json", "image": ["1.png", "0.png"]})])
-def test_the_arrays_of_a_step_are_those_of_its_outlines(tmp_path, fields):
+def test_the_arrays_of_a_step_are_those_of_its_samples(tmp_path, fields):
     tokenizer = build_tokenizer("bytes", [media.placeholder for media in MEDIA])
     options = {"media": MEDIA, "bounds": Bounds(record_bytes=150, placeholders=4), "seed": 5, "fields": fields}
     data = Dataset(odd_samples(tmp_path), tokenizer=tokenizer, sequence_length=70, **options)
     found = data.plan_step(33, 90)
     bad = 0
     for place, number in enumerate(range(33, 123)):
-        sizes = data.media_sizes(number)
-        for module, size in sizes.items():
-            mine = [of[module][place] for of in (found.tokens, found.loads, found.pairs)]
-            assert mine == [size.tokens, size.load, size.pairs], (number, module)
-        bad += data.outline(number).bad_reason is not None
+        meta = data.meta(number)
+        for media in MEDIA:
+            extents, tokens = meta.extents(media), meta.tokens[media.module]
+            assert tokens == [media.num_tokens(*extent) for extent in extents]
+            loads = [media.inner_tokens(*extent) for extent in extents] if media.inner_tokens else tokens
+            pairs = [media.pairs(*extent) for extent in extents] if media.pairs else [load**2 for load in loads]
+            arrays = [of[media.module][place] for of in (found.tokens, found.loads, found.pairs)]
+            assert arrays == [sum(tokens), sum(loads), sum(pairs)], (number, media.module)
+        bad += meta.bad_reason is not None
     assert 10 < bad < 80 and len({tuple(row) for row in np.stack([*found.pairs.values()], 1).tolist()}) > 5
     assert found.lengths is None
 
 
 def test_equal_hashes_of_unequal_rows_are_told_apart(tmp_path, monkeypatch):
     """Every number mixed with 0 is 0: all rows have one hash."""
-    monkeypatch.setattr("data.samples.sample_batch_meta._MIX", np.uint64(0))
+    monkeypatch.setattr("data.samples.sample_meta._MIX", np.uint64(0))
     tables = []
     catalogue = open_catalogue(sorted(odd_samples(tmp_path).glob("*.tar")))
     rows = catalogue.rows(np.repeat([0, 1], catalogue.counts), np.concatenate([*map(np.arange, catalogue.counts)]))
     for _ in range(2):
-        tables.append(SampleTable(MEDIA, 70, Bounds()).of(rows))
+        tables.append(SampleTable(MEDIA, 70, Bounds()).step(rows))
         monkeypatch.undo()
     assert all((tables[0].pairs[module] == tables[1].pairs[module]).all() for module in tables[0].pairs)
     assert len(set(tables[0].pairs["images"].tolist())) > 3

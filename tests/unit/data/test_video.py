@@ -165,7 +165,7 @@ def test_what_is_above_a_bound_is_bad_with_its_number(bound, said, dataset, tmp_
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(bad.reason)
     by_index = bound.keys() & {"pixels", "seconds", "video_bytes", "placeholders"}
-    assert (data.outline(0).bad_reason is not None) == bool(by_index)
+    assert (data.meta(0).bad_reason is not None) == bool(by_index)
     assert data.plan_step(0, 1).tokens["images"].tolist() == [0 if by_index else 8]
 
 

@@ -22,7 +22,7 @@ def warned(shards, *more):
 
 
 def content(dataset, number):
-    (member,) = dataset.outline(number).members["image"]
+    (member,) = dataset.meta(number).members["image"]
     return dataset.reader.read(dataset.shards[0], member.offset, member.size, "png")
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_compared_is_said(tmp_path, monkeypatch):
         members += [(f"{at:02d}.png", picture()), (f"{at:02d}.json", record("<image>?"))]
     path = shard(tmp_path / "a.tar", *members)
     for most, said in ((1, r"fraction: \d+ of"), (0, None)):
-        monkeypatch.setattr("data.samples.shared_media._MOST_READ", most)
+        monkeypatch.setattr("data.samples.verify._MOST_READ", most)
         warnings = warned(path)[0]
         assert bool(warnings) == (said is not None)
         if said:

@@ -1,15 +1,15 @@
-"""What a sample gives once its outline is known, wherever its members are read from: tokens, pictures, or just counts.
+"""Read samples: tokens of their texts, tensors of their media, or just counts.
 
 Three promises that the ranks of a run rely on:
-- What the outline says (token counts, sizes) is the same on every rank.
+- The metadata (token counts, sizes) is the same on every rank.
 - Text and media are read apart: a rank that reads text never touches a pixel.
 - A bad sample never changes a shape. There are two kinds:
-  * known from the outline (no record, a picture or clip without a readable header, a size that a module refuses, more
+  * known from the metadata (no record, an image or clip without a readable header, a size that a module rejects, more
     media tokens than `sequence_length`): every rank replaces it by a text without media, with token
     counts of 0.
   * found when reading (damaged bytes, bad JSON, placeholders that do not match): its replacement has the token counts
-    and sizes of the outline, with placeholders without loss and zeros for pixels, because a rank that does not read the
-    damaged part cannot detect it.
+    and sizes of the metadata, with placeholders without loss and zeros for pixels, because a rank that does not read
+    the damaged part cannot detect it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from data.records.conversation import Conversation
 from data.records.records import parse_fields, parse_record
 from data.samples.bad_samples import BadSample
 from data.samples.frames import Sampling
+from data.samples.media_spec import Media
 from data.samples.protocol import Samples
-from data.samples.sample_meta import Media, MediaSize, SampleOutline
-from data.samples.sample_metas import Outlines
+from data.samples.sample_meta import SampleMeta, SampleTable
 from data.text.placeholders import axis_positions
 from data.text.tokens import Tokenizer
 from data.text_format import shown
 
 
-class OutlinedSamples(Samples):
+class RecordSamples(Samples):
     """Samples with records and media. Arguments as of `data.dataset.Dataset`; methods may be called from several
     threads."""
 
@@ -67,14 +67,14 @@ class OutlinedSamples(Samples):
         self._by_module = {item.module: item for item in self.modules}
         assert len(self._by_module) == len(self.modules), "one Media per module"
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
-        self._outlines = Outlines(self.modules, sequence_length, bounds, sampling)
+        self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
 
     @abstractmethod
-    def outline(self, number: int) -> SampleOutline:
+    def meta(self, number: int) -> SampleMeta:
         """What is known of a sample before its members are read."""
 
     @abstractmethod
-    def _read(self, outline: SampleOutline, member: Member) -> bytes:
+    def _read(self, meta: SampleMeta, member: Member) -> bytes:
         """The bytes of a member."""
 
     @abstractmethod
@@ -83,16 +83,11 @@ class OutlinedSamples(Samples):
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
-        return {module: sum(tokens) for module, tokens in self.outline(number).tokens.items()}
-
-    def media_sizes(self, number: int) -> dict[str, MediaSize]:
-        """What each module's pictures or clips take in this sample, from the index alone."""
-        outline = self.outline(number)
-        return {media.module: outline.media_size(media) for media in self.modules}
+        return {module: sum(tokens) for module, tokens in self.meta(number).tokens.items()}
 
     def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips in this sample, from the index alone."""
-        return self.outline(number).input_sizes(self._by_module[module])
+        return self.meta(number).input_sizes(self._by_module[module])
 
     def text(self, number: int) -> collate.TextSample:
         """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
@@ -112,82 +107,80 @@ class OutlinedSamples(Samples):
 
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
-        outline = self.outline(number)
+        meta = self.meta(number)
         try:
-            return self._conversation(outline).question_and_truth
+            return self._conversation(meta).question_and_truth
         except Exception as error:
-            self._reason(outline, error)
+            self._reason(meta, error)
             return "", ""
 
     def read_text(self, number: int) -> tuple[collate.TextSample, BadSample | None]:
         """`text`, but a bad sample is returned instead of counted: for readers that run ahead."""
-        outline = self.outline(number)
-        tokens = outline.media_tokens(self.modules, self._placeholders)
+        meta = self.meta(number)
+        tokens = meta.media_tokens(self.modules, self._placeholders)
         try:
-            conversation = self._conversation(outline)
+            conversation = self._conversation(meta)
             self._require_words(conversation)
-            where = self.sequence_length, number, outline.key
+            where = self.sequence_length, number, meta.key
             sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
             if self.inspects:
                 special = self.tokenizer.special_text.find(conversation)
                 separated = any(turn.has_separators for turn in conversation.turns)
                 sample = replace(sample, special_text=special, has_separators=separated)
-            return self._positioned(sample, outline), None
+            return self._positioned(sample, meta), None
         except Exception as error:
             skipped = self._skip_null and isinstance(error, NothingToLearn)
-            reason = self._reason(outline, error)
+            reason = self._reason(meta, error)
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, questions=())
-            return self._positioned(sample, outline), None if skipped else self._bad(outline, reason)
+            return self._positioned(sample, meta), None if skipped else self._bad(meta, reason)
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
-        spec, outline = self._by_module[module], self.outline(number)
-        members, extents = outline.members[spec.kind], outline.extents(spec)
-        if outline.bad_reason is None and not self.blind:
+        spec, meta = self._by_module[module], self.meta(number)
+        members, extents = meta.members[spec.kind], meta.extents(spec)
+        if meta.bad_reason is None and not self.blind:
             try:
-                return self._decode_all(spec, outline, list(zip(members, extents, strict=True))), None
+                return self._decode_all(spec, meta, list(zip(members, extents, strict=True))), None
             except Exception as error:
-                outline = replace(outline, bad_reason=self._reason(outline, error))
+                meta = replace(meta, bad_reason=self._reason(meta, error))
         dtype = torch.uint8 if spec.kind == "image" and spec.resize.rounded else torch.float32
         zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in extents]
-        return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
+        return zeros, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
 
-    def _reason(self, outline: SampleOutline, error: Exception) -> str:
+    def _reason(self, meta: SampleMeta, error: Exception) -> str:
         """Why a sample is bad. Raises what says nothing about the sample, with its place: an error of its shard, of the
         storage, of this machine, or of the program."""
-        place = f"{self.shards[outline.shard]}, key {outline.key!r}"
+        place = f"{self.shards[meta.shard]}, key {meta.key!r}"
         if isinstance(error, OF_THE_MACHINE):
             raise type(error)(f"{place}: {error}") from error
         if not isinstance(error, (SampleError, RecursionError, UnicodeError)):
-            error.add_note(f"in sample {outline.number}: {place}" if outline.number >= 0 else f"in {place}")
+            error.add_note(f"in sample {meta.number}: {place}" if meta.number >= 0 else f"in {place}")
             raise error
         remedy = error.remedy if isinstance(error, SampleError) else ""
         return reason_of(error) + (f"; {remedy}" if remedy else "")
 
-    def _positioned(self, sample: collate.TextSample, outline: SampleOutline) -> collate.TextSample:
+    def _positioned(self, sample: collate.TextSample, meta: SampleMeta) -> collate.TextSample:
         """The sample with positions on three axes, if the language model has them."""
         if not any(spec.grid for spec in self.modules):
             return sample
-        places = {self._placeholders[spec.module]: outline.places(spec) for spec in self.modules}
+        places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
         return replace(sample, positions=axis_positions(sample.input_ids, places))
 
     def _decode_all(
-        self, spec: Media, outline: SampleOutline, members: Sequence[tuple[Member, tuple[int, int]]]
+        self, spec: Media, meta: SampleMeta, members: Sequence[tuple[Member, tuple[int, int]]]
     ) -> list[torch.Tensor]:
         """Members with what `Media` calls their extents."""
         found: list[torch.Tensor] = []
         while len(found) < len(members):
             member, extent = members[len(found)]
-            found += self._decode(spec, outline, member, extent)
+            found += self._decode(spec, meta, member, extent)
         return found
 
-    def _decode(
-        self, spec: Media, outline: SampleOutline, member: Member, extent: tuple[int, int]
-    ) -> list[torch.Tensor]:
+    def _decode(self, spec: Media, meta: SampleMeta, member: Member, extent: tuple[int, int]) -> list[torch.Tensor]:
         """A picture or clip, or all pictures of a video, which stand one behind the other."""
-        raw, canvas = self._read(outline, member), spec.canvas(*extent) if spec.canvas else None
+        raw, canvas = self._read(meta, member), spec.canvas(*extent) if spec.canvas else None
         size = spec.size(*extent)
         try:
             if member.frame is not None:
@@ -198,28 +191,28 @@ class OutlinedSamples(Samples):
         except Exception as error:
             raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error
 
-    def _conversation(self, outline: SampleOutline) -> Conversation:
-        if outline.bad_reason is not None:
-            raise RecordError(outline.bad_reason)
-        counts, pictures = outline.counts, outline.pictures
-        raws = {member.extension: self._read(outline, member) for member in outline.texts}
-        if outline.fields.texts:
-            return parse_fields(raws, outline.fields, outline.key, counts, self._bounds, pictures)
+    def _conversation(self, meta: SampleMeta) -> Conversation:
+        if meta.bad_reason is not None:
+            raise RecordError(meta.bad_reason)
+        counts, pictures = meta.counts, meta.visuals
+        raws = {member.extension: self._read(meta, member) for member in meta.texts}
+        if meta.fields.texts:
+            return parse_fields(raws, meta.fields, meta.key, counts, self._bounds, pictures)
         ((extension, raw),) = raws.items()
-        return parse_record(raw, extension, outline.key, counts, self._bounds, outline.beside, pictures)
+        return parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, pictures)
 
     def _require_words(self, conversation: Conversation) -> None:
         """Raises NothingToLearn for answers that are blank, where `data.null_captions` leaves these out."""
         if self._skip_null and conversation.is_blank:
             raise NothingToLearn("its answers are blank")
 
-    def _bad(self, outline: SampleOutline, reason: str) -> BadSample:
+    def _bad(self, meta: SampleMeta, reason: str) -> BadSample:
         return BadSample(
-            outline.number,
-            self.shards[outline.shard],
-            str(outline.key),
-            reason.removeprefix(f"key {outline.key!r}: "),
-            self._source_name(outline.shard),
+            meta.number,
+            self.shards[meta.shard],
+            str(meta.key),
+            reason.removeprefix(f"key {meta.key!r}: "),
+            self._source_name(meta.shard),
         )
 
     def _record(self, bad: BadSample | None) -> None:
