@@ -7,7 +7,6 @@ samples are counted when a step is handed out, not when it is read ahead: the sa
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
@@ -22,13 +21,12 @@ from data.collate import TextSample, collate, collate_media, collate_packed
 from data.errors import DataError
 from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch
 from data.order.step_plan import Share, Span, StepPlan, spread_parts
-from data.pace import Pace
 from data.samples.bad_samples import BadSample
 from data.samples.dataset import Dataset
 from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
 from data.samples.sample_meta import StepSamples
 from data.samples.text_lengths import require_planned
-from data.threads import GivesUp, OneTask, ReadingThreads, Wait, WaitGivenUp, each, never
+from data.threads import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
 
 _STEPS_AHEAD = 2
 _TOGETHER = 4  # samples of one task, at most
@@ -38,8 +36,7 @@ class StepLoader:
     """Iterator over steps. Use it as a context manager, or call `close`.
 
     readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
-    workers: threads, which read two steps ahead; 0 reads in the caller. takes_turns: whether samples that are quick to
-    read are so while `next` waits for them, see `data.pace`. limit: steps to hand out, None = endless.
+    workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
     gives_up: asked now and then where `next` waits for samples; where it is true, `next` raises WaitGivenUp, and
     threads that still read are left behind, see `data.threads`.
     `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
@@ -54,7 +51,6 @@ class StepLoader:
         *,
         consumed_samples: int = 0,
         workers: int = 2,
-        takes_turns: bool = False,
         limit: int | None = None,
         gives_up: GivesUp = never,
     ) -> None:
@@ -78,7 +74,6 @@ class StepLoader:
         self._given_up, self._wait = False, Wait(gives_up)
         self._workers = workers
         self._threads = ReadingThreads(workers) if workers else None
-        self._pace = dataset.pace if takes_turns and workers > 0 else Pace(takes_turns=False)
         self._pending: deque[_Step] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -89,7 +84,7 @@ class StepLoader:
             raise RuntimeError("this StepLoader is closed")
         self._wait = Wait(self._gives_up)
         try:
-            return self._next_in_turn() if self._pace.in_turn else self._next_read_ahead()
+            return self._next_step()
         except StopIteration:
             raise
         except BaseException as error:
@@ -116,31 +111,13 @@ class StepLoader:
         if self._threads is not None:
             self._threads.close(waits=not self._given_up)
 
-    @property
-    def _seldom_read(self) -> set[str]:
-        """Modules whose sizes are enough, or whose features may be known already."""
-        return self._sizes_only | self._dataset.lookups.keys()
-
-    def _next_read_ahead(self) -> StepBatch:
+    def _next_step(self) -> StepBatch:
         self._issue_to(_STEPS_AHEAD)
         if not self._pending:
             raise StopIteration
         step = self._pending.popleft()
         self._issue_to(_STEPS_AHEAD)  # the place that has become free
-        self._pace.was_ahead()
         return self._assemble(step)
-
-    def _next_in_turn(self) -> StepBatch:
-        began = None if self._pending else time.perf_counter()  # what was read ahead says nothing
-        self._issue_to(1)
-        if not self._pending:
-            raise StopIteration
-        step = self._pending.popleft()
-        batch = self._assemble(step)
-        if began is not None:
-            reads = sum(len(of[module]) for of in step.own for module in of.keys() - self._seldom_read)
-            self._pace.took(time.perf_counter() - began, reads)
-        return batch
 
     def _issue_to(self, steps: int) -> None:
         # Without threads, what is issued is read when it is assembled.
@@ -157,9 +134,6 @@ class StepLoader:
         plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
         text = self._dataset.read_text
         own = self._own(plan, samples)
-        submit = self._submit
-        if self._threads is not None and self._pace.in_turn:
-            submit = OneTask(self._threads, self._wait).submit
         if isinstance(self._dataset, Dataset) and self._dataset.is_remote:
             self._expect(self._dataset, own)  # before a thread can read it: what comes too late is read again
         read = [{module: one[module] for module in one if module not in self._sizes_only} for one in own]
@@ -168,10 +142,10 @@ class StepLoader:
             plan,
             samples,
             own,
-            texts=[submit(text, numbers.get(LANGUAGE, ())) for numbers in own],
+            texts=[self._submit(text, numbers.get(LANGUAGE, ())) for numbers in own],
             media=[
                 {
-                    module: submit(partial(self._read_media, module), of_module)
+                    module: self._submit(partial(self._read_media, module), of_module)
                     for module, of_module in numbers.items()
                     if module != LANGUAGE
                 }
@@ -181,7 +155,8 @@ class StepLoader:
 
     def _expect(self, dataset: Dataset, own: Sequence[dict[str, list[int]]]) -> None:
         """Let what a rank reads of a step be on its way together: a reading thread waits for one at a time."""
-        without = {LANGUAGE, *self._seldom_read}
+        # Sizes are enough for some modules, and the features of others may be known already.
+        without = {LANGUAGE, *self._sizes_only, *self._dataset.lookups}
         with suppress(DataError):  # reading it says so
             dataset.expect_samples(
                 (

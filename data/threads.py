@@ -52,27 +52,6 @@ class ReadingThreads:
         _end(self._tasks, self._threads, _PATIENCE if waits else 0)
 
 
-class OneTask:
-    """The reads of a step, which a thread does one after the other once the result of the first is asked for."""
-
-    def __init__(self, threads: ReadingThreads, wait: Wait) -> None:
-        self._threads, self._wait = threads, wait
-        self._reads: list[Callable[[], list[Any]]] = []
-        self._results: list[list[Any]] | None = None
-
-    def submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
-        """The results for all numbers, in order, when called; nothing is read before."""
-        if not numbers:
-            return list
-        self._reads.append(partial(each, work, numbers))
-        return partial(self._result, len(self._reads) - 1)
-
-    def _result(self, at: int) -> list[Any]:
-        if self._results is None:
-            self._results = self._wait.result_of(self._threads.submit(lambda: [read() for read in self._reads]))
-        return self._results[at]
-
-
 def each(work: Callable[[int], Any], numbers: Sequence[int]) -> list[Any]:
     """What `work` gives for each number."""
     return [work(number) for number in numbers]

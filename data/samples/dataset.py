@@ -101,7 +101,6 @@ class Dataset(RecordSamples):
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
         self.is_remote = any(isinstance(shard, Url) for shard in self.shards)
         """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
-        self.is_at_hand = not self.is_remote
         self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
         counts = self._catalogue.counts.tolist()
         self._ends = np.cumsum(self._catalogue.counts)

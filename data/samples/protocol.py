@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from data.collate import TextSample
 from data.order.sources import SourcesView
-from data.pace import Pace
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.media_spec import Media
 from data.samples.sample_meta import StepSamples
@@ -46,16 +44,9 @@ class Samples(SourcesView, ABC):
     """Of what the order of samples follows from, but for seed and weights."""
     text_fingerprint: str
     """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
-    is_at_hand: bool = True
-    """Whether any sample can be read at any time, from files of this machine."""
     allowed_bad_samples: int
     bad_samples: BadSamples
     """Those that this process has found."""
-
-    @cached_property
-    def pace(self) -> Pace:
-        """How quickly its samples are read, which loaders learn one after the other."""
-        return Pace(takes_turns=self.is_at_hand)
 
     def __len__(self) -> int:
         """Samples of one epoch."""

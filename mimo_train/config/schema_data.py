@@ -148,8 +148,7 @@ class DataConfig(Section):
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     """How large the parts of a sample may be. See docs/data.md#bounds."""
     workers: int = key(2, at_least=0, at_most=1024)
-    """Threads that read and decode ahead on each rank; 0 reads in the training thread. On a CPU samples that are read
-    quickly are not read ahead, but in turn with the step, which is faster."""
+    """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
     cache_dir: str = ""
     """Folder for shard indexes, instead of beside the shards; empty: beside them, or in the user's cache where that
     folder cannot be written and for shards with a URL. See docs/data.md#index."""

@@ -27,6 +27,9 @@ class RunConfig(Section):
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
     """`auto` (CUDA where each process of a machine gets a device), `cuda` or `cpu`. On CUDA each process takes a GPU of
     its own."""
+    cpu_kernels: bool = key(True)
+    """Use the fast paths of `mimo_train/cpu/` on a CPU: causal attention over 64 to 256 positions, RMSNorm,
+    cross-entropy, sums of gradients and dense layers. `false`: Megatron-Core and torch compute them, as on GPUs."""
     timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
     """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
     `inprocess_restarts` above 0.25."""

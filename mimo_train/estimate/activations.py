@@ -17,7 +17,7 @@ from mimo_train.config.llm_spec import LlmSpec
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
 KEPT_SCORES, BLOCK = range(64, 257), 32
-"""Positions of a row whose probabilities `mimo_train.models.kept_scores` keeps, and queries that it takes at once."""
+"""Positions of a row at which `mimo_train.cpu.attention` computes attention, and queries of one of its blocks."""
 WIDEST_HEAD = 256
 """Channels of a head that torch's kernel for packed documents takes."""
 
@@ -168,9 +168,9 @@ def score_activations(sequence: int, samples: int, heads: int, tp: int = 1, cp: 
     return samples * heads // tp * sequence * sequence // cp * 8
 
 
-def probability_activations(sequence: int, samples: int, heads: int, tp: int = 1) -> int:
-    """Bytes of the probabilities that one layer of `mimo_train.models.kept_scores` keeps: of each block of queries over
-    the keys up to its last."""
+def probability_activations(sequence: int, samples: int, heads: int) -> int:
+    """Return the bytes of probabilities that one layer of `mimo_train.cpu.attention` keeps: of each block of queries
+    over the keys up to its last."""
     ends = [min(first + BLOCK, sequence) for first in range(0, sequence, BLOCK)]
     each = sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
-    return samples * heads // tp * each * 4
+    return samples * heads * each * 4

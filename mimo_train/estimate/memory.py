@@ -139,14 +139,17 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     size, length = BYTES[train.precision], cfg.data.sequence_length
     row = pack_length(cfg) if cfg.data.pack else length * train.micro_batch_size
     samples, tokens = math.ceil(row / length), row // sizes.cp
-    scores = 0
+    scores = probabilities = 0
     if llm.attention_softcap:
         scores = score_activations(length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
-    elif _keeps_probabilities(cfg, sizes.cp):
-        scores = probability_activations(length, samples, llm.num_attention_heads, sizes.tp)
+    elif _keeps_probabilities(cfg):
+        probabilities = probability_activations(length, samples, llm.num_attention_heads)
     own = stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)
     kinds = [llm.has_experts(layer) for layer in own]
-    each = {kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds)}
+    each = {
+        kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) + (0 if kind else probabilities)
+        for kind in set(kinds)
+    }
     layer = -(-sum(each[kind] for kind in kinds) // len(kinds)) + (scores if recompute != "selective" else 0)
     boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
     flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
@@ -214,15 +217,16 @@ def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
 
 
 def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
-    """Torch has a kernel for RMSNorm on CUDA alone, and `mimo_train.models.rms_norm` keeps as little in fp32."""
+    """Torch has a kernel for RMSNorm on CUDA alone, and `mimo_train.cpu.kernels` keeps as little in fp32."""
     return normalization == "LayerNorm" or cfg.run.device != "cpu" or cfg.train.precision == "fp32"
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
-    """Whether dense layers of a module, without norms or learned scales behind their parts, are computed by
-    `mimo_train.models.dense_layer`."""
+    """True if `mimo_train.models.dense_layer` computes the dense layers of a module that have no norms or learned
+    scales behind their parts."""
     module = cfg.modules[name]
-    return tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
+    is_used = cfg.run.cpu_kernels or cfg.compile_of(name) == "layers"
+    return is_used and tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
 
 
 def _has_row_kernel(cfg: ConfigContainer) -> bool:
@@ -231,11 +235,22 @@ def _has_row_kernel(cfg: ConfigContainer) -> bool:
     return cfg.data.pack and half and not llm.attention_softcap and not llm.dropout and llm.head_width <= WIDEST_HEAD
 
 
-def _keeps_probabilities(cfg: ConfigContainer, cp: int) -> bool:
-    """Whether attention is that of `mimo_train.models.kept_scores`."""
-    llm, is_fp32 = cfg.llm, cfg.run.device == "cpu" and cfg.train.precision == "fp32"
-    is_plain = not cfg.data.pack and not llm.window and not llm.dropout and llm.key_heads == llm.num_attention_heads
-    return is_fp32 and is_plain and cp == 1 and cfg.data.sequence_length in KEPT_SCORES
+def _keeps_probabilities(cfg: ConfigContainer) -> bool:
+    """True if `mimo_train.cpu.attention` computes attention of the dense layers."""
+    llm, sizes = cfg.llm, cfg.language.layout
+    is_fp32_on_cpu = cfg.run.device == "cpu" and cfg.train.precision == "fp32"
+    is_compiled = cfg.compile_of(LANGUAGE) == "layers"
+    is_plain = _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and not llm.post_norms and not is_compiled
+    is_rotary = llm.position == "rope" and not llm.qk_norm and llm.key_heads == llm.num_attention_heads
+    is_causal = not cfg.data.pack and not llm.window and sizes.cp == 1
+    return (
+        cfg.run.cpu_kernels
+        and is_fp32_on_cpu
+        and is_plain
+        and is_rotary
+        and is_causal
+        and cfg.data.sequence_length in KEPT_SCORES
+    )
 
 
 def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:

@@ -23,7 +23,7 @@ LIBRARIES = tuple(
     for key in ("purelib", "platlib", "stdlib", "platstdlib")
     for folder in {sysconfig.get_path(key), os.path.realpath(sysconfig.get_path(key))}
 )
-CPU_BACKEND = str(HOME / "mimo_train" / "parallel" / "cpu_backend.py")
+CPU_BACKEND = str(HOME / "mimo_train" / "cpu" / "backend.py")
 """On the CPU every call of torch passes through it, so that warnings about the caller name this file."""
 CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"
 

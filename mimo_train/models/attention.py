@@ -24,7 +24,6 @@ from torch.nn.attention.varlen import varlen_attn
 from mimo_train.config.errors import UserError
 from mimo_train.estimate.activations import WIDEST_HEAD
 from mimo_train.models.documents import Documents
-from mimo_train.models.kept_scores import attend_causally, attend_turned, keeps_scores, turns_and_keeps_scores
 from mimo_train.models.neutral import require_neutral
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
@@ -128,29 +127,12 @@ class SdpaAttention(MegatronModule):
         if self.window or self.softcap or continues:
             assert attention_bias is None, "a bias with a window, capped scores or a cache"
             return self._attend_in_blocks(query_SBND, key_SBND, value_SBND)
-        if self._is_plain and attention_bias is None and keeps_scores(query_SBND, key_SBND, value_SBND):
-            return attend_causally(query_SBND, key_SBND, value_SBND, self.softmax_scale)
         return self._attend(query_SBND, key_SBND, value_SBND, attention_bias, self.is_causal)
 
-    def attend_turned(
-        self, mixed_SBGED: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, packed_seq_params: PackedSeqParams | None
-    ) -> torch.Tensor | None:
-        """What `forward` gives for queries, keys and values that stand beside each other, queries and keys turned,
-        where that is computed together; else None.
-
-        Args:
-            mixed_SBGED: by key head its queries, its key and its value.
-            cos: [S, 1 or B, 1, D or less], of `mimo_train.models.turned_heads`.
-            sin: likewise, its first half negated.
-        """
-        is_plain = self._is_plain and packed_seq_params is None and not self.cp_group
-        if not is_plain or self.window or self.softcap or not turns_and_keeps_scores(mixed_SBGED, cos):
-            return None
-        return attend_turned(mixed_SBGED, cos, sin, self.softmax_scale)
-
     @property
-    def _is_plain(self) -> bool:
-        return self.is_causal and not (self.training and self.dropout)
+    def is_plain(self) -> bool:
+        """True if a layer is causal and has no window, no soft cap, no dropout and no other context-parallel ranks."""
+        return self.is_causal and not (self.window or self.softcap or self.dropout or self.cp_group)
 
     def _attend_to_all_parts(
         self,

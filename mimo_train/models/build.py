@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -20,6 +20,7 @@ from encoders.registry import family_of
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.cpu.grad_accumulation import InPlaceGradients
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
 from mimo_train.layout.ranks import RunLayout
@@ -35,7 +36,6 @@ from mimo_train.models.layers import layer_spec, norm_class, projector_submodule
 from mimo_train.models.lora import freeze_base, start_magnitudes
 from mimo_train.models.mimo import PlacedMimoModel
 from mimo_train.models.names import modules_of
-from mimo_train.models.own_gradients import OwnGradients
 from mimo_train.models.projector import Projector
 from mimo_train.models.transformer_config import encoder_config, language_config, projector_config, resampler_config
 from mimo_train.parallel.groups import RunGroups
@@ -240,12 +240,13 @@ def _encoder_spec(
     )
 
 
-def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> OwnGradients:
+def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> DistributedDataParallel:
     config = module.config if name == LANGUAGE else module.encoders[name].config
     # Overlap requires that every parameter gets a gradient in every microbatch, on all replicas. An encoder does not
     # run for a text-only microbatch, and frozen parameters get no gradient.
     overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
-    return OwnGradients(
+    wrapper = InPlaceGradients if cfg.run.cpu_kernels else DistributedDataParallel
+    return wrapper(
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,

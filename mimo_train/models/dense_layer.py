@@ -1,17 +1,18 @@
 """The forward pass of a dense transformer layer that one rank holds whole, in about 25 calls of torch.
 
-Megatron-Core 0.19.2 computes the same numbers through layers that communicate, recompute, offload, drop and fuse, each
-of which looks for what it has to do every time: a fifth of the time of a step of the demo. `DenseLayer` computes with
-the parts of such a layer that there are, where all that it leaves out has nothing to do; every other layer is
-Megatron-Core's.
+Megatron-Core 0.19.2 computes the same numbers through layers that communicate, recompute, offload, drop and fuse, and
+that look for such work in every call: a fifth of the time of a step of the demo on a CPU. `DenseLayer` computes a layer
+from its parts where there is no such work; every other layer is Megatron-Core's.
 
-Shape suffixes: S sequence, B batch, H hidden size, G key heads, N query heads, D head dimension.
+Shape suffixes: S sequence, B batch, H hidden size, G key heads, E queries of a key head with its key and its value,
+N query heads, D head dimension.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -21,9 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mimo_train.cpu import attention as cpu_attention
 from mimo_train.models.attention import SdpaAttention
-from mimo_train.models.own_gradients import linear, linear_halves
-from mimo_train.models.turned_heads import parts_of, turned, turned_parts
 
 NOTHING_TO_DO: dict[str, Any] = {
     "hidden_dropout": 0.0,
@@ -53,43 +53,44 @@ NOTHING_TO_DO: dict[str, Any] = {
     "test_mode": False,
     "batch_invariant_mode": False,
 }
-"""Options of a config whose work is left out, by the value with which there is none."""
+"""Options of a config whose work is left out, with the value at which there is none."""
 
 
 class DenseLayer:
-    """What computes a layer; the layer's own parts and parameters."""
+    """Computes a transformer layer with the layer's own parts and parameters."""
 
     def __init__(self, layer: TransformerLayer):
         attention, mlp = layer.self_attention, layer.mlp
         self._norms = layer.input_layernorm, layer.pre_mlp_layernorm
         self._attention, self._core = attention, attention.core_attention
         self._linears = attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
-        self._watched = [attention, self._core, mlp, *self._linears]
+        self._parts = [attention, self._core, mlp, *self._linears]
         self._query_norm, self._key_norm = (
             None if isinstance(norm, IdentityOp) else norm for norm in (attention.q_layernorm, attention.k_layernorm)
         )
-        # Nothing comes between queries and keys as they are projected, and as they are turned.
-        self._turns_alone = self._query_norm is None and self._key_norm is None
         self._groups, self._width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self._heads = attention.num_attention_heads_per_partition
         self._activation, self._gated = layer.config.activation_func, layer.config.gated_linear_unit
+        # `cpu_attention` reads queries, keys and values as they are projected, one key and value for each query.
+        is_plain = self._query_norm is None and self._key_norm is None and self._groups == self._heads
+        self._has_cpu_attention = getattr(layer.config, "cpu_kernels", False) and is_plain and self._core.is_plain
 
     @classmethod
     def of(cls, layer: TransformerLayer) -> "DenseLayer | None":
-        """What computes a layer; None for one that has other parts, or something else to do."""
+        """Return what computes a layer; None if it has other parts, or other work to do."""
         return cls(layer) if _is_dense(layer) and _does_nothing_else(layer.config) else None
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing waits for the call of a part, or has taken its place: Megatron-Core's layer is for that, and
-        calls them."""
+        """True if no hook waits for the call of a part, and none was replaced: Megatron-Core's layer calls its parts,
+        and this class does not."""
         return not _has_any_global_hook() and not any(
             part._forward_pre_hooks
             or part._forward_hooks
             or part._backward_hooks
             or part._backward_pre_hooks
             or "forward" in part.__dict__
-            for part in self._watched
+            for part in self._parts
         )
 
     def __call__(
@@ -99,90 +100,104 @@ class DenseLayer:
         rotary_pos_emb: torch.Tensor | None,
         packed_seq_params: Any,
     ) -> torch.Tensor:
-        """The layer's output [S, B, H]. Arguments are those of Megatron-Core's layer."""
-        turns = () if rotary_pos_emb is None else self._turns(rotary_pos_emb, hidden_SBH.dtype)
-        return self._behind(hidden_SBH, self._context(hidden_SBH, turns, attention_mask, packed_seq_params))
+        """Return the layer's output [S, B, H]. The arguments are those of Megatron-Core's layer."""
+        rotation: tuple[torch.Tensor, ...] = (
+            () if rotary_pos_emb is None else self._rotation(rotary_pos_emb, hidden_SBH.dtype)
+        )
+        has_rotation = len(rotation) > 0 and rotation[0].size(-1) == self._width and packed_seq_params is None
+        if self._has_cpu_attention and has_rotation and cpu_attention.supports(hidden_SBH):
+            context = cpu_attention.rotary_attention(
+                self._mixed(hidden_SBH), rotation[0], rotation[1], self._core.softmax_scale
+            )
+        else:
+            query, key, value = self._before(hidden_SBH, *rotation)
+            context = self._core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return self._behind(hidden_SBH, context)
 
     def compile(self, compiled: Callable[[Callable], Callable]) -> None:
-        """Let what is in front of core attention and what is behind it be compiled, each to one piece: neither asks
-        where documents end or what masks there are.
+        """Compile the code before and behind core attention, each into one graph. Neither reads where documents end or
+        which masks there are.
 
         Args:
-            compiled: makes of such a function, of tensors, a compiled one.
+            compiled: compiles a function of tensors.
         """
-        self._turns_alone = False  # the compiler puts them together
+        self._has_cpu_attention = False
         self._before, self._behind = compiled(self._before), compiled(self._behind)  # type: ignore[method-assign]
 
-    def _context(
-        self,
-        hidden_SBH: torch.Tensor,
-        turns: tuple[torch.Tensor, ...],
-        attention_mask: torch.Tensor | None,
-        packed_seq_params: Any,
-    ) -> torch.Tensor:
-        """What core attention gives."""
-        if turns and self._turns_alone:
-            mixed = self._mixed(hidden_SBH)
-            context = self._core.attend_turned(mixed, *turns, packed_seq_params)
-            if context is not None:
-                return context
-            query, key, value = turned_parts(mixed, *turns)
-        else:
-            query, key, value = self._before(hidden_SBH, *turns)
-        return self._core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-
-    def _before(self, hidden_SBH: torch.Tensor, *turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values; `turns` are cosines and sines, where there are any."""
-        mixed = self._mixed(hidden_SBH)
-        query, key, value = parts_of(mixed)
+    def _before(self, hidden_SBH: torch.Tensor, *rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries [S, B, N, D], keys and values [S, B, G, D]; `rotation` holds cosines and sines, if any."""
+        query, key, value = split_heads(self._mixed(hidden_SBH))
         if self._query_norm is not None:
             query = self._query_norm(query)
         if self._key_norm is not None:
             key = self._key_norm(key)
-        if turns:
-            query, key = turned(query, *turns), turned(key, *turns)
+        if rotation:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         return query, key, value
 
     def _mixed(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """By key head its queries, its key and its value, [S, B, G, E, D]."""
+        """Return [S, B, G, E, D]: for each key head its queries, its key and its value."""
         qkv, norm = self._linears[0], self._norms[0]
-        mixed = linear(norm(hidden_SBH), qkv.weight, qkv.bias)
+        mixed = F.linear(norm(hidden_SBH), qkv.weight, qkv.bias)
         return mixed.unflatten(-1, (self._groups, self._heads // self._groups + 2, self._width))
 
     def _behind(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """The layer's output, from its input and what core attention gives."""
+        """Return the layer's output, from its input and the output of core attention."""
         _, proj, fc1, fc2 = self._linears
-        hidden_SBH = hidden_SBH + linear(context, proj.weight, proj.bias)
-        normed = self._norms[1](hidden_SBH)
+        hidden_SBH = hidden_SBH + F.linear(context, proj.weight, proj.bias)
+        inner = F.linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
         if self._gated:
-            gate, inner = linear_halves(normed, fc1.weight, fc1.bias)
+            gate, inner = inner.chunk(2, dim=-1)
             inner = self._activation(gate) * inner
         else:
-            inner = self._activation(linear(normed, fc1.weight, fc1.bias))
-        return hidden_SBH + linear(inner, fc2.weight, fc2.bias)
+            inner = self._activation(inner)
+        return hidden_SBH + F.linear(inner, fc2.weight, fc2.bias)
 
-    def _turns(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of a layer's angles, those for the first half of a head negated; computed once for all
-        layers that have the same."""
+    def _rotation(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of a layer's angles, with the sines of the first half of a head negated; computed
+        once for all layers with the same angles."""
         attention = self._attention
         scale, kind = attention._yarn_concentration_factor, getattr(attention, "kind_of_angles", None)
-        # What is computed in inference mode cannot be used where gradients are wanted.
+        # Tensors that are computed in inference mode cannot be used where gradients are wanted.
         key = scale, kind, dtype, torch.is_inference_mode_enabled()
-        known = _TURNS.setdefault(angles, {})
-        if key not in known:
-            own = angles if kind is None else attention.own_angles(angles)
-            cos, sin = own.cos() * scale, own.sin() * scale
+        cached = _ROTATIONS.setdefault(angles, {})
+        if key not in cached:
+            layer_angles = angles if kind is None else attention.own_angles(angles)
+            cos, sin = layer_angles.cos() * scale, layer_angles.sin() * scale
             first, second = sin.chunk(2, dim=-1)
-            known[key] = cos.to(dtype), torch.cat((-first, second), dim=-1).to(dtype)
-        return known[key]
+            cached[key] = cos.to(dtype), torch.cat((-first, second), dim=-1).to(dtype)
+        return cached[key]
 
 
-_TURNS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By the angles of a model's positions: cosines and sines, as layers use them."""
+def split_heads(mixed_SBGED: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries [S, B, N, D], keys and values [S, B, G, D]."""
+    if mixed_SBGED.shape[3] == 3:
+        query, key, value = mixed_SBGED.unbind(dim=3)
+        return query, key, value
+    query, key, value = mixed_SBGED.split([mixed_SBGED.shape[3] - 2, 1, 1], dim=3)
+    return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [S, B, N, D] by their positions; of wider heads the first channels.
+
+    Args:
+        cos: [S, 1 or B, 1, D or less].
+        sin: the same shape, its first half negated.
+    """
+    width = cos.shape[-1]
+    if width < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :width], cos, sin), heads[..., width:]), dim=-1)
+    # The halves of a head change places: the sine is negated, once for all layers.
+    return heads * cos + heads.roll(width // 2, dims=-1) * sin
+
+
+_ROTATIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Cosines and sines as layers use them, by the angles of a model's positions."""
 
 
 def _is_dense(layer: TransformerLayer) -> bool:
-    """Whether a layer has just the parts that are computed, each whole on this rank."""
+    """True if a layer has exactly the parts that `DenseLayer` computes, each whole on this rank."""
     attention, mlp = layer.self_attention, layer.mlp
     return (
         type(mlp) is MLP
@@ -199,7 +214,7 @@ def _is_dense(layer: TransformerLayer) -> bool:
 
 
 def _does_nothing_else(config: TransformerConfig) -> bool:
-    """Whether an option asks for nothing that is left out. Recomputation of whole layers is around them."""
+    """True if no option asks for work that is left out. Recomputation of whole layers is around them."""
     return config.recompute_granularity != "selective" and all(
         getattr(config, name, neutral) == neutral for name, neutral in NOTHING_TO_DO.items()
     )

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_rank
 
 from mimo_train.config.errors import UserError
+from mimo_train.cpu import kernels
 from mimo_train.models.attention import SdpaAttention
 from mimo_train.models.dense_layer import DenseLayer
 from mimo_train.models.documents import attention_inside_documents
@@ -42,7 +43,6 @@ from mimo_train.models.lora import add_adapters, linear_classes
 from mimo_train.models.marks import mark
 from mimo_train.models.moe import expert_layer
 from mimo_train.models.neutral import require_neutral
-from mimo_train.models.rms_norm import RMSNorm
 from mimo_train.models.seeds import seed_for
 from mimo_train.models.window_attention import WindowAttention
 
@@ -62,7 +62,7 @@ class SeededTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
         add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
         prepare_layer(self)
-        self._dense = DenseLayer.of(self)
+        self._dense = DenseLayer.of(self) if getattr(config, "dense_layers", False) else None
 
     def forward(
         self,
@@ -83,7 +83,7 @@ class SeededTransformerLayer(TransformerLayer):
         return super().forward(hidden_states, **own, **options)
 
 
-_NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RMSNorm}
+_NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 
 class TorchNorm:
@@ -100,12 +100,14 @@ class TorchNorm:
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
         require_neutral("TorchNorm", config, persist_layer_norm=False, memory_efficient_layer_norm=False)
+        cpu_kernels = getattr(config, "cpu_kernels", False)
         if config.layernorm_zero_centered_gamma:
             require_neutral("TorchNorm with layernorm_zero_centered_gamma", config, normalization="RMSNorm")
-            norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype)
+            norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype, cpu_kernels)
         else:
             require_neutral("TorchNorm", config, normalization=tuple(_NORMS))
-            norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+            norms = _NORMS | {"RMSNorm": kernels.RMSNorm} if cpu_kernels else _NORMS
+            norm = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             mark(parameter, sequence_parallel=config.sequence_parallel)
         return norm

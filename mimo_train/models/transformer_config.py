@@ -267,4 +267,7 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
     config.lora = cfg.modules[layout.name].lora
     config.adapters = adapted_linears(layout.name, cfg.modules[layout.name], cfg.llm.hidden_size)
     config.layers_name = layers_name(layout.name)
+    config.cpu_kernels = cfg.run.cpu_kernels
+    # Only these layers can be compiled.
+    config.dense_layers = cfg.run.cpu_kernels or cfg.compile_of(layout.name) == "layers"
     return config

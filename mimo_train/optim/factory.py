@@ -1,6 +1,5 @@
 """One Megatron-Core optimizer per module under one `ModuleOptimizer`."""
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -13,9 +12,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
@@ -61,7 +58,6 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                 pg_collection=pgs,
                 use_gloo_process_groups=False,
             )
-            leave_own_weights(optimizer.chained_optimizers)
         else:
             _join_gathering_of_groups()
         infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)
@@ -147,29 +143,3 @@ def _replica_groups(pgs: ProcessGroupCollection | None) -> ProcessGroupCollectio
     if pgs is None:
         return None
     return ProcessGroupCollection(tp=pgs.tp, pp=pgs.pp, dp=pgs.dp_cp, dp_cp=pgs.dp_cp, expt_dp=pgs.expt_dp)
-
-
-def leave_own_weights(optimizers: Iterable[MegatronOptimizer]) -> None:
-    """Copy nothing in those optimizers whose shards are all parts of the model's buffers."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, DistributedOptimizer) and has_own_weights(optimizer):
-            optimizer._copy_main_params_to_model_params = lambda: None
-
-
-def has_own_weights(optimizer: DistributedOptimizer) -> bool:
-    """True if every shard that is updated is where the model's weights are."""
-    if optimizer.is_stub_optimizer or any(optimizer.shard_fp32_from_float16_groups):
-        return False
-    pairs = zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True)
-    return all(
-        shard.data_ptr() == _place(optimizer, parameter).data_ptr()
-        for shards, parameters in pairs
-        for shard, parameter in zip(shards, parameters, strict=True)
-    )
-
-
-def _place(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return where a copy of this rank's part of a parameter would go."""
-    buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
-    part = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-    return optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[part.start : part.end]

@@ -18,8 +18,7 @@ import torch
 
 from data.text_format import plural
 from mimo_train.config.errors import UserError
-from mimo_train.parallel.cpu_backend import CPU, StandIn
-from mimo_train.parallel.freed_memory import keep_freed_memory
+from mimo_train.cpu.backend import CPU, StandIn, keep_freed_memory
 
 _stand_ins: list[StandIn] = []
 """The process's stand-in; it changes other modules for the whole process, so there is one at most."""
@@ -81,18 +80,21 @@ def _own_device() -> bool:
     return len(visible) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
-def install(kind: str, index: int = 0) -> torch.device:
+def install(kind: str, index: int = 0, *, cpu_kernels: bool = False) -> torch.device:
     """Prepare this process for `kind` (`cuda` or `cpu`) and return its device.
 
-    For `cpu` the stand-in is installed, once per process, and memory that is freed stays with it; for `cuda` the device
-    of this index is selected.
+    For `cpu` the stand-in is installed, once per process; for `cuda` the device of this index is selected.
+
+    Args:
+        cpu_kernels: `run.cpu_kernels`; on the CPU, whether the process keeps the memory that it frees.
     """
     if kind == "cuda":
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     if not _stand_ins:
         _stand_ins.append(StandIn())
-        keep_freed_memory()
+        if cpu_kernels:
+            keep_freed_memory()
     return CPU
 
 

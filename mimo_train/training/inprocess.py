@@ -14,9 +14,9 @@ from functools import partial
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 
 from mimo_train.config.schema_run import RunConfig
-from mimo_train.models.own_gradients import OwnGradients
 from mimo_train.parallel import device
 
 
@@ -39,10 +39,11 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
         def __call__(self, frozen_state: inprocess.state.FrozenState) -> inprocess.state.FrozenState:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
-            for item in gc.get_objects():
-                if type(item) is OwnGradients:
+            for instance in gc.get_objects():
+                # Not isinstance: some objects of libraries import modules when their class is asked for.
+                if issubclass(type(instance), DistributedDataParallel):
                     # The garbage collector does not look into nodes of the graph, whose hooks hold the model.
-                    for node in item.grad_accs:
+                    for node in instance.grad_accs:
                         node.register_hook(print).hooks_dict_ref().clear()
             return frozen_state
 

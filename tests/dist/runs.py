@@ -45,6 +45,8 @@ USUAL_ADAM = ("optim.eps=1e-8", "optim.lr=1e-3")
 """Adam as users have it."""
 
 TINY = (
+    # Megatron-Core and torch compute, as on GPUs.
+    "run.cpu_kernels=false",
     "modules.language.llm.num_layers=2",
     "modules.language.llm.hidden_size=32",
     "modules.language.llm.ffn_hidden_size=64",

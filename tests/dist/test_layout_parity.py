@@ -19,6 +19,10 @@ SO_LONG = f"train.iters={ITERS}"
 """A layout that is wrong is so from its first update on; differences by rounding grow with the steps."""
 
 
+KERNEL_ROWS = [("vlm", None), ("vlm", MODELS["vlm"].rows[0]), ("gpt", MODELS["gpt"].rows[0])]
+"""Layouts that are trained with `run.cpu_kernels` too."""
+
+
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
     """The samples of all models."""
@@ -37,6 +41,14 @@ def test_layout_gives_the_numbers_of_one_process(model, row, one_process, demos,
     found = difference(one, trained(model, demos, tmp_path, row, SO_LONG))
     assert within(model, found), found
     assert one.points[-1][1] < one.points[0][1] - 0.1, "the run does not learn, so that parity would say nothing"
+
+
+@pytest.mark.parametrize(("model", "row"), KERNEL_ROWS, ids=[f"{model}: {row}" for model, row in KERNEL_ROWS])
+def test_cpu_kernels_give_the_numbers_of_one_process_without_them(model, row, one_process, demos, tmp_path):
+    difference_from_one = difference(
+        one_process(model), trained(model, demos, tmp_path, row, SO_LONG, "run.cpu_kernels=true")
+    )
+    assert within(model, difference_from_one), difference_from_one
 
 
 def test_other_seed_gives_other_numbers(one_process, demos, tmp_path):

@@ -50,7 +50,7 @@ REASONS = [
         "if hidden_states is not None: combined = hidden_states",
     ),
     (
-        "models/own_gradients.py",
+        "cpu/grad_accumulation.py",
         "distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
         "param.main_grad.add_(param.grad.data) param.grad = None",
     ),
@@ -158,12 +158,12 @@ REASONS = [
         "for key in param_group_identifier_keys:",
     ),
     (
-        "models/language/cross_entropy.py",
+        "cpu/kernels.py",
         "tensor_parallel.cross_entropy:VocabParallelCrossEntropy.calculate_predicted_logits",
         "vocab_parallel_logits -= logits_max.unsqueeze(dim=-1)",
     ),
     (
-        "debug/replicas.py",
+        "debug/rerun.py",
         "utils:check_param_hashes_across_dp_replicas",
         "parallel_state.get_data_parallel_group(with_gtp_remat=False)",
     ),
@@ -178,7 +178,7 @@ def test_the_reason_of_an_adaptation_is_still_there(ours, place, written):
 
 
 def test_the_vocabulary_s_padding_counts_in_the_softmax_of_megatron_core():
-    """Else `model/llm/gpt.py` need not hide it."""
+    """Else `models/language/gpt.py` need not hide it."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     assert "vocab_size" not in inspect.getsource(LanguageModule.compute_language_model_loss)
@@ -234,7 +234,7 @@ def test_torch_has_no_kernel_of_rms_norm_for_meta_tensors():
 
 
 def test_torch_composes_rms_norm_on_the_cpu():
-    """Else `model/rms_norm.py` need not compute it."""
+    """Else `cpu/kernels.py` need not compute it."""
     import torch
 
     inputs, weight = torch.ones(3, 4, requires_grad=True), torch.ones(4, requires_grad=True)
@@ -242,7 +242,7 @@ def test_torch_composes_rms_norm_on_the_cpu():
 
 
 def test_torchs_attention_on_the_cpu_computes_scores_again():
-    """Else `models/kept_scores.py` need not keep them: from the sums of their exponentials it does."""
+    """Else `cpu/attention.py` need not keep them: from the sums of their exponentials it does."""
     import torch
 
     parts = [torch.ones(1, 2, 128, 8, requires_grad=True) for _ in range(3)]
@@ -251,7 +251,7 @@ def test_torchs_attention_on_the_cpu_computes_scores_again():
 
 
 def test_torch_s_optimizer_and_masks_import_its_compiler():
-    """Else `optim/adam.py` need not take methods as they are written, nor `model/attention.py` import a mask late."""
+    """Else `optim/adam.py` need not take methods as they are written, nor `models/attention.py` import a mask late."""
     from torch import _compile
     from torch.nn.attention import bias
     from torch.optim import Optimizer
@@ -263,7 +263,7 @@ def test_torch_s_optimizer_and_masks_import_its_compiler():
 
 
 def test_the_stance_of_torch_s_compiler_imports_it():
-    """Else `parallel/cuda_stand_in.py` need not wait with it."""
+    """Else `cpu/backend.py` need not wait with it."""
     from torch import compiler
 
     assert "import torch._dynamo" in inspect.getsource(compiler.set_stance)
@@ -291,17 +291,16 @@ def test_every_adaptation_on_the_page_has_its_reason():
         "parallel/recorded.py",
     }
     looked_at |= {f"data/media/{name}.py" for name in ("audio_files", "audio")}
-    looked_at |= {"models/rms_norm.py", "models/kept_scores.py"}
+    looked_at |= {"cpu/attention.py", "cpu/kernels.py", "cpu/backend.py"}
     looked_at |= {"logging/sinks/tensorboard.py", "config/run_files.py"}
     by_running = (
         "tests/dist/models/test_dense_layer.py",
         "tests/unit/hf/test_tensors.py",
         "tests/unit/data/text/test_special_text.py",
-        "tests/dist/optim/test_own_weights.py",
         "tests/dist/parallel/test_alone.py",
         "tests/dist/parallel/test_device.py",
         "tests/dist/models/test_projectors.py",
-        "tests/unit/parallel/test_freed_memory.py",
+        "tests/unit/cpu/test_memory.py",
         "tests/unit/parallel/test_groups.py",
         "tests/dist/preflight/dry_run/test_dry_run.py",
     )

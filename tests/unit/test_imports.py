@@ -19,7 +19,7 @@ LEVELS = (
     {"layout"},
     {"estimate"},
     {"inputs"},
-    {"flight"},
+    {"flight", "cpu"},
     {"parallel"},
     {"models", "logging"},
     {"optim", "launch"},

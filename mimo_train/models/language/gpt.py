@@ -20,8 +20,8 @@ from megatron.core.utils import unwrap_model
 from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.models.documents import Documents
-from mimo_train.models.language.cross_entropy import cross_entropy
 from mimo_train.models.language.rotary import AxisRotaryEmbedding
 from mimo_train.models.rope import inverse_frequencies
 from mimo_train.parallel.context import own_part
@@ -136,8 +136,7 @@ class SeededGPTModel(GPTModel):
             # Behind autograd's back, without a copy: the loss has no gradient where the softmax is 0.
             with torch.no_grad():
                 logits[..., padding_V] = torch.finfo(logits.dtype).min
-        is_whole = self.tp_group.size() == 1 and logits.device.type == "cpu"
-        if is_whole and not self.config.cross_entropy_loss_fusion:
+        if self.config.cpu_kernels and supports_cross_entropy(logits, self.tp_group):
             losses_SB = cross_entropy(logits.flatten(0, 1), labels.T.reshape(-1)).view(logits.shape[:2])
             return losses_SB.T.contiguous()
         return super().compute_language_model_loss(labels, logits)

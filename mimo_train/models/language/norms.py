@@ -6,21 +6,26 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.models.rms_norm import rms_norm
+from mimo_train.cpu import kernels
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
     """x / rms(x) * (1 + weight), in fp32. The parameter is the weight itself: adding 1 to it and taking it away again
     would change its bits."""
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype):
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, cpu_kernels: bool = False):
         super().__init__()
+        self._norm = kernels.rms_norm if cpu_kernels else _rms_norm
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
         self.hidden_size, self.eps = hidden_size, eps
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., hidden size], normalised over the last dimension."""
-        return rms_norm(inputs.float(), 1 + self.weight.float(), self.eps).type_as(inputs)
+        return self._norm(inputs.float(), 1 + self.weight.float(), self.eps).type_as(inputs)
+
+
+def _rms_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(inputs, weight.shape, weight, eps)
 
 
 class NormedAdd(torch.nn.Module):

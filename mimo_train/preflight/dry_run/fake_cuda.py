@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from mimo_train.parallel.cpu_backend import Event, Stream
+from mimo_train.cpu.backend import Event, Stream
 from mimo_train.preflight.dry_run.counts import Counts
 from mimo_train.preflight.dry_run.fake_tensors import RmsNorm, become, is_lower_right
 

@@ -29,7 +29,7 @@ from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.parallel.context import own_places
-from mimo_train.parallel.device import current, to_device
+from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.training.step.schedule import Pipeline
 
@@ -76,7 +76,6 @@ def open_loader(
         readers_of(run.layout, groups),
         consumed_samples=consumed,
         workers=run.cfg.data.workers,
-        takes_turns=current().type == "cpu",
         limit=steps,
         gives_up=gives_up,
     )

@@ -47,7 +47,8 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
         The kind of device, and the device.
     """
     chosen = devices.choose(cfg.run.device, *(int(os.environ.get(*each)) for each in _OF_THIS_MACHINE))
-    kind, device = chosen.kind, devices.install(chosen.kind, chosen.index)
+    kind = chosen.kind
+    device = devices.install(chosen.kind, chosen.index, cpu_kernels=cfg.run.cpu_kernels)
     _remark(cfg, chosen)
     record_messages()
     return_at_once()

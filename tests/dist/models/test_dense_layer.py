@@ -16,7 +16,7 @@ from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
 
 LLM, VIT = "modules.language.llm.", "modules.images.encoder."
-ONE = "layout=one_process"
+ONE, KERNELS = "layout=one_process", "run.cpu_kernels=true"
 GEMMA = (
     f"{LLM}num_query_groups=1",
     f"{LLM}head_size=12",
@@ -59,7 +59,7 @@ def _dense(run: Steps) -> list:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_numbers_are_megatron_cores(name, digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path / "run", digits, ONE, *RUNS[name])
+    cfg = config("vlm_digits", tmp_path / "run", digits, ONE, KERNELS, *RUNS[name])
     ((ours, layers, calls),) = run_ranks(_curves, 1, cfg, True)
     ((theirs, none, no_calls),) = run_ranks(_curves, 1, cfg, False)
     assert layers == 3 and calls >= 3 * layers, "layers of both modules, in each of three steps"
@@ -97,12 +97,12 @@ def _hooked(cfg) -> tuple[int, list[bool]]:
     ],
 )
 def test_layers_with_more_to_do_are_megatron_cores(overrides, ranks, left, digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path / "run", digits, ONE, *overrides)
+    cfg = config("vlm_digits", tmp_path / "run", digits, ONE, KERNELS, *overrides)
     assert [layers for _, layers, _ in run_ranks(_curves, ranks, cfg, True)] == [left] * ranks
 
 
 def test_a_part_whose_call_somebody_waits_for_is_called(digits, tmp_path):
-    ((layers, free),) = run_ranks(_hooked, 1, config("vlm_digits", tmp_path / "run", digits, ONE))
+    ((layers, free),) = run_ranks(_hooked, 1, config("vlm_digits", tmp_path / "run", digits, ONE, KERNELS))
     assert layers == 3 and free == [True, False, True, False, False]
 
 
@@ -124,16 +124,16 @@ def _refused(cfg) -> list[str]:
 
 
 def test_every_option_whose_work_is_left_out_is_refused(digits, tmp_path):
-    ((refused),) = run_ranks(_refused, 1, config("vlm_digits", tmp_path / "run", digits, ONE))
+    ((refused),) = run_ranks(_refused, 1, config("vlm_digits", tmp_path / "run", digits, ONE, KERNELS))
     assert refused == list(NOTHING_TO_DO)
 
 
-def test_turns_made_without_gradients_are_not_those_of_training():
+def test_rotation_made_without_gradients_are_not_those_of_training():
     angles = torch.rand(4, 1, 1, 6)
     layer = object.__new__(DenseLayer)
     layer._attention = SimpleNamespace(_yarn_concentration_factor=1.0)
     with torch.inference_mode():
-        before = layer._turns(angles, torch.float32)
-    after = layer._turns(angles, torch.float32)
+        before = layer._rotation(angles, torch.float32)
+    after = layer._rotation(angles, torch.float32)
     assert before[0].is_inference() and not after[0].is_inference()
-    assert layer._turns(angles, torch.float32) is after
+    assert layer._rotation(angles, torch.float32) is after

@@ -75,12 +75,13 @@ def test_megatron_core_can_be_imported_behind_the_stand_in():
 def _call_without_stand_in() -> str:
     import torch
 
-    from mimo_train.parallel import cpu_backend, device
+    from mimo_train.cpu import backend
+    from mimo_train.parallel import device
 
     device.install("cpu")
     try:
         torch.cuda.mem_get_info()
-    except cpu_backend.MissingStandIn as error:
+    except backend.MissingStandIn as error:
         return str(error)
     return "no error"
 

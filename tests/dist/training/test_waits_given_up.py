@@ -53,8 +53,6 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
     """Run one rank as `mimo-train train` does. On ranks `stalls` no sample behind step `ends_at` can be read. When one
     of them has waited in that step for long enough to look whether to go on, it leaves a file, at which the ranks
     `signalled` signal themselves."""
-    from data.pace import Pace
-    from data.samples.protocol import Samples
     from data.samples.record_samples import RecordSamples
     from data.threads import LOOK_SECONDS, Wait, WaitGivenUp
     from mimo_train.commands.train import main
@@ -74,7 +72,6 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
         return stall_and_read
 
     if rank in stalls:
-        Samples.pace = Pace(takes_turns=False)
         RecordSamples.read_text = stalling(RecordSamples.read_text)
         RecordSamples.read_media = stalling(RecordSamples.read_media)
 

@@ -236,7 +236,6 @@ def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     here, there = dataset(), dataset(shards=str(remote))
     assert there.fingerprint == here.fingerprint and there.is_remote and not here.is_remote
-    assert here.is_at_hand and not there.is_at_hand
     kept = catalogue_path(there.shards[0])
     assert kept.is_file() and kept.is_relative_to(tmp_path / "user")
     for workers in (0, 2):

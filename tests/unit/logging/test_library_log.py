@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mimo_train.cpu import backend
 from mimo_train.logging import library_log
 from mimo_train.logging.library_log import is_library
-from mimo_train.parallel import cpu_backend
 from tests.hang import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +41,7 @@ logging.getLogger("mine").info("nobody asked for it")
 
 
 def test_the_stand_in_for_cuda_is_where_it_was():
-    assert is_library(cpu_backend.__file__) and not is_library(library_log.__file__)
+    assert is_library(backend.__file__) and not is_library(library_log.__file__)
 
 
 def run(tmp_path: Path, log: Path | str, more: str = "") -> str:

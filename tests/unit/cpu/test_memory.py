@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.parallel import freed_memory
+from mimo_train.cpu import backend
 from tests.hang import HANG_SECONDS
 
 FAULTS = """
@@ -40,7 +40,7 @@ def _faults(install: str, **variables: str) -> int:
     return json.loads(ran.stdout)
 
 
-KEPT = "from mimo_train.parallel.freed_memory import keep_freed_memory; keep_freed_memory()"
+KEPT = "from mimo_train.cpu.backend import keep_freed_memory; keep_freed_memory()"
 
 
 def test_pages_of_freed_tensors_are_used_again():
@@ -48,12 +48,12 @@ def test_pages_of_freed_tensors_are_used_again():
 
 
 def test_glibc_gives_them_back_by_itself():
-    """Else `parallel/freed_memory.py` need not keep them."""
+    """Else `cpu/backend.py` need not keep them."""
     assert _faults("") > PAGES / 4
 
 
 def test_a_run_on_the_cpu_keeps_them():
-    assert _faults('from mimo_train.parallel.device import install; install("cpu")') < PAGES / 100
+    assert _faults('from mimo_train.parallel.device import install; install("cpu", cpu_kernels=True)') < PAGES / 100
 
 
 @pytest.mark.parametrize("name, value", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_MMAP_THRESHOLD_", "131072")])
@@ -67,11 +67,11 @@ def test_an_older_glibc_takes_smaller_pieces(monkeypatch, largest):
 
     def mallopt(option: int, value: int) -> int:
         asked.append((option, value))
-        return int(option != freed_memory._MMAP_THRESHOLD or value <= largest)
+        return int(option != backend._MMAP_THRESHOLD or value <= largest)
 
-    for name in freed_memory._OF_USER:
+    for name in backend._USER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
-    assert freed_memory.keep_freed_memory()
+    monkeypatch.setattr(backend.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert backend.keep_freed_memory()
     taken = dict(asked)
-    assert taken[freed_memory._MMAP_THRESHOLD] == largest and len(taken) == 3
+    assert taken[backend._MMAP_THRESHOLD] == largest and len(taken) == 3

@@ -4,7 +4,7 @@ logits."""
 import pytest
 import torch
 
-from mimo_train.models.language.cross_entropy import cross_entropy
+from mimo_train.cpu.kernels import cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -77,7 +77,7 @@ def _curve(cfg, ours: bool) -> tuple[list[tuple], int]:
 
 @pytest.mark.parametrize("override", ["train.logits=learned", "train.logits=all"])
 def test_runs_have_the_numbers_of_megatron_cores_loss(override, digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path / "run", digits, "layout=one_process", override)
+    cfg = config("vlm_digits", tmp_path / "run", digits, "run.cpu_kernels=true", "layout=one_process", override)
     ((ours, calls),) = run_ranks(_curve, 1, cfg, True)
     ((theirs, _),) = run_ranks(_curve, 1, cfg, False)
     assert calls >= 3
@@ -86,5 +86,5 @@ def test_runs_have_the_numbers_of_megatron_cores_loss(override, digits, tmp_path
 
 def test_of_a_part_of_the_vocabulary_they_are_megatron_cores(digits, tmp_path):
     parts = ("modules.language.layout.tp=2", "modules.images.layout.tp=2")
-    cfg = config("vlm_digits", tmp_path / "run", digits, "layout=one_process", *parts)
+    cfg = config("vlm_digits", tmp_path / "run", digits, "run.cpu_kernels=true", "layout=one_process", *parts)
     assert [calls for _, calls in run_ranks(_curve, 2, cfg, True)] == [0, 0]

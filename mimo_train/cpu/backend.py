@@ -6,8 +6,10 @@ stand-in raises `MissingStandIn` with its name and caller.
 """
 
 import contextlib
+import ctypes
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -274,7 +276,7 @@ def _missing(name: str) -> Callable[..., NoReturn]:
         caller = sys._getframe(1)
         raise MissingStandIn(
             f"torch.cuda.{name} was called on a CPU run by {caller.f_code.co_filename}:{caller.f_lineno}; "
-            "mimo_train/parallel/cpu_backend.py has no stand-in for it"
+            "mimo_train/cpu/backend.py has no stand-in for it"
         )
 
     return call
@@ -310,3 +312,35 @@ def _of_unequal_parts(original: Callable) -> Callable:
         return None
 
     return all_gather
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Options of malloc.h."""
+_OPTIONS = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 2**26}
+"""Bytes that may be free before some are returned, and that a heap allocates ahead."""
+_LARGEST, _LARGEST_BEFORE = 2**30, 2**25
+"""Bytes of the largest piece that the heap serves: now, and before glibc 2.35."""
+_USER_VARIABLES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "GLIBC_TUNABLES",
+)
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that its tensors free.
+
+    glibc (2.36) returns memory to the system as soon as much of it is free at the end of its heap, and large pieces at
+    once. A step frees nearly all that it has allocated, so that the pages of every step would be made and cleared anew.
+
+    Returns:
+        False without glibc, or where the environment sets options of its `malloc`.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(os.environ.get(name) for name in _USER_VARIABLES):
+        return False
+    if not any(mallopt(_MMAP_THRESHOLD, largest) for largest in (_LARGEST, _LARGEST_BEFORE)):
+        return False
+    return all(mallopt(option, value) for option, value in _OPTIONS.items())

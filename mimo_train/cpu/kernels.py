@@ -1,0 +1,98 @@
+"""RMSNorm and cross-entropy on a CPU, in fewer passes over their inputs.
+
+Torch 2.11 has no kernel of RMSNorm there: it composes seven operations, and the backward pass of each of them, in
+twenty passes over the hidden states. Megatron-Core 0.19.2 (tensor_parallel/cross_entropy.py) makes five passes over the
+logits, because ranks may have parts of the vocabulary.
+
+Shape suffixes: H hidden size, T all other dimensions as one, N tokens, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`, computed by `rms_norm`."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., H] over the last dimension."""
+        return rms_norm(inputs, self.weight, self.eps)
+
+
+def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+    """Return inputs / rms(inputs) * weight, over the last dimension. The forward pass gives torch's numbers.
+
+    Args:
+        inputs: [..., H].
+        weight: [H].
+        eps: added to the mean of squares; None: the smallest number of the type of `inputs`.
+    """
+    is_supported = (
+        torch.is_grad_enabled()
+        and inputs.device.type == "cpu"
+        and inputs.dtype == weight.dtype == torch.float32
+        and eps is not None
+        and not torch.compiler.is_compiling()
+    )
+    return _RMSNorm.apply(inputs, weight, eps) if is_supported else F.rms_norm(inputs, weight.shape, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = inputs.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normed = inputs * scale
+        ctx.save_for_backward(normed, scale, weight_H)
+        return normed * weight_H
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normed, scale, weight_H = ctx.saved_tensors
+        (gradient,) = gradients
+        to_inputs, to_weight, _ = ctx.needs_input_grad
+        products_TH = (gradient * normed).reshape(-1, len(weight_H))
+        inputs_gradient = None
+        if to_inputs:
+            # Subtract the part that only changes the length of a row.
+            along = torch.mv(products_TH, weight_H).view_as(scale).div_(-len(weight_H))
+            inputs_gradient = (gradient * weight_H).addcmul_(normed, along).mul_(scale)
+        return inputs_gradient, products_TH.sum(0) if to_weight else None, None
+
+
+def supports_cross_entropy(logits: torch.Tensor, tp_group: torch.distributed.ProcessGroup) -> bool:
+    """True if `cross_entropy` is meant for these logits: on a CPU, of the whole vocabulary."""
+    return logits.device.type == "cpu" and tp_group.size() == 1
+
+
+def cross_entropy(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Return the losses [N] in nats, fp32.
+
+    A label outside of the vocabulary gives the loss of the most likely token, with the gradient of its normalisation
+    alone, as in Megatron-Core. The gradient uses the memory of logits in fp32, and backward runs once.
+    """
+    losses: torch.Tensor = _CrossEntropy.apply(logits_NV, labels_N)
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        logits_NV = logits_NV.float()
+        is_token_N = (labels_N >= 0) & (labels_N < logits_NV.size(1))
+        # The kernel reads all of a row before it writes.
+        log_p_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
+        labels_N1 = labels_N.where(is_token_N, 0).unsqueeze(1)
+        losses_N = -log_p_NV.gather(1, labels_N1).squeeze(1).where(is_token_N, log_p_NV.amax(1))
+        ctx.save_for_backward(log_p_NV, labels_N1, is_token_N)
+        return losses_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        log_p_NV, labels_N1, is_token_N = ctx.saved_tensors
+        p_NV = torch.softmax(log_p_NV, -1, out=log_p_NV)
+        p_NV.scatter_add_(1, labels_N1, -is_token_N.to(p_NV.dtype).unsqueeze(1))
+        return p_NV.mul_(gradients[0].unsqueeze(1)), None

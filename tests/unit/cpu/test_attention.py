@@ -1,0 +1,69 @@
+"""Rotary causal attention over short rows on a CPU has the numbers of torch's kernel."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mimo_train.cpu import attention
+from mimo_train.estimate.activations import BLOCK, KEPT_SCORES, probability_activations
+from mimo_train.models.dense_layer import rotate, split_heads
+
+B, N, D = 2, 3, 8
+
+
+def inputs(positions: int, rows: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Queries with their keys and values, and cosines and sines of positions, of each of `rows` in a batch."""
+    torch.manual_seed(2)
+    angles = torch.rand(positions, rows, 1, D // 2, dtype=dtype)
+    angles = torch.cat([angles, angles], dim=-1)
+    sin = angles.sin()
+    sin[..., : D // 2].neg_()
+    return [torch.randn(positions, B, N, 3, D, dtype=dtype, requires_grad=True), angles.cos(), sin]
+
+
+# Whole blocks, a last one of one query or of few, and less than a block.
+@pytest.mark.parametrize("positions", [2 * BLOCK, 2 * BLOCK + 1, BLOCK + 37, BLOCK - 1])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("rows", [1, B])
+def test_the_numbers_are_those_of_torchs_kernel(positions, scale, rows):
+    mixed, cos, sin = inputs(positions, rows)
+    query, key, value = split_heads(mixed)
+    parts = (part.permute(1, 2, 0, 3) for part in (rotate(query, cos, sin), rotate(key, cos, sin), value))
+    theirs = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale).permute(2, 0, 1, 3).flatten(2)
+    ours = attention.rotary_attention(mixed, cos, sin, scale)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
+    weights = torch.randn(B, positions, N * D).transpose(0, 1)
+    gradients = [torch.autograd.grad(each, mixed, weights)[0] for each in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=3e-5)
+
+
+def test_gradients_in_double_precision_are_right(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 3)
+    mixed, *rotation = inputs(7, B, torch.float64)
+    assert torch.autograd.gradcheck(lambda mixed: attention.rotary_attention(mixed, *rotation, 0.5), mixed)
+
+
+def test_a_gradient_of_the_gradient_is_rejected():
+    mixed, *rotation = inputs(70)
+    context = attention.rotary_attention(mixed, *rotation, None)
+    (first,) = torch.autograd.grad(context.square().sum(), mixed, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_probabilities_are_as_large_as_the_estimate():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        attention.rotary_attention(*inputs(150), None)
+    probabilities = [tensor.nbytes for tensor in kept if tensor.shape[-1] != D]
+    assert len(probabilities) == 5 and sum(probabilities) == probability_activations(150, B, N)
+
+
+def test_only_short_rows_of_fp32_on_a_cpu_are_supported(monkeypatch):
+    for positions in (KEPT_SCORES[0] - 1, KEPT_SCORES[0], KEPT_SCORES[-1], KEPT_SCORES[-1] + 1):
+        assert attention.supports(torch.ones(positions, 1, 2)) == (positions in KEPT_SCORES)
+    hidden = torch.ones(128, 1, 2)
+    assert attention.supports(hidden) and not attention.supports(hidden.bfloat16())
+    assert not attention.supports(hidden.to("meta"))
+    monkeypatch.setattr(attention.torch.compiler, "is_compiling", lambda: True)
+    assert not attention.supports(hidden)
