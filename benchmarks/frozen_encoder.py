@@ -73,7 +73,7 @@ class Variant:
 
     def bytes(self) -> dict[str, int]:
         """Of gradient buffers, optimizer states, and tensors kept for the backward pass of one step."""
-        from mimo_train.models.names import modules_of
+        from mimo_train.models.parameters import modules_of
 
         gradients = sum(
             buffer.grad_data.nbytes

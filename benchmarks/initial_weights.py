@@ -32,7 +32,7 @@ def build(args: argparse.Namespace) -> dict[str, float]:
     from mimo_train.config.compose import load
     from mimo_train.layout.run import resolve
     from mimo_train.models import build as building
-    from mimo_train.models.names import global_names
+    from mimo_train.models.parameters import global_names
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
     from mimo_train.preflight.dry_run import fake_world

@@ -66,7 +66,7 @@ class BareLoop:
         from megatron.core.utils import get_model_config
 
         from mimo_train.inputs.inputs import build_dataset
-        from mimo_train.models.names import modules_of
+        from mimo_train.models.parameters import modules_of
         from mimo_train.training.step.batches import open_loader
 
         self._run, self._model = session.state.run, session.model

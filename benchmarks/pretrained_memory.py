@@ -21,8 +21,8 @@ from mimo_train.config.compose import load
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.estimate.parameters import padded_vocab_size
+from mimo_train.hf.language_weights import language_map
 from mimo_train.hf.tensors import Planned, write_tensors
-from mimo_train.models.language.weights import language_map
 from tests.dist.ranks import run_ranks
 
 CONFIG = {
@@ -54,7 +54,7 @@ def read_model(cfg) -> dict[str, float]:
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained
     from mimo_train.layout.run import resolve
-    from mimo_train.models.names import global_names
+    from mimo_train.models.parameters import global_names
     from mimo_train.training.step.parts import build_parts, start_processes
 
     run = resolve(cfg)

@@ -55,7 +55,7 @@ def steps(*, device: str, compiler: str, **options: Any) -> dict[str, Any]:
         compiler: backend of torch.compile, where layers are compiled.
     """
     require(*runs.NEEDED)
-    with quick_weights(device), patch("mimo_train.models.compiled.BACKEND", compiler):
+    with quick_weights(device), patch("mimo_train.models.dense_layer.BACKEND", compiler):
         return runs.large(device=device, **options)
 
 

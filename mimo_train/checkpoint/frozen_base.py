@@ -19,7 +19,7 @@ from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.local_shards import Held
 from mimo_train.config.errors import UserError
 from mimo_train.layout.run import Run
-from mimo_train.models.seeds import seed_for
+from mimo_train.models.parameters import seed_for
 
 _CHUNK = 1 << 22
 """Elements that are hashed at once."""

@@ -18,7 +18,7 @@ from data.pipeline import Samples
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.config.errors import UserError
-from mimo_train.models.names import modules_of, tensor_names
+from mimo_train.models.parameters import modules_of, tensor_names
 
 METADATA = {"singleton_local_shards": False}
 """How Megatron-Core is asked for the places of tensors."""

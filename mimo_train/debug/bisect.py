@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.debug.nan_findings import are_finite, bad_gradients, bad_losses
-from mimo_train.models.names import layers_of, modules_of
+from mimo_train.models.parameters import layers_of, modules_of
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.schedule import Pipeline

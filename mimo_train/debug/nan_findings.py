@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from data.pipeline import MEDIA
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.models.names import global_names, modules_of
+from mimo_train.models.parameters import global_names, modules_of
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.schedule import Pipeline

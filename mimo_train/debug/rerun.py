@@ -24,8 +24,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, Reru
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 
-from mimo_train.models.names import modules_of
-from mimo_train.models.param_gather import gathered
+from mimo_train.models.parameters import gathered, modules_of
 from mimo_train.parallel import device
 
 SPIKE = 10.0

@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from mimo_train.training.step import gpt_step, mimo_step
 from mimo_train.training.step.forward_step import ForwardStepCallable, record_losses
 from mimo_train.training.step.losses import StepLosses

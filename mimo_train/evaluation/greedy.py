@@ -19,7 +19,7 @@ from data.pipeline import TextSample
 from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.documents import documents_of
-from mimo_train.models.language.gpt import choose_logits, spread
+from mimo_train.models.language_model import choose_logits, spread
 from mimo_train.parallel.context import gather_sequence, own_part
 from mimo_train.training.step.batches import WANTED, StepIterator
 from mimo_train.training.step.mimo_step import LEARNED, MODEL_INPUTS

@@ -31,11 +31,11 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.hf.directory import copy_files, plain_model, write_json, write_run_tokenizer
 from mimo_train.hf.fill import Reader
+from mimo_train.hf.language_weights import language_map
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.inputs.inputs import has_another_tokenizer
-from mimo_train.models.language.weights import language_map
 
 OWN = "mimo_train"
 """Key of config.json of a part for which `transformers` has no class."""

@@ -13,7 +13,7 @@ from encoders.weight_map import Rows, Rule, WeightMap, spelt
 from mimo_train.config.errors import UserError
 from mimo_train.hf.matching import SHOWN, MatchedPart
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.models.seeds import seed_for
+from mimo_train.models.parameters import seed_for
 
 SINUSOID_ERROR = 0.01
 """Largest difference of positions that were saved in bf16, and more."""

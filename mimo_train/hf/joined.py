@@ -27,6 +27,7 @@ from mimo_train.hf.documents import (
     with_sizes,
 )
 from mimo_train.hf.fill import Reader
+from mimo_train.hf.language_weights import HEAD, TABLE, language_map
 from mimo_train.hf.llava_limits import (
     ACTIVATIONS,
     SCALES_FEATURES,
@@ -38,7 +39,6 @@ from mimo_train.hf.llava_limits import (
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.inputs.inputs import placeholders_of
-from mimo_train.models.language.weights import HEAD, TABLE, language_map
 
 TOWER = "vision_tower."
 """In front of a tower's names, as hubs have it: version 4 reads no other."""

@@ -12,7 +12,7 @@ from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.models.language.weights import language_map
+from mimo_train.hf.language_weights import language_map
 
 ENCODER, PROJECTOR = "encoders.", "input_projections."
 """What the names of an encoder module's parameters begin with."""

@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from mimo_train.config.errors import UserError
 from mimo_train.estimate.activations import WIDEST_HEAD
 from mimo_train.models.documents import Documents
-from mimo_train.models.neutral import require_neutral
+from mimo_train.models.transformer_config import require_neutral
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
 _LEAST_BLOCK = 512
@@ -299,3 +299,28 @@ def causal_lower_right(queries: int, keys: int) -> torch.Tensor:
     from torch.nn.attention import bias  # torch 2.11 imports its compiler with it
 
     return bias.causal_lower_right(queries, keys)
+
+
+class WindowAttention(SdpaAttention):
+    """`SdpaAttention` of a packed row inside the windows of its `Documents`, but in the layers of
+    `config.full_attention` (numbers from 0) inside the documents themselves."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *arguments: object, **options: object):
+        super().__init__(config, layer_number, *arguments, **options)  # type: ignore[arg-type]
+        assert not self.is_causal, "windows of an encoder see both ways"
+        self.everywhere = layer_number - 1 in config.full_attention
+
+    def forward(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """As `SdpaAttention.forward`; B is 1."""
+        assert isinstance(packed_seq_params, Documents) and packed_seq_params.windows, packed_seq_params
+        inside = packed_seq_params if self.everywhere else packed_seq_params.windows
+        return super().forward(query_SBND, key_SBND, value_SBND, packed_seq_params=inside)

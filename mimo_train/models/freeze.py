@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import PARTS
-from mimo_train.models.names import global_names
+from mimo_train.models.parameters import global_names
 
 
 def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
 
 from encoders.initial_weights import fill
-from mimo_train.models.marks import mark
+from mimo_train.models.parameters import mark
 
 ModelList = list[MegatronModule]
 """The model chunks of a rank."""

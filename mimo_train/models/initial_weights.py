@@ -14,9 +14,16 @@ from unittest.mock import patch
 import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 
+from encoders.errors import EncoderError
 from encoders.initial_weights import Normal
+from encoders.plain.model import PlainEncoder
+from mimo_train.config.errors import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.models.parameters import modules_of
 
 _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 _whole = layers._initialize_affine_weight_cpu
@@ -76,3 +83,27 @@ def _if_drawn(config: TransformerConfig, init_method: Callable[[torch.Tensor], A
 
 def _nothing(weight: torch.Tensor) -> None:
     """Leave a weight as it is."""
+
+
+def load_start_weights(model: list[MegatronModule]) -> bool:
+    """Let every plain encoder of this rank load its weights (`PlainEncoder.load_weights`).
+
+    Returns:
+        Whether any was told to: an optimizer that has master copies must read the weights again.
+
+    Raises:
+        UserError: an encoder's weights cannot be loaded.
+    """
+    plain = [
+        encoder
+        for name, (module, *_) in modules_of(model).items()
+        if name != LANGUAGE
+        for encoder in unwrap_model(module).encoders.values()
+        if isinstance(encoder, PlainEncoder)
+    ]
+    try:
+        for encoder in plain:
+            encoder.load_weights()
+    except EncoderError as error:
+        raise UserError(str(error)) from error
+    return bool(plain)

@@ -5,11 +5,12 @@ linear layers around `SdpaAttention`; runs everywhere).
 
 Initial weights are a function of (seed, module, layer) alone, never of the layout: every layer seeds the CPU generator
 before it builds itself, and every weight takes a seed from it, from which a rank draws its part (`initial_weights`).
-Experts (`moe`) are seeded one by one.
+Experts (`experts`) are seeded one by one.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -32,19 +33,17 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_rank
 
 from mimo_train.config.errors import UserError
-from mimo_train.cpu import kernels
-from mimo_train.models.attention import SdpaAttention
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.models.attention import SdpaAttention, WindowAttention
 from mimo_train.models.dense_layer import DenseLayer
 from mimo_train.models.documents import attention_inside_documents
+from mimo_train.models.experts import expert_layer
 from mimo_train.models.fp8 import prepare_layer
-from mimo_train.models.language.norms import ZeroCenteredRMSNorm
-from mimo_train.models.layer_scale import ScaledAdd
-from mimo_train.models.lora import add_adapters, linear_classes
-from mimo_train.models.marks import mark
-from mimo_train.models.moe import expert_layer
-from mimo_train.models.neutral import require_neutral
-from mimo_train.models.seeds import seed_for
-from mimo_train.models.window_attention import WindowAttention
+from mimo_train.models.lora.adapters import add_adapters
+from mimo_train.models.lora.linear import linear_classes
+from mimo_train.models.norms import NormedAdd, ScaledAdd, TorchNorm
+from mimo_train.models.parameters import seed_for
+from mimo_train.models.rotary import RotaryAttention
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -81,36 +80,6 @@ class SeededTransformerLayer(TransformerLayer):
         if self._dense and self._dense.is_free and all(value is None for value in options.values()):
             return self._dense(hidden_states, **own), None
         return super().forward(hidden_states, **own, **options)
-
-
-_NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-
-
-class TorchNorm:
-    """LayerNorm or RMSNorm of torch, built where Megatron-Core builds a norm.
-
-    Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that
-    `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
-
-    Raises:
-        UserError: the config asks for a norm that there is none of here, by the option's name.
-    """
-
-    def __new__(  # type: ignore[misc]  # it builds a norm, and is none
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
-    ) -> torch.nn.Module:
-        require_neutral("TorchNorm", config, persist_layer_norm=False, memory_efficient_layer_norm=False)
-        cpu_kernels = getattr(config, "cpu_kernels", False)
-        if config.layernorm_zero_centered_gamma:
-            require_neutral("TorchNorm with layernorm_zero_centered_gamma", config, normalization="RMSNorm")
-            norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype, cpu_kernels)
-        else:
-            require_neutral("TorchNorm", config, normalization=tuple(_NORMS))
-            norms = _NORMS | {"RMSNorm": kernels.RMSNorm} if cpu_kernels else _NORMS
-            norm = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in norm.parameters():
-            mark(parameter, sequence_parallel=config.sequence_parallel)
-        return norm
 
 
 def use_transformer_engine(kind: str) -> bool:
@@ -245,3 +214,54 @@ def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLa
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=names,
     )
+
+
+def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[ModuleSpec]:
+    """The specs of all layers of the model, over all pipeline stages.
+
+    Args:
+        te: whether layers are Transformer Engine's, as far as it does what they need.
+    """
+    te = te and _transformer_engine_can(llm, config)
+
+    @cache
+    def spec(experts: bool, takes_features: bool) -> ModuleSpec:
+        layer = layer_spec(config, AttnMaskType.causal, te, dense=not experts)
+        attention = replace(layer.submodules.self_attention, module=RotaryAttention)
+        if llm.proj_bias:
+            parts = attention.submodules
+            attention = replace(attention, submodules=replace(parts, linear_proj=_with_bias(parts.linear_proj)))
+        parts = replace(layer.submodules, self_attention=attention)
+        if llm.post_norms:
+            add = ModuleSpec(NormedAdd, params={"config": config, "norm": norm_class(te)})
+            parts = replace(parts, self_attn_bda=add, mlp_bda=add)
+        return replace(layer, submodules=parts, **({"module": DeepStackLayer} if takes_features else {}))
+
+    return [spec(llm.has_experts(number), number < config.deepstack) for number in range(llm.num_layers)]
+
+
+class DeepStackLayer(SeededTransformerLayer):
+    """One of the first layers, that adds an encoder's features behind it (DeepStack, arXiv 2406.04334)."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, *arguments: Any, context: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron-Core's. `context`: [layers that add, S, B, H], zero where there is no picture."""
+        output, _ = super().forward(hidden_states, *arguments, context=None, **options)
+        return output if context is None else output + context[self.layer_number - 1], context
+
+
+def _transformer_engine_can(llm: LlmSpec, config: TransformerConfig) -> bool:
+    """Whether Transformer Engine's attention does what the model needs: it caps no scores, and a window with context
+    parallelism only by exchanges that Megatron-Core does not ask it for by default."""
+    return not llm.attention_softcap and not (llm.window and config.context_parallel_size > 1)
+
+
+def _with_bias(linear: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """A builder of the linear layer with a bias, which Megatron-Core 0.19.2 gives the output projection of attention
+    only where all linear layers have one (transformer/attention.py:418)."""
+
+    def build(*arguments: Any, **options: Any) -> torch.nn.Module:
+        return linear(*arguments, **options | {"bias": True})
+
+    return build

@@ -1,142 +1,106 @@
-"""L2 norms of parameters and gradients, over all modules, at any layout: every element counts once.
+"""Norms of layers, and the additions to the residual stream that some families have in place of Megatron-Core's."""
 
-An element is replicated on several ranks: on tensor-parallel ranks if its parameter is not cut, on data-parallel ranks
-(for experts, on the expert's replicas), and for tied embeddings on the first and the last stage. Which rank counts it
-is decided locally; the counted squares are then summed over the world, in one message."""
-
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import MegatronModule, param_is_not_shared
-from megatron.core.utils import unwrap_model
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.models.names import global_names, modules_of
-from mimo_train.parallel import device
+from mimo_train.cpu import kernels
+from mimo_train.models.parameters import mark
+from mimo_train.models.transformer_config import require_neutral
 
-PREFIX = "l2_norm/grad"
-"""First part of the names of gradient norms."""
+Branch = tuple[torch.Tensor, torch.Tensor | None]
+"""Output of attention or of a feed-forward block, and a bias that is still to be added."""
+Add = Callable[[Branch, torch.Tensor, float], torch.Tensor]
+"""Adds (branch, residual stream, probability of dropout)."""
 
-BLOCK = 2**15
-"""Elements whose squares are added in fp32 on a CPU."""
+_NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 
-def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> float:
-    """L2 norm of all parameters of all modules, frozen ones included. Collective over the world: one sum, and one copy
-    to the host.
+class TorchNorm:
+    """LayerNorm or RMSNorm of torch, built where Megatron-Core builds a norm.
 
-    Args:
-        model: the model chunks of this rank, as `mimo_train.models.build.build_model` returns them.
-        master_copies: count parameters of 16 bits by their fp32 master copies where the optimizer keeps some, also
-            where each data-parallel rank keeps a part of them (`main_param`, `main_param_sharded`).
+    Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that
+    `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
+
+    Raises:
+        UserError: the config asks for an unsupported norm; the message names the option.
     """
-    pieces = []
-    for _, chunk in _chunks_by_module(model):
-        for _, param, own in _counted(chunk):
-            if own is None:
-                continue
-            if not master_copies or not hasattr(param, "main_param"):
-                pieces.append(param.reshape(-1)[own])
-            elif not getattr(param, "main_param_sharded", False):
-                pieces.append(param.main_param.reshape(-1)[own])
-            elif param.main_param is not None:
-                pieces.append(param.main_param)
-    total = squares_of(pieces).sum()
-    dist.all_reduce(total)
-    return total.sqrt().item()
+
+    def __new__(  # type: ignore[misc]  # it builds a norm, and is none
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> torch.nn.Module:
+        require_neutral("TorchNorm", config, persist_layer_norm=False, memory_efficient_layer_norm=False)
+        cpu_kernels = getattr(config, "cpu_kernels", False)
+        if config.layernorm_zero_centered_gamma:
+            require_neutral("TorchNorm with layernorm_zero_centered_gamma", config, normalization="RMSNorm")
+            norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype, cpu_kernels)
+        else:
+            require_neutral("TorchNorm", config, normalization=tuple(_NORMS))
+            norms = _NORMS | {"RMSNorm": kernels.RMSNorm} if cpu_kernels else _NORMS
+            norm = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            mark(parameter, sequence_parallel=config.sequence_parallel)
+        return norm
 
 
-def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
-    """L2 norms of the gradients, of all together and of every parameter. Collective over the world: one sum and one
-    copy to the host, and at the first call a gathering of names.
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """x / rms(x) * (1 + weight), in fp32. The parameter is the weight itself: adding 1 to it and subtracting it again
+    would change its bits."""
 
-    Gradients are used in their current state, summed over ranks by `finalize_model_grads`: unclipped and with the fp16
-    loss scale before the optimizer's step, clipped and unscaled after it.
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, cpu_kernels: bool = False):
+        super().__init__()
+        self._norm = kernels.rms_norm if cpu_kernels else _rms_norm
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
+        self.hidden_size, self.eps = hidden_size, eps
 
-    Returns:
-        On every rank the same: `l2_norm/grad/global`, and `l2_norm/grad/<module>.<parameter>` for every parameter that
-        is trained, by the same name at every layout (layers and experts have their number in the whole model), for
-        example `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., hidden size] over the last dimension."""
+        return self._norm(inputs.float(), 1 + self.weight.float(), self.eps).type_as(inputs)
+
+
+def _rms_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(inputs, weight.shape, weight, eps)
+
+
+class NormedAdd(torch.nn.Module):
+    """residual + dropout(norm(branch + bias)), where Megatron-Core adds a branch to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module]):
+        """`norm` builds the norm, of the hidden size."""
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Add:
+        """Return the function that the layer calls; `fused` is without effect."""
+
+        def add(branch: Branch, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            output, bias = branch
+            return residual + F.dropout(self.norm(output if bias is None else output + bias), dropout, training)
+
+        return add
+
+
+class ScaledAdd(torch.nn.Module):
+    """residual + dropout(scale * (branch + bias)), where Megatron-Core adds a branch to the residual stream.
+
+    `config.layer_scale` is the initial scale, the same for every channel.
     """
-    own: dict[str, torch.Tensor | None] = {}
-    for module, chunk in _chunks_by_module(model):
-        for name, param, piece in _counted(chunk):
-            if not param_is_not_shared(param):
-                continue
-            grad = getattr(param, "main_grad", param.grad) if param.requires_grad and piece is not None else None
-            own[f"{module}.{name}"] = None if grad is None else grad.reshape(-1)[piece]
-    names = _names_of_all_ranks(model[0], list(own))
-    index = {name: number for number, name in enumerate(names)}
-    here = {name: piece for name, piece in own.items() if piece is not None}
-    rows = torch.tensor([index[name] for name in here], dtype=torch.long)
-    squares_and_counts = torch.zeros(2, len(names), dtype=torch.float64, device=device.current())
-    squares_and_counts[0, rows] = squares_of(list(here.values()))
-    squares_and_counts[1, rows] = 1.0
-    dist.all_reduce(squares_and_counts)
-    squares, counts = squares_and_counts.tolist()
-    norms = {f"{PREFIX}/global": sum(squares) ** 0.5}
-    return norms | {f"{PREFIX}/{name}": squares[row] ** 0.5 for name, row in index.items() if counts[row]}
 
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        value = torch.full((config.hidden_size,), config.layer_scale, dtype=config.params_dtype)
+        self.scale = torch.nn.Parameter(value)
+        # Each rank sees its part of the tokens: `finalize_model_grads` then sums over the tensor-parallel ranks.
+        mark(self.scale, sequence_parallel=config.sequence_parallel)
 
-def _chunks_by_module(model: list[MegatronModule]) -> Iterator[tuple[str, MegatronModule]]:
-    for name, chunks in modules_of(model).items():
-        for chunk in chunks:
-            yield name, chunk
+    def forward(self, training: bool, fused: bool) -> Add:
+        """Return the function that the layer calls; `fused` is without effect."""
 
+        def add(branch: Branch, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            output, bias = branch
+            scaled = (output if bias is None else output + bias) * self.scale
+            return residual + F.dropout(scaled, dropout, training)
 
-def _counted(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter, slice | None]]:
-    """Every parameter by its name in the whole model, with the elements of it, laid flat, that this rank counts; None:
-    none of them."""
-    slices, pgs = _slices(chunk), unwrap_model(chunk).pg_collection
-    for name, param in global_names(chunk).items():
-        is_expert = not getattr(param, "allreduce", True)
-        replicas = pgs.expt_dp if is_expert else pgs.dp_cp
-        own = slices.get(param, slice(None) if replicas.rank() == 0 else None)
-        if not param_is_not_shared(param) or not param_is_not_tensor_parallel_duplicate(param, pgs.tp, pgs.expt_tp):
-            own = None
-        yield name, param, own
-
-
-def _slices(module: torch.nn.Module) -> dict[torch.nn.Parameter, slice]:
-    """The part of every trained parameter, laid flat, that the optimizer of this data-parallel rank updates.
-
-    Only there are gradients complete after a reduce-scatter, and parameters new before they have been gathered.
-    """
-    slices: dict[torch.nn.Parameter, slice] = {}
-    if not isinstance(module, DistributedDataParallel):
-        return slices
-    for buffer in module.buffers + module.expert_parallel_buffers:
-        rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
-        for bucket in buffer.buckets:
-            length = bucket.grad_data.numel()
-            first, end = length * rank // size, length * (rank + 1) // size
-            for param, (start, stop) in bucket.param_to_index.items():
-                slices[param] = slice(max(first - start, 0), max(min(end, stop) - start, 0))
-    return slices
-
-
-def _names_of_all_ranks(chunk: MegatronModule, own: list[str]) -> list[str]:
-    """The names of all ranks, each once, in rank order; gathered once per model, and stored in it."""
-    if not hasattr(chunk, "names_of_all_ranks"):
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        chunk.names_of_all_ranks = list(dict.fromkeys(name for names in gathered for name in names))
-    return chunk.names_of_all_ranks
-
-
-def squares_of(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of squares of each tensor, float64 on the device.
-
-    On a CPU torch adds all squares of a tensor in fp32, one after the other: the norm of 10^7 normal numbers is off by
-    4e-4, and that of 10^8 by 1e-2. Blocks keep it at 1e-6; kernels of CUDA add in a tree.
-    """
-    if not pieces:
-        return torch.zeros(0, dtype=torch.float64, device=device.current())
-    flat = [piece.detach().reshape(-1) for piece in pieces]
-    blocks = [piece.split(BLOCK) if piece.is_cpu else (piece,) for piece in flat]
-    norms = torch._foreach_norm([block for each in blocks for block in each], dtype=torch.float32)
-    squares = torch.stack(norms).double().square()
-    return torch.stack([part.sum() for part in squares.split([len(each) for each in blocks])])
+        return add

@@ -15,8 +15,8 @@ from encoders.projectors.merge import lines_of_tiles
 from encoders.projectors.resampler import PerceiverResampler
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.parts import PARTS
-from mimo_train.models.lora import add_adapters
-from mimo_train.models.neutral import require_neutral
+from mimo_train.models.lora.adapters import add_adapters
+from mimo_train.models.transformer_config import require_neutral
 
 _NOT_RESAMPLED = {
     "hidden_dropout": 0.0,

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
+from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -19,7 +20,7 @@ from mimo_train.layout.adapters import adapted_linears, layers_name
 from mimo_train.layout.ranks import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.models.documents import documents_of_media
 from mimo_train.models.initial_weights import draw_by
-from mimo_train.models.seeds import seed_for
+from mimo_train.models.parameters import seed_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtype of weights and activations by `train.precision`."""
@@ -271,3 +272,20 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
     # Only these layers can be compiled.
     config.dense_layers = cfg.run.cpu_kernels or cfg.compile_of(layout.name) == "layers"
     return config
+
+
+def require_neutral(layer: str, config: TransformerConfig, **values: Any) -> None:
+    """Refuse a config that asks a layer for what it does not do.
+
+    Args:
+        layer: name of its class, for the message.
+        values: of options, those with which there is nothing to do; a tuple has several of them.
+
+    Raises:
+        UserError: an option has another value, by its name.
+    """
+    for name, neutral in values.items():
+        value = getattr(config, name, None)
+        choices = neutral if isinstance(neutral, tuple) else (neutral,)
+        if not any(value is choice or value == choice for choice in (*choices, None)):
+            raise UserError(f"{layer} has no {name}, which is {value!r}: leave it at {choices[0]!r}")

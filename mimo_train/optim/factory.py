@@ -20,7 +20,7 @@ from mimo_train.config.parts import PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_train import OptimConfig
 from mimo_train.models.freeze import release_steps
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from mimo_train.optim import adam
 from mimo_train.optim.module_optimizer import RELEASE, ModuleOptimizer
 from mimo_train.optim.schedules import is_frozen, module_optim

@@ -19,7 +19,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradS
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.models.norms import squares_of
+from mimo_train.models.parameter_norms import squares_of
 from mimo_train.optim.adam import GroupStepAdamW
 
 _LEAST_NORM = 1e-6

@@ -34,8 +34,8 @@ class Callback:
     def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
         """The run is built, or resumed from a checkpoint; no step has run yet.
 
-        `model`: the model chunks of this rank, wrapped for data parallelism; `mimo_train.models.names.modules_of` names
-        the modules in them.
+        `model`: the model chunks of this rank, wrapped for data parallelism. `mimo_train.models.parameters.modules_of`
+        names the modules in them.
         """
 
     def on_step_start(self, state: GlobalState) -> None:

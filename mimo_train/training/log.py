@@ -18,7 +18,7 @@ from mimo_train.logging.imbalance import imbalance
 from mimo_train.logging.runtime import report_runtime, report_throughput
 from mimo_train.logging.stopwatch import INTERVALS, time_split
 from mimo_train.logging.utilisation import peak_tflops, utilisation
-from mimo_train.models.norms import grad_l2_norms, params_l2_norm
+from mimo_train.models.parameter_norms import grad_l2_norms, params_l2_norm
 from mimo_train.parallel import device as devices
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.interval import (

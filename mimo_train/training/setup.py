@@ -39,9 +39,9 @@ from mimo_train.logging.console import Console, view_on
 from mimo_train.logging.console_relay import ReceivedView, SentView
 from mimo_train.logging.metrics_log import build_metrics_log
 from mimo_train.models.heads import ModelHook
-from mimo_train.models.language.gpt import TrainedLogits
+from mimo_train.models.language_model import TrainedLogits
 from mimo_train.models.layers import use_transformer_engine
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from mimo_train.optim.factory import build_optimizer
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import FreezeStages, GradientNeeds, ModuleSchedulers

@@ -1,6 +1,6 @@
 """What a test looks at when a run begins."""
 
-from mimo_train.models.names import global_names, modules_of
+from mimo_train.models.parameters import global_names, modules_of
 from mimo_train.training.callbacks import Callback
 
 

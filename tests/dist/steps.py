@@ -36,7 +36,7 @@ class Steps:
 
     def parameters(self) -> dict[str, Any]:
         """Copies of this rank's parameters, by module, chunk and name."""
-        from mimo_train.models.names import modules_of
+        from mimo_train.models.parameters import modules_of
 
         return {
             f"{module}.{index}.{name}": parameter.detach().clone()

@@ -45,7 +45,7 @@ REASONS = [
         "self._forward_encoders(",
     ),
     (
-        "models/modality.py",
+        "models/encoder_module.py",
         "models.mimo.submodules.base:ModalitySubmodules.forward",
         "if hidden_states is not None: combined = hidden_states",
     ),
@@ -70,17 +70,17 @@ REASONS = [
         "packed_seq_params.qkv_format = 'thd'",
     ),
     (
-        "models/language/attention.py",
+        "models/rotary.py",
         "models.common.embeddings.yarn_rotary_pos_embedding:_yarn_get_concentration_factor_from_config",
         "yarn_mscale",
     ),
     (
-        "models/language/rotary.py",
+        "models/rotary.py",
         "models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
         "emb = torch.cat([m[i % 3] for i, m in enumerate(emb.split(mrope_section, dim=-1))], dim=-1)",
     ),
     (
-        "models/language/layers.py",
+        "models/layers.py",
         "transformer.attention:Attention.__init__",
         "init_method=not_none(self.config.output_layer_init_method), bias=self.config.add_bias_linear,",
     ),
@@ -107,12 +107,12 @@ REASONS = [
         "return init_method if config.perform_initialization else (lambda w: None)",
     ),
     (
-        "models/moe.py",
+        "models/experts.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",
     ),
     (
-        "models/moe.py",
+        "models/experts.py",
         "transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
         "activation, aux_loss * num_local_tokens * self.tp_cp_group.size()",
     ),
@@ -178,7 +178,7 @@ def test_the_reason_of_an_adaptation_is_still_there(ours, place, written):
 
 
 def test_the_vocabulary_s_padding_counts_in_the_softmax_of_megatron_core():
-    """Else `models/language/gpt.py` need not hide it."""
+    """Else `models/language_model.py` need not hide it."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     assert "vocab_size" not in inspect.getsource(LanguageModule.compute_language_model_loss)
@@ -286,7 +286,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 20
     looked_at = {ours for ours, _, _ in REASONS} | {
-        "models/language/gpt.py",
+        "models/language_model.py",
         "launch/torchrun.py",
         "parallel/recorded.py",
     }

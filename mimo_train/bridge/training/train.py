@@ -24,7 +24,7 @@ from mimo_train.launch.rank_monitor import Driven
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.layout.run import resolve
 from mimo_train.logging import progress
-from mimo_train.models.param_gather import overlapping_chunks
+from mimo_train.models.parameters import overlapping_chunks
 from mimo_train.training import loop
 from mimo_train.training.builtin_callbacks import collect_when_due, compare_replicas
 from mimo_train.training.data_setup import decided_by

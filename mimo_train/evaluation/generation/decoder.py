@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.generation.prompts import Prompt
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from mimo_train.parallel.device import to_device
 from mimo_train.training.step.schedule import Pipeline
 

@@ -65,7 +65,7 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
     from mimo_train.checkpoint.store import load_base, load_checkpoint
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained
-    from mimo_train.models.start_weights import load_start_weights
+    from mimo_train.models.initial_weights import load_start_weights
 
     if LEFT_OUT in folders.read_record(folder, "config"):
         # As the run began: the checkpoint has what was trained alone.
@@ -77,7 +77,7 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
 
 
 def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
 
     load_model(folder, cfg, pipeline, tokenizer)
     merge_lora(pipeline.model)
@@ -86,7 +86,7 @@ def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: 
 def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained, load_start_adapters
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
 
     rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
     load_pretrained(cfg, pipeline.model, pipeline.groups, rows)

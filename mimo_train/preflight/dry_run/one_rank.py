@@ -222,7 +222,7 @@ def _by_line(waits: Counter[tuple[str, str]]) -> dict[str, int]:
 
 def _buffers(model: list) -> Iterator[Any]:
     """Megatron-Core's buffers of gradients and weights."""
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     for chunks in modules_of(model).values():
         for chunk in chunks:

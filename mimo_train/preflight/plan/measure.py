@@ -27,7 +27,7 @@ from mimo_train.config.schema_run import PlacementConfig
 from mimo_train.estimate.flops import Work, module_work
 from mimo_train.layout.legality import encoder_faults, language_faults, projector_faults
 from mimo_train.layout.run import resolve
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from mimo_train.parallel import device as devices
 from mimo_train.preflight.dry_run import fake_world
 from mimo_train.preflight.plan.costs import LayerCost, Profile

@@ -127,7 +127,7 @@ class StepLosses:
             weights: `train.loss_weights`.
             sources: names of the sources of a mixture.
             needs_tokens: whether losses must be sums with their number of tokens, since those of routers, which
-                Megatron-Core adds for each token, are divided by it (`mimo_train.models.moe.RouterLosses`).
+                Megatron-Core adds for each token, are divided by it (`mimo_train.models.experts.RouterLosses`).
             validate: called with the loss sum of every microbatch and its number of tokens.
         """
         self.reports: list[dict[str, torch.Tensor]] = []

@@ -11,7 +11,7 @@ from megatron.core.utils import unwrap_model
 from data.pipeline import Microbatch
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import source_names
-from mimo_train.models.language.gpt import choose_logits
+from mimo_train.models.language_model import choose_logits
 from mimo_train.parallel.context import own_part
 from mimo_train.training.step.losses import masked_token_loss
 from mimo_train.training.step.state import GlobalState

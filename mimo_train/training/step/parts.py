@@ -22,7 +22,7 @@ from mimo_train.logging.stopwatch import Stopwatch
 from mimo_train.models.build import build_model
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.layers import use_transformer_engine
-from mimo_train.models.seeds import seed_for
+from mimo_train.models.parameters import seed_for
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.parallel.recorded import record_messages

@@ -22,9 +22,9 @@ from megatron.core.utils import unwrap_model
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.run import Run
+from mimo_train.models.experts import RouterLosses
 from mimo_train.models.fp8 import renew_copies
-from mimo_train.models.moe import RouterLosses
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from mimo_train.parallel.bridge.communicator import (
     ModuleCommunicator,
     TextShapes,

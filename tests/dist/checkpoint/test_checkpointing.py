@@ -38,7 +38,7 @@ class DriveApart(Callback):
     """Changes the weights of the last rank only."""
 
     def on_train_start(self, state, model):
-        from mimo_train.models.names import modules_of
+        from mimo_train.models.parameters import modules_of
 
         self.chunks = modules_of(model).get("language")
 

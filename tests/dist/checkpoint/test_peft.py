@@ -59,8 +59,8 @@ def linears_and_places(cfg) -> tuple:
 
 def _split_weights(cfg, chunk) -> dict:
     """The weights of our linear layers by transformers' names, as arrays, which go from one process to another."""
-    from mimo_train.models.fused_rows import FusedRows
-    from mimo_train.models.names import global_names
+    from mimo_train.models.lora.linear import FusedRows
+    from mimo_train.models.parameters import global_names
 
     found, where = linears_and_places(cfg)
     weights, names = {}, global_names(chunk)
@@ -75,7 +75,7 @@ def _written(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
     import torch
 
     from mimo_train.hf.peft import write_adapter
-    from mimo_train.models.lora import merge_lora, whole_adapters
+    from mimo_train.models.lora.adapters import merge_lora, whole_adapters
 
     results = []
     for (cfg, chunk), folder in zip(_models(cfgs), folders, strict=True):
@@ -103,7 +103,7 @@ def _models(cfgs: list):
 def _merged(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
     """Weights before and after merging the adapter of each folder."""
     from mimo_train.hf.peft import read_adapter
-    from mimo_train.models.lora import load_adapters, merge_lora
+    from mimo_train.models.lora.adapters import load_adapters, merge_lora
 
     results, adapters = [], []
     for cfg, folder in zip(cfgs, folders, strict=True):

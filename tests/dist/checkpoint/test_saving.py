@@ -167,7 +167,7 @@ class Spoil(Callback):
     """A weight becomes NaN as by an update, on the rank of the language model."""
 
     def on_train_start(self, state, model):
-        from mimo_train.models.names import modules_of
+        from mimo_train.models.parameters import modules_of
 
         self.chunks = modules_of(model).get("language", [])
 

@@ -62,7 +62,7 @@ def _curve(cfg, ours: bool) -> tuple[list[tuple], int]:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from mimo_train.models.language import gpt
+    from mimo_train.models import language_model
 
     calls = []
 
@@ -71,7 +71,7 @@ def _curve(cfg, ours: bool) -> tuple[list[tuple], int]:
         return vocab_parallel_cross_entropy(*given, tp_group=dist.group.WORLD).squeeze(1)
 
     compute = cross_entropy if ours else theirs
-    gpt.cross_entropy = lambda *given: (calls.append(1), compute(*given))[1]
+    language_model.cross_entropy = lambda *given: (calls.append(1), compute(*given))[1]
     return Steps(cfg).train(3), len(calls)
 
 

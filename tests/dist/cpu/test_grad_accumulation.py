@@ -3,7 +3,7 @@
 import pytest
 
 from mimo_train.cpu.grad_accumulation import InPlaceGradients
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole

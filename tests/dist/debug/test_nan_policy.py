@@ -46,7 +46,7 @@ def _spoil_a_weight(model, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     if dist.get_rank() == rank:
         with torch.no_grad():
@@ -78,7 +78,7 @@ def _spoil_backward(model) -> None:
 
 def _after_first_mlp(model, spoiled) -> None:
     """Passes what the first language layer's MLP gives through a function."""
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     for chunk in modules_of(model).get("language", ()):
         mlp = chunk.module.decoder.layers[0].mlp

@@ -39,7 +39,7 @@ def _caller_step(form: str, state, data_iterator, model):
     from megatron.core.utils import unwrap_model
 
     from mimo_train.config.parts import LANGUAGE
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
     from mimo_train.training.pretrain import default_forward_step
 
     batch = next(data_iterator)

@@ -72,7 +72,7 @@ def _export_all(cfgs: dict[str, Any], root: Path) -> dict[str, tuple[str, list[s
     """Our features before the export, which ends the process group, and those of transformers after it."""
     from megatron.core.utils import unwrap_model
 
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     runs, found = {}, {}
     for number, (name, cfg) in enumerate(cfgs.items()):

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from mimo_train.config.pretrained.weight_files import BIN_INDEX, INDEX
+from mimo_train.hf.language_weights import HEAD, TABLE
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.layout.run import resolve
-from mimo_train.models.language.weights import HEAD, TABLE
 from tests.dist.hf.asking import logits_here
 from tests.dist.hf.models import make_gemma3
 from tests.dist.hf.one_step import BOUND, difference

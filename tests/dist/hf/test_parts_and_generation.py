@@ -19,7 +19,7 @@ PROMPT, MOST = "It was", 6
 
 def _saved(cfg) -> tuple[str, dict]:
     """A checkpoint, and the parameters that it holds as arrays."""
-    from mimo_train.models.names import global_names, modules_of
+    from mimo_train.models.parameters import global_names, modules_of
     from tests.dist.steps import Steps
 
     run = Steps(cfg)

@@ -181,7 +181,7 @@ def _require_round_trip(cfg, model, vocabulary: int) -> None:
     from mimo_train.hf.fill import Reader
     from mimo_train.hf.parts import pretrained_parts
     from mimo_train.hf.tensors import TensorFolder
-    from mimo_train.models.names import global_names, modules_of
+    from mimo_train.models.parameters import global_names, modules_of
 
     modules, seen = modules_of(model), set()
     for part in pretrained_parts(cfg, embedding_rows(cfg.llm, vocabulary)):

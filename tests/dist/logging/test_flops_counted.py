@@ -83,7 +83,7 @@ def count_products(cfg):
 
     from mimo_train.inputs.inputs import tokenizer_of
     from mimo_train.models.build import build_model
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
 

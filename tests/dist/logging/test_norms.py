@@ -67,7 +67,7 @@ def norms_of_a_step(cfg) -> dict:
 
 def read_directly(model) -> tuple[dict[str, float], float]:
     """Norms of every gradient and of all parameters of a model that stands on one process, in float64."""
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     grads, squares = {}, 0.0
     for name, (chunk,) in modules_of(model).items():

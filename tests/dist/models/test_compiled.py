@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from mimo_train.config.errors import UserError
-from mimo_train.models import compiled
+from mimo_train.models import dense_layer
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -23,20 +23,20 @@ RUNS = {
 def _curves(cfg, backend: str) -> tuple[list[tuple], list[int]]:
     """(curve of four steps, graphs of each module of this rank)."""
     compilers = []
-    init = compiled._Compiler.__init__
+    init = dense_layer._Compiler.__init__
 
     def noted(self, *arguments, **options):
         init(self, *arguments, **options)
         compilers.append(self)
 
-    compiled._Compiler.__init__, compiled.BACKEND = noted, backend
+    dense_layer._Compiler.__init__, dense_layer.BACKEND = noted, backend
     return Steps(cfg).train(4), [one.graphs for one in compilers]
 
 
 def test_graphs_that_do_not_end_are_said(monkeypatch, caplog):
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    compiler = compiled._Compiler("modules.images", eager=False)
-    graph = compiled.torch.fx.symbolic_trace(lambda x: x + 1)
+    monkeypatch.setattr(dense_layer, "BACKEND", "eager")
+    compiler = dense_layer._Compiler("modules.images", eager=False)
+    graph = dense_layer.torch.fx.symbolic_trace(lambda x: x + 1)
     with caplog.at_level(logging.WARNING):
         for _ in range(64):
             compiler._backend(graph, [])
@@ -54,10 +54,10 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch, prose, tmp_path):
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", absent)
     cfg = config("gpt_tiny", tmp_path, prose)
-    compiled.require_compiler(cfg, "cpu")
+    dense_layer.require_compiler(cfg, "cpu")
     cfg.train.compile = "layers"
     with pytest.raises(UserError, match=r"train\.compile: is layers, and torch\.compile needs a C\+\+ compiler"):
-        compiled.require_compiler(cfg, "cpu")
+        dense_layer.require_compiler(cfg, "cpu")
 
 
 def _of_tensor_parallel(cfg) -> str:
@@ -84,7 +84,7 @@ def _messages(cfg) -> list[str]:
     from mimo_train.logging.console import Console
     from mimo_train.training.pretrain import pretrain
 
-    compiled.BACKEND, said = "eager", []
+    dense_layer.BACKEND, said = "eager", []
     Console.message = lambda console, text: said.append(text)
     pretrain(cfg)
     return said
@@ -122,7 +122,7 @@ def test_the_compiler_of_a_run_gives_these_numbers_too(prose, tmp_path):
     ((plain, _),) = run_ranks(_curves, 1, cfg, "none")
     cfg.train.compile = "layers"
     try:
-        compiled.require_compiler(cfg, "cpu")
+        dense_layer.require_compiler(cfg, "cpu")
     except UserError as error:
         pytest.skip(str(error))
     ((found, graphs),) = run_ranks(_curves, 1, cfg, "inductor")

@@ -131,7 +131,7 @@ def train(cfg) -> dict:
     import torch
 
     from mimo_train.estimate.parameters import embedding_rows, module_parameters
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
     from mimo_train.training.step.batches import StepIterator, open_loader
 
     steps = Steps(cfg)

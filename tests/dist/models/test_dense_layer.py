@@ -10,7 +10,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 
 from mimo_train.models.dense_layer import NOTHING_TO_DO, DenseLayer
-from mimo_train.models.names import modules_of
+from mimo_train.models.parameters import modules_of
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole

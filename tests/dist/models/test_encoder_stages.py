@@ -57,7 +57,7 @@ def test_patterns_name_layers_by_their_place_in_the_whole_encoder(digits, tmp_pa
 
 def trained_names(cfg) -> set[str]:
     """Names of the parameters that this rank trains."""
-    from mimo_train.models.names import global_names, modules_of
+    from mimo_train.models.parameters import global_names, modules_of
 
     modules = modules_of(Steps(cfg).model).items()
     named = ((module, global_names(chunk)) for module, chunks in modules for chunk in chunks)

@@ -57,7 +57,7 @@ def divide_gradients(pipeline) -> None:
 
 def initial_weights(cfg) -> dict[str, list]:
     """The weights of this rank by their names in the whole model, as (sum, sum of squares, elements)."""
-    from mimo_train.models.names import global_names
+    from mimo_train.models.parameters import global_names
 
     _, model = build(cfg)
     found = {}
@@ -99,7 +99,7 @@ def compare_grouped_experts(cfg) -> int:
     import torch
     from torch.nn import Parameter
 
-    from mimo_train.models.moe import _seeded_experts
+    from mimo_train.models.experts import _seeded_experts
 
     pipeline, (chunk,) = build(cfg)
     single = chunk.module.decoder.layers[0].mlp.experts
@@ -115,7 +115,7 @@ def compare_grouped_experts(cfg) -> int:
                 layer.register_parameter(f"weight{index}", Parameter(torch.full_like(weights[index], math.nan)))
         return SimpleNamespace(linear_fc1=layers[0], linear_fc2=layers[1])
 
-    from mimo_train.models.seeds import seed_for
+    from mimo_train.models.parameters import seed_for
 
     torch.manual_seed(seed_for(chunk.config.init_seed, "layer", 1))
     experts = _seeded_experts(

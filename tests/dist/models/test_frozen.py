@@ -105,7 +105,7 @@ def _costs(cfg, steps: int) -> dict:
     import torch.distributed as dist
 
     from mimo_train.models.mimo import PlacedMimoModel
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
     from mimo_train.parallel.bridge import exchange
 
     messages, graphs = [], []
@@ -218,7 +218,7 @@ def _saved_by_encoder(cfg) -> dict[str, int]:
     """Tensors that a forward pass of the encoder, without its projector, keeps for a backward pass."""
     import torch
 
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     run = Steps(cfg)
     run.session.data.advance()

@@ -39,7 +39,7 @@ def _features(cfg, media: torch.Tensor) -> list:
     from mimo_train.estimate.parameters import embedding_rows, encoder_parameters
     from mimo_train.hf.load import load_pretrained
     from mimo_train.layout.run import resolve
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
     from mimo_train.training.step.parts import build_parts, start_processes
 
     run = resolve(cfg)

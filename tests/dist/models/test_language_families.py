@@ -12,7 +12,7 @@ import pytest
 from encoders.weight_map import WeightMap
 from mimo_train.config.pretrained.language import language_spec
 from mimo_train.estimate.parameters import padded_vocab_size
-from mimo_train.models.language.weights import language_map
+from mimo_train.hf.language_weights import language_map
 from tests.dist.models.families import FAMILIES, SAMPLES, SEQUENCE, SIZES, make, tokens
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
@@ -179,7 +179,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.hf.load import _cut, load_pretrained
     from mimo_train.layout.run import resolve
     from mimo_train.models.build import build_model
-    from mimo_train.models.names import global_names
+    from mimo_train.models.parameters import global_names
     from mimo_train.parallel.context import own_part
     from mimo_train.parallel.metric_reduction import reduce_metrics
     from mimo_train.training.step.losses import masked_token_loss

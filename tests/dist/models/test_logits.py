@@ -54,7 +54,7 @@ def _a_step_behind_a_pass_that_failed(cfg) -> tuple[str, set[int]]:
     import torch
     from megatron.core.utils import unwrap_model
 
-    from mimo_train.models.language.gpt import choose_logits
+    from mimo_train.models.language_model import choose_logits
 
     run, rows = Steps(cfg), []
     language = unwrap_model(unwrap_model(run.model[0]).language_model)

@@ -89,7 +89,7 @@ def _curve_and_changes(cfg) -> tuple[list[tuple], dict[str, bool], dict[str, int
     """Curve, which parameters changed, and how many numbers the adapters and the gradient buffers have."""
     import torch
 
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     run = Steps(cfg)
     before = run.parameters()
@@ -187,7 +187,7 @@ def test_adapters_come_back_on_another_tensor_parallel_size(tiny, tmp_path):
 
 def _evaluated(cfg, merge: bool) -> tuple[float, int]:
     """Loss of the next step, and adapters that are not zero."""
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
 
     run = Steps(cfg)
     if merge:

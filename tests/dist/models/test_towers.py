@@ -86,7 +86,7 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
     from mimo_train.config.schema_modules import ModuleConfig
     from mimo_train.estimate.parameters import encoder_parameters
     from mimo_train.models.layers import layer_spec, norm_class
-    from mimo_train.models.names import global_names
+    from mimo_train.models.parameters import global_names
     from mimo_train.models.transformer_config import encoder_config
     from tests.towers import loss_of
 
@@ -179,7 +179,7 @@ def read(encoder, spec, pgs, folder, into) -> None:
     from mimo_train.hf.fill import Cut, Reader
     from mimo_train.hf.matching import require_all_used
     from mimo_train.hf.tensors import TensorFolder
-    from mimo_train.models.names import global_names
+    from mimo_train.models.parameters import global_names
 
     tensors = TensorFolder(folder, "folder")
     reader = Reader(tensors, replace(FAMILIES[spec.family].weight_map(spec), sinusoids=()), "folder")

@@ -118,7 +118,7 @@ def _broken_step(cfg, poison: float, rank: int) -> dict:
     import torch
     import torch.distributed as dist
 
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     steps = Steps(cfg)
     steps.train(1)

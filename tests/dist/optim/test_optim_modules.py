@@ -69,7 +69,7 @@ def _curve_from(cfg, weights: list[dict] | None, steps: int = 6) -> tuple[list[t
     import torch
     import torch.distributed as dist
 
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     run = Steps(cfg)
     if weights is not None:
@@ -168,7 +168,7 @@ def test_overlap_beside_an_encoder_gives_the_same_numbers(layout, digits, tmp_pa
 
 
 def _overlapping(cfg) -> dict[str, tuple[bool, bool]]:
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
 
     run = Steps(cfg)
     return {
@@ -188,7 +188,7 @@ def test_only_what_takes_part_in_every_microbatch_overlaps(digits, tmp_path):
 def _zeros(cfg) -> tuple[int | None, int, int]:
     """Zeros that a step counts whose encoder module has no gradient; this rank's parameters of that module, and those
     of the rows that pad its embedding, which have none either."""
-    from mimo_train.models.names import global_names, modules_of
+    from mimo_train.models.parameters import global_names, modules_of
 
     run = Steps(cfg)
     encoders, config = modules_of(run.model).get("images", []), run.model[0].config

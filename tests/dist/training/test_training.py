@@ -68,7 +68,7 @@ def _train_frozen(cfg) -> dict[str, float]:
     """Largest change of the parameters of each part over a run."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train_step
-    from mimo_train.models.names import modules_of
+    from mimo_train.models.parameters import modules_of
     from mimo_train.training.step.forward_step import prepare_forward_step_func
     from mimo_train.training.step.mimo_step import forward_step
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from mimo_train.cpu import kernels as module
 from mimo_train.cpu.kernels import RMSNorm, rms_norm
-from mimo_train.models.language.norms import ZeroCenteredRMSNorm
+from mimo_train.models.norms import ZeroCenteredRMSNorm
 
 H, EPS = 24, 1e-5
 

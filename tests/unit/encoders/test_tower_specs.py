@@ -127,8 +127,8 @@ def test_windows_of_a_picture():
 
 
 def test_window_attention_is_attention_under_a_mask():
+    from mimo_train.models.attention import WindowAttention
     from mimo_train.models.documents import documents_of_media
-    from mimo_train.models.window_attention import WindowAttention
 
     pictures, windows = torch.tensor([7, 5]), torch.tensor([3, 2, 2, 4, 1])
     query, key, value = torch.randn(3, 12, 1, 4, 5)

@@ -1,6 +1,6 @@
 """Which axis of a position turns which frequency."""
 
-from mimo_train.models.language.rotary import axes_of_frequencies
+from mimo_train.models.rotary import axes_of_frequencies
 
 
 def test_one_axis_behind_the_other():

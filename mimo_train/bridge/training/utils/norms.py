@@ -9,7 +9,7 @@ from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 from torch.distributed.tensor import DTensor
 
 from mimo_train.config.errors import UserError
-from mimo_train.models.norms import grad_l2_norms, params_l2_norm, squares_of
+from mimo_train.models.parameter_norms import grad_l2_norms, params_l2_norm, squares_of
 
 __all__ = ["calc_dtensor_params_l2_norm", "calc_params_l2_norm", "param_is_not_shared", "report_l2_norm_grad"]
 
@@ -38,7 +38,7 @@ def calc_params_l2_norm(
 
 
 def report_l2_norm_grad(model: MegatronModule | list[MegatronModule]) -> dict[str, float]:
-    """Return the L2 norm of all gradients and of each parameter's; see `mimo_train.models.norms.grad_l2_norms`."""
+    """Return the L2 norms of gradients; see `mimo_train.models.parameter_norms.grad_l2_norms`."""
     return grad_l2_norms(model if isinstance(model, list) else [model])
 
 

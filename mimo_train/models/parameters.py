@@ -1,20 +1,37 @@
-"""Modules, layers and parameters of this rank by names that mean the same at every layout.
+"""Parameters of a model: the seeds of their initial values, their names in the whole model, and marks that
+Megatron-Core reads from them.
 
-The only place that maps local parameters to names of the whole model: layers are counted from 0 over all stages and
-chunks, experts over all expert-parallel ranks, and the last stage's copy of weights that it shares with the embedding
-is named as the embedding. Patterns of `freeze`, norms of gradients and findings of a bad step use them.
+With `optim.overlap_param_gather` parameters are gathered while the forward pass runs: pre-hooks of Megatron-Core's
+wrappers wait for them. Code that reads parameters outside of a forward pass, to save them for example, must use
+`gathered`.
 """
 
+import hashlib
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
+
+
+def seed_for(seed: int, *names: object) -> int:
+    """Return the seed of one named part of a run, the same on every rank and machine."""
+    text = "/".join(str(name) for name in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def mark(tensor: torch.Tensor, **marks: object) -> None:
+    """Set attributes of a tensor that Megatron-Core looks for, such as `sequence_parallel`; torch declares none."""
+    for name, value in marks.items():
+        setattr(tensor, name, value)
+
 
 _EXPERT_NUMBER = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
 """Where a parameter's name has the number of its expert: `local_experts.3.linear_fc1.weight`, `linear_fc1.weight3`."""
@@ -23,7 +40,7 @@ _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:
-    """The chunks of every module that this rank holds: those of a `MimoModel`, or of the plain GPT as `language`."""
+    """Return the chunks of every module on this rank: those of a `MimoModel`, or of the plain GPT as `language`."""
     if not isinstance(chunks[0], MimoModel):
         return {LANGUAGE: list(chunks)}
     (model,) = chunks
@@ -34,7 +51,7 @@ def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:
 
 
 def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a model chunk, wrapped for data parallelism or not, by their names in the whole module."""
+    """Return the parameters of a model chunk, wrapped or not, by their names in the whole module."""
     model = unwrap_model(chunk)
     names = {_global_name(model, name): parameter for name, parameter in model.named_parameters()}
     if getattr(model, "share_embeddings_and_output_weights", False) and _TIED in names:
@@ -43,21 +60,21 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def tensor_names(chunk: torch.nn.Module) -> dict[int, str]:
-    """The names of parameters and buffers of a model chunk in the whole module, by `id`."""
+    """Return the names of parameters and buffers of a model chunk in the whole module, by `id`."""
     model = unwrap_model(chunk)
     names = {id(buffer): _global_name(model, name) for name, buffer in model.named_buffers()}
     return names | {id(parameter): name for name, parameter in global_names(chunk).items()}
 
 
 def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, layer): the entries of lists of layers, and the modules outside such lists. A layer's name is the prefix
+    """Yield (name, layer): entries of lists of layers, and modules outside such lists. A layer's name is the prefix
     of its parameters' names in `global_names`."""
     for key, child in module.named_children():
         if isinstance(child, TransformerLayer):
             key = child.layer_number - 1
         path = f"{name}.{key}".removeprefix(".").removeprefix("module.")
-        whole = isinstance(module, torch.nn.ModuleList)
-        if whole or not any(isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict)) for part in child.modules()):
+        is_list = isinstance(module, torch.nn.ModuleList)
+        if is_list or not any(isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict)) for part in child.modules()):
             yield path, child
         else:
             yield from layers_of(child, path)
@@ -72,4 +89,26 @@ def _global_name(module: torch.nn.Module, name: str) -> str:
         module = getattr(module, part)
         if isinstance(module, TransformerLayer):
             parts[number] = str(module.layer_number - 1)
-    return _EXPERT_NUMBER.sub(lambda found: str(int(found[0]) + first_expert), ".".join(parts))
+    return _EXPERT_NUMBER.sub(lambda match: str(int(match[0]) + first_expert), ".".join(parts))
+
+
+@contextmanager
+def gathered(model: list[MegatronModule]) -> Iterator[None]:
+    """Complete the gathering at the start of the `with` block, so that parameters are current inside it. Collective if
+    modules overlap."""
+    hooked = [*overlapping_chunks(model)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+
+
+def overlapping_chunks(model: list[MegatronModule]) -> Iterator[DistributedDataParallel]:
+    """Yield the wrapped chunks of this rank whose parameters are gathered while they compute."""
+    for chunks in modules_of(model).values():
+        for chunk in chunks:
+            if getattr(chunk, "use_forward_hook", False):
+                yield chunk

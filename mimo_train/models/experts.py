@@ -20,8 +20,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.layout.ranks import ModuleLayout
-from mimo_train.models.marks import mark
-from mimo_train.models.seeds import seed_for
+from mimo_train.models.parameters import mark, seed_for
 
 
 def expert_layer(linears: MLPSubmodules, te: bool) -> partial:

@@ -22,9 +22,8 @@ cut).
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -47,17 +46,60 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from mimo_train.config.errors import UserError
-from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.layout.adapters import WHOLE, AdaptedLinear, Linear
-from mimo_train.models.fused_rows import FusedRows
-from mimo_train.models.marks import mark
-from mimo_train.models.names import global_names
-from mimo_train.models.seeds import seed_for
+from mimo_train.models.parameters import mark, seed_for
 
 
-class _Adaptable:
+class FusedRows:
+    """The rows that one tensor-parallel rank has of a linear layer's weight, or of anything with a number for each row.
+
+    Of queries, keys and values a rank has whole groups; of gate and up a part of each. Of either, the rows of one
+    projection are one contiguous part of the whole projection's.
+
+    Attributes:
+        interleaved: whether a rank's rows are no contiguous part of the whole weight's.
+    """
+
+    def __init__(self, linear: Linear, tp: int = 1):
+        """`tp`: ranks that the rows are cut over; a row-parallel layer has all of them on each."""
+        tp = tp if linear.column else 1
+        dealt, shares = (tp, 1) if linear.cut_groups else (1, tp)
+        assert linear.groups % dealt == 0, f"{linear.groups} groups of {linear.name} over tp {tp}"
+        self._groups = linear.groups // dealt
+        self._sizes = {name: rows // shares for name, rows in linear.projections}
+        self.interleaved = linear.fused and not linear.cut_groups
+
+    def count(self, projection: str = WHOLE) -> int:
+        """Rows of one projection on this rank, or all."""
+        return self._groups * sum(size for name, size in self._sizes.items() if projection in (WHOLE, name))
+
+    def split(self, rows: torch.Tensor, projections: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Rows along dimension 0 -> those of each of `projections`, in its own order."""
+        wanted = list(projections)
+        if WHOLE in wanted:
+            return {WHOLE: rows}
+        pieces = rows.unflatten(0, (self._groups, -1)).split(list(self._sizes.values()), dim=1)
+        of = dict(zip(self._sizes, pieces, strict=True))
+        return {name: of[name].flatten(0, 1) for name in wanted}
+
+    def join(self, pieces: Mapping[str, torch.Tensor], dim: int, fill: float) -> torch.Tensor:
+        """What each projection has along `dim` -> all rows, `fill` for projections that are not there."""
+        if WHOLE in pieces:
+            return pieces[WHOLE]
+        like = next(iter(pieces.values()))
+        dim %= like.dim()
+        grouped = []
+        for name, size in self._sizes.items():
+            if name in pieces:
+                grouped.append(pieces[name].unflatten(dim, (self._groups, size)))
+            else:
+                shape = (*like.shape[:dim], self._groups, size, *like.shape[dim + 1 :])
+                grouped.append(like.new_full(shape, fill))
+        return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
+
+
+class Adaptable:
     """Base of the two linear layers that can be adapted. Without `add_adapters` they are Megatron-Core's."""
 
     lora: LoraConfig | None = None
@@ -234,7 +276,7 @@ class _Adaptable:
             self.start_magnitudes([name for _, name, _, _ in self.named_adapters()])
 
 
-class LoraColumnParallelLinear(_Adaptable, ColumnParallelLinear):
+class LoraColumnParallelLinear(Adaptable, ColumnParallelLinear):
     """`ColumnParallelLinear` that can have adapters."""
 
     column = True
@@ -260,7 +302,7 @@ class LoraColumnParallelLinear(_Adaptable, ColumnParallelLinear):
         return output_SBO, bias
 
 
-class LoraRowParallelLinear(_Adaptable, RowParallelLinear):
+class LoraRowParallelLinear(Adaptable, RowParallelLinear):
     """`RowParallelLinear` that can have adapters."""
 
     column = False
@@ -283,96 +325,3 @@ def linear_classes(adapted: bool) -> tuple[type, type]:
     if adapted:
         return LoraColumnParallelLinear, LoraRowParallelLinear
     return ColumnParallelLinear, RowParallelLinear
-
-
-def add_adapters(part: torch.nn.Module, name: str, config: TransformerConfig, seed: int) -> None:
-    """Give a part of a module the adapters that `config.adapters` has for it.
-
-    Args:
-        part: a transformer layer or a projector.
-        name: of the part in its module.
-        seed: of the part.
-    """
-    for path, linear in list(part.named_modules()):
-        adapted = config.adapters.get(f"{name}.{path}".removesuffix("."))
-        if adapted is not None:
-            assert isinstance(linear, _Adaptable), f"{name}.{path} cannot have adapters"
-            linear.add_adapters(adapted, config.lora, seed)
-
-
-def adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, _Adaptable]]:
-    """(name, layer) of every linear layer with adapters."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, _Adaptable) and layer.lora is not None:
-            yield name, layer
-
-
-def whole_adapters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The adapters of a module that one process holds whole, by their names in the module."""
-    found = {}
-    for name, parameter in global_names(chunk).items():
-        if is_adapter(name):
-            found[name] = parameter.detach()
-    assert all(layer.tp_group.size() == 1 for _, layer in adapted_layers(chunk)), "adapters are cut"
-    return found
-
-
-@torch.no_grad()
-def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Tensor]) -> None:
-    """Give the adapters on this rank their values.
-
-    Args:
-        chunks: what this rank holds of one module.
-        adapters: whole tensors by their names in the module; those of other pipeline stages are not looked at.
-
-    Raises:
-        UserError: an adapter of this rank is not among them, or of another shape; every rank may raise it.
-    """
-    for chunk in chunks:
-        names = {id(parameter): name for name, parameter in global_names(chunk).items()}
-        for _, layer in adapted_layers(chunk):
-            for projection, _, parameter, dim in layer.named_adapters():
-                name = names[id(parameter)]
-                if name not in adapters:
-                    raise UserError(f"there is no {name} among the adapters to load: lora.targets name other layers")
-                part = layer.own_part(adapters[name], projection, dim)
-                if part.shape != parameter.shape:
-                    raise UserError(
-                        f"{name} has shape {tuple(adapters[name].shape)} among the adapters to load, and its part here "
-                        f"{tuple(part.shape)}, not {tuple(parameter.shape)}"
-                    )
-                parameter.copy_(part)
-
-
-def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
-    """Stop the gradients of everything but adapters.
-
-    Args:
-        chunks: what this rank holds of one module, before data-parallel wrapping.
-        part: shell pattern of the parameter names to freeze; other parameters are unchanged.
-    """
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if fnmatchcase(name, part) and not is_adapter(name):
-                parameter.requires_grad_(False)
-
-
-def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = None) -> None:
-    """Set DoRA's magnitudes so that they change nothing: to be called whenever weights have been loaded without them.
-    Collective over the tensor-parallel ranks.
-
-    Args:
-        names: of the magnitudes to set, as in the module's state dict; None: all.
-    """
-    for path, layer in adapted_layers(module):
-        own = [name for _, name, _, _ in layer.named_adapters()]
-        layer.start_magnitudes([name for name in own if names is None or f"{path}.{name}".removeprefix(".") in names])
-
-
-def merge_lora(model: list[torch.nn.Module]) -> None:
-    """Put every adapter of the model chunks into its weight, so that the weights alone give the model's numbers (in
-    bf16 and fp16 to the precision of a weight). The adapters are reset and change nothing. Collective over
-    tensor-parallel ranks."""
-    for chunk in model:
-        for _, layer in adapted_layers(chunk):
-            layer.merge()

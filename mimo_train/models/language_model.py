@@ -22,8 +22,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.models.documents import Documents
-from mimo_train.models.language.rotary import AxisRotaryEmbedding
-from mimo_train.models.rope import inverse_frequencies
+from mimo_train.models.rotary import AxisRotaryEmbedding, inverse_frequencies
 from mimo_train.parallel.context import own_part
 
 

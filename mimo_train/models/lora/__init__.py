@@ -1,0 +1,1 @@
+"""Low-rank adapters next to linear layers (LoRA, rsLoRA, DoRA)."""

@@ -1,0 +1,105 @@
+"""Adapters of a whole module: create, load, freeze around and merge them."""
+
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo_train.config.errors import UserError
+from mimo_train.config.parts import is_adapter
+from mimo_train.models.lora.linear import Adaptable
+from mimo_train.models.parameters import global_names
+
+
+def add_adapters(part: torch.nn.Module, name: str, config: TransformerConfig, seed: int) -> None:
+    """Give a part of a module the adapters that `config.adapters` has for it.
+
+    Args:
+        part: a transformer layer or a projector.
+        name: of the part in its module.
+        seed: of the part.
+    """
+    for path, linear in list(part.named_modules()):
+        adapted = config.adapters.get(f"{name}.{path}".removesuffix("."))
+        if adapted is not None:
+            assert isinstance(linear, Adaptable), f"{name}.{path} cannot have adapters"
+            linear.add_adapters(adapted, config.lora, seed)
+
+
+def adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, Adaptable]]:
+    """(name, layer) of every linear layer with adapters."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, Adaptable) and layer.lora is not None:
+            yield name, layer
+
+
+def whole_adapters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters of a module that one process holds whole, by their names in the module."""
+    found = {}
+    for name, parameter in global_names(chunk).items():
+        if is_adapter(name):
+            found[name] = parameter.detach()
+    assert all(layer.tp_group.size() == 1 for _, layer in adapted_layers(chunk)), "adapters are cut"
+    return found
+
+
+@torch.no_grad()
+def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Tensor]) -> None:
+    """Give the adapters on this rank their values.
+
+    Args:
+        chunks: what this rank holds of one module.
+        adapters: whole tensors by their names in the module; those of other pipeline stages are not looked at.
+
+    Raises:
+        UserError: an adapter of this rank is not among them, or of another shape; every rank may raise it.
+    """
+    for chunk in chunks:
+        names = {id(parameter): name for name, parameter in global_names(chunk).items()}
+        for _, layer in adapted_layers(chunk):
+            for projection, _, parameter, dim in layer.named_adapters():
+                name = names[id(parameter)]
+                if name not in adapters:
+                    raise UserError(f"there is no {name} among the adapters to load: lora.targets name other layers")
+                part = layer.own_part(adapters[name], projection, dim)
+                if part.shape != parameter.shape:
+                    raise UserError(
+                        f"{name} has shape {tuple(adapters[name].shape)} among the adapters to load, and its part here "
+                        f"{tuple(part.shape)}, not {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(part)
+
+
+def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
+    """Stop the gradients of everything but adapters.
+
+    Args:
+        chunks: what this rank holds of one module, before data-parallel wrapping.
+        part: shell pattern of the parameter names to freeze; other parameters are unchanged.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if fnmatchcase(name, part) and not is_adapter(name):
+                parameter.requires_grad_(False)
+
+
+def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = None) -> None:
+    """Set DoRA's magnitudes so that they change nothing: to be called whenever weights have been loaded without them.
+    Collective over the tensor-parallel ranks.
+
+    Args:
+        names: of the magnitudes to set, as in the module's state dict; None: all.
+    """
+    for path, layer in adapted_layers(module):
+        own = [name for _, name, _, _ in layer.named_adapters()]
+        layer.start_magnitudes([name for name in own if names is None or f"{path}.{name}".removeprefix(".") in names])
+
+
+def merge_lora(model: list[torch.nn.Module]) -> None:
+    """Put every adapter of the model chunks into its weight, so that the weights alone give the model's numbers (in
+    bf16 and fp16 to the precision of a weight). The adapters are reset and change nothing. Collective over
+    tensor-parallel ranks."""
+    for chunk in model:
+        for _, layer in adapted_layers(chunk):
+            layer.merge()

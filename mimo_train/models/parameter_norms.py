@@ -1,0 +1,142 @@
+"""L2 norms of parameters and gradients, over all modules, at any layout: every element counts once.
+
+An element is replicated on several ranks: on tensor-parallel ranks if its parameter is not cut, on data-parallel ranks
+(for experts, on the expert's replicas), and for tied embeddings on the first and the last stage. Which rank counts it
+is decided locally; the counted squares are then summed over the world, in one message."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import MegatronModule, param_is_not_shared
+from megatron.core.utils import unwrap_model
+
+from mimo_train.models.parameters import global_names, modules_of
+from mimo_train.parallel import device
+
+PREFIX = "l2_norm/grad"
+"""First part of the names of gradient norms."""
+
+BLOCK = 2**15
+"""Elements whose squares are added in fp32 on a CPU."""
+
+
+def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> float:
+    """L2 norm of all parameters of all modules, frozen ones included. Collective over the world: one sum, and one copy
+    to the host.
+
+    Args:
+        model: the model chunks of this rank, as `mimo_train.models.build.build_model` returns them.
+        master_copies: count parameters of 16 bits by their fp32 master copies where the optimizer keeps some, also
+            where each data-parallel rank keeps a part of them (`main_param`, `main_param_sharded`).
+    """
+    pieces = []
+    for _, chunk in _chunks_by_module(model):
+        for _, param, own in _counted(chunk):
+            if own is None:
+                continue
+            if not master_copies or not hasattr(param, "main_param"):
+                pieces.append(param.reshape(-1)[own])
+            elif not getattr(param, "main_param_sharded", False):
+                pieces.append(param.main_param.reshape(-1)[own])
+            elif param.main_param is not None:
+                pieces.append(param.main_param)
+    total = squares_of(pieces).sum()
+    dist.all_reduce(total)
+    return total.sqrt().item()
+
+
+def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
+    """L2 norms of the gradients, of all together and of every parameter. Collective over the world: one sum and one
+    copy to the host, and at the first call a gathering of names.
+
+    Gradients are used in their current state, summed over ranks by `finalize_model_grads`: unclipped and with the fp16
+    loss scale before the optimizer's step, clipped and unscaled after it.
+
+    Returns:
+        On every rank the same: `l2_norm/grad/global`, and `l2_norm/grad/<module>.<parameter>` for every parameter that
+        is trained, by the same name at every layout (layers and experts have their number in the whole model), for
+        example `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
+    """
+    own: dict[str, torch.Tensor | None] = {}
+    for module, chunk in _chunks_by_module(model):
+        for name, param, piece in _counted(chunk):
+            if not param_is_not_shared(param):
+                continue
+            grad = getattr(param, "main_grad", param.grad) if param.requires_grad and piece is not None else None
+            own[f"{module}.{name}"] = None if grad is None else grad.reshape(-1)[piece]
+    names = _names_of_all_ranks(model[0], list(own))
+    index = {name: number for number, name in enumerate(names)}
+    here = {name: piece for name, piece in own.items() if piece is not None}
+    rows = torch.tensor([index[name] for name in here], dtype=torch.long)
+    squares_and_counts = torch.zeros(2, len(names), dtype=torch.float64, device=device.current())
+    squares_and_counts[0, rows] = squares_of(list(here.values()))
+    squares_and_counts[1, rows] = 1.0
+    dist.all_reduce(squares_and_counts)
+    squares, counts = squares_and_counts.tolist()
+    norms = {f"{PREFIX}/global": sum(squares) ** 0.5}
+    return norms | {f"{PREFIX}/{name}": squares[row] ** 0.5 for name, row in index.items() if counts[row]}
+
+
+def _chunks_by_module(model: list[MegatronModule]) -> Iterator[tuple[str, MegatronModule]]:
+    for name, chunks in modules_of(model).items():
+        for chunk in chunks:
+            yield name, chunk
+
+
+def _counted(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter, slice | None]]:
+    """Every parameter by its name in the whole model, with the elements of it, laid flat, that this rank counts; None:
+    none of them."""
+    slices, pgs = _slices(chunk), unwrap_model(chunk).pg_collection
+    for name, param in global_names(chunk).items():
+        is_expert = not getattr(param, "allreduce", True)
+        replicas = pgs.expt_dp if is_expert else pgs.dp_cp
+        own = slices.get(param, slice(None) if replicas.rank() == 0 else None)
+        if not param_is_not_shared(param) or not param_is_not_tensor_parallel_duplicate(param, pgs.tp, pgs.expt_tp):
+            own = None
+        yield name, param, own
+
+
+def _slices(module: torch.nn.Module) -> dict[torch.nn.Parameter, slice]:
+    """The part of every trained parameter, laid flat, that the optimizer of this data-parallel rank updates.
+
+    Only there are gradients complete after a reduce-scatter, and parameters new before they have been gathered.
+    """
+    slices: dict[torch.nn.Parameter, slice] = {}
+    if not isinstance(module, DistributedDataParallel):
+        return slices
+    for buffer in module.buffers + module.expert_parallel_buffers:
+        rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        for bucket in buffer.buckets:
+            length = bucket.grad_data.numel()
+            first, end = length * rank // size, length * (rank + 1) // size
+            for param, (start, stop) in bucket.param_to_index.items():
+                slices[param] = slice(max(first - start, 0), max(min(end, stop) - start, 0))
+    return slices
+
+
+def _names_of_all_ranks(chunk: MegatronModule, own: list[str]) -> list[str]:
+    """The names of all ranks, each once, in rank order; gathered once per model, and stored in it."""
+    if not hasattr(chunk, "names_of_all_ranks"):
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        chunk.names_of_all_ranks = list(dict.fromkeys(name for names in gathered for name in names))
+    return chunk.names_of_all_ranks
+
+
+def squares_of(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares of each tensor, float64 on the device.
+
+    On a CPU torch adds all squares of a tensor in fp32, one after the other: the norm of 10^7 normal numbers is off by
+    4e-4, and that of 10^8 by 1e-2. Blocks keep it at 1e-6; kernels of CUDA add in a tree.
+    """
+    if not pieces:
+        return torch.zeros(0, dtype=torch.float64, device=device.current())
+    flat = [piece.detach().reshape(-1) for piece in pieces]
+    blocks = [piece.split(BLOCK) if piece.is_cpu else (piece,) for piece in flat]
+    norms = torch._foreach_norm([block for each in blocks for block in each], dtype=torch.float32)
+    squares = torch.stack(norms).double().square()
+    return torch.stack([part.sum() for part in squares.split([len(each) for each in blocks])])

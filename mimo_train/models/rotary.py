@@ -1,0 +1,165 @@
+"""Rotary position embeddings: the frequencies of all kinds of `RopeScaling`, angles on three axes, and attention whose
+layers have their own.
+
+Megatron-Core 0.19.2 has llama3's with fixed numbers (rotary_pos_embedding.py:92), and yarn's without an attention
+factor of its own; its `RotaryEmbedding` reads `inv_freq`, which is set here.
+
+Shape suffixes: S sequence, B batch, F frequencies (half a head).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import get_pos_emb_on_this_cp_rank
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo_train.config.llm_spec import LlmSpec, RopeScaling
+
+
+def inverse_frequencies(llm: LlmSpec) -> torch.Tensor:
+    """[head_width / 2] angles by which a position turns, fp32; with a `local_rope_base` [head_width]: those of layers
+    that attend to all tokens, then those of layers with a window."""
+    frequencies = _scaled(_frequencies(llm.rope_base, llm.head_width), llm.rope_scaling, llm.rope_base)
+    if not llm.local_rope_base:
+        return frequencies
+    return torch.cat([frequencies, _frequencies(llm.local_rope_base, llm.head_width)])
+
+
+def angles_of_layer(angles: torch.Tensor, local: bool) -> torch.Tensor:
+    """The angles [..., head_width] of one kind of layers, from those of both that an embedding with the frequencies of
+    `inverse_frequencies` gives, [..., 2 head_width]: both halves of a head turn alike, so that each kind is there
+    twice."""
+    return angles.unflatten(-1, (2, 2, -1))[..., int(local), :].flatten(-2)
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """What rotated queries and keys are multiplied by (Peng et al. 2023, arXiv 2309.00071, section 3.4)."""
+    if scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _temperature(scaling.factor, scaling.mscale) / _temperature(scaling.factor, scaling.mscale_all_dim)
+    return _temperature(scaling.factor, 1.0)
+
+
+def _temperature(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _frequencies(base: float, width: int) -> torch.Tensor:
+    return 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+
+def _scaled(frequencies: torch.Tensor, scaling: RopeScaling, base: float) -> torch.Tensor:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3(frequencies, scaling)
+    if scaling.kind == "yarn":
+        return _yarn(frequencies, scaling, base)
+    return frequencies  # `dynamic` changes nothing within `max_positions`
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Long waves are stretched, short ones are not, between the two bounds in part."""
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    wave = 2 * math.pi / frequencies
+    longest, shortest = scaling.original_positions / low, scaling.original_positions / high
+    share = (scaling.original_positions / wave - low) / (high - low)
+    between = (1 - share) * frequencies / scaling.factor + share * frequencies
+    stretched = torch.where(wave > longest, frequencies / scaling.factor, frequencies)
+    return torch.where((wave >= shortest) & (wave <= longest), between, stretched)
+
+
+def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, base: float) -> torch.Tensor:
+    """As `_llama3`, with bounds in turns within the first training's positions and a ramp over frequency numbers."""
+    width = 2 * len(frequencies)
+
+    def number_of(turns: float) -> float:
+        return width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = number_of(scaling.beta_fast), number_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001  # no ramp, but no division by zero either
+    ramp = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+
+
+class AxisRotaryEmbedding(torch.nn.Module):
+    """Angles of tokens with positions on three axes, each of which turns its own frequencies (M-RoPE; Wang et al. 2024,
+    arXiv 2409.12191, section 2.1).
+
+    Megatron-Core 0.19.2 has them in three sections, one behind the other (rotary_pos_embedding.py:356), and not
+    interleaved; nor does it take positions without axes, of a batch without pictures.
+    """
+
+    def __init__(self, llm: LlmSpec, cp_group: dist.ProcessGroup):
+        super().__init__()
+        # Plain attributes, as Megatron-Core has them: of no checkpoint, and in fp32 in a model of bf16.
+        self.inv_freq = inverse_frequencies(llm)
+        self._axes = torch.tensor(axes_of_frequencies(llm.mrope_section, llm.mrope_interleaved))
+        self._sections, self._cp_group = list(llm.mrope_section), cp_group
+
+    def forward(
+        self, position_ids: torch.Tensor, sections: list[int], cp_group: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """Angles [S, B, 1, 2 F] of this context-parallel rank's tokens, from the positions of all, [3, B, S] or
+        [B, S].
+
+        Args:
+            sections: frequencies of each axis, those that this was built with.
+        """
+        assert list(sections) == self._sections, (sections, self._sections)
+        if self.inv_freq.device != position_ids.device:
+            self.inv_freq, self._axes = (each.to(position_ids.device) for each in (self.inv_freq, self._axes))
+        positions_3BS = position_ids.expand(3, *position_ids.shape[-2:])
+        angles_SBF = positions_3BS[self._axes].permute(2, 1, 0).to(self.inv_freq.dtype) * self.inv_freq
+        angles = torch.cat([angles_SBF, angles_SBF], dim=-1)[:, :, None]
+        group = cp_group or self._cp_group
+        return angles if group.size() == 1 else get_pos_emb_on_this_cp_rank(angles, 0, group)
+
+
+def axes_of_frequencies(section: list[int], interleaved: bool) -> list[int]:
+    """The axis that turns each frequency: 0 time, 1 row, 2 column.
+
+    Args:
+        section: frequencies of each axis.
+        interleaved: time, row, column, time, ... until an axis has all of its own, and time behind them, instead of one
+            axis behind the other.
+    """
+    if not interleaved:
+        return [axis for axis, count in enumerate(section) for _ in range(count)]
+    return [number % 3 if number < 3 * section[number % 3] else 0 for number in range(sum(section))]
+
+
+class RotaryAttention(SelfAttention):
+    """`SelfAttention` with its layer's own rotary frequencies and attention factor; `config.llm` is the `LlmSpec`.
+
+    Megatron-Core 0.19.2 gives all layers the same frequencies, and reads no attention factor from a config.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, layer_number: int, **options: Any):
+        super().__init__(config, *arguments, layer_number=layer_number, **options)
+        llm: LlmSpec = config.llm
+        self.kind_of_angles = bool(llm.window_of(layer_number - 1)) if llm.local_rope_base else None
+        """Of two kinds of layers, whether it is a local one; None where all layers turn alike."""
+        self._yarn_concentration_factor = 1.0 if self.kind_of_angles else attention_factor(llm.rope_scaling)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron-Core's. `rotary_pos_emb`: [S, 1, 1, angles], of all kinds of layers."""
+        if rotary_pos_emb is not None:
+            rotary_pos_emb = self.own_angles(rotary_pos_emb)
+        return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options)
+
+    def own_angles(self, angles: torch.Tensor) -> torch.Tensor:
+        """Those of this layer, of all kinds of layers' [S, 1, 1, angles]."""
+        return angles if self.kind_of_angles is None else angles_of_layer(angles, self.kind_of_angles)
