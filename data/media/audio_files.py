@@ -23,6 +23,8 @@ _BLOCK = 1 << 20  # samples of each channel that are decoded at once
 _UNKNOWN_FLAC = 1 << 62  # libsndfile gives more as the length of a FLAC file that has none
 _UNKNOWN_SIZE = 0x7FFFF000  # programs that write into a pipe put this or more as the size of the samples
 _SHORTER = re.compile(r"^\s*(?:data|SSND|Data Size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
+_CAF_SAMPLES = re.compile(r"^data : (\d+)", re.MULTILINE)
+_UNKNOWN_CAF = 1 << 63
 _SHORTER_RF64 = "does not match value from 'ds64' chunk"
 """What libsndfile 1.2 logs of files with fewer samples than their header says, which it reads as shorter ones."""
 _UNSUPPORTED = {"SDS": (), "XI": (), "AIFF": ("DWVW_12", "DWVW_16", "DWVW_24")}
@@ -106,11 +108,15 @@ def _unsupported(form: str, subtype: str) -> str | None:
 
 
 def _is_cut_off(file: Any, raw: bytes) -> bool:
-    """True if the end of a WAV, AIFF, AU, CAF (more than 4 bytes), W64 or OGG file is missing. A missing end of a FLAC
-    or MP3 file is an error when it is decoded."""
+    """True if the end of a WAV, AIFF, AU, CAF, W64 or OGG file is missing. A missing end of a FLAC or MP3 file is an
+    error when it is decoded."""
     if file.format == "OGG":
         return any(end > len(raw) for _, end, _ in _ogg_pages(raw))
     log = file.extra_info
+    if match := _CAF_SAMPLES.search(log) if file.format == "CAF" else None:  # not reported if some bytes are missing
+        size = int(match[1])
+        at = raw.find(b"data" + size.to_bytes(8, "big"))
+        return at >= 0 and size < _UNKNOWN_CAF and at + 12 + size > len(raw)
     sizes = [(int(stated), int(actual)) for stated, actual in _SHORTER.findall(log)]
     return any(actual < stated < _UNKNOWN_SIZE for stated, actual in sizes) or _SHORTER_RF64 in log
 

@@ -7,14 +7,12 @@ import wave
 import numpy as np
 import pytest
 import webdataset
-from PIL import Image
 
 from data.errors import DataError, ShardError
 from data.index.catalogue import open_index
 from data.index.folder_file import catalogue_path
 from data.index.shard_index import build_index
 from data.index.shards import find_shards
-from data.media.headers import parse_header_bytes
 from tests.disk_faults import disk_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import encode_picture
@@ -201,25 +199,6 @@ def test_samples_without_a_usable_record_are_bad(tmp_path):
     assert index.members(1)[index.record(1)].extension == "json"
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("orientation", [None, 1, 2, 3, 4, 5, 6, 7, 8])
-def test_header_size_is_that_of_the_upright_picture(kind, orientation):
-    header = parse_header_bytes(encode_picture(12, 31, kind, orientation=orientation))
-    assert (header.format, header.height, header.width) == (kind, *((31, 12) if (orientation or 1) >= 5 else (12, 31)))
-
-
-def test_header_behind_large_segments_and_of_broken_files():
-    plain = encode_picture(7, 9)
-    padded = plain[:2] + (b"\xff\xe2\xff\xff" + b"x" * 0xFFFD) * 3 + plain[2:]
-    assert parse_header_bytes(padded)[1:3] == (7, 9)
-    for kind in ("GIF", "BMP"):
-        assert parse_header_bytes(encode_picture(7, 9, kind))[1:3] == (7, 9)
-    for raw in (b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"hello", b"RIFFxxxxWEBP", b"\x89PNG\r\n\x1a\n", b"GIF89a"):
-        assert parse_header_bytes(raw) is None
-    for cut in range(len(plain)):  # never an exception, whatever is missing
-        parse_header_bytes(plain[:cut])
-
-
 def test_pictures_without_a_header_and_audio_are_measured(tmp_path):
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as clip:
@@ -265,11 +244,3 @@ def test_find_shards_names_the_key_and_what_was_sought(tmp_path, monkeypatch, pa
     write_tar(tmp_path / "x-000002.tar", [("k.txt", b"x")])
     with pytest.raises(DataError, match=rf"data\.shards.*{named}"):
         find_shards(pattern)
-
-
-def test_gif_and_bmp_headers_match_pillow():
-    picture = Image.new("RGB", (5, 4))
-    for kind in ("GIF", "BMP"):
-        buffer = io.BytesIO()
-        picture.save(buffer, kind)
-        assert parse_header_bytes(buffer.getvalue()).height == 4

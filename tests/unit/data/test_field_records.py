@@ -10,7 +10,7 @@ from data.index.shards import find_shards
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from tests.tars import write_tar
-from tests.unit.data.building import ORDERED, build, found, picture
+from tests.unit.data.build.helpers import ORDERED, build, found, picture
 
 
 def test_hidden_files_are_skipped_at_any_depth(tmp_path):

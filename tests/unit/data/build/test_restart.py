@@ -15,7 +15,7 @@ from data.index.catalogue import open_index
 from data.index.shards import find_shards
 from data.storage.files import pread_all
 from tests.tars import write_tar
-from tests.unit.data.building import (
+from tests.unit.data.build.helpers import (
     RECORDS,
     ROOT,
     build,

@@ -12,7 +12,7 @@ from encoders.native.clip.spec import ClipSpec
 from encoders.native.siglip.spec import SiglipSpec
 from encoders.native.vit.tiles import UNCUT
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
-from tests.unit.data.test_preprocessing import embedder, picture
+from tests.unit.data.media.test_preprocessing import embedder, picture
 
 PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 SIZES = [(97, 131), (300, 61), (56, 56), (113, 517), (40, 41), (61, 55), (224, 223), (1000, 30)]

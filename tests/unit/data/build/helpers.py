@@ -20,7 +20,7 @@ TALK = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "v
 TWO = [{"from": "human", "value": "<image><image>Which is larger?"}, {"from": "gpt", "value": "The second."}]
 PLAIN = [{"from": "human", "value": "Hello."}, {"from": "gpt", "value": "Good day."}]
 ORDERED = Settings(seed=None)
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def picture(size):

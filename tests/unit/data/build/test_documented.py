@@ -17,9 +17,9 @@ from tests.indexed import texts, write_indexed
 from tests.tars import write_tar
 from tests.unit.config.test_energon import energon
 from tests.unit.data.helpers import encode_picture
-from tests.unit.data.test_data_build import hugging_face
+from tests.unit.data.build.test_build import hugging_face
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+DOCUMENT = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
 PART = DOCUMENT.partition("## What you have\n")[2].partition("\n## ")[0]
 SECTIONS = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", PART, flags=re.S | re.M))
 NUMBER = 4

@@ -16,7 +16,7 @@ from data.errors import DataError
 from data.index.shards import find_shards
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.building import (
+from tests.unit.data.build.helpers import (
     PLAIN,
     RECORDS,
     TALK,

@@ -1,4 +1,4 @@
-"""Files as people have them: every subtype of sound, formats of pictures, transparency."""
+"""Image files of every format are upright, of the size in the index, and in the colours that they show."""
 
 import io
 import random
@@ -7,114 +7,94 @@ import sys
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 from PIL import Image, ImageOps
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2 import functional as transforms
 
 from data.errors import DecodeError, MissingLibrary
-from data.media.audio_files import parse_audio_header
-from data.media.decode import decode_audio, decode_image_file
+from data.media import decode
+from data.media.decode import decode_image_file, decode_resized
 from data.media.headers import parse_header_bytes
-from data.records.members import AUDIO
 from tests.unit.data.helpers import encode_picture
 
-STEPS = {"PCM_S8": 1 / 64, "PCM_U8": 1 / 64, "ULAW": 0.02, "ALAW": 0.02, "DPCM_8": 0.02}
-LOSSY = ("VORBIS", "OPUS", "MPEG_LAYER_III", "MS_ADPCM", "IMA_ADPCM", "GSM610", "NMS_ADPCM_16", "NMS_ADPCM_24")
-LOSSY += ("NMS_ADPCM_32", "G721_32", "G723_24", "G723_40")
-REFUSED = {"SDS": "", "XI": "", "AIFF": "DWVW"}
-"""What is not read right: of a format, subtypes that begin so."""
-UNWRITTEN = [("AIFF", "DWVW_12"), ("WAV", "MPEG_LAYER_III"), ("MP3", "MPEG_LAYER_I"), ("MP3", "MPEG_LAYER_II")]
-"""That libsndfile names and does not write."""
-NO_HEADER = ("RAW", "SD2")
-"""Formats that say nowhere in the file what they are."""
-TONE = 0.5 * np.sin(np.arange(8000) * (2 * np.pi * 440 / 8000))
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_upright_and_of_the_indexed_size(kind, orientation):
+    exif = orientation if kind in ("JPEG", "PNG", "WEBP") else None
+    raw = encode_picture(12, 31, kind, orientation=exif)
+    picture = decode_image_file(raw)
+    header = parse_header_bytes(raw)
+    assert picture.dtype == torch.uint8 and tuple(picture.shape) == (3, header.height, header.width)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).convert("RGB"))
+    assert np.abs(picture.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
+    if kind in ("JPEG", "PNG"):
+        data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        assert torch.equal(picture, decode_image(data, mode=ImageReadMode.RGB, apply_exif_orientation=True))
 
 
-def subtypes():
-    return [
-        pytest.param(kind, subtype, id=f"{kind}-{subtype}")
-        for kind in soundfile.available_formats()
-        for subtype in soundfile.available_subtypes(kind)
-        if soundfile.check_format(kind, subtype) and (kind, subtype) not in UNWRITTEN
-    ]
-
-
-def sound(wave, kind="WAV", subtype=None, rate=8000) -> bytes:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, wave, rate, format=kind, subtype=subtype)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize(("kind", "subtype"), subtypes())
-def test_every_subtype_of_every_format_is_read_as_it_was_written_or_refused(kind, subtype, tmp_path):
-    # A file: some are not written into memory.
-    soundfile.write(tmp_path / "file", TONE, 8000, format=kind, subtype=subtype)
-    raw = (tmp_path / "file").read_bytes()
-    if kind in NO_HEADER:
-        assert parse_audio_header(raw) is None
-        with pytest.raises(DecodeError, match="bytes of audio: Format not recognised"):
-            decode_audio(raw, 8000)
-        return
-    if kind in REFUSED and subtype.startswith(REFUSED[kind]):
-        with pytest.raises(DecodeError, match=f"{kind} with {subtype} is not read right by libsndfile: convert it"):
-            decode_audio(raw, 8000)
-        return
-    frames, rate = parse_audio_header(raw)
-    wave = decode_audio(raw, 8000).numpy()
-    assert rate == 8000 and len(wave) == frames and 8000 <= frames < 11000
-    if subtype in LOSSY:
-        # Codecs delay and shape: what matters is that the tone is there, as loud as it was.
-        assert abs(np.sqrt(np.mean(wave[1000:7000] ** 2)) - 0.5 / np.sqrt(2)) < 0.05
-        assert np.argmax(np.abs(np.fft.rfft(wave[:8000]))) == 440
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "I;16", "1"])
+def test_other_colour_modes_become_rgb(mode):
+    picture = Image.fromarray(np.full((6, 5, 3), 200, dtype=np.uint8))
+    if mode == "I;16":
+        picture = Image.fromarray(np.full((6, 5), 200 * 257, dtype=np.uint16))
     else:
-        assert np.abs(wave[:8000] - TONE).max() <= STEPS.get(subtype, 1 / 16000)
+        picture = picture.convert(mode)
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG" if mode == "CMYK" else "PNG")
+    decoded = decode_image_file(buffer.getvalue())
+    assert decoded.dtype == torch.uint8 and tuple(decoded.shape) == (3, 6, 5)
+    assert abs(decoded.float().mean() - 200) < (60 if mode == "1" else 4)
 
 
-def test_a_subtype_that_libsndfile_does_not_write_is_refused_by_name():
-    raw = bytearray(sound(TONE, "AIFF", "DWVW_16"))
-    at = raw.index(b"COMM") + 14
-    raw[at : at + 2] = struct.pack(">H", 12)
-    with pytest.raises(DecodeError, match="AIFF with DWVW_12 is not read right"):
-        decode_audio(bytes(raw), 8000)
+def test_resize_is_bicubic_with_antialiasing():
+    raw = encode_picture(90, 60, "PNG", seed=3)
+    ours = decode_resized(raw, 30, 40)
+    pillow = np.asarray(Image.open(io.BytesIO(raw)).resize((40, 30), Image.Resampling.BICUBIC))
+    assert tuple(ours.shape) == (3, 30, 40) and ours.is_contiguous()
+    assert np.abs(ours.permute(1, 2, 0).numpy().astype(int) - pillow).max() <= 3
+    assert torch.equal(decode_resized(raw, 90, 60), decode_image_file(raw))
 
 
-@pytest.mark.parametrize(("kind", "subtype"), [("SDS", "PCM_24"), ("XI", "DPCM_16"), ("AIFF", "DWVW_16")])
-def test_what_is_refused_is_not_read_right_still(kind, subtype, tmp_path):
-    """Else it need not be refused any more."""
-    soundfile.write(tmp_path / "file", TONE, 8000, format=kind, subtype=subtype)
-    try:
-        with soundfile.SoundFile(io.BytesIO((tmp_path / "file").read_bytes())) as file:
-            wave = file.read(8000)
-            assert (file.samplerate == 44100) == (kind == "XI")  # which says nothing of its rate
-    except soundfile.LibsndfileError:
-        return
-    assert kind == "XI" or len(wave) != len(TONE) or np.abs(wave - TONE).max() > 0.1
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_pictures_are_decoded_and_resized_as_by_torchvision(interpolation, capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for kind, size in (("JPEG", (90, 61)), ("PNG", (7, 33)), ("PNG", (1, 1))):
+        raw = torch.frombuffer(bytearray(encode_picture(*size, kind, seed=3)), dtype=torch.uint8)
+        picture = decode.decode_with_torchvision(raw)
+        assert torch.equal(picture, decode_image(raw, mode=ImageReadMode.RGB))
+        for given in (picture, picture.contiguous()):
+            for height, width in ((30, 40), (120, 60), (size[0], 50)):
+                theirs = transforms.resize(given, [height, width], transforms.InterpolationMode(interpolation))
+                ours = decode.resize_image(given, height, width, interpolation)
+                assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
-def test_whole_numbers_and_floats_of_one_recording_are_equal():
-    whole = np.round(TONE * 32768).astype(np.int16)
-    waves = [decode_audio(sound(whole, *form), 8000) for form in (("WAV",), ("FLAC",), ("AIFF",), ("CAF",))]
-    waves += [decode_audio(sound(whole / 32768, "WAV", form), 8000) for form in ("PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
-    assert all(torch.equal(wave, waves[0]) for wave in waves)
+def test_sixteen_bits_become_eight_as_by_torchvision():
+    shades = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    buffer = io.BytesIO()
+    Image.fromarray(shades).save(buffer, "PNG")
+    raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    theirs = transforms.to_dtype(decode.decode_with_torchvision(raw), torch.uint8, scale=True)
+    assert torch.equal(decode_image_file(buffer.getvalue()), theirs)
 
 
-def test_floats_above_one_stay_and_those_that_are_no_number_are_bad():
-    assert decode_audio(sound(TONE * 3, "WAV", "FLOAT"), 8000).max() > 1.4
-    for value in (np.nan, np.inf, 1e300):
-        broken = TONE.copy()
-        broken[7] = value
-        with pytest.raises(DecodeError, match="not finite"):
-            decode_audio(sound(broken, "WAV", "DOUBLE"), 8000)
+def test_broken_pictures_are_decode_errors():
+    good = encode_picture(40, 40)
+    for raw in (b"", b"text", good[: len(good) // 3], encode_picture(40, 40, "PNG")[:200]):
+        with pytest.raises(DecodeError, match=f"{len(raw)} bytes"):
+            decode_image_file(raw)
 
 
-@pytest.mark.parametrize("kind", ["WAV", "RF64", "W64", "AIFF", "AU", "CAF", "OGG", "FLAC"])
-def test_a_clip_that_is_cut_off_is_bad_in_every_format(kind):
-    raw = sound(TONE, kind)
-    assert parse_audio_header(raw)[0] == 8000
-    for cut in (40, len(raw) // 2):
-        with pytest.raises(DecodeError):
-            decode_audio(raw[:-cut], 8000)
-        assert kind == "FLAC" or parse_audio_header(raw[:-cut]) is None
+def test_of_moving_pictures_the_first_frame_is_read():
+    first, second = (Image.open(io.BytesIO(encode_picture(9, 14, "PNG", value=value))) for value in (10, 240))
+    for kind, options in (("WEBP", {"lossless": True}), ("GIF", {})):
+        buffer = io.BytesIO()
+        first.save(buffer, kind, save_all=True, append_images=[second], **options)
+        picture = decode_image_file(buffer.getvalue())
+        assert tuple(picture.shape) == (3, 9, 14) and (picture == 10).all()
 
 
 @pytest.mark.parametrize(
@@ -196,10 +176,6 @@ def test_without_transparency_pixels_are_those_of_before(kind, mode):
     raw = save(picture, kind, **({"lossless": True} if kind == "WEBP" else {}))
     assert torch.equal(decode_image_file(raw), decode_image_file(raw, background=None))
     assert np.array_equal(decode_image_file(raw).permute(1, 2, 0), np.asarray(picture.convert("RGB")))
-
-
-def test_extensions_of_sound_are_those_that_are_tested():
-    assert AUDIO >= {"wav", "flac", "ogg", "mp3", "aiff", "au", "caf", "w64", "rf64"}
 
 
 def heic(picture: Image.Image, **options) -> bytes:

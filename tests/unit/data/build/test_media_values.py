@@ -14,8 +14,8 @@ from data.media.decode import decode_audio
 from data.storage.reader import ShardReader
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.building import TALK, build, clip, found, media_folder, picture, written
-from tests.unit.data.test_data_build import hugging_face
+from tests.unit.data.build.helpers import TALK, build, clip, found, media_folder, picture, written
+from tests.unit.data.build.test_build import hugging_face
 
 PNG = base64.b64encode(picture(8)).decode()
 FLAC = base64.b64encode(clip(800)).decode()
