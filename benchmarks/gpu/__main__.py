@@ -26,7 +26,7 @@ TITLE = "How near training comes to what this GPU can do"
 WHAT = (
     "the sections of `python -m benchmarks.gpu`: "
     + "; ".join(f"({letter}) {section.title}" for letter, section in SECTIONS.items())
-    + f". {FORMULA}, by the peaks of mimo_train/logging/utilisation.py; of (a): TFLOP/s of the step over those of the "
+    + f". {FORMULA}, by the peaks of mimo_train/logging/throughput.py; of (a): TFLOP/s of the step over those of the "
     "matrix product. Weights are random. Estimates are those of `mimo-train check`. In (d) `transformers` trains under "
     "autocast with weights of fp32, from batches in memory; both sides make their steps in turns."
 )

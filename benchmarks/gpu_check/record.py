@@ -31,7 +31,7 @@ TITLE = "What this machine's GPU does"
 WHAT = (
     "the table of `scripts/gpu_check.sh`: TFLOP/s of a bf16 matrix product; losses of 20 steps against the CPU's "
     "(largest relative difference, TF32 off); seconds of a step, tokens a second and MFU of a model with random "
-    "weights (MFU by the peaks of mimo_train/logging/utilisation.py); its heaviest kernels; tests/gpu."
+    "weights (MFU by the peaks of mimo_train/logging/throughput.py); its heaviest kernels; tests/gpu."
 )
 
 

@@ -108,7 +108,7 @@ def matmul(*, device: str, size: int, repeats: int) -> dict[str, Any]:
     require("torch")
     import torch
 
-    from mimo_train.logging.utilisation import peak_tflops
+    from mimo_train.logging.throughput import peak_tflops
 
     torch.manual_seed(0)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))

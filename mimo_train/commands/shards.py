@@ -102,7 +102,7 @@ def _count_texts(cfg: Any, workers: int) -> int:
     from mimo_train.inputs.inputs import OneShard, build_dataset, tokenizer_of
     from mimo_train.inputs.padding import padding_of
     from mimo_train.layout.run import resolve
-    from mimo_train.logging.count_bar import CountBar
+    from mimo_train.logging.console import CountBar
 
     if padding_of(resolve(cfg).cfg) is None:
         print(f"data.pad is {cfg.data.pad}: texts need not be counted")
@@ -134,7 +134,7 @@ def _count_texts(cfg: Any, workers: int) -> int:
 def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> int:
     from data.errors import DataError
     from data.index.catalogue import open_catalogue
-    from mimo_train.logging.count_bar import CountBar
+    from mimo_train.logging.console import CountBar
 
     bar = CountBar("indexing shards", len(paths))
     try:

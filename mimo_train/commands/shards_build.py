@@ -12,7 +12,7 @@ from mimo_train.commands.arguments import about_files, positive, whole
 from mimo_train.config.errors import UserError
 
 if TYPE_CHECKING:
-    from mimo_train.logging.count_bar import CountBar
+    from mimo_train.logging.console import CountBar
 
 
 def add(commands: Any) -> None:
@@ -110,7 +110,7 @@ class _Bars:
         self._bar: CountBar | None = None
 
     def __call__(self, what: str, more: int, total: int | None) -> None:
-        from mimo_train.logging.count_bar import CountBar
+        from mimo_train.logging.console import CountBar
 
         if what != self._what:
             self.close()

@@ -101,7 +101,6 @@ def _told(error: BaseException) -> int:
 
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
-    from mimo_train.launch.processes import is_on_first_node
     from mimo_train.launch.rank_monitor import is_lost_peer, note_error
     from mimo_train.logging.library_log import adopt_torch, divert, errors_only
     from mimo_train.logging.rank_log import log_of, show
@@ -146,7 +145,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
     dist.barrier()
-    if rank == (run.layout.logging_rank if is_on_first_node(run.layout, run.layout.logging_rank) else 0):
+    if rank == run.layout.logging_rank:
         try:
             lines = _summary(run)
         except OSError as error:  # a full disk, or a folder that was removed: what was trained is saved

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig
-from mimo_train.logging.memory_stats import start_memory_history_recording
+from mimo_train.logging.runtime import start_memory_history_recording
 from mimo_train.parallel import device
 
 

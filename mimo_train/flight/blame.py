@@ -271,7 +271,7 @@ def _ranks(ranks: object) -> str:
 
 
 def place_name(rank: Rank, event: Event) -> str:
-    """Return where in the module graph an event belongs: `images->language, microbatch 1, backward`; empty if nowhere."""
+    """Return where in the module graph an event belongs: `images->language, microbatch 1, backward`; or nothing."""
     words = [rank.places.get(event.place, "")]
     words += [f"microbatch {event.microbatch}"] if event.microbatch >= 0 else []
     words += [DIRECTIONS.get(event.direction, "")]

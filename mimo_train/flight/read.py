@@ -149,8 +149,8 @@ def start_time(folder: Path) -> float:
 def read_ranks(
     folder: Path, first: int | None = None, since: float = 0.0, beat: Callable[[], object] | None = None
 ) -> dict[int, Rank]:
-    """Return all ranks of a start that have a whole file. Files of an earlier start may lie there too: those of a run of
-    another size are left out.
+    """Return all ranks of a start that have a whole file. Files of an earlier start may lie there too: those of a run
+    of another size are left out.
 
     Args:
         folder: as `newest_start` gives it.

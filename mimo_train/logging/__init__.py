@@ -1,4 +1,4 @@
 """What a run measures and where the numbers go: files, TensorBoard, W&B, the console, the report.
 
-`memory_stats` and `runtime` import torch; nothing else here does, so that a report is read and written without it.
+`runtime` imports torch; nothing else here does, so that a report is read and written without it.
 """

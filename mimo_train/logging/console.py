@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
 import rich.console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.text_format import shown_lines
 from mimo_train.logging.rank_log import to_nowhere
@@ -236,3 +236,66 @@ def _evaluated(key: str, value: float | None) -> str:
     if key == "samples":
         return f"{before}{value:.0f} samples"
     return f"{name} {value:.1%}" if key == "exact_match" else f"{name} {value:.4g}"
+
+
+_SECONDS_BETWEEN_COUNTS = 10.0
+
+
+class CountBar:
+    """Shows how many of `total` are done, and the time that is left; nothing away from a terminal if it takes seconds.
+
+    Attributes:
+        done: how many are done.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int | None,
+        unit: str = "",
+        *,
+        stream: TextIO | None = None,
+        write: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+            what: is done, for example "counting the tokens of texts".
+            total: None: not known.
+            unit: is counted, for example "samples".
+            stream: default: standard error.
+            write: prints a line; with it there is no bar.
+        """
+        self._what, self._total, self._unit, self.done = what, total, f" {unit}" if unit else "", 0
+        self._stream = sys.stderr if stream is None else stream
+        self._write, self._clock = write or self._print, clock
+        self._start = self._last = clock()
+        self._bar: Progress | None = None
+        if write is None and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            console = rich.console.Console(file=self._stream, force_terminal=True)
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(what, total=total)
+            self._bar.start()
+
+    def add(self, number: int) -> None:
+        """Count `number` more as done."""
+        self.done += number
+        now = self._clock()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done)
+        elif now - self._last >= _SECONDS_BETWEEN_COUNTS:
+            self._last = now
+            of = left = ""
+            if self._total is not None:
+                of = f" of {self._total:,}"
+                left = f", {duration((now - self._start) / self.done * (self._total - self.done))} left"
+            self._write(f"{self._what}: {self.done:,}{of}{self._unit}{left}")
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)

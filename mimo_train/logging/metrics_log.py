@@ -12,11 +12,8 @@ from typing import Any, Protocol
 
 from mimo_train.config.compose import to_dict
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.logging.sinks.comet import CometSink
 from mimo_train.logging.sinks.jsonl import JsonlSink
-from mimo_train.logging.sinks.mlflow import MlflowSink
-from mimo_train.logging.sinks.tensorboard import TensorboardSink
-from mimo_train.logging.sinks.wandb import WandbSink
+from mimo_train.logging.sinks.trackers import CometSink, MlflowSink, TensorboardSink, WandbSink
 
 _logger = logging.getLogger(__name__)
 

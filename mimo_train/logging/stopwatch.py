@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, on every device, and what that says about every module.
+"""Measure where the seconds of a step go on every device, and which modules the others wait for.
 
 On a CPU an interval is read from the clock. On a GPU it is a pair of events on the current stream, so it is the
 device's own time: what the host does while the device is busy costs the device nothing and is not counted, and nothing
@@ -135,3 +135,37 @@ def _shares(names: list[str], work: Mapping[str, float] | None) -> dict[str, flo
     assert work is not None, f"modules {names} share a device: work says how to divide it"
     total = sum(work[name] for name in names)
     return {name: work[name] / total if total else 1 / len(names) for name in names}
+
+
+_BUSY = {"forward_backward": "computes", "optimizer": "optimizer", "data_wait": "waits for data"}
+"""Intervals in which a rank does its own part of a step; in the others it waits for ranks, or is idle."""
+
+
+class Busiest:
+    """Names the kind of rank, its modules and their stages, that has the least time to spare."""
+
+    def __init__(self, layout: RunLayout):
+        kinds = [layout.kind_of(rank) for rank in range(layout.world_size)]
+        self._ranks = {kind: [rank for rank, its in enumerate(kinds) if its == kind] for kind in dict.fromkeys(kinds)}
+
+    def name(self, rows: Sequence[Sequence[float]]) -> str:
+        """The kind with the longest own part of a step, on average over its ranks, with its share of the step and what
+        most of it is; empty where all ranks are of one kind.
+
+        Args:
+            rows: for each rank of the world, seconds of each of `INTERVALS`, as `Stopwatch.read_and_reset` gives them.
+        """
+        if len(self._ranks) == 1:
+            return ""
+        means = {kind: self._means([rows[rank] for rank in ranks]) for kind, ranks in self._ranks.items()}
+        busy = {kind: sum(times[name] for name in _BUSY) for kind, times in means.items()}
+        kind = max(busy, key=busy.__getitem__)
+        whole = sum(means[kind].values())
+        if not whole:
+            return ""
+        most = max(_BUSY, key=means[kind].__getitem__)
+        return f"busiest: {kind} ({busy[kind] / whole:.0%}, {_BUSY[most]})"
+
+    @staticmethod
+    def _means(rows: list[Sequence[float]]) -> dict[str, float]:
+        return {name: sum(row[at] for row in rows) / len(rows) for at, name in enumerate(INTERVALS)}

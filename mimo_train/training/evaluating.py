@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mimo_train.evaluation.held_out import EvaluationStopped, HeldOut
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.logging import progress
-from mimo_train.logging.count_bar import CountBar
+from mimo_train.logging.console import CountBar
 from mimo_train.training.callbacks import Callback, Callbacks
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session

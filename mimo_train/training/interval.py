@@ -12,7 +12,7 @@ from data.pipeline import StepPlan
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.estimate.flops import Flops
-from mimo_train.logging.memory_stats import report_memory
+from mimo_train.logging.runtime import report_memory
 from mimo_train.logging.stopwatch import INTERVALS, Stopwatch
 from mimo_train.parallel import device as devices
 from mimo_train.training.step.bad_samples import BadSampleCount, EmptySteps

@@ -1,7 +1,6 @@
 """Build everything the loop needs from a run: processes, groups, model, optimizer, data, loggers, resume."""
 
-import io
-import sys
+import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,9 +34,9 @@ from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
 from mimo_train.layout.kernels import compile_remark
 from mimo_train.layout.run import Run, warm_up_warnings
 from mimo_train.logging import progress
-from mimo_train.logging.console import Console, view_on
-from mimo_train.logging.console_relay import ReceivedView, SentView
+from mimo_train.logging.console import Console
 from mimo_train.logging.metrics_log import build_metrics_log
+from mimo_train.logging.rank_log import show
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.language_model import TrainedLogits
 from mimo_train.models.layers import use_transformer_engine
@@ -298,15 +297,15 @@ def _open_log(
     data_ends = None if stops is None else stops.step
     state = GlobalState(run, train_state, start_time=start_time, data_ends=data_ends)
     rank, step = dist.get_rank(), train_state.step
-    is_remote = not is_on_first_node(run.layout, run.layout.logging_rank)
-    if is_remote and rank == 0:
-        local = view_on(sys.stdout or io.StringIO(), state.last_step, step)
-        return replace(state, console=Console(state.last_step, step, view=ReceivedView(devices.meeting(), local)))
-    if rank != run.layout.logging_rank:
+    writer = run.layout.logging_rank
+    if rank == 0 and not is_on_first_node(run.layout, writer):
+        logs = f"mimo-train logs {shlex.quote(str(run.dir))} --rank {writer} --follow"
+        show(f"rank {writer}, which computes the loss, prints the progress on another node; {logs} shows it here")
+    if rank != writer:
         return state
     (run.dir / "config.yaml").write_text(to_yaml(configured.cfg))
     metrics = build_metrics_log(run.cfg, run.dir, resumed_step=step)
-    console = Console(state.last_step, step, view=SentView(devices.meeting()) if is_remote else None)
+    console = Console(state.last_step, step)
     flops = train_state.floating_point_operations_so_far
     progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
     for loaded in checkpointer.loaded:

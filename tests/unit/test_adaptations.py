@@ -292,7 +292,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     }
     looked_at |= {f"data/media/{name}.py" for name in ("audio_files", "audio")}
     looked_at |= {"cpu/attention.py", "cpu/kernels.py", "cpu/backend.py"}
-    looked_at |= {"logging/sinks/tensorboard.py", "config/run_files.py"}
+    looked_at |= {"logging/sinks/trackers.py", "config/run_files.py"}
     by_running = (
         "tests/dist/models/test_dense_layer.py",
         "tests/unit/hf/test_tensors.py",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from mimo_train.logging.report.render import render
+from mimo_train.logging.report.page import render
 
 _BINS = 24
 

@@ -1,26 +1,142 @@
 """report.html: one page about a run, in one file that opens anywhere.
 
-Everything is inside: style, drawings, pictures. There is no script and nothing is fetched. Here the content is
-gathered; templates/ places it.
+Everything is inside: style, drawings, images, audio of held-out samples. There is no script and nothing is fetched.
+Here the content is gathered; templates/ places it.
 """
 
+import base64
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.storage.files import replacing
 from mimo_train.config.compose import to_yaml
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.layout.run import Run
-from mimo_train.logging.report.charts import Chart
-from mimo_train.logging.report.curves import columns
-from mimo_train.logging.report.evaluation_table import EvaluationTable, evaluation_table
-from mimo_train.logging.report.headline import Number, headline
+from mimo_train.logging.report.charts import Chart, columns
 from mimo_train.logging.report.layout_drawing import LayoutDrawing, layout_drawing
-from mimo_train.logging.report.render import render
-from mimo_train.logging.report.run_charts import run_charts
-from mimo_train.logging.report.shown_samples import ShownSamples, shown_samples
+from mimo_train.logging.report.run_summary import EvaluationTable, Number, evaluation_table, headline, run_charts
 from mimo_train.logging.sinks.jsonl import iter_metrics
+
+_FOLDER = Path(__file__).parent
+
+
+def environment() -> Environment:
+    """Templates that escape every text, and in which a name that nobody gave is an error."""
+    return Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def render(page: object, template: str = "page.html.j2", styles: Sequence[str] = ("style.css",)) -> str:
+    """The whole page, with its style sheets inside. `page` is what the template reads: of templates/page.html.j2 a
+    `page.Page`, of templates/data.html.j2 a `data_page.DataPage`."""
+    style = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in styles)
+    return environment().get_template(template).render(page=page, style=style)
+
+
+_SMALL_PIXELS = 128
+"""Pictures up to this width are enlarged without blurring."""
+
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
+_WORDS = {"question": "Question", "answer": "Answer", "truth": "Truth"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG or JPEG in base64."""
+
+    kind: str
+    encoded: str
+    small: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample; `clips` are WAV in base64, `words` (label, text), `correct` None where nobody has judged it."""
+
+    pictures: list[Picture]
+    clips: list[str]
+    words: list[tuple[str, str]]
+    correct: bool | None
+
+    @property
+    def question(self) -> str:
+        """The question, empty where there is none."""
+        return dict(self.words).get(_WORDS["question"], "")
+
+
+@dataclass(frozen=True)
+class ShownSamples:
+    """The samples, or why they cannot be shown."""
+
+    samples: list[Sample]
+    fault: str = ""
+
+    @property
+    def judged(self) -> int:
+        """Samples that were found right or wrong."""
+        return sum(sample.correct is not None for sample in self.samples)
+
+    @property
+    def right(self) -> int:
+        """Samples that were found right."""
+        return sum(sample.correct is True for sample in self.samples)
+
+
+def shown_samples(path: Path) -> ShownSamples | None:
+    """The samples of `path` (samples.json), None when there are none.
+
+    The file is a list of {"images": [base64 of a PNG or JPEG, ...], "clips": [base64 of a WAV, ...], "question",
+    "answer", "truth", "correct": bool or null}. A medium that is none of these formats is left out.
+    """
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, list) or not all(isinstance(sample, dict) for sample in found):
+            raise ValueError("not a list of objects")
+    except ValueError as error:
+        return ShownSamples([], str(error))
+    return ShownSamples([_sample(sample) for sample in found]) if found else None
+
+
+def _sample(sample: dict[str, Any]) -> Sample:
+    correct = sample.get("correct")
+    return Sample(
+        pictures=list(_pictures(sample.get("images") or [])),
+        clips=[encoded for encoded in sample.get("clips") or [] if _decoded(encoded).startswith(b"RIFF")],
+        words=[(label, str(sample[key])) for key, label in _WORDS.items() if sample.get(key) is not None],
+        correct=None if correct is None else bool(correct),
+    )
+
+
+def _pictures(encoded_pictures: list[str]) -> Iterator[Picture]:
+    for encoded in encoded_pictures:
+        content = _decoded(encoded)
+        kind = next((kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)), None)
+        if kind is not None:
+            # A PNG has its width in bytes 16 to 20 (PNG specification, IHDR chunk).
+            small = kind == "image/png" and int.from_bytes(content[16:20], "big") <= _SMALL_PIXELS
+            yield Picture(kind, encoded, small)
+
+
+def _decoded(encoded: str) -> bytes:
+    """Empty for what is not base64."""
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return b""
 
 
 @dataclass(frozen=True)

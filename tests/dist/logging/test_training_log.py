@@ -126,7 +126,7 @@ def _rare_keys() -> list[str]:
     """What a run on the CPU in fp32 does not write."""
     from megatron.core.timers import Timers
 
-    from mimo_train.logging.memory_stats import MEMORY_KEYS
+    from mimo_train.logging.runtime import MEMORY_KEYS
     from mimo_train.training.log import StepNumbers, timer_seconds
 
     timers = Timers(log_level=2, log_option="minmax")

@@ -11,7 +11,7 @@ from mimo_train.estimate.flops import StepFlops
 from mimo_train.inputs.padding import padding_of
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.run import config_faults, resolve
-from mimo_train.logging.imbalance import imbalance
+from mimo_train.logging.throughput import imbalance
 
 MOE = "llm@modules.language.llm=gpt_tiny_moe"
 AUX = "modules.language.llm.router_balancing=aux_loss"

@@ -3,7 +3,7 @@ import pytest
 from mimo_train.estimate.flops import Flops
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import resolve
-from mimo_train.logging.utilisation import peak_tflops, utilisation
+from mimo_train.logging.throughput import peak_tflops, utilisation
 from tests.unit.configs import changed
 
 

@@ -5,9 +5,8 @@ import io
 import pytest
 
 from mimo_train.layout.run import resolve
-from mimo_train.logging.busiest import Busiest
 from mimo_train.logging.console import Console
-from mimo_train.logging.stopwatch import INTERVALS
+from mimo_train.logging.stopwatch import INTERVALS, Busiest
 from tests.unit.configs import changed
 
 IMAGES, LANGUAGE = "modules.images.layout.", "modules.language.layout."

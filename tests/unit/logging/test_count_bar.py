@@ -1,6 +1,6 @@
 """The progress of long work away from a terminal."""
 
-from mimo_train.logging.count_bar import CountBar
+from mimo_train.logging.console import CountBar
 
 
 def test_a_line_every_ten_seconds_has_the_time_that_is_left():

@@ -1,8 +1,8 @@
 import torch
 
 from mimo_train.config.schema_log import ProfilingConfig
-from mimo_train.logging import memory_stats
-from mimo_train.logging.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording
+from mimo_train.logging import runtime
+from mimo_train.logging.runtime import MEMORY_KEYS, report_memory, start_memory_history_recording
 
 STATISTICS = {
     "allocated_bytes.all.current": 1_000_000_000,
@@ -71,4 +71,4 @@ def test_history_is_recorded_where_a_snapshot_is_wanted(monkeypatch):
     start_memory_history_recording(ProfilingConfig(memory_history=True, ranks=[1, 2]))
     assert calls == []
     start_memory_history_recording(ProfilingConfig(memory_history=True, ranks=[1, 0]))
-    assert calls == [{"max_entries": memory_stats.HISTORY_LENGTH}]
+    assert calls == [{"max_entries": runtime.HISTORY_LENGTH}]

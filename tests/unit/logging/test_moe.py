@@ -5,7 +5,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mimo_train.bridge.training.utils.moe_metrics import _build_moe_metric_writer, _MoeMetricFanoutWriter
-from mimo_train.logging.sinks.mlflow import MlflowHandle
+from mimo_train.logging.sinks.trackers import MlflowHandle
 
 
 class Tracker:

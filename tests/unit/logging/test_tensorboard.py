@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.logging.metrics_log import build_metrics_log
 from mimo_train.logging.sinks.jsonl import read_metrics
-from mimo_train.logging.sinks.tensorboard import TensorboardSink
+from mimo_train.logging.sinks.trackers import TensorboardSink
 from tests.hang import HANG_SECONDS
 
 

@@ -6,7 +6,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig
 from mimo_train.logging.metrics_log import build_metrics_log
 from mimo_train.logging.sinks.jsonl import read_metrics
-from mimo_train.logging.sinks.wandb import has_api_key
+from mimo_train.logging.sinks.trackers import has_api_key
 from tests.unit.logging.wandb_reader import read_offline, records
 
 

@@ -24,7 +24,7 @@ class _MoeMetricFanoutWriter:
             tb_writer: `SummaryWriter`.
             comet_logger: Comet experiment.
             mlflow_logger: what has `log_metric(name, value, step=...)`, as the module `mlflow` does, or a client with
-                the id of its run (`mimo_train.logging.sinks.mlflow.MlflowHandle`).
+                the id of its run (`mimo_train.logging.sinks.trackers.MlflowHandle`).
         """
         self._targets: dict[str, Callable[[str, Any, int], Any]] = {}
         if tb_writer is not None:

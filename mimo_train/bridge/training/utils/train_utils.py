@@ -22,9 +22,14 @@ from mimo_train.bridge.training.utils.reductions import (
 )
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.logging import memory_stats
-from mimo_train.logging.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording
-from mimo_train.logging.runtime import report_runtime, report_throughput
+from mimo_train.logging import runtime
+from mimo_train.logging.runtime import (
+    MEMORY_KEYS,
+    report_memory,
+    report_runtime,
+    report_throughput,
+    start_memory_history_recording,
+)
 from mimo_train.models.heads import (
     LinearForLastLayer,
     ModelHook,
@@ -172,6 +177,6 @@ def reduce_max_memory_across_pp_group(
 
     Returns:
         A new dict, or `memory_report` itself where there is nothing to reduce; see
-        `mimo_train.logging.memory_stats.largest_over`.
+        `mimo_train.logging.runtime.largest_over`.
     """
-    return memory_stats.largest_over(memory_report, pp_group)
+    return runtime.largest_over(memory_report, pp_group)

@@ -4,9 +4,17 @@ import math
 
 import pytest
 
-from mimo_train.logging.report.charts import Axis, Series, chart, linear_axis, number_format, short_count, value_axis
-from mimo_train.logging.report.curves import smooth
-from mimo_train.logging.report.render import environment
+from mimo_train.logging.report.charts import (
+    Axis,
+    Series,
+    chart,
+    linear_axis,
+    number_format,
+    short_count,
+    smooth,
+    value_axis,
+)
+from mimo_train.logging.report.page import environment
 from tests.unit.logging.report.parsed_page import ParsedPage
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mimo_train.logging.report.curves import columns, smooth, thin
+from mimo_train.logging.report.charts import columns, smooth, thin
 
 
 def test_columns_keep_only_the_steps_that_have_a_value():

@@ -2,8 +2,8 @@
 
 import math
 
-from mimo_train.logging.report.curves import columns
-from mimo_train.logging.report.evaluation_table import evaluation_table
+from mimo_train.logging.report.charts import columns
+from mimo_train.logging.report.run_summary import evaluation_table
 
 
 def test_a_column_has_equally_many_decimals_and_a_missing_value_is_empty():

@@ -3,9 +3,8 @@
 import math
 
 from mimo_train.layout.run import resolve
-from mimo_train.logging.report.curves import columns
-from mimo_train.logging.report.headline import Number, headline
-from mimo_train.logging.report.run_charts import run_charts
+from mimo_train.logging.report.charts import columns
+from mimo_train.logging.report.run_summary import Number, headline, run_charts
 from tests.unit.configs import load
 
 

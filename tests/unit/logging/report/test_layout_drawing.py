@@ -7,7 +7,7 @@ from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.layout.run import resolve
 from mimo_train.logging.report.layout_drawing import coordinates, layout_drawing
-from mimo_train.logging.report.render import environment
+from mimo_train.logging.report.page import environment
 from tests.unit.logging.report.parsed_page import ParsedPage
 
 

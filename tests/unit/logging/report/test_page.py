@@ -13,7 +13,7 @@ from jinja2 import UndefinedError
 
 from mimo_train.config.compose import load
 from mimo_train.layout.run import resolve
-from mimo_train.logging.report.render import environment
+from mimo_train.logging.report.page import environment
 from tests.hang import HANG_SECONDS
 from tests.unit.logging.report.made_up_runs import PNG, report, write_metrics
 from tests.unit.logging.report.parsed_page import ParsedPage

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.logging.report import render
+from mimo_train.logging.report import page
 
-FOLDER = Path(render.__file__).parent
+FOLDER = Path(page.__file__).parent
 STYLE = (FOLDER / "style.css").read_text()
 READABLE, VISIBLE = 4.5, 3.0
 """Least contrasts of text and of graphics (WCAG 2.2, criteria 1.4.3 and 1.4.11, level AA)."""

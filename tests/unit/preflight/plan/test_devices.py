@@ -6,7 +6,7 @@ import pytest
 
 from mimo_train.estimate import devices
 from mimo_train.estimate.devices import DEVICES, Links
-from mimo_train.logging.utilisation import PEAK_TFLOPS
+from mimo_train.logging.throughput import PEAK_TFLOPS
 
 
 def links(inside: float = 100e9, across: float = 10e9, node: int = 8) -> Links:

@@ -1,0 +1,286 @@
+"""The sinks that are libraries of their own: TensorBoard, Weights & Biases, MLflow and Comet.
+
+Each is imported only by a run that uses it. The id that a tracker gives a run is kept in run.dir, so that a resumed run
+continues the same curves. A tracker cannot take a number back: steps that are trained again after a crash appear twice,
+at the same x, and the later value counts.
+"""
+
+import logging
+import netrc
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+from urllib.parse import urlsplit
+
+
+def kept_id(file: Path, resumed_step: int) -> str | None:
+    """Return the id in `file` if the run continues after `resumed_step`; None for a new run."""
+    return file.read_text().strip() if resumed_step > 0 and file.exists() else None
+
+
+def keep_id(file: Path, run_id: str) -> str:
+    """Write `run_id` to `file`; returns it."""
+    file.write_text(run_id + "\n")
+    return run_id
+
+
+_WRITER = "tensorboard.summary.writer.event_file_writer"
+"""Module of TensorBoard's thread that writes, as of 2.21."""
+
+
+class TensorboardSink:
+    """TensorBoard events in run.dir/tensorboard: one scalar for each key, as 32-bit floats."""
+
+    def __init__(self, folder: Path, resumed_step: int):
+        """Write into `folder`; TensorBoard hides what an earlier job wrote there after `resumed_step`."""
+        # Imported here: it imports torch.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = resumed_step + 1 if resumed_step > 0 else 0
+        self.handle = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=15)
+        # What fails in TensorBoard's thread is raised by the next `log` or `close` too, and told there in one line.
+        self._hook = threading.excepthook
+        threading.excepthook = self._told_later
+
+    def _told_later(self, failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__module__ != _WRITER:
+            self._hook(failure)
+
+    def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
+        """Write every value at `step`."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all keys: an event for each costs as much as all of them.
+        scalars = {"consumed_samples": consumed_samples, **values}
+        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()])
+        self.handle.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]  # torch declares it None
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        try:
+            self.handle.close()
+        finally:
+            threading.excepthook = self._hook
+
+
+_WANDB_ID = "wandb_id.txt"
+
+Mode = Literal["online", "offline", "disabled", "shared"]
+"""What WANDB_MODE may say."""
+
+
+class WandbSink:
+    """One W&B run, online when a key is configured, else offline in run.dir (`wandb sync` uploads it later).
+
+    The project is WANDB_PROJECT, or mimo-train. `step` is a value of its own and the x axis of every chart: W&B's
+    internal counter cannot step back.
+    """
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], resumed_step: int):
+        """Start or, with `resumed_step` above 0, go on with the run of `run_dir`.
+
+        Raises:
+            wandb.errors.Error: W&B cannot start the run.
+        """
+        import wandb
+
+        file = run_dir / _WANDB_ID
+        run_id = kept_id(file, resumed_step) or keep_id(file, secrets.token_hex(4))
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_api_key() else "offline")
+        self.handle = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "mimo-train"),
+            name=run_dir.name,
+            id=run_id,
+            resume="allow",
+            mode=cast(Mode, mode),  # of another word W&B says what it is
+            dir=str(run_dir),
+            config=config,
+            allow_val_change=True,
+            # The console is ours: captured, a progress bar becomes thousands of lines.
+            settings=wandb.Settings(console="off", silent=mode == "offline"),
+        )
+        self.handle.define_metric("step")
+        self.handle.define_metric("*", step_metric="step")
+
+    def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
+        """Add one row."""
+        self.handle.log({"step": step, "consumed_samples": consumed_samples, **values})
+
+    def close(self) -> None:
+        """End the run; online, waits for the upload."""
+        import wandb
+
+        self.handle.finish()
+        # W&B's own process may still be writing the offline file when `finish` returns; this waits for its end.
+        wandb.teardown()
+
+
+def has_api_key() -> bool:
+    """Whether WANDB_API_KEY is set, or netrc has an entry for the W&B server (WANDB_BASE_URL)."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return netrc.netrc(str(file)).authenticators(server) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+_MLFLOW_ID = "mlflow_id.txt"
+_PARAMETER_LENGTH = 6000
+"""Characters that MLflow takes for a parameter."""
+_IN_FLIGHT = 64
+"""Steps whose values may still be on their way to the server."""
+
+
+class MlflowHandle(NamedTuple):
+    """What MLflow's own functions need to add to the run."""
+
+    client: Any
+    """`mlflow.tracking.MlflowClient`"""
+    run_id: str
+
+
+class MlflowSink:
+    """One MLflow run, in the experiment MLFLOW_EXPERIMENT_NAME, or mimo-train.
+
+    It is at MLFLOW_TRACKING_URI, else in a database of the run's own, which
+    `mlflow ui --backend-store-uri sqlite:///RUN_DIR/mlflow/mlflow.db` shows. The tag `resumed_after_step` names where
+    the run was last continued.
+
+    Values are sent by a thread of MLflow's, so that a slow server costs the training nothing. MLflow knows no infinity:
+    it keeps the largest float instead.
+    """
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], resumed_step: int):
+        """Start or, with `resumed_step` above 0, go on with the run of `run_dir`.
+
+        Raises:
+            mlflow.exceptions.MlflowException: the store cannot be reached or has no run of that id.
+        """
+        # Imported here: it takes seconds.
+        from mlflow.entities import RunStatus
+        from mlflow.tracking import MlflowClient
+
+        for noisy in ("alembic", "mlflow.store.db.utils"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        folder = run_dir.resolve() / "mlflow"
+        uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
+        if not uri:
+            folder.mkdir(parents=True, exist_ok=True)
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
+        client = MlflowClient(tracking_uri=uri)
+        run_id = kept_id(run_dir / _MLFLOW_ID, resumed_step)
+        if run_id is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "mimo-train")
+            experiment = client.get_experiment_by_name(name)
+            number = experiment.experiment_id if experiment else client.create_experiment(name, artifacts)
+            run_id = client.create_run(number, run_name=run_dir.name).info.run_id
+            keep_id(run_dir / _MLFLOW_ID, run_id)
+            for key, value in _flat(config):
+                client.log_param(run_id, key, str(value)[:_PARAMETER_LENGTH])
+        else:
+            client.update_run(run_id, RunStatus.to_string(RunStatus.RUNNING))
+            client.set_tag(run_id, "resumed_after_step", resumed_step)
+        self.handle = MlflowHandle(client, run_id)
+        self._in_flight: deque[Any] = deque()
+
+    def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
+        """Hand over every value at `step`.
+
+        Raises:
+            mlflow.exceptions.MlflowException: values of an earlier step could not be written.
+        """
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        metrics = [
+            Metric(key, float(value), now, step)
+            for key, value in {"consumed_samples": consumed_samples, **values}.items()
+        ]
+        client, run_id = self.handle
+        self._in_flight.append(client.log_batch(run_id, metrics, synchronous=False))
+        if len(self._in_flight) > _IN_FLIGHT:
+            self._in_flight.popleft().wait()
+
+    def close(self) -> None:
+        """Wait until all is written, and end the run."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+        self.handle.client.set_terminated(self.handle.run_id)
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """The values of nested dicts by dotted key."""
+    flat = []
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        flat += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+    return flat
+
+
+_KEY_FILE = "comet_key.txt"
+
+
+class CometSink:
+    """One Comet experiment, online when a key is configured, else an archive in run.dir/comet (for `comet upload`).
+
+    The project is COMET_PROJECT_NAME, or mimo-train. A resumed run continues the same experiment: online at once,
+    offline by another archive with the same key, to upload after the first. Comet writes an archive when a run ends:
+    what a killed run had logged offline is in metrics.jsonl only.
+    """
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], resumed_step: int):
+        """Start or, with `resumed_step` above 0, go on with the experiment of `run_dir`.
+
+        Raises:
+            Exception: Comet cannot start the experiment.
+        """
+        # Imported here: it takes seconds.
+        import comet_ml
+        from comet_ml.config import get_api_key, get_config
+
+        kept = kept_id(run_dir / _KEY_FILE, resumed_step)
+        online = bool(get_api_key(None, get_config()))
+        folder = run_dir / "comet"
+        if not online:
+            folder.mkdir(parents=True, exist_ok=True)
+            logging.getLogger("comet_ml").setLevel(logging.WARNING)
+        self.handle = comet_ml.start(
+            project_name=os.environ.get("COMET_PROJECT_NAME", "mimo-train"),
+            online=online,
+            mode="get_or_create" if kept else "create",
+            experiment_key=kept,
+            experiment_config=comet_ml.ExperimentConfig(
+                # What we log is what is there: no console, no code, nothing that Comet reads from other libraries.
+                auto_metric_logging=False,
+                auto_param_logging=False,
+                auto_output_logging=False,
+                auto_log_co2=False,
+                display_summary_level=0,
+                log_code=False,
+                log_graph=False,
+                log_env_details=False,
+                log_git_metadata=False,
+                log_git_patch=False,
+                parse_args=False,
+                offline_directory=str(folder),
+                name=run_dir.name,
+            ),
+        )
+        keep_id(run_dir / _KEY_FILE, self.handle.get_key())
+        if not kept:
+            self.handle.log_parameters(config)
+
+    def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
+        """Write every value at `step`."""
+        self.handle.log_metrics({"consumed_samples": consumed_samples, **values}, step=step)
+
+    def close(self) -> None:
+        """End the experiment: online, wait for the upload; offline, write the archive."""
+        self.handle.end()
