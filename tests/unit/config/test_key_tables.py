@@ -68,6 +68,8 @@ def sections() -> list[dataclasses.Field]:
 
 def test_each_shipped_file_is_there():
     for file in [*key_tables.CONFIGS.glob("*.yaml"), *key_tables.CONFIGS.glob("*/*.yaml")]:
+        if file.parent.name == key_tables.CLUSTER:
+            continue
         assert f"| `{file.stem}` | {key_tables.described(file)} |" in PAGE
 
 
