@@ -32,7 +32,8 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from benchmarks.plan_step import compare
-from data.pipeline import Batching, Dataset, Media, Reader, Resize, StepLoader, TextLengths
+from data.pipeline import Batching, Dataset, Media, Reader, Resize, StepLoader
+from data.samples.text_lengths import TextLengths
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat

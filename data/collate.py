@@ -9,39 +9,16 @@ role markers, placeholders, other turns, padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from data.errors import RecordError
+from data.order.step import TextSample
 from data.records.conversation import Conversation, Turn
 from data.text.templates import Encoded, MediaTokens
 from data.text.tokens import Tokenizer
 from data.text_format import Key
-
-
-@dataclass(frozen=True)
-class TextSample:
-    """One sample as numbers. `length`: positions that are not padding."""
-
-    number: int
-    input_ids: np.ndarray  # int64 [S]
-    labels: np.ndarray  # int64 [S]
-    loss_mask: np.ndarray  # float32 [S]
-    length: int
-    positions: np.ndarray | None = None  # int64 [3, S]; None: 0, 1, 2, ...
-    questions: tuple[tuple[int, str], ...] | None = None
-    """(position of the first label, question before it) of each learned turn."""
-    special_text: frozenset[str] = frozenset()
-    """Special tokens that its texts have as plain text; only where the samples are inspected."""
-    has_separators: bool = False
-    """Line breaks next to markers were left out; only where the samples are inspected."""
-    documents: tuple[int, ...] | None = None
-    """Where its documents end, which attention stays inside of; None: it is one."""
-
-    def without_loss(self) -> TextSample:
-        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
 
 def encode_prompt(turns: Sequence[Turn], tokenizer: Tokenizer, media: MediaTokens) -> list[int]:

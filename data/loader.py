@@ -17,15 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.collate import TextSample, collate, collate_media, collate_packed
+from data.collate import collate, collate_media, collate_packed
 from data.errors import DataError
-from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch
+from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch, StepSamples, TextSample
 from data.order.step_plan import Share, Span, StepPlan, spread_parts
 from data.samples.bad_samples import BadSample
-from data.samples.dataset import Dataset
 from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
-from data.samples.sample_meta import StepSamples
-from data.samples.text_lengths import require_planned
 from data.threads import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
 
 _STEPS_AHEAD = 2
@@ -134,10 +131,8 @@ class StepLoader:
         plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
         text = self._dataset.read_text
         own = self._own(plan, samples)
-        if isinstance(self._dataset, Dataset) and self._dataset.is_remote:
-            self._expect(self._dataset, own)  # before a thread can read it: what comes too late is read again
-        read = [{module: one[module] for module in one if module not in self._sizes_only} for one in own]
-        self._dataset.will_read(read)
+        if self._dataset.is_remote:
+            self._expect(own)  # before a thread can read it: what comes too late is read again
         return _Step(
             plan,
             samples,
@@ -153,18 +148,16 @@ class StepLoader:
             ],
         )
 
-    def _expect(self, dataset: Dataset, own: Sequence[dict[str, list[int]]]) -> None:
-        """Let what a rank reads of a step be on its way together: a reading thread waits for one at a time."""
+    def _expect(self, own: Sequence[dict[str, list[int]]]) -> None:
+        """Start all reads of a step: a reading thread waits for one at a time."""
         # Sizes are enough for some modules, and the features of others may be known already.
         without = {LANGUAGE, *self._sizes_only, *self._dataset.lookups}
         with suppress(DataError):  # reading it says so
-            dataset.expect_samples(
-                (
-                    (number, () if module in without else (module,), module == LANGUAGE)
-                    for of_microbatch in own
-                    for module, numbers in of_microbatch.items()
-                    for number in numbers
-                ),
+            self._dataset.expect_samples(
+                (number, () if module in without else (module,), module == LANGUAGE)
+                for of_microbatch in own
+                for module, numbers in of_microbatch.items()
+                for number in numbers
             )
 
     def _own(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
@@ -278,7 +271,12 @@ class StepLoader:
         if bad is not None and sample.length < planned:
             return replace(sample, length=planned)
         if sample.length != planned:
-            require_planned(sample.length, planned, self._dataset.locate(sample.number))
+            shard, key = self._dataset.locate(sample.number)
+            raise DataError(
+                f"{shard}, key {key!r}: its text has {sample.length} tokens, and had {planned} when texts were "
+                "counted: the tokenizer or the shard has changed unnoticed. Remove the *.mimo-lengths next to the "
+                "shards, or in data.cache_dir, and start again"
+            )
         return sample
 
     def _read_media(self, module: str, number: int) -> _MediaRead:

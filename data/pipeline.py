@@ -1,19 +1,17 @@
 """What a training program needs of this package: the dataset, and the loader that cuts it into steps."""
 
-from data.collate import TextSample
 from data.errors import DataError, TooManyBadSamples
 from data.indexed.dataset import TokenDataset
 from data.loader import StepLoader
 from data.media.options import Resize
 from data.order.packing import Packing
 from data.order.sources import MixedOrder, Source
-from data.order.step import Batching, Microbatch, Reader, StepBatch
+from data.order.step import Batching, Microbatch, Reader, StepBatch, TextSample
 from data.order.step_plan import Padding, StepPlan
 from data.samples.bad_samples import BadSample, BadSamples, require_budget
 from data.samples.dataset import Dataset
 from data.samples.media_spec import Media
 from data.samples.protocol import MEDIA, Lookup, MicrobatchMedia, SampleMedia, Samples
-from data.samples.text_lengths import TextLengths
 from data.threads import GivesUp, WaitGivenUp, never
 
 __all__ = [
@@ -39,7 +37,6 @@ __all__ = [
     "StepBatch",
     "StepLoader",
     "StepPlan",
-    "TextLengths",
     "TextSample",
     "TokenDataset",
     "TooManyBadSamples",

@@ -28,11 +28,11 @@ from data.build.media_values import (
 from data.build.samples import Columns, Sample, make_sample, require_learnable
 from data.build.tables import Layout, batches, labelled
 from data.errors import DataError, RecordError
-from data.index.shard_index import build_index
+from data.index.indexing import build_index
+from data.records.conversation import Visual
 from data.records.members import READABLE, arrange, unread
 from data.records.record_checks import OtherMembers, text_of_file
 from data.records.records import parse_record
-from data.records.conversation import Visual
 from data.text_format import plural, shown
 
 JSON = (".json", ".jsonl", ".ndjson")

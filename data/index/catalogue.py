@@ -9,9 +9,9 @@ import numpy as np
 
 from data.errors import DataError
 from data.index.folder_file import by_folder
-from data.index.index_file import STAMP, IndexFile, Located, Part
+from data.index.index_file import STAMP, UNIT, IndexFile, Located, Part
 from data.index.indexing import FolderIndex, Progress
-from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex
+from data.index.shard_index import MEMBER, SAMPLE, Codes, Rows, ShardIndex
 from data.storage.files import RETRIES, ShardVersion
 from data.storage.url import Place, Url, place_of
 
@@ -33,7 +33,6 @@ class Catalogue:
             of_file = self._file == number
             rows = file.table[self._row[of_file]]
             self.counts[of_file], self._starts[of_file] = rows["samples"], rows["at"]
-            self._checked[of_file] = file.is_small
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -71,11 +70,15 @@ class Catalogue:
         return Rows(self._files, of_shards, rows)
 
     def _check(self, shard: int) -> None:
-        """Compare a part of a large file with its checksum when it is first used."""
+        """Check a part when it is first used."""
         if self._checked[shard]:
             return
-        file = self._files[self._file[shard]]
-        if not file.is_part_intact(int(self._row[shard])):
+        file, row = self._files[self._file[shard]], int(self._row[shard])
+        if file.is_small or file.is_part_intact(row):
+            fault = _part_fault(file.part(row), self._shards[shard], file)
+        else:
+            fault = "another checksum"
+        if fault:
             try:
                 file.path.unlink(missing_ok=True)
                 remedy = "It was removed: start again, and it is built anew"
@@ -84,9 +87,7 @@ class Catalogue:
                     f"It cannot be removed ({error.strerror}): remove it, or set data.cache_dir to a folder that can "
                     "be written, and it is built anew"
                 )
-            raise DataError(
-                f"{file.path}: the index is damaged where it has {self._shards[shard]} (another checksum). {remedy}"
-            )
+            raise DataError(f"{file.path}: the index is damaged where it has {self._shards[shard]} ({fault}). {remedy}")
         self._checked[shard] = True
 
 
@@ -130,6 +131,16 @@ def open_index(
     return open_catalogue([place_of(shard)], cache_dir, retries).index(0)
 
 
+def _part_fault(part: Part, shard: Place, file: IndexFile) -> str:
+    """Why a part cannot be that of a shard; empty: it can."""
+    samples, members, keys = part.rows
+    length = (samples + 1) * SAMPLE.itemsize + members * MEMBER.itemsize + keys
+    is_aligned = file.table["at"][file.row_of[part.name]] % UNIT == 0
+    if min(part.rows) < 0 or len(part.body) != length + -length % UNIT or len(part.codes) != 3 or not is_aligned:
+        return "rows of another length"
+    return _index_of(part, shard, file).fault()
+
+
 def _index_of(part: Part, path: Place, file: IndexFile) -> ShardIndex:
     samples, members, keys = part.rows
     ends = np.cumsum([0, (samples + 1) * SAMPLE.itemsize, members * MEMBER.itemsize, keys]).tolist()
@@ -142,68 +153,3 @@ def _index_of(part: Part, path: Place, file: IndexFile) -> ShardIndex:
         packed_keys=bytes(part.body[ends[2] : ends[3]]),
         kept_in=file.path,
     )
-
-
-class Rows:
-    """Rows of a catalogue, many at once and of any shards.
-
-    Attributes:
-        samples: [rows] `SAMPLE`; `first_member` counts from the first of these rows.
-        firsts: int64 [rows + 1], the first member of each among `members`.
-        members: [members] `MEMBER`; `code` is one of `names`.
-        names, kinds: of codes.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[IndexFile],
-        of_shards: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-        rows: np.ndarray,
-    ) -> None:
-        """
-        Args:
-            of_shards: of the shard of each row: its number in `files`, its row in the table there, the first byte of
-                its part, its samples.
-            rows: int64, in their shards.
-        """
-        self.names, self.kinds, bases = list[str](), list[str](), dict[tuple[int, int], int]()
-        counts, taken = np.zeros(len(rows), dtype=np.int64), []
-        file_of, table_rows, first_bytes, samples = of_shards
-        for number, file in enumerate(files):
-            which = np.flatnonzero(file_of == number)
-            if not len(which):
-                continue
-            words = file.bytes[: len(file.bytes) // 8 * 8].view("<i8")
-            starts = first_bytes[which] // 8
-            at = starts + rows[which] * (SAMPLE.itemsize // 8)
-            first = words[at]
-            counts[which] = words[at + SAMPLE.itemsize // 8] - first
-            members = starts + (samples[which] + 1) * (SAMPLE.itemsize // 8) + first * (MEMBER.itemsize // 8)
-            codes = file.table["codes"][table_rows[which]]
-            for code in np.unique(codes).tolist():
-                bases[number, code] = len(self.names)
-                extensions, kinds, _ = file.codes[code]
-                self.names += extensions
-                self.kinds += kinds
-            base = np.array([bases.get((number, code), 0) for code in range(len(file.codes))], dtype=np.int64)
-            taken.append((which, words, words[at + 1], members, base[codes]))
-        self.firsts = np.concatenate([[0], np.cumsum(counts)])
-        self.samples = np.zeros(len(rows), dtype=SAMPLE)
-        member_words = np.empty((int(self.firsts[-1]), MEMBER.itemsize // 8), dtype="<i8")
-        added = np.zeros(len(member_words), dtype=np.int32)
-        for which, words, reasons, members, base in taken:
-            self.samples.view("<i8").reshape(-1, SAMPLE.itemsize // 8)[which, 1] = reasons
-            to = _spread(self.firsts[which], counts[which])
-            sources = _spread(members, counts[which], MEMBER.itemsize // 8)
-            for column in range(member_words.shape[1]):
-                member_words[to, column] = words[sources + column]
-            added[to] = np.repeat(base, counts[which])
-        self.members = member_words.view(MEMBER).reshape(-1)
-        self.members["code"] += added
-
-
-def _spread(starts: np.ndarray, counts: np.ndarray, step: int = 1) -> np.ndarray:
-    """start, start + step, ... so many of each, one after the other."""
-    ends = np.cumsum(counts)
-    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-    return np.repeat(starts, counts) + step * within

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,24 @@ class IndexFile:
         """
         self.path, self.bytes, self.table = path, content, table
         self.names: list[str] = texts["names"]
-        self.codes: list[tuple[tuple[str, ...], ...]] = [tuple(map(tuple, codes)) for codes in texts["codes"]]
         self._tags: dict[str, str] = texts["tags"]
         self._begin, self._check = begin, texts["check"]
-        if len(self.names) != len(table) or len(set(self.names)) != len(table):
-            raise DataError(f"it has names of {len(set(self.names))} shards, and {len(table)} rows")
-        if len(table) and (table["at"].min() < begin or (table["at"] + table["bytes"]).max() > len(content)):
+        if not _are_texts(self.names) or len(self.names) != len(table) or len(set(self.names)) != len(table):
+            raise DataError(f"it has no names of {len(table)} shards")
+        if not isinstance(self._tags, dict) or not _are_texts([*self._tags.values()]):
+            raise DataError("it has tags that are no texts")
+        if not isinstance(texts["codes"], list) or not all(map(_are_texts, chain.from_iterable(texts["codes"]))):
+            raise DataError("it has codes that are no texts")
+        self.codes: list[tuple[tuple[str, ...], ...]] = [tuple(map(tuple, codes)) for codes in texts["codes"]]
+        if not len(table):
+            return
+        at, lengths, size = table["at"], table["bytes"], len(content)
+        if at.min() < begin or lengths.min() < 0 or lengths.max() > size or (at > size - lengths).any():
             raise DataError("it has a shard whose part is not in it")
+        if (at % 4).any() or (len(self.codes) and table["codes"].min() < 0) or table["codes"].max() >= len(self.codes):
+            raise DataError("it has a shard whose codes or part are not in it")
+        if table["size"].min() < 0 or not np.ascontiguousarray(table["content"]).tobytes().isascii():
+            raise DataError("it has a shard of an impossible version")
 
     @property
     def is_small(self) -> bool:
@@ -199,6 +211,10 @@ def load_file(path: Path, what: str) -> IndexFile | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         _log.warning("%s: damaged (%s), made again: %s", path, what, error)
         return None
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _head_check(meta: Mapping[str, int], before: bytes | memoryview) -> int:

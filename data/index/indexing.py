@@ -1,9 +1,10 @@
-"""Build the indexes of the shards of one folder that are missing, out of date or damaged."""
+"""Build the index of a shard, and those of the shards of a folder that are missing, out of date or damaged."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,17 +14,22 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, MissingLibrary, ShardError
 from data.index.folder_file import FolderFile, SaveTimer
 from data.index.index_file import UNIT, IndexFile, Located, Part
-from data.index.shard_index import ShardIndex, build_index, build_remote
+from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex, pack_keys
+from data.index.shard_names import refuse_compressed
+from data.media.headers import parse_audio_header, parse_header, parse_video_header
 from data.processes import worker_processes
-from data.storage.files import ShardVersion, open_file, require_file, retrying
+from data.records.members import arrange, kind_of
+from data.storage.files import READS, RETRIES, ShardVersion, open_file, pread_all, require_file, retrying
 from data.storage.reader import WholeObject
-from data.storage.url import Place, Url
+from data.storage.tar import ReadRange, walk_tar
+from data.storage.url import Place, Url, place_of
 from data.text_format import plural
 
 _log = logging.getLogger(__name__)
@@ -34,6 +40,8 @@ Progress = Callable[[int], None]
 _STATUS = np.dtype([("mode", "<i8"), ("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8")])
 _status_fields = attrgetter("st_mode", "st_size", "st_mtime_ns", "st_ctime_ns")
 _ATTEMPTS = 3
+_NAME = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$")
+_META = re.compile(r"__[^/]*__($|/)")
 _LOG_SECONDS = 20.0  # between messages about progress
 
 
@@ -169,6 +177,150 @@ class FolderIndex:
             with worker_processes(processes) as pool:
                 parts = pool.map(partial(_part_of, retries=self._retries), shards, chunksize=4)
                 yield from zip(missing, parts, strict=True)
+
+
+def build_remote(shard: Url, source: WholeObject) -> ShardIndex:
+    """The index of an object that is being looked at. Raises ShardError and ReadError as `build_index` does."""
+    refuse_compressed(str(shard))
+    return _build(shard, source.version(), source.read)
+
+
+def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> ShardIndex:
+    """Reads the shard's directory and picture headers; writes nothing.
+
+    Args:
+        retries: `data.read_retries`: times that a read is tried again after an I/O error.
+
+    Raises:
+        ShardError: the shard is no file, compressed, truncated or damaged, or changes meanwhile.
+        ReadError: it cannot be read.
+    """
+    shard = place_of(shard)
+    if isinstance(shard, Url):
+        return build_remote(shard, WholeObject(shard, retries))
+    refuse_compressed(shard)
+    fd = retrying(lambda: open_file(shard), f"{shard}: cannot open it", retries)
+
+    def read(length: int, offset: int) -> bytes:
+        what = f"{shard}: cannot read {length} bytes at byte {offset}"
+        return retrying(lambda: pread_all(fd, length, offset), what, retries)
+
+    try:
+        before = retrying(lambda: ShardVersion.of(fd), f"{shard}: cannot read it", retries)
+        index = _build(shard, before, read)
+        if os.fstat(fd).st_mtime_ns != before.mtime_ns or os.fstat(fd).st_size != before.size:
+            raise ShardError(f"{shard}: the shard changed while it was indexed. Start again when it is whole.")
+        return index
+    finally:
+        os.close(fd)
+
+
+class _Codes:
+    """Numbers for what is found, from 0 on in its order."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+
+    def of(self, found: Any) -> int:
+        return self.known.setdefault(found, len(self.known))
+
+
+class IndexBuilder:
+    """An index in the making: samples are added in the order of their shard."""
+
+    def __init__(self) -> None:
+        self._codes, self._reasons = _Codes(), _Codes()
+        self._samples: list[tuple[int, int, int]] = []
+        self._members: list[tuple[int, ...]] = []
+        self._keys: list[str] = []
+
+    def add(self, key: str, names: Sequence[str], places: Sequence[tuple[int, int, int, int]]) -> None:
+        """A sample.
+
+        Args:
+            names: extensions of its members; places: (offset, size, and both numbers of the extent) of each.
+        """
+        found = arrange(tuple(names))
+        reason = self._reasons.of(found.reason) + 1 if found.reason else 0
+        self._samples.append((len(self._members), found.record, reason))
+        for place, kind in zip(found.order, found.kinds, strict=True):
+            self._members.append((*places[place], self._codes.of((names[place], kind))))
+        self._keys.append(key)
+
+    def index(self, path: Place, version: ShardVersion) -> ShardIndex:
+        """That of all samples so far."""
+        return ShardIndex(
+            path=path,
+            version=version,
+            codes=Codes(
+                tuple(extension for extension, _ in self._codes.known),
+                tuple(kind for _, kind in self._codes.known),
+                (*self._reasons.known,),
+            ),
+            samples=np.array([*self._samples, (len(self._members), -1, 0)], dtype=SAMPLE),
+            all_members=np.array(self._members, dtype=MEMBER),
+            packed_keys=pack_keys(self._keys),
+        )
+
+
+def grouped[Taken](
+    walk: Iterable[tuple[str, int, int]], take: Callable[[str, str, int, int], Taken]
+) -> Iterator[tuple[str, list[str], list[Taken]]]:
+    """(key, extensions, what was taken of each member) of every sample of a tar.
+
+    Args:
+        walk: `walk_tar`; take: (key, extension, offset, size) of a member -> what is kept of it; called for each before
+            the walk goes on.
+    """
+    current: tuple[str, list[str], list[Taken]] | None = None
+    for name, offset, size in walk:
+        READS.count += 1
+        split = _NAME.match(name)
+        if split is None or _META.search(name):
+            continue
+        key, extension = split[1], split[2].lower()
+        if current is None or current[0] != key:
+            if current is not None:
+                yield current
+            current = (key, [], [])
+        current[1].append(extension)
+        current[2].append(take(key, extension, offset, size))
+    if current is not None:
+        yield current
+
+
+def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
+    builder = IndexBuilder()
+
+    def take(key: str, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:
+        return (offset, size, *measure(read, extension, offset, size))
+
+    with READS.of(shard):
+        try:
+            for sample in grouped(walk_tar(shard, read, version.size), take):
+                builder.add(*sample)
+        except MissingLibrary as error:
+            raise MissingLibrary(f"{shard}: {error}") from error
+    return builder.index(shard, version)
+
+
+def measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int]:
+    """What `MEMBER` has of its extent; zeros where it has none or cannot be read."""
+    kind = kind_of(extension)
+
+    def read_at(at: int, length: int) -> bytes:
+        return read(max(min(length, size - at), 0), offset + at)
+
+    if kind == "image":
+        header = parse_header(read_at, size)
+        return (header.height, header.width) if header else (0, 0)
+    if kind == "video":
+        video = parse_video_header(read_at, size)
+        return (video.height << 32 | video.width, video.milliseconds) if video else (0, 0)
+    if kind == "audio":
+        frames, rate = parse_audio_header(read(size, offset)) or (0, 0)
+        return (frames, rate) if frames < 1 << 63 and rate < 1 << 31 else (0, 0)
+    return 0, 0
 
 
 def part_of(index: ShardIndex) -> Part:

@@ -1,4 +1,4 @@
-"""Index of one WebDataset shard: where each member of each sample lies, and how large its pictures are.
+"""The index of one WebDataset shard: where each member of each sample is, and the size of its images.
 
 A sample is a run of neighbouring tar members with one key. The key rule is WebDataset's: the key is the member's path
 up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
@@ -7,16 +7,14 @@ one sample when they are neighbours. Members whose base name starts with a dot (
 extension, and those named `__*__`, are skipped. What a member is (picture, clip, record, nothing that is read) follows
 from its extension and those of the others (`data.members`).
 
-An index is built here from its shard; the indexes of many are kept in one file (`data.catalogue`).
+Indexes are built by `indexing`, and those of many shards are kept in one file (`catalogue`).
 """
 
 from __future__ import annotations
 
-import os
-import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.errors import DataError, MissingLibrary, ShardError
-from data.index.shard_names import refuse_compressed
-from data.media.headers import parse_audio_header, parse_header, parse_video_header
+from data.errors import DataError
+from data.index.index_file import IndexFile
 from data.records.members import NO_FIELDS, Arrangement, Fields, arrange, kind_of, unread
-from data.storage.files import READS, RETRIES, ShardVersion, open_file, pread_all, retrying
-from data.storage.reader import WholeObject
-from data.storage.tar import ReadRange, walk_tar
-from data.storage.url import Place, Url, place_of
+from data.storage.files import ShardVersion
+from data.storage.url import Place
 
-_NAME = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$")
-_META = re.compile(r"__[^/]*__($|/)")
 SAMPLE = np.dtype([("first_member", "<i8"), ("record", "<i4"), ("reason", "<i4")])
 """A sample: the first of its members, which of these is the record (-1: none), and, from 1 on, why it is bad."""
 MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("second", "<i4"), ("code", "<i4")])
@@ -153,6 +146,35 @@ class ShardIndex:
             number for names, number in self._patterns().items() if arrange(names, self.fields).reason is not None
         )
 
+    def fault(self) -> str:
+        """Why its rows cannot be those of the shard; empty: they can. A checksum only says that rows are as they were
+        written. Its keys are checked when they are read."""
+        codes, records, reasons = self.codes, self.samples["record"][:-1], self.samples["reason"][:-1]
+        if len(codes.kinds) != len(codes.extensions) or not {*codes.kinds} <= {"image", "video", "audio", "other"}:
+            return "codes of unknown kinds"
+        firsts = self.samples["first_member"]
+        counts = np.diff(firsts)
+        if firsts.min() != 0 or firsts[0] or firsts.max() != len(self.all_members) or firsts[-1] != firsts.max():
+            return "samples whose members are not in it"
+        if len(self) and counts.min() < 0:
+            return "samples whose members are not in it"
+        if len(self) and (reasons.min() < 0 or reasons.max() > len(codes.reasons)):
+            return "samples that are bad for an unknown reason"
+        if (records < -1).any() or (records >= counts).any() or ((records < 0) & (reasons == 0)).any():
+            return "samples without their record"
+        if not len(self.all_members):
+            return ""
+        members, size = self.all_members, self.version.size
+        # Each alone first, since their sum may overflow.
+        is_inside = all(0 <= members[name].min() and members[name].max() <= size for name in ("offset", "size"))
+        if not is_inside or (members["offset"] + members["size"]).max() > size:
+            return "members that are not in the shard"
+        if members["first"].min() < 0 or members["second"].min() < 0:
+            return "members with negative extents"
+        if members["code"].min() < 0 or members["code"].max() >= len(codes.extensions):
+            return "members of an unknown kind"
+        return ""
+
     def with_fields(self, fields: Fields) -> ShardIndex:
         """The same samples with the record and the media that `data.fields` names."""
         return self if fields == self.fields else replace(self, fields=fields)
@@ -217,145 +239,66 @@ def pack_keys(keys: list[str]) -> bytes:
     return zlib.compress(np.array([len(one) for one in raw], dtype="<u4").tobytes() + b"".join(raw))
 
 
-def build_remote(shard: Url, source: WholeObject) -> ShardIndex:
-    """The index of an object that is being looked at. Raises ShardError and ReadError as `build_index` does."""
-    refuse_compressed(str(shard))
-    return _build(shard, source.version(), source.read)
+class Rows:
+    """Rows of a catalogue, many at once and of any shards.
 
-
-def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> ShardIndex:
-    """Reads the shard's directory and picture headers; writes nothing.
-
-    Args:
-        retries: `data.read_retries`: times that a read is tried again after an I/O error.
-
-    Raises:
-        ShardError: the shard is no file, compressed, truncated or damaged, or changes meanwhile.
-        ReadError: it cannot be read.
+    Attributes:
+        samples: [rows] `SAMPLE`; `first_member` counts from the first of these rows.
+        firsts: int64 [rows + 1], the first member of each among `members`.
+        members: [members] `MEMBER`; `code` is one of `names`.
+        names, kinds: of codes.
     """
-    shard = place_of(shard)
-    if isinstance(shard, Url):
-        return build_remote(shard, WholeObject(shard, retries))
-    refuse_compressed(shard)
-    fd = retrying(lambda: open_file(shard), f"{shard}: cannot open it", retries)
 
-    def read(length: int, offset: int) -> bytes:
-        what = f"{shard}: cannot read {length} bytes at byte {offset}"
-        return retrying(lambda: pread_all(fd, length, offset), what, retries)
-
-    try:
-        before = retrying(lambda: ShardVersion.of(fd), f"{shard}: cannot read it", retries)
-        index = _build(shard, before, read)
-        if os.fstat(fd).st_mtime_ns != before.mtime_ns or os.fstat(fd).st_size != before.size:
-            raise ShardError(f"{shard}: the shard changed while it was indexed. Start again when it is whole.")
-        return index
-    finally:
-        os.close(fd)
-
-
-class _Codes:
-    """Numbers for what is found, from 0 on in its order."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
-
-    def of(self, found: Any) -> int:
-        return self.known.setdefault(found, len(self.known))
-
-
-class IndexBuilder:
-    """An index in the making: samples are added in the order of their shard."""
-
-    def __init__(self) -> None:
-        self._codes, self._reasons = _Codes(), _Codes()
-        self._samples: list[tuple[int, int, int]] = []
-        self._members: list[tuple[int, ...]] = []
-        self._keys: list[str] = []
-
-    def add(self, key: str, names: Sequence[str], places: Sequence[tuple[int, int, int, int]]) -> None:
-        """A sample.
-
-        Args:
-            names: extensions of its members; places: (offset, size, and both numbers of the extent) of each.
+    def __init__(
+        self,
+        files: Sequence[IndexFile],
+        of_shards: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        rows: np.ndarray,
+    ) -> None:
         """
-        found = arrange(tuple(names))
-        reason = self._reasons.of(found.reason) + 1 if found.reason else 0
-        self._samples.append((len(self._members), found.record, reason))
-        for place, kind in zip(found.order, found.kinds, strict=True):
-            self._members.append((*places[place], self._codes.of((names[place], kind))))
-        self._keys.append(key)
-
-    def index(self, path: Place, version: ShardVersion) -> ShardIndex:
-        """That of all samples so far."""
-        return ShardIndex(
-            path=path,
-            version=version,
-            codes=Codes(
-                tuple(extension for extension, _ in self._codes.known),
-                tuple(kind for _, kind in self._codes.known),
-                (*self._reasons.known,),
-            ),
-            samples=np.array([*self._samples, (len(self._members), -1, 0)], dtype=SAMPLE),
-            all_members=np.array(self._members, dtype=MEMBER),
-            packed_keys=pack_keys(self._keys),
-        )
-
-
-def grouped[Taken](
-    walk: Iterable[tuple[str, int, int]], take: Callable[[str, str, int, int], Taken]
-) -> Iterator[tuple[str, list[str], list[Taken]]]:
-    """(key, extensions, what was taken of each member) of every sample of a tar.
-
-    Args:
-        walk: `walk_tar`; take: (key, extension, offset, size) of a member -> what is kept of it; called for each before
-            the walk goes on.
-    """
-    current: tuple[str, list[str], list[Taken]] | None = None
-    for name, offset, size in walk:
-        READS.count += 1
-        split = _NAME.match(name)
-        if split is None or _META.search(name):
-            continue
-        key, extension = split[1], split[2].lower()
-        if current is None or current[0] != key:
-            if current is not None:
-                yield current
-            current = (key, [], [])
-        current[1].append(extension)
-        current[2].append(take(key, extension, offset, size))
-    if current is not None:
-        yield current
+        Args:
+            of_shards: of the shard of each row: its number in `files`, its row in the table there, the first byte of
+                its part, its samples.
+            rows: int64, in their shards.
+        """
+        self.names, self.kinds, bases = list[str](), list[str](), dict[tuple[int, int], int]()
+        counts, taken = np.zeros(len(rows), dtype=np.int64), []
+        file_of, table_rows, first_bytes, samples = of_shards
+        for number, file in enumerate(files):
+            which = np.flatnonzero(file_of == number)
+            if not len(which):
+                continue
+            words = file.bytes[: len(file.bytes) // 8 * 8].view("<i8")
+            starts = first_bytes[which] // 8
+            at = starts + rows[which] * (SAMPLE.itemsize // 8)
+            first = words[at]
+            counts[which] = words[at + SAMPLE.itemsize // 8] - first
+            members = starts + (samples[which] + 1) * (SAMPLE.itemsize // 8) + first * (MEMBER.itemsize // 8)
+            codes = file.table["codes"][table_rows[which]]
+            for code in np.unique(codes).tolist():
+                bases[number, code] = len(self.names)
+                extensions, kinds, _ = file.codes[code]
+                self.names += extensions
+                self.kinds += kinds
+            base = np.array([bases.get((number, code), 0) for code in range(len(file.codes))], dtype=np.int64)
+            taken.append((which, words, words[at + 1], members, base[codes]))
+        self.firsts = np.concatenate([[0], np.cumsum(counts)])
+        self.samples = np.zeros(len(rows), dtype=SAMPLE)
+        member_words = np.empty((int(self.firsts[-1]), MEMBER.itemsize // 8), dtype="<i8")
+        added = np.zeros(len(member_words), dtype=np.int32)
+        for which, words, reasons, members, base in taken:
+            self.samples.view("<i8").reshape(-1, SAMPLE.itemsize // 8)[which, 1] = reasons
+            to = _spread(self.firsts[which], counts[which])
+            sources = _spread(members, counts[which], MEMBER.itemsize // 8)
+            for column in range(member_words.shape[1]):
+                member_words[to, column] = words[sources + column]
+            added[to] = np.repeat(base, counts[which])
+        self.members = member_words.view(MEMBER).reshape(-1)
+        self.members["code"] += added
 
 
-def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
-    builder = IndexBuilder()
-
-    def take(key: str, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:
-        return (offset, size, *measure(read, extension, offset, size))
-
-    with READS.of(shard):
-        try:
-            for sample in grouped(walk_tar(shard, read, version.size), take):
-                builder.add(*sample)
-        except MissingLibrary as error:
-            raise MissingLibrary(f"{shard}: {error}") from error
-    return builder.index(shard, version)
-
-
-def measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int]:
-    """What `MEMBER` has of its extent; zeros where it has none or cannot be read."""
-    kind = kind_of(extension)
-
-    def read_at(at: int, length: int) -> bytes:
-        return read(max(min(length, size - at), 0), offset + at)
-
-    if kind == "image":
-        header = parse_header(read_at, size)
-        return (header.height, header.width) if header else (0, 0)
-    if kind == "video":
-        video = parse_video_header(read_at, size)
-        return (video.height << 32 | video.width, video.milliseconds) if video else (0, 0)
-    if kind == "audio":
-        frames, rate = parse_audio_header(read(size, offset)) or (0, 0)
-        return (frames, rate) if frames < 1 << 63 and rate < 1 << 31 else (0, 0)
-    return 0, 0
+def _spread(starts: np.ndarray, counts: np.ndarray, step: int = 1) -> np.ndarray:
+    """start, start + step, ... so many of each, one after the other."""
+    ends = np.cumsum(counts)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return np.repeat(starts, counts) + step * within

@@ -13,16 +13,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.collate import TextSample
 from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.indexed.split import WHOLE, Part
 from data.order.order import GlobalOrder
 from data.order.sources import MixedOrder, Source, fingerprint_of, order_of
+from data.order.step import StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.protocol import Samples
-from data.samples.sample_meta import StepSamples
 from data.storage.files import RETRIES
 from data.storage.reader import ShardReader
 from data.storage.url import Place

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,22 @@ class Batching:
 
 
 @dataclass(frozen=True)
+class StepSamples:
+    """What is known of the samples of a step, in their order; arrays are int64 [size]."""
+
+    tokens: dict[str, np.ndarray]
+    """By module: tokens in the sequence."""
+    loads: dict[str, np.ndarray]
+    """By module: tokens inside the encoder's layers."""
+    pairs: dict[str, np.ndarray]
+    """By module: pairs of tokens inside the encoder that attend to each other."""
+    lengths: np.ndarray | None
+    """Tokens of the whole sequence, cut; None where they have not been counted."""
+    documents: list[np.ndarray] | None = None
+    """Of each sample its documents' tokens, int64, where attention stays inside them; None: each is one."""
+
+
+@dataclass(frozen=True)
 class Reader:
     """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` contiguous slices
     of each microbatch in the order of its plan: equal, or `balanced` by the tokens inside the encoder. `sizes_only`: of
@@ -82,6 +98,29 @@ class Reader:
         """Its samples of a microbatch, one for each of `loads`."""
         parts = balanced_parts(loads, self.dp_size) if self.balanced else equal_parts(len(loads), self.dp_size)
         return parts[self.dp_rank]
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """One sample as numbers. `length`: positions that are not padding."""
+
+    number: int
+    input_ids: np.ndarray  # int64 [S]
+    labels: np.ndarray  # int64 [S]
+    loss_mask: np.ndarray  # float32 [S]
+    length: int
+    positions: np.ndarray | None = None  # int64 [3, S]; None: 0, 1, 2, ...
+    questions: tuple[tuple[int, str], ...] | None = None
+    """(position of the first label, question before it) of each learned turn."""
+    special_text: frozenset[str] = frozenset()
+    """Special tokens that its texts have as plain text; only where the samples are inspected."""
+    has_separators: bool = False
+    """Line breaks next to markers were left out; only where the samples are inspected."""
+    documents: tuple[int, ...] | None = None
+    """Where its documents end, which attention stays inside of; None: it is one."""
+
+    def without_loss(self) -> TextSample:
+        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
 
 _KEYS_HERE = {"tokens": "input_ids", "images": "modality_inputs", "pixel_values": "modality_inputs"}

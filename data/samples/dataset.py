@@ -22,12 +22,13 @@ from data.media.options import BOUNDS, WHITE, Bounds, Colour
 from data.order.mixture import Phase
 from data.order.order import GlobalOrder
 from data.order.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
+from data.order.step import StepSamples
 from data.records.members import NO_FIELDS, Fields
 from data.samples.bad_samples import BadSamples, allowed_of
 from data.samples.frames import SAMPLING, Sampling
 from data.samples.media_spec import Media
 from data.samples.record_samples import RecordSamples
-from data.samples.sample_meta import SampleMeta, StepSamples, lengths_key
+from data.samples.sample_meta import SampleMeta, lengths_key
 from data.storage.file_cache import FileCache
 from data.storage.files import RETRIES, ShardVersion
 from data.storage.reader import ShardReader
@@ -100,7 +101,6 @@ class Dataset(RecordSamples):
         read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
         self.is_remote = any(isinstance(shard, Url) for shard in self.shards)
-        """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
         self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
         counts = self._catalogue.counts.tolist()
         self._ends = np.cumsum(self._catalogue.counts)

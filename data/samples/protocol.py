@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from data.collate import TextSample
 from data.order.sources import SourcesView
+from data.order.step import StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.media_spec import Media
-from data.samples.sample_meta import StepSamples
 from data.storage.url import Place
 from data.text.tokens import Tokenizer
 
@@ -44,6 +43,8 @@ class Samples(SourcesView, ABC):
     """Of what the order of samples follows from, but for seed and weights."""
     text_fingerprint: str
     """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
+    is_remote: bool = False
+    """True if files are read over a network: then it pays to announce reads (`expect_samples`)."""
     allowed_bad_samples: int
     bad_samples: BadSamples
     """Those that this process has found."""
@@ -68,9 +69,9 @@ class Samples(SourcesView, ABC):
     def plan_step(self, first: int, size: int) -> StepSamples:
         """What is known of samples [first, first + size), all at once; reads none."""
 
-    def will_read(self, own: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """What this rank will read of the step that was planned last: by microbatch and module, numbers of samples.
-        Whoever holds more may drop it."""
+    def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:
+        """Start to read what is needed of remote samples: (sample number, modules that need media of it, whether its
+        text is needed). Raises DataError."""
 
     @abstractmethod
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:

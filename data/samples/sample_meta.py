@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 
 from data.errors import reason_of
-from data.index.catalogue import Rows
-from data.index.shard_index import Member, ShardIndex, video_size
+from data.index.shard_index import Member, Rows, ShardIndex, video_size
 from data.media.options import Bounds
 from data.order.order import splitmix
+from data.order.step import StepSamples
 from data.records.conversation import Visual
 from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
@@ -95,22 +95,6 @@ class SampleMeta:
             ]
             for kind, members in self.members.items()
         }
-
-
-@dataclass(frozen=True)
-class StepSamples:
-    """What is known of the samples of a step, in their order; arrays are int64 [size]."""
-
-    tokens: dict[str, np.ndarray]
-    """By module: tokens in the sequence."""
-    loads: dict[str, np.ndarray]
-    """By module: tokens inside the encoder's layers."""
-    pairs: dict[str, np.ndarray]
-    """By module: pairs of tokens inside the encoder that attend to each other."""
-    lengths: np.ndarray | None
-    """Tokens of the whole sequence, cut; None where they have not been counted."""
-    documents: list[np.ndarray] | None = None
-    """Of each sample its documents' tokens, int64, where attention stays inside them; None: each is one."""
 
 
 class SampleTable:

@@ -198,7 +198,9 @@ class _Folder:
         self._is_loaded = True
 
     def _current(self, file: IndexFile, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
-        return which[file.stamps(rows[which]) == self._stamps[which]]
+        table = file.table[rows[which]]
+        same = (file.stamps(rows[which]) == self._stamps[which]) & (table["bytes"] == 4 * table["samples"])
+        return which[same]
 
 
 def _count_in(job_of: Callable[[int], Future[Lengths]], shards: Sequence[int]) -> Iterator[tuple[int, Lengths]]:
@@ -228,14 +230,3 @@ def _lengths_of(dataset: Dataset, shard: int) -> bytes:
             dataset.expect_texts(shard, range(row, min(row + 2 * _AHEAD, rows)))
         lengths[row] = dataset.length_of(shard, row)
     return lengths.tobytes()
-
-
-def require_planned(found: int, planned: int, where: tuple[Place, str]) -> None:
-    """Raises DataError for a text that is not as long as the plan of its step says: its row may have no room for it."""
-    if found != planned:
-        shard, key = where
-        raise DataError(
-            f"{shard}, key {key!r}: its text has {found} tokens, and had {planned} when texts were counted: the "
-            "tokenizer or the shard has changed in a way that does not show. Remove the *.mimo-lengths beside the "
-            "shards, or in data.cache_dir, and start again"
-        )

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data.errors import DataError
-from data.pipeline import Dataset, Samples, TextLengths
-from data.samples.text_lengths import Counted
+from data.pipeline import Dataset, Samples
+from data.samples.text_lengths import Counted, TextLengths
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.schema_train import TrainConfig

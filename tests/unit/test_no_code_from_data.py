@@ -12,7 +12,7 @@ import torch
 from data.errors import DataError
 from data.index.catalogue import open_index
 from data.index.folder_file import catalogue_path
-from data.index.shard_index import build_index
+from data.index.indexing import build_index
 from data.text.tokens import build_tokenizer
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint

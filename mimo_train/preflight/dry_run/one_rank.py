@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from data.pipeline import TextLengths
+from data.samples.text_lengths import TextLengths
 from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig

@@ -29,8 +29,8 @@ from mimo_train.layout.batch import pack_length
 from mimo_train.preflight.plan.candidate import Candidate
 
 if TYPE_CHECKING:
+    from data.order.step import StepSamples
     from data.pipeline import Samples, StepPlan
-    from data.samples.sample_meta import StepSamples
 
 STEPS = 4
 """Steps of the run that are read, spread over its data."""
@@ -207,7 +207,8 @@ def known_steps(cfg: ConfigContainer, dataset: Samples) -> list[KnownStep]:
     Raises:
         DataError: texts are padded or packed by their lengths, and too many of these are not known.
     """
-    from data.pipeline import Dataset, TextLengths
+    from data.pipeline import Dataset
+    from data.samples.text_lengths import TextLengths
 
     if padding_of(cfg) is not None and isinstance(dataset, Dataset):
         lengths = TextLengths(dataset)

@@ -44,7 +44,7 @@ def never_joins(cfg) -> int:
 def reads_for_ever_at_start(cfg) -> int:
     """Rank 1 waits for the second shard while it indexes, and rank 0 for that index."""
     if os.environ["RANK"] == "1":
-        import data.index.shard_index as index
+        import data.index.indexing as index
 
         walk = index.walk_tar
         index.walk_tar = lambda shard, *rest: for_ever(cfg) if "000001" in shard.name else walk(shard, *rest)
@@ -223,7 +223,7 @@ def works_long(cfg) -> int:
     a compiler does, without an event of ours."""
     import subprocess
 
-    import data.index.shard_index as index
+    import data.index.indexing as index
     from data.storage.reader import ShardReader
     from mimo_train.checkpoint.format import files
     from mimo_train.parallel.bridge.exchange import Bridge

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.pipeline import TextLengths
+from data.samples.text_lengths import TextLengths
 from mimo_train.inputs.inputs import build_dataset, tokenizer_of
 from mimo_train.logging.stopwatch import PARTS
 from tests.dist.ranks import run_ranks

@@ -57,7 +57,8 @@ def test_a_row_gives_the_numbers_of_its_documents(overrides, documents, prose, t
 
 def both_ways(cfg, documents: list[np.ndarray]) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """(loss of every token, every gradient) of one packed row, and of its documents one by one."""
-    from data.collate import TextSample, collate_packed
+    from data.collate import collate_packed
+    from data.order.step import TextSample
 
     samples = []
     for tokens in documents:

@@ -20,7 +20,8 @@ from obstore.store import MemoryStore
 
 from data.order.mixture import whole_weights
 from data.order.packing import Packing
-from data.pipeline import Batching, Dataset, MixedOrder, Padding, Reader, Source, StepLoader, TextLengths
+from data.pipeline import Batching, Dataset, MixedOrder, Padding, Reader, Source, StepLoader
+from data.samples.text_lengths import TextLengths
 from data.storage import stores
 from data.storage.objects import ObjectStore
 from data.storage.url import Url

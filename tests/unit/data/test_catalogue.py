@@ -14,7 +14,8 @@ from data.index import index_file
 from data.index.catalogue import open_catalogue, open_index
 from data.index.folder_file import FolderFile, catalogue_path
 from data.index.index_file import Part, load_file, write_file
-from data.index.shard_index import MEMBER, SAMPLE, build_index, pack_keys
+from data.index.indexing import build_index
+from data.index.shard_index import MEMBER, SAMPLE, pack_keys
 from data.index.shards import find_shards
 from data.storage.files import ShardVersion
 from tests.tars import write_tar
@@ -208,6 +209,7 @@ def test_ten_thousand_shards_take_little_memory_of_their_own(tmp_path):
     samples["first_member"] = 2 * np.arange(101)
     keys = pack_keys([f"{n:09d}" for n in range(100)])
     body = samples.tobytes() + members.tobytes() + keys
+    body += bytes(-len(body) % 64)
     version = ShardVersion(10**7, 1, 2, "0" * 32)
     rows = (100, 200, len(keys))
     write_file(tmp_path / "c", [Part(f"shard-{n:06d}.tar", version, body, rows, codes) for n in range(10_000)], "index")

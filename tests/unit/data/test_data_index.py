@@ -11,7 +11,7 @@ import webdataset
 from data.errors import DataError, ShardError
 from data.index.catalogue import open_index
 from data.index.folder_file import catalogue_path
-from data.index.shard_index import build_index
+from data.index.indexing import build_index
 from data.index.shards import find_shards
 from tests.disk_faults import disk_of
 from tests.tars import write_tar

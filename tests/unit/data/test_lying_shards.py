@@ -11,7 +11,7 @@ import pytest
 from data.errors import DataError, ReadError, ShardError
 from data.index.catalogue import open_index
 from data.index.folder_file import catalogue_path
-from data.index.shard_index import build_index
+from data.index.indexing import build_index
 from data.index.shards import find_shards
 from data.storage import files
 from data.storage.files import ShardVersion

@@ -252,7 +252,7 @@ def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, mo
             assert mine is None or torch.equal(mine["images"]["pixels"], others["images"]["pixels"])
     assert there.reader._remote._bytes == 0, "all that was announced was read"
 
-    monkeypatch.setattr("data.index.shard_index._build", lambda *arguments: pytest.fail("built again"))
+    monkeypatch.setattr("data.index.indexing._build", lambda *arguments: pytest.fail("built again"))
     again = dataset(shards=str(remote), cache_dir=None)
     shard = again.shards[0]
     store_of(shard).put(shard, (small / shard.name).read_bytes()[::-1])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data.pipeline import Batching, Padding, Reader, Source, StepLoader, TextLengths
+from data.pipeline import Batching, Padding, Reader, Source, StepLoader
+from data.samples.text_lengths import TextLengths
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images
 

@@ -7,8 +7,8 @@ import pytest
 
 from data.errors import DataError
 from data.order.sources import Source, found_shards
-from data.pipeline import TextLengths
 from data.records.members import read_fields
+from data.samples.text_lengths import TextLengths
 from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict

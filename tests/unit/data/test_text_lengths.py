@@ -7,9 +7,9 @@ import pytest
 
 from data.errors import DataError, RecordError
 from data.index.index_file import load_file
-from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader, TextLengths
+from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader
 from data.records.members import NO_FIELDS
-from data.samples.text_lengths import _count_shard
+from data.samples.text_lengths import TextLengths, _count_shard
 from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import OneShard
 from tests.tars import write_tar

@@ -10,7 +10,7 @@ import soundfile
 import torch
 
 from data.errors import DecodeError, MissingLibrary
-from data.index.shard_index import build_index
+from data.index.indexing import build_index
 from data.media.audio_files import parse_audio_header
 from data.media.decode import decode_audio
 from data.records.members import AUDIO

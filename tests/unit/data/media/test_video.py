@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.errors import DecodeError, MissingLibrary
-from data.index.shard_index import build_index
+from data.index.indexing import build_index
 from data.media.headers import parse_video_header_bytes
 from data.media.options import Bounds
 from data.media.video import decode_video

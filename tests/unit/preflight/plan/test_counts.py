@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.samples.sample_meta import StepSamples
+from data.order.step import StepSamples
 from mimo_train.estimate.devices import DEVICES, Links
 from mimo_train.estimate.flops import AT_THE_END, StepFlops
 from mimo_train.inputs.padding import padding_of
