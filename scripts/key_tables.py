@@ -238,7 +238,7 @@ def _files(folder: Path, head: str) -> Iterator[str]:
 
 
 def _groups() -> Iterator[str]:
-    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()} - {RECIPES, CLUSTER}
+    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()} - {RECIPES, "cluster"}
     if folders != PLACES.keys():
         raise Undescribed(f"PLACES of {Path(__file__).name} must name the groups {sorted(folders)} of configs/")
     for group, place in PLACES.items():

@@ -68,7 +68,7 @@ def sections() -> list[dataclasses.Field]:
 
 def test_each_shipped_file_is_there():
     for file in [*key_tables.CONFIGS.glob("*.yaml"), *key_tables.CONFIGS.glob("*/*.yaml")]:
-        if file.parent.name == key_tables.CLUSTER:
+        if file.parent.name == "cluster":  # templates of launch, no group of the config
             continue
         assert f"| `{file.stem}` | {key_tables.described(file)} |" in PAGE
 
