@@ -179,7 +179,7 @@ def main() -> int:
                 "data.shuffle=false",
                 "run.device=cpu",
                 "checkpoint.resume=never",
-                "log.tensorboard=false",
+                "log.report_to=[]",
                 f"train.global_batch_size={BATCH}",
                 "train.micro_batch_size=4",
                 "train.iters=100000",

@@ -39,8 +39,10 @@ class Rules:
         """What is wrong with a value; empty if nothing is. Bounds are those of every number in a list or mapping."""
         if value is None:
             return ""
-        if self.choices and value not in self.choices:
-            return f"must be {' or '.join(choice or 'empty' for choice in self.choices)}, is {value!r}"
+        if self.choices:
+            wrong = [item for item in (value if isinstance(value, list) else [value]) if item not in self.choices]
+            choices = " or ".join(choice or "empty" for choice in self.choices)
+            return f"must be {choices}, {'has' if isinstance(value, list) else 'is'} {wrong[0]!r}" if wrong else ""
         if self.filled and not str(value).strip():
             return f"is empty: give {self.filled}"
         has = isinstance(value, list | tuple | dict)

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
-from mimo_train.config.compose import RECIPES  # noqa: E402
+from mimo_train.config.compose import NO_GROUPS, RECIPES  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
 from mimo_train.config.schema import ConfigContainer  # noqa: E402
@@ -238,7 +238,7 @@ def _files(folder: Path, head: str) -> Iterator[str]:
 
 
 def _groups() -> Iterator[str]:
-    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()} - {RECIPES, "cluster"}
+    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()} - NO_GROUPS
     if folders != PLACES.keys():
         raise Undescribed(f"PLACES of {Path(__file__).name} must name the groups {sorted(folders)} of configs/")
     for group, place in PLACES.items():

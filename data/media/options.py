@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from data.errors import DataError
 
+CONFIGURABLE = ("pixels", "seconds", "video_bytes", "record_bytes", "placeholders")
+"""The `Bounds` that a config sets."""
+
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a sample, config keys `data.bounds.NAME`: a sample above one is bad."""
+    """Limits of a sample: a sample above one is bad. Those in `CONFIGURABLE` are config keys `data.bounds.NAME`."""
 
     pixels: int = 100_000_000
     """Pixels of an image or video frame, also after resizing and padding."""
@@ -82,7 +85,8 @@ class Bounds:
 
     def _above(self, what: str, value: float, name: str) -> str | None:
         bound = getattr(self, name)
-        return f"{what} {value:.10g}, above data.bounds.{name} {bound:.10g}" if value > bound else None
+        limit = f"data.bounds.{name}" if name in CONFIGURABLE else "the limit of"
+        return f"{what} {value:.10g}, above {limit} {bound:.10g}" if value > bound else None
 
 
 BOUNDS = Bounds()

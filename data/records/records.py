@@ -167,7 +167,7 @@ class _Parser:
         depth = self.bounds.record_depth
         # With so few brackets none can be deeper.
         if text.count("[") + text.count("{") > depth and _is_deeper(record, depth):
-            raise RecordError(f"{what}: lists and objects inside each other, above data.bounds.record_depth of them")
+            raise RecordError(f"{what}: more than {depth} lists and objects inside each other")
         return record
 
     def named_values(self, raws: Mapping[str, bytes], fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:

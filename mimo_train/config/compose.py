@@ -39,6 +39,9 @@ RECIPES = "recipes"
 """Folder in that of the shipped configs, with whole runs of models that people use and a `layout/` group of their own;
 these are named with it, `recipes/NAME`."""
 
+NO_GROUPS = {RECIPES, "cluster"}
+"""Folders of the shipped configs whose files are not choices of a group: `cluster` has templates of manifests."""
+
 
 Values = list[tuple[str, Any]]
 """(dotted key, value) of overrides, in their order."""
@@ -302,7 +305,7 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
 def _sort_overrides(overrides: Sequence[str], files: Contents) -> tuple[list[str], Values, list[Fault]]:
     """Hydra's overrides (group choices, and what begins with ~), the others as (key, value), and errors."""
     roots = search_folders(files)
-    groups = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - {RECIPES}
+    groups = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - NO_GROUPS
     picked = picked_groups(files)
     choices: list[str] = []
     values: Values = []

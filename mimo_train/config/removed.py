@@ -8,8 +8,22 @@ REMOVED = {
     "placement.bridge": "Remove it",
     "data.stream": "Remove it",
     "data.bounds.sample_bytes": "Remove it",
+    **dict.fromkeys(("data.bounds.sample_rate", "data.bounds.video_frames", "data.bounds.video_pixels"), "Remove it"),
+    **dict.fromkeys(("data.bounds.record_depth", "data.bounds.turns"), "Remove it"),
+    "log.comet": "Set log.report_to=[comet]",
+    "log.grad_norms": "Set log.metrics=[grad_norms]",
+    "log.memory": "Set log.metrics=[memory]",
+    "log.mlflow": "Set log.report_to=[mlflow]",
+    "log.num_zeros_in_grad": "Set log.metrics=[num_zeros_in_grad]",
+    "log.params_norm": "Set log.metrics=[params_norm]",
     "log.prometheus": "Remove it",
     "log.prometheus_port": "Remove it",
+    "log.router_losses_per_layer": "Set log.metrics=[router_losses_per_layer]",
+    "log.straggler": "Set log.metrics=[straggler]",
+    "log.tensorboard": "Set log.report_to=[tensorboard], or [] for none",
+    "log.wandb": "Set log.report_to=[wandb]",
+    "optim.min_loss_scale": "Remove it. The least dynamic loss scale is 1",
+    "profiling.record_shapes": "Remove it",
 }
 """What to do about each, which the error of a config that has it says. `modules.NAME` is any module."""
 

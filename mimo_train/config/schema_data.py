@@ -44,20 +44,10 @@ class BoundsConfig(Section):
     is cut out (`resize: crop`), and of the square around one that is not cut into tiles (`cut_several: false`)."""
     seconds: float = key(BOUNDS.seconds, above=0)
     """Of one clip or video."""
-    sample_rate: int = key(BOUNDS.sample_rate, at_least=1)
-    """Of one clip, in Hz."""
     video_bytes: int = key(BOUNDS.video_bytes, at_least=1, at_most=2**60)
     """Of one video."""
-    video_frames: int = key(BOUNDS.video_frames, at_least=1)
-    """Of the pictures that one video has, whether they are read or not."""
-    video_pixels: int = key(BOUNDS.video_pixels, at_least=1, at_most=2**60)
-    """Decoded of one video: those of pictures between the ones that are read, too."""
     record_bytes: int = key(BOUNDS.record_bytes, at_least=1)
     """Of the `json` or `txt` member."""
-    record_depth: int = key(BOUNDS.record_depth, at_least=1)
-    """Lists and objects inside each other in a record."""
-    turns: int = key(BOUNDS.turns, at_least=1)
-    """Of a conversation."""
     placeholders: int = key(BOUNDS.placeholders, at_least=1)
     """Pictures and clips of a sample, together; a video is as many pictures as are read of it."""
 

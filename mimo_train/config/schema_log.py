@@ -4,44 +4,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.config.errors import Fault
-from mimo_train.config.keys import Section, key, library_faults, value_faults
+from mimo_train.config.keys import Section, is_installed, key, value_faults
+
+TRACKERS = {
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "'mimo-train[track]'"),
+    "comet": ("comet_ml", "'mimo-train[track]'"),
+}
+"""The module that a tracker needs, and what pip installs it by."""
 
 
 @dataclass
 class LogConfig(Section):
     """Where metrics go, besides metrics.jsonl and the console."""
 
-    tensorboard: bool = True
-    """TensorBoard events in `tensorboard/` of the run's folder."""
-    wandb: bool = False
-    """Weights & Biases, project `WANDB_PROJECT` or `mimo-train`; offline in the run's folder when no key is
-    configured."""
-    mlflow: bool = False
-    """MLflow, at `MLFLOW_TRACKING_URI`, else in `mlflow/` of the run's folder. Needs the extra `track`."""
-    comet: bool = False
-    """Comet; offline in `comet/` of the run's folder when no key is configured. Needs the extra `track`."""
+    report_to: list[str] = key(factory=lambda: ["tensorboard"], choices=("tensorboard", "wandb", "mlflow", "comet"))
+    """`tensorboard` (events in `tensorboard/` of the run's folder), `wandb` (project `WANDB_PROJECT` or `mimo-train`),
+    `mlflow` (at `MLFLOW_TRACKING_URI`, else in `mlflow/`) and `comet`. Without a key, `wandb` and `comet` stay offline
+    in the run's folder. `mlflow` and `comet` need the extra `track`. See docs/metrics.md#where-the-numbers-go."""
+    metrics: list[str] = key(
+        factory=list,
+        choices=("params_norm", "grad_norms", "num_zeros_in_grad", "memory", "router_losses_per_layer", "straggler"),
+    )
+    """Further metrics: `params_norm` and `grad_norms` (L2 norms of all parameters, and of each gradient after clipping;
+    one message each), `num_zeros_in_grad`, `memory` (CUDA allocator, or resident memory), `router_losses_per_layer`,
+    and `straggler` (the slowest and the fastest rank of each module). See docs/metrics.md."""
     module_times: bool = True
     """Seconds of compute, bubble, bridge wait, data wait, reduction and optimizer, for every module. See
     docs/metrics.md#where-the-time-goes."""
     peak_tflops: float = key(0.0, at_least=0)
     """Dense peak of one device in TFLOP/s, for the model FLOPs utilisation; 0: that of the device in
     `train.precision`, in fp8 for modules with `fp8`, if it is known. See docs/metrics.md#flops."""
-    params_norm: bool = False
-    """L2 norm of all parameters; one more message at a logging step."""
-    grad_norms: bool = False
-    """L2 norm of the gradient of every parameter, after clipping; one more message at a logging step."""
-    num_zeros_in_grad: bool = False
-    """Number of gradient elements that are zero."""
-    memory: bool = False
-    """Statistics of the CUDA allocator in 10^9 bytes, the largest over ranks; without CUDA, resident memory."""
     throughput_window: int = key(0, at_least=0, at_most=1_000_000)
     """Steps of a rolling mean of batches, samples and tokens per second; 0: not logged."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
     """`seconds`, `minutes`, `hours` or `days`: log elapsed and remaining time in this unit; empty: not logged."""
-    router_losses_per_layer: bool = False
-    """The load-balancing loss and the z-loss of every layer with experts, besides their means over layers."""
-    straggler: bool = False
-    """Name the slowest and the fastest rank of every module."""
 
     def faults(self, experts: int) -> Iterator[Fault]:
         """Values that cannot be, and trackers whose library is not installed.
@@ -50,21 +47,17 @@ class LogConfig(Section):
             experts: of a layer of the language model.
         """
         yield from value_faults(self, "log")
-        yield from library_faults(self, "log", TRACKERS)
-        if self.router_losses_per_layer and not experts:
+        for name in self.report_to:
+            module, install = TRACKERS.get(name, ("", ""))
+            if module and not is_installed(module):
+                text = f"{module} is not installed. Run `pip install {install}`, or remove {name}"
+                yield Fault("log.report_to", text)
+        if "router_losses_per_layer" in self.metrics and not experts:
             yield Fault(
-                "log.router_losses_per_layer",
-                "there are no routers, modules.language.llm.num_experts is 0: set it to false, or pick a mixture of "
-                "experts such as llm@modules.language.llm=gpt_tiny_moe",
+                "log.metrics",
+                "router_losses_per_layer requires experts, but modules.language.llm.num_experts is 0. Remove it, or "
+                "pick a mixture of experts such as llm@modules.language.llm=gpt_tiny_moe",
             )
-
-
-TRACKERS = {
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "'mimo-train[track]'"),
-    "comet": ("comet_ml", "'mimo-train[track]'"),
-}
-"""Modules that keys of `log` need when they are true, and what pip installs them by."""
 
 
 @dataclass
@@ -84,8 +77,6 @@ class ProfilingConfig(Section):
     """Last step that is recorded. At least `step_start`."""
     ranks: list[int] = key(factory=lambda: [0], at_least=0, at_most=2**20)
     """Ranks that record."""
-    record_shapes: bool = False
-    """Whether the trace holds the shapes of operands."""
 
     def faults(self, device: str, iters: int, world_size: int | None = None) -> Iterator[Fault]:
         """What is wrong, as far as a profiler is on.

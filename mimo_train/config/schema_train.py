@@ -150,10 +150,8 @@ class OptimConfig(Section):
     """Largest gradient norm over all modules that have no `clip_grad` of their own; 0 does not clip."""
     loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
     """Fixed loss scale of fp16, a power of 2; 0: dynamic. See docs/configuration.md#fp16."""
-    initial_loss_scale: float = key(65536.0, above=0, at_most=MOST_SCALE)
-    """First dynamic loss scale. At least `min_loss_scale`."""
-    min_loss_scale: float = key(1.0, above=0, at_most=MOST_SCALE)
-    """Least dynamic loss scale."""
+    initial_loss_scale: float = key(65536.0, at_least=1, at_most=MOST_SCALE)
+    """First dynamic loss scale; it does not fall below 1."""
     loss_scale_window: int = key(1000, at_least=1)
     """Steps without overflow after which the dynamic loss scale doubles."""
     distributed_optimizer: bool = True
@@ -174,11 +172,6 @@ class OptimConfig(Section):
         yield from value_faults(self, "optim")
         if 0 <= self.lr < self.min_lr:
             yield Fault("optim.min_lr", f"must be at most optim.lr {self.lr}, is {self.min_lr}")
-        if 0 < self.initial_loss_scale < self.min_loss_scale:
-            yield Fault(
-                "optim.initial_loss_scale",
-                f"must be at least optim.min_loss_scale {self.min_loss_scale:g}, is {self.initial_loss_scale:g}",
-            )
         if self.loss_scale > 0 and precision != "fp16":
             yield Fault(
                 "optim.loss_scale",

@@ -21,8 +21,8 @@ class NsysCapture:
     """The range that `nsys profile --capture-range=cudaProfilerApi` records. Inside it CUDA's profiler runs, and NVTX
     ranges name the operators of torch and the functions that Megatron-Core marks."""
 
-    def __init__(self, record_shapes: bool):
-        self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=record_shapes)
+    def __init__(self) -> None:
+        self._ranges = torch.autograd.profiler.emit_nvtx()
         self.is_open = False
 
     def __enter__(self) -> "NsysCapture":
@@ -92,13 +92,12 @@ class StepProfiler:
                 activities=self._activities,
                 schedule=lambda _: ProfilerAction.RECORD,
                 on_trace_ready=self._write_trace,
-                record_shapes=self._cfg.record_shapes,
                 acc_events=True,
             )
             self.torch.step_num = step
             self.torch.start()
         if self._cfg.nsys:
-            self._nvtx = NsysCapture(self._cfg.record_shapes)
+            self._nvtx = NsysCapture()
             self._nvtx.__enter__()
 
     def after_step(self, step: int) -> None:

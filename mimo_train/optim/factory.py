@@ -93,7 +93,7 @@ def _optimizer_config(cfg: ConfigContainer, optim: OptimConfig) -> OptimizerConf
         adam_eps=optim.eps,
         decoupled_weight_decay=True,
         clip_grad=optim.clip_grad,
-        log_num_zeros_in_grad=cfg.log.num_zeros_in_grad,
+        log_num_zeros_in_grad="num_zeros_in_grad" in cfg.log.metrics,
         fp16=cfg.train.precision == "fp16",
         bf16=cfg.train.precision == "bf16",
         use_distributed_optimizer=optim.distributed_optimizer,
@@ -128,7 +128,7 @@ def _grad_scaler(cfg: ConfigContainer) -> MegatronGradScaler | None:
         return ConstantGradScaler(optim.loss_scale)
     return DynamicGradScaler(
         initial_scale=optim.initial_loss_scale,
-        min_scale=optim.min_loss_scale,
+        min_scale=1.0,
         growth_factor=2.0,
         backoff_factor=0.5,
         growth_interval=optim.loss_scale_window,

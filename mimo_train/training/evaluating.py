@@ -27,7 +27,7 @@ class EvaluationHooks:
 
     process: Callable[[Any, int, Any], None] | None = None
     """Called as (data, step, writer) on the logging rank, with TensorBoard's `SummaryWriter`, or None where
-    `log.tensorboard` is off."""
+    `log.report_to` has no tensorboard."""
     give: Callable[[list], Any] | None = None
     """Called as (model) on every rank; returns the data. Without it, the data is the list of what the loss functions
     return with non_loss_data=True for the microbatches of the first held-out step."""

@@ -151,7 +151,7 @@ class IntervalNumbers:
     times: list[list[float]]
     """[rank][`INTERVALS`], seconds per step."""
     memory: dict[str, float]
-    """Largest over ranks, by the names of `report_memory`; empty unless `log.memory`."""
+    """Largest over ranks, by the names of `report_memory`; empty unless `log.metrics` has `memory`."""
     losses: dict[str, float]
     """Means over the interval; empty on ranks without losses."""
 
@@ -183,7 +183,7 @@ class Interval:
         self._state, self._stopwatch, self._device = state, stopwatch, device
         self._bad_samples, self._empty_steps = bad_samples, empty_steps
         self._of_logits: torch.Tensor
-        self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
+        self._memory_names = list(report_memory(None)) if "memory" in state.cfg.log.metrics else []
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self.step_tokens: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self._reset()

@@ -65,10 +65,10 @@ class StepLog:
     """The log of a loop, with the state it keeps between logging steps.
 
     Called by every rank after every step. Between logging steps nothing leaves the device; at one, there is one sum
-    over the world and one copy to the host, plus those of `log.params_norm` and `log.grad_norms` if they are on.
+    over the world and one copy to the host, plus those of the `params_norm` and `grad_norms` of `log.metrics`.
 
     Attributes:
-        stragglers: receives the compute times of the ranks; None unless `log.straggler`.
+        stragglers: receives the compute times of the ranks; None unless `log.metrics` has `straggler`.
     """
 
     def __init__(self, session: Session, callbacks: Callbacks):
@@ -88,7 +88,7 @@ class StepLog:
         self._rates: dict[str, float] = {}
         self._imbalance: dict[str, float] = {}
         self._busiest = Busiest(self._state.layout)
-        straggler = self._state.cfg.log.straggler
+        straggler = "straggler" in self._state.cfg.log.metrics
         self.stragglers = StragglerTimer(self._state.layout, self._state.console) if straggler else None
         session.checkpointer.note_sums(self)
 
@@ -143,7 +143,7 @@ class StepLog:
             self._rates,
             result.grad_norm,
             float(self._optimizer.get_loss_scale()) if cfg.train.precision == "fp16" else 1.0,
-            params_l2_norm(model) if cfg.log.params_norm else None,
+            params_l2_norm(model) if "params_norm" in cfg.log.metrics else None,
             result.num_zeros_in_grad,
         )
         self._shows_memory = self.write(self._totals, numbers, self._history, show_memory=self._shows_memory)
@@ -204,7 +204,7 @@ class StepLog:
             )
         self._bad_samples.require_budget()
         self._empty_steps.require_budget()
-        layer_norms = grad_l2_norms(self._pipeline.model) if cfg.log.grad_norms else {}
+        layer_norms = grad_l2_norms(self._pipeline.model) if "grad_norms" in cfg.log.metrics else {}
         if not state.is_logging_rank:
             return show_memory
         losses = dict(numbers.losses)

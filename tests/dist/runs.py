@@ -58,7 +58,7 @@ TINY = (
     f"optim.lr={RATE}",
     "optim.warmup_iters=2",
     "data.workers=0",
-    "log.tensorboard=false",
+    "log.report_to=[]",
 )
 TINY_ENCODER = (
     "modules.images.encoder.num_layers=1",

@@ -45,7 +45,7 @@ class SessionState(GlobalState):
 
     @property
     def straggler_timer(self) -> Any:
-        """The `StragglerTimer` of the log with `log.straggler`, else a context manager that measures nothing."""
+        """The `StragglerTimer` of the log, else a context manager that measures nothing."""
         return self.log.stragglers or super().straggler_timer
 
     @classmethod

@@ -156,7 +156,7 @@ def post_training_step_callbacks(
 ) -> None:
     """Do what is due after a step; called by every rank after every step.
 
-    - `log.straggler`: the report of `straggler_timer` (that of the state, or None), at logging steps;
+    - `straggler` of `log.metrics`: the report of `straggler_timer` (that of the state, or None), at logging steps;
     - `train.rerun`, unless disabled: before a step that `checkpoint.save_interval` saves, the weights of data-parallel
       replicas are compared;
     - `profiling`: the end of the recording, after its last step;

@@ -66,7 +66,7 @@ class Pipeline:
         # The schedule reads the language model's config, which a MimoModel has on every rank.
         config = model[0].config
         self.router_losses = RouterLosses(
-            config, run.layout.language, device, per_layer=run.cfg.log.router_losses_per_layer
+            config, run.layout.language, device, per_layer="router_losses_per_layer" in run.cfg.log.metrics
         )
         self._modules = modules_of(model)
         in_fp8 = has_fp8(run.cfg)

@@ -156,7 +156,7 @@ class GlobalState:
 
     @property
     def straggler_timer(self) -> Any:
-        """A context manager for ported forward steps. It measures nothing: `log.straggler` times every step itself."""
+        """A context manager for ported forward steps. It measures nothing: the log times every step itself."""
         return StragglerDetector()
 
     @property

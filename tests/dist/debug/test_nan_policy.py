@@ -352,7 +352,7 @@ def test_skip_ends_after_ten_bad_steps_in_a_row(digits, tmp_path):
 
 
 def test_fp16_looks_for_its_scale_until_the_smallest(digits, tmp_path):
-    scales = ("train.precision=fp16", "optim.min_loss_scale=1")
+    scales = ("train.precision=fp16",)
     high = vlm(digits, tmp_path / "high", "one_process", "optim.initial_loss_scale=4", *scales)
     (result,) = run_ranks(_run, 1, high, "pixel")
     assert (result["message"], result["state"]["skipped_iters"]) == ("", 1)

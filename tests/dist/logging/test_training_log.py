@@ -12,13 +12,9 @@ from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks
 
 EVERYTHING = (
-    "log.params_norm=true",
-    "log.grad_norms=true",
-    "log.num_zeros_in_grad=true",
-    "log.memory=true",
+    "log.metrics=[params_norm,grad_norms,num_zeros_in_grad,memory,straggler]",
     "log.throughput_window=2",
     "log.runtime_unit=seconds",
-    "log.straggler=true",
     "log.peak_tflops=1",
 )
 STEPS, INTERVAL = 6, 3

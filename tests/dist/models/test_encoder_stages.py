@@ -31,7 +31,7 @@ def test_checkpoints_move_between_numbers_of_stages(digits, tmp_path):
 @pytest.mark.parametrize("frozen", ["[encoder]", "[encoder,projector]", '["*.mlp.*"]'])
 def test_frozen_parts_in_stages_give_the_numbers_of_one_process(frozen, digits, tmp_path):
     """Also a first stage without anything to train; norms by name of the parameter."""
-    overrides = (THREE_LAYERS, f"modules.images.freeze={frozen}", "log.params_norm=true", "log.grad_norms=true")
+    overrides = (THREE_LAYERS, f"modules.images.freeze={frozen}", "log.metrics=[params_norm,grad_norms]")
     one, two = (
         train_on_ranks(config("vlm_digits", tmp_path / f"{len(layout)}", digits, "train.iters=4", *overrides, *layout))
         for layout in (("layout=one_process",), ("layout=two_processes", f"{VISION}.pp=2"))

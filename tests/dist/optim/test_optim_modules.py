@@ -212,7 +212,7 @@ def _zeros(cfg) -> tuple[int | None, int, int]:
 
 def test_zeros_in_the_gradient_are_counted_once_at_any_layout(digits, tmp_path):
     for layout, world in (("one_process", 1), ("images_dp2_language_dp1", 3)):
-        overrides = (f"layout={layout}", "train.iters=20", "log.num_zeros_in_grad=true")
+        overrides = (f"layout={layout}", "train.iters=20", "log.metrics=[num_zeros_in_grad]")
         ranks = run_ranks(_zeros, world, config("vlm_digits", tmp_path, digits, *overrides))
         # A few of the language model's are zero by chance.
         without = max(size for _, size, _ in ranks) + max(padding for *_, padding in ranks)

@@ -22,7 +22,7 @@ CASES = {
         f"modules.images.optim.projector_lr={RATE / 2}",
         "modules.images.freeze_until={encoder: 2}",
         "optim.clip_grad=0.5",
-        "log.num_zeros_in_grad=true",
+        "log.metrics=[num_zeros_in_grad]",
     ),
     "bf16": (*REPLICAS, "train.precision=bf16"),
     "fp16": (*REPLICAS, "train.precision=fp16", "optim.initial_loss_scale=1024", "optim.loss_scale_window=2"),

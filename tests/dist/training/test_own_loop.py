@@ -154,7 +154,7 @@ def test_a_step_beyond_the_last_is_named(digits, tmp_path):
         run_ranks(_step_beyond, 1, cfg)
 
 
-EVERYTHING = ("log.throughput_window=2", "log.runtime_unit=seconds", "log.straggler=true", "train.log_interval=2")
+EVERYTHING = ("log.throughput_window=2", "log.runtime_unit=seconds", "log.metrics=[straggler]", "train.log_interval=2")
 AT_ANY_TIME = ("tokens_per_second", "seconds", "_per_sec", "straggler/", "tflops", "mfu", "hfu", "current_resident_mem")
 
 

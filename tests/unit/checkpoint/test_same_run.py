@@ -43,7 +43,7 @@ SAID = {
     },
     "optim": {
         *("name", "lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
-        *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
+        *("loss_scale", "initial_loss_scale", "loss_scale_window"),
     },
 }
 """Keys by section that change numbers, and are said. A key of no table is a decision that was not made."""

@@ -106,7 +106,7 @@ def training_log(
     """Gather the losses of a step, and at a logging step write everything to the sinks and the console.
 
     Called by every rank after every step. Between logging steps nothing leaves the device; at one, there is one sum
-    over the world and one copy to the host, plus those of `log.grad_norms` if it is on.
+    over the world and one copy to the host, plus `grad_norms` of `log.metrics`.
 
     Args:
         loss_dict: reduced losses of the step; empty on ranks that have none.
