@@ -1,1 +1,1 @@
-"""Arithmetic before a run: layouts, placement, batches, memory, FLOPs."""
+"""Which rank does what: modules, edges, placement, batch arithmetic, legality."""

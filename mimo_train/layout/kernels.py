@@ -13,8 +13,8 @@ _IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def fp8_unit(recipe: str) -> int:
-    """What the widths and the rows of a product in fp8 must be multiples of: matrix units take 16, scales of `mxfp8`
-    are of 32 numbers each."""
+    """The unit of widths and rows of matmuls in fp8: 16 for tensor cores, 32 for `mxfp8`, whose scales cover 32
+    numbers."""
     return 32 if recipe == "mxfp8" else 16
 
 
@@ -25,51 +25,51 @@ def has_fp8(cfg: ConfigContainer) -> dict[str, str]:
 
 
 def row_unit(cfg: ConfigContainer) -> int:
-    """What the rows of the language model's text that one rank has must be multiples of, so that sequence-parallel
-    ranks can gather theirs; rows that nobody gathers are padded where they are multiplied."""
+    """The unit of the rows of text on one rank of the language model: with sequence parallel, ranks gather rows, and
+    other rows are padded in the matmul."""
     recipe = cfg.fp8_of(LANGUAGE)
     return 1 if recipe == "none" or not cfg.language.layout.sp else fp8_unit(recipe)
 
 
 def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
-    """Why the layers of a module are torch's where Transformer Engine is installed; empty: they are not."""
+    """The reason why a module uses torch's layers even if Transformer Engine is installed; empty if it does not."""
     module = cfg.modules[name]
     if module.lora.rank > 0:
-        return f"modules.{name}.lora.rank is {module.lora.rank}, and adapters are beside torch's layers"
+        return f"modules.{name}.lora.rank is {module.lora.rank}, and adapters require torch's layers"
     if module.llm is not None:
         if module.llm.attention_softcap:
-            return f"modules.{name}.llm.attention_softcap caps scores, which is torch's attention"
+            return f"modules.{name}.llm.attention_softcap requires torch's attention"
         if module.llm.window and module.layout.cp > 1:
-            return f"modules.{name}.llm.window with layout.cp {module.layout.cp} is torch's attention"
+            return f"modules.{name}.llm.window with layout.cp {module.layout.cp} requires torch's attention"
         return ""
     if isinstance(module.encoder, PlainSpec):
         return f"modules.{name}.encoder.family {module.encoder.family} is a plain torch module"
     if any(part.full_attention is not None for part in module.encoder.parts.values()):
-        return f"modules.{name}.encoder has attention inside windows, which is torch's"
+        return f"modules.{name}.encoder has window attention, which requires torch's layers"
     return ""
 
 
 def fp8_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Why layers of this run cannot have fp8, of a config whose sizes and layouts have no fault."""
+    """Faults of fp8, for a config whose sizes and layouts have none."""
     if "delayed" in {cfg.train.fp8, *(module.fp8 for module in cfg.modules.values())}:
         yield Fault(
             "train.fp8",
-            "delayed scales by a history of largest values, which Transformer Engine keeps in a pickle and checkpoints "
-            "here have none; it is summed over ranks that run other modules, too: use tensorwise",
+            "delayed is not supported: its history of largest values is a pickle of Transformer Engine, which "
+            "checkpoints do not hold, and is reduced over ranks of other modules. Use tensorwise",
         )
     recipes = has_fp8(cfg)
     for name in _IN_BF16:
         if (number := getattr(cfg.train, name)) and not recipes:
-            yield Fault(f"train.{name}", f"is {number}, and no module has fp8: set it to 0, or set train.fp8")
+            yield Fault(f"train.{name}", f"is {number}, and no module has fp8. Set it to 0, or set train.fp8")
     for name, recipe in recipes.items():
         key = f"modules.{name}.fp8" if cfg.modules[name].fp8 else "train.fp8"
-        none = f"set modules.{name}.fp8=none"
+        off = f"set modules.{name}.fp8=none"
         if cfg.train.precision != "bf16":
-            yield Fault(key, f"is {recipe}, and train.precision {cfg.train.precision}: set that to bf16, or {none}")
+            yield Fault(key, f"{recipe} requires train.precision=bf16 (is {cfg.train.precision}). Set it, or {off}")
         if cfg.run.device == "cpu":
-            yield Fault(key, f"is {recipe}, which is of Transformer Engine on CUDA, and run.device is cpu: {none}")
-        if why := torch_layers_because(cfg, name):
-            yield Fault(key, f"is {recipe}, and the layers cannot be Transformer Engine's: {why}; {none}")
+            yield Fault(key, f"{recipe} requires CUDA and Transformer Engine (run.device is cpu). S{off[1:]}")
+        if reason := torch_layers_because(cfg, name):
+            yield Fault(key, f"{recipe} requires layers of Transformer Engine: {reason}. S{off[1:]}")
         else:
             yield from _size_faults(cfg, name, recipe, key)
 
@@ -77,21 +77,21 @@ def fp8_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iterator[Fault]:
     module, unit = cfg.modules[name], fp8_unit(recipe)
     tp = module.layout.tp
-    for what, layers, widths in _widths(cfg, name):
+    for prefix, layers, widths in _widths(cfg, name):
         for field, (width, axis, ranks) in widths.items():
             if width % (ranks * unit):
                 over = f" over {axis} {ranks} is {width / ranks:g}" if axis else ""
                 yield Fault(
                     key,
-                    f"{recipe} needs widths of multiples of {unit} on each rank, and {what}{field} {width}{over}: "
-                    f"change one, or set modules.{name}.fp8=none",
+                    f"{recipe} requires widths that are multiples of {unit} on each rank, got {prefix}{field} "
+                    f"{width}{over}. Change one, or set modules.{name}.fp8=none",
                 )
         for field in _IN_BF16:
             most = layers // module.layout.pp
             if (number := getattr(cfg.train, field)) > most:
                 yield Fault(
                     f"train.{field}",
-                    f"is {number}, and a stage of {what.rstrip('.')} has {most} layers: use at most that",
+                    f"is {number}, and a stage of {prefix.rstrip('.')} has {most} layers. Use at most that",
                 )
     if not module.layout.sp:
         return
@@ -100,8 +100,8 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
         if cfg.data.sequence_length % parts:
             yield Fault(
                 "data.sequence_length",
-                f"is {cfg.data.sequence_length}; with modules.{name}.layout.sp and {key} {recipe} each rank has a "
-                f"multiple of {unit} rows of it: use a multiple of {parts}",
+                f"is {cfg.data.sequence_length}; with modules.{name}.layout.sp and {key}={recipe} each rank must have "
+                f"a multiple of {unit} rows. Use a multiple of {parts}",
             )
         return
     for part in module.encoder.parts.values():
@@ -114,8 +114,8 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
 
 
 def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[str, tuple[int, str, int]]]]:
-    """(key, layers, widths of matmuls) of each stack of layers of a module; a width with the axis of ranks that divide
-    it and their number, 1 of none."""
+    """(prefix of keys, layers, widths of matmuls) of each stack of layers of a module; a width comes with the axis that
+    divides it and its size."""
     module, layout = cfg.modules[name], cfg.modules[name].layout
     tp = ("tp", layout.tp)
     if module.llm is not None:
@@ -146,14 +146,14 @@ def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[st
         )
 
 
-def layers_in_fp8(cfg: ConfigContainer, own: Iterable[int], layers: int) -> list[int]:
-    """Which of these layers of a module with fp8 are in it, of so many that the module has."""
-    first, behind = cfg.train.num_layers_at_start_in_bf16, layers - cfg.train.num_layers_at_end_in_bf16
-    return [layer for layer in own if first <= layer < behind]
+def layers_in_fp8(cfg: ConfigContainer, numbers: Iterable[int], layers: int) -> list[int]:
+    """Those of the layers `numbers` that are in fp8, in a module with fp8 and `layers` layers."""
+    first, end = cfg.train.num_layers_at_start_in_bf16, layers - cfg.train.num_layers_at_end_in_bf16
+    return [layer for layer in numbers if first <= layer < end]
 
 
-def described(cfg: ConfigContainer) -> str:
-    """What of a run is in fp8, in words; empty: nothing."""
+def fp8_text(cfg: ConfigContainer) -> str:
+    """A phrase about the layers in fp8; empty if there are none."""
     recipes = has_fp8(cfg)
     if not recipes:
         return ""
@@ -169,7 +169,7 @@ def compiled_modules(cfg: ConfigContainer) -> list[str]:
 
 
 def compile_remark(cfg: ConfigContainer) -> str:
-    """What a run says before its first step, which waits for the compiler; empty where nothing is compiled."""
+    """The note before the first step, which waits for the compiler; empty if nothing is compiled."""
     compiled = compiled_modules(cfg)
     if not compiled:
         return ""
@@ -180,36 +180,34 @@ def compile_remark(cfg: ConfigContainer) -> str:
 
 
 def compile_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Why layers of this run cannot be compiled, of a config whose sizes and layouts have no fault."""
+    """Faults of `compile`, for a config whose sizes and layouts have none."""
     for name in compiled_modules(cfg):
         key = f"modules.{name}.compile" if cfg.modules[name].compile else "train.compile"
-        if why := _not_plain_because(cfg, name):
-            yield Fault(
-                key,
-                f"is layers, and only layers that one rank computes in plain calls of torch are compiled: {why}; set "
-                f"modules.{name}.compile=none",
-            )
+        if reason := _not_plain_because(cfg, name):
+            yield Fault(key, f"layers is not supported with {reason}. Set modules.{name}.compile=none")
 
 
 def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
+    """The option of a module that keeps its layers from being plain calls of torch on one rank; empty if there is
+    none."""
     module, key = cfg.modules[name], f"modules.{name}"
     if module.layout.tp > 1:
-        return f"{key}.layout.tp is {module.layout.tp}, which sends inside them"
+        return f"tensor parallel ({key}.layout.tp is {module.layout.tp})"
     if module.lora.rank > 0:
-        return f"{key}.lora.rank is {module.lora.rank}, and adapters are beside them"
+        return f"adapters ({key}.lora.rank is {module.lora.rank})"
     if cfg.fp8_of(name) != "none":
-        return f"{key} has fp8 ({cfg.fp8_of(name)}), which is of Transformer Engine's layers"
+        return f"fp8 ({cfg.fp8_of(name)} for {key})"
     if cfg.recompute_of(name) == "selective":
-        return f"{key} has recompute selective, which is inside them"
+        return f"selective recompute (of {key})"
     if name == LANGUAGE and cfg.optim.overlap_param_gather:
-        return "optim.overlap_param_gather waits for weights inside them"
+        return "optim.overlap_param_gather, which waits for weights inside layers"
     if module.llm is not None:
         llm = module.llm
         odd = {"num_experts": llm.num_experts, "dropout": llm.dropout, "post_norms": llm.post_norms}
-        return next((f"{key}.llm.{field} is {value}" for field, value in odd.items() if value), "")
+        return next((f"{key}.llm.{field}={value}" for field, value in odd.items() if value), "")
     if isinstance(module.encoder, PlainSpec):
-        return f"{key}.encoder.family {module.encoder.family} is a torch module of its own"
+        return f"{key}.encoder.family {module.encoder.family}, a plain torch module"
     for part in module.encoder.parts.values():
         if part.dropout or part.layer_scale:
-            return f"{key}.encoder has {'dropout' if part.dropout else 'layer_scale'} in its layers"
+            return f"{'dropout' if part.dropout else 'layer_scale'} in layers of {key}.encoder"
     return ""

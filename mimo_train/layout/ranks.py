@@ -18,7 +18,7 @@ AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
 
 @dataclass(frozen=True)
 class ModuleLayout:
-    """Parallel sizes of one module, and its ranks."""
+    """Parallel sizes and ranks of one module."""
 
     name: str
     tp: int
@@ -31,7 +31,7 @@ class ModuleLayout:
     etp: int = 1
     vpp: int = 1
     balance: str = "samples"
-    """How an encoder's samples are divided over its replicas: samples or patches."""
+    """The quantity that is balanced over an encoder's replicas: samples or patches."""
 
     @property
     def size(self) -> int:
@@ -40,7 +40,7 @@ class ModuleLayout:
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of each expert: what ep and etp leave of a stage's ranks."""
+        """Replicas of each expert: the ranks of a stage divided by ep and etp."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
@@ -91,13 +91,12 @@ class RunLayout:
 
     @property
     def piped_modules(self) -> tuple[str, ...]:
-        """The modules that are stages of the pipeline, sources before destinations: all but those that run inside
-        another."""
+        """The modules that are stages of the pipeline, sources before destinations: all that run inside no other."""
         inside = {edge.source for edge in self.shared_edges}
         return tuple(name for name in self._sources_first() if name not in inside)
 
     def edges_from(self, source: str) -> tuple[Edge, ...]:
-        """The edges on which a module gives features."""
+        """The edges from a module."""
         return tuple(edge for edge in self.edges if edge.source == source)
 
     @property
@@ -107,11 +106,11 @@ class RunLayout:
 
     @property
     def logging_rank(self) -> int:
-        """The one rank that writes the log: the first of those that compute the loss."""
+        """The rank that writes the log: the first that computes the loss."""
         return self.language.stage_ranks(self.language.pp - 1)[0]
 
     def processes_of(self, ranks: Sequence[int]) -> range:
-        """The launcher's ranks of neighbouring ranks of one module, which are neighbours there too."""
+        """The launcher's ranks of neighbouring ranks of one module."""
         return range(self.processes[ranks[0]], self.processes[ranks[-1]] + 1)
 
     def on_rank(self, rank: int) -> list[str]:
@@ -119,7 +118,7 @@ class RunLayout:
         return [name for name, module in self.modules.items() if rank in module.ranks]
 
     def kind_of(self, rank: int) -> str:
-        """The modules on `rank` and their stages: ranks of one kind run the same code."""
+        """The modules on `rank` and their stages, as text; ranks of one kind run the same code."""
         kinds = []
         for name in self.on_rank(rank):
             module = self.modules[name]
@@ -128,7 +127,7 @@ class RunLayout:
         return " + ".join(kinds)
 
     def _sources_first(self) -> list[str]:
-        """Every module after all that give to it; else in the order of the config."""
+        """Every module after its sources, else in the order of the config."""
         ordered: list[str] = []
         waiting = list(self.modules)
         while waiting:
@@ -143,15 +142,15 @@ class RunLayout:
 
 
 def layers_of_stage(num_layers: int, stage: int, stages: int) -> int:
-    """Layers of one pipeline stage: equal parts, and what is left over on the first stage, since the last one has the
-    output layer to compute."""
+    """Number of layers of one pipeline stage: equal parts, and the rest on the first stage, since the last one computes
+    the output layer."""
     share = num_layers // stages
     return num_layers - (stages - 1) * share if stage == 0 else share
 
 
 def stage_layers(num_layers: int, stage: int, stages: int, chunks: int = 1) -> list[int]:
-    """Numbers of the layers of one pipeline stage, counted from 0 over the whole module; of its interleaved model
-    chunks one after the other, which are equal parts."""
+    """Numbers of the layers of one pipeline stage, from 0 over the module; interleaved model chunks are equal parts and
+    follow each other."""
     if chunks > 1:
         share = num_layers // (stages * chunks)
         starts = [(chunk * stages + stage) * share for chunk in range(chunks)]
@@ -190,8 +189,8 @@ def lay_out(cfg: ConfigContainer) -> RunLayout:
 
 
 def stages_to_end(layout: RunLayout, name: str, stage: int) -> int:
-    """Pipeline stages from this stage of a module to the end of the longest way that its features take, itself
-    included. A module inside the first stage of another is at that stage."""
+    """Pipeline stages from a stage of a module, itself included, to the end of the longest path of its features. A
+    module inside the first stage of another counts as that stage."""
     edges = layout.edges_from(name)
     behind = max((stages_to_end(layout, edge.destination, 0) for edge in edges), default=0)
     if any(edge.is_shared for edge in edges):
@@ -200,5 +199,5 @@ def stages_to_end(layout: RunLayout, name: str, stage: int) -> int:
 
 
 def pipeline_stages(layout: RunLayout) -> int:
-    """Stages that a microbatch passes on the longest way through the modules."""
+    """Number of stages on the longest path of a microbatch through the modules."""
     return max(stages_to_end(layout, name, 0) for name in layout.modules)

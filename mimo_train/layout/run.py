@@ -1,4 +1,4 @@
-"""A validated run: `resolve` checks a config and derives its layout and batch."""
+"""A validated run: `resolve` checks a config, reports all its faults, and derives its layout and batch."""
 
 import dataclasses
 import math
@@ -29,13 +29,13 @@ from mimo_train.layout.placement import placement_faults
 from mimo_train.layout.ranks import RunLayout, lay_out
 
 INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards", "data.test_shards")
-"""Keys of files that are not looked for before the data is there."""
+"""Keys of files that need not exist yet when a config is checked without data."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A config with its layout and batch. A process that trains creates one, by `resolve`, and passes it on; `check`
-    has one as soon as layout and batch have no fault."""
+    """A config with its layout and batch. A training process creates one with `resolve`; `check` creates one if layout
+    and batch have no faults."""
 
     cfg: ConfigContainer
     layout: RunLayout
@@ -53,7 +53,7 @@ class Run:
 
 
 def with_iters(run: Run, iters: int) -> Run:
-    """The run with so many steps, as they follow from its data."""
+    """The run with `iters` steps, a number that follows from its data."""
     return replace(run, cfg=replace(run.cfg, train=replace(run.cfg.train, iters=iters)))
 
 
@@ -61,9 +61,9 @@ def steps_of_epochs(run: Run, samples: int) -> int:
     """Steps of `train.epochs`.
 
     Args:
-        samples: of an epoch.
+        samples: samples of an epoch.
     """
-    # In decimals: 0.1 of 30 samples are 3, and not the next whole number above them.
+    # As a decimal number: 0.1 of 30 samples are 3 samples, and not 4.
     return max(1, run.batch.steps_of(math.ceil(Fraction(str(run.cfg.train.epochs)) * samples)))
 
 
@@ -73,8 +73,8 @@ def length_of(train: TrainConfig) -> str:
 
 
 def all_made(train: TrainConfig, step: int) -> str:
-    """What is said of a run that has made all of its steps."""
-    return f"nothing to train: step {step} of {length_of(train)} was made; raise it, or give another run.dir"
+    """The message for a run that has made all its steps."""
+    return f"nothing to do: step {step} of {length_of(train)} is done. Raise it, or choose a new run.dir"
 
 
 def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
@@ -86,22 +86,18 @@ def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
 
     Raises:
         UserError: `cfg` is not a `ConfigContainer`.
-        ConfigError: every one of `config_faults`.
+        ConfigError: all of `config_faults`.
     """
     require_config(cfg)
     placed = on_nodes(cfg, ranks_per_node)
-    found = config_faults(placed)
-    if found:
-        raise ConfigError(found)
-    # The config stays the user's: saved with a launcher's number in it, it would not fit other nodes.
+    if faults := config_faults(placed):
+        raise ConfigError(faults)
+    # The config stays the user's: saved with the launcher's number, it would not fit other nodes.
     return Run(cfg, lay_out(placed), Batch.of(cfg))
 
 
 def require_config(cfg: object) -> None:
-    """
-    Raises:
-        UserError: `cfg` is not a `ConfigContainer`, but the name of a config or its keys, for example.
-    """
+    """Raise UserError unless `cfg` is a `ConfigContainer` (and not the name of a config, for example)."""
     if not isinstance(cfg, ConfigContainer):
         raise UserError(
             f"config: expected a ConfigContainer, got {type(cfg).__name__}. Load one with "
@@ -117,8 +113,8 @@ def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:
 
 
 def with_config_faults(error: ConfigError) -> ConfigError:
-    """Add to the errors of reading a config those that `config_faults` finds in the rest of it. Left out are those that
-    may follow from a default in the place of a wrong value: they name its key, or are of the same module."""
+    """Add the faults of the rest of a config to the errors of reading it. Leaves out faults that may follow from the
+    default of a wrong value: they name its key, or belong to the same module."""
     if error.cfg is None:
         return error
     doubtful = [key for fault in error.faults for key in (fault.key, *fault.meant)]
@@ -137,25 +133,23 @@ def _names(key: str, text: str) -> bool:
 
 
 def config_faults(cfg: ConfigContainer) -> list[Fault]:
-    """All faults of a config that can be found without its data, each with key and numbers."""
-    found = [*layout_faults(cfg)]
-    found += _media_faults(cfg, found)
-    found += _length_faults(cfg)
-    world_size = None if found else lay_out(cfg).world_size
-    known = {fault.key for fault in found}
+    """All faults of a config that show without its data, each with key and numbers."""
+    faults = [*layout_faults(cfg)]
+    faults += _media_faults(cfg, faults)
+    faults += _length_faults(cfg)
+    world_size = None if faults else lay_out(cfg).world_size
+    known = {fault.key for fault in faults}
     others = [
         *cfg.faults(),
-        *([] if found else packing_faults(cfg)),
-        *([] if found else fp8_faults(cfg)),
-        *([] if found else compile_faults(cfg)),
+        *([] if faults else [*packing_faults(cfg), *fp8_faults(cfg), *compile_faults(cfg)]),
         *layer_faults(cfg),
         *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
     ]
-    return found + [fault for fault in others if fault.key not in known]
+    return faults + [fault for fault in others if fault.key not in known]
 
 
 def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """What is wrong with modules, sizes, ranks and batch."""
+    """Faults of modules, sizes, ranks and batch."""
     stray = [name for name, module in cfg.modules.items() if name != LANGUAGE and _is_empty(module)]
     of_modules = [
         fault
@@ -191,7 +185,7 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _world_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Modules of more ranks than any run has, whose ranks need not be listed to see that they do not fit."""
+    """Modules with more ranks than any run has; these are not laid out."""
     for name, module in cfg.modules.items():
         layout = module.layout
         ranks = layout.tp * layout.cp * layout.dp * layout.pp
@@ -205,9 +199,9 @@ def _is_empty(module: ModuleConfig) -> bool:
 
 
 def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
-    """The fault of a module of which there is only, for example, a layout."""
-    there = [other for other in cfg.modules if other not in stray]
-    near = near_names(name, there)
+    """The fault of a module without an encoder, a projector and an llm."""
+    present = [other for other in cfg.modules if other not in stray]
+    near = near_names(name, present)
     remedy = (
         f"Did you mean modules.{near[0]}?"
         if near
@@ -215,7 +209,7 @@ def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
     )
     return Fault(
         f"modules.{name}.encoder",
-        f"missing: the modules of this run are {', '.join(there) or 'none'}, and a file or an override names {name}: "
+        f"missing: the modules of this run are {', '.join(present) or 'none'}, and a file or an override names {name}: "
         f"{remedy}",
     )
 
@@ -232,7 +226,7 @@ def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
-    """Encoders whose largest picture or clip alone is longer than a sequence, among those that can be built."""
+    """Encoders whose largest media item is longer than a sequence, of those without faults."""
     for name, module in cfg.encoders.items():
         prefix = f"modules.{name}"
         if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in found):
@@ -250,11 +244,10 @@ def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
 
 
 def warm_up_warnings(cfg: ConfigContainer, last_step: int | None = None) -> Iterator[str]:
-    """Modules whose learning rate never reaches its peak. That is no fault: a run of a few steps, to try a config, is
-    such a one.
+    """Warnings about modules whose learning rate never reaches its peak; no faults, since trial runs have few steps.
 
     Args:
-        last_step: of the run, where its data may end it before `train.iters`.
+        last_step: last step of the run if its data may end it before `train.iters`.
     """
     length = cfg.train.iters if last_step is None else last_step
     named = f"train.iters {length}" if length == cfg.train.iters else f"the {length} steps that the data lasts for"

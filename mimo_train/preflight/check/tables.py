@@ -16,7 +16,7 @@ from mimo_train.estimate.memory import GIB, Memory, rank_memory, stage_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
-from mimo_train.layout.kernels import described
+from mimo_train.layout.kernels import fp8_text
 from mimo_train.layout.placement import Edge, moved_for_nodes, span_text
 from mimo_train.layout.ranks import RunLayout, lay_out, pipeline_stages
 from mimo_train.layout.run import Run, warm_up_warnings
@@ -67,7 +67,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         f"an estimate, without workspaces, buffers of NCCL and the CUDA context; {cfg.train.precision}, "
         f"recompute {', '.join([cfg.train.recompute, *recompute])}"
     ]
-    if in_fp8 := described(cfg):
+    if in_fp8 := fp8_text(cfg):
         notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
     for name in cfg.encoders:
         known, medium = name in media_per_sample, cfg.modules[name].encoder.medium

@@ -1,5 +1,6 @@
 """`mimo-train check`: what it says of samples, shards and tokenizers."""
 
+import dataclasses
 import gzip
 import json
 import re
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from encoders.ranges import rules_of
 from mimo_train.cli import main
+from mimo_train.config.schema_data import DataConfig
 from tests.unit.data.text.chat_templates import CHATML, LLAMA, QWEN_VL, save_tokenizer
 from tests.unit.preflight.check.printed import run
 from tests.unit.preflight.check.shards import heic, on, picture, record, shard, sound, write_weights
@@ -250,3 +253,28 @@ def saved_qwen(tmp_path):
     tokenizer.add_tokens(["<|box_start|>", "<|box_end|>"], special_tokens=True)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _beyond() -> list[tuple[str, str]]:
+    """Colours that are none, and a value on each side of what a number of `data` may be."""
+    found = [("background", "blue"), ("background", "")]
+    for field in dataclasses.fields(DataConfig):
+        if type(field.default) in (int, float):
+            rules = rules_of(field)
+            found.append((field.name, f"{rules.at_least - 1:g}"))
+            if rules.below or rules.at_most:
+                found.append((field.name, f"{rules.below or 2 * rules.at_most:.0f}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "value"), _beyond())
+def test_values_that_cannot_be_are_faults_beside_those_of_shards(name, value, capsys):
+    shard(Path("s/a.tar"), *sound(), ("bad.json", record("<image>\nWhere is it?")))
+    shard(Path("held/a.tar"), *sound())
+    given = {"data.validation_shards": "held", f"data.{name}": value}
+    code, out, faults = run(capsys, *on("s", **given))
+    assert code == 1
+    assert [fault for fault in faults if fault.startswith(f"data.{name}: ")]
+    assert "1 of 1 shard can be read, 5 samples" in out
+    reads = name != "sequence_length"
+    assert reads == any("key bad: " in fault for fault in faults)

@@ -48,7 +48,7 @@ def test_a_run_that_has_made_all_of_its_steps_is_told_that_it_has_nothing_to_do(
     override = saved(tmp_path)
     for iters in (199, 200):
         report = check(load("vlm_digits", override, f"train.iters={iters}"))
-        assert f"nothing to train: step 200 of train.iters {iters} was made; raise it" in report.warnings[0]
+        assert f"nothing to do: step 200 of train.iters {iters} is done. Raise it" in report.warnings[0]
         assert not report.faults, "as training, which ends well"
     assert check(load("vlm_digits", override, "train.iters=201")).warnings == []
 

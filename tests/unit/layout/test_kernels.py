@@ -5,7 +5,7 @@ import pytest
 from mimo_train.estimate import memory
 from mimo_train.estimate.memory import fp8_weight_bytes
 from mimo_train.inputs.padding import padding_of
-from mimo_train.layout.kernels import described, row_unit
+from mimo_train.layout.kernels import fp8_text, row_unit
 from mimo_train.layout.run import config_faults, resolve
 from tests.unit.configs import load
 
@@ -26,13 +26,13 @@ def test_sizes_that_are_multiples_have_no_fault():
 
 MOE = ("llm@modules.language.llm=gpt_tiny_moe",)
 REFUSED = {
-    "precision": (("train.precision=fp16",), "train.fp8: is tensorwise, and train.precision fp16"),
+    "precision": (("train.precision=fp16",), "train.fp8: tensorwise requires train.precision=bf16 (is fp16)"),
     "the CPU": (("run.device=cpu",), "run.device is cpu"),
-    "adapters": ((f"{LANGUAGE}lora.rank=4",), "modules.language.lora.rank is 4, and adapters are beside torch's"),
-    "capped scores": ((f"{LANGUAGE}llm.attention_softcap=50",), "attention_softcap caps scores"),
+    "adapters": ((f"{LANGUAGE}lora.rank=4",), "modules.language.lora.rank is 4, and adapters require torch's"),
+    "capped scores": ((f"{LANGUAGE}llm.attention_softcap=50",), "attention_softcap requires torch's attention"),
     "a window over cp": ((f"{LANGUAGE}llm.window=8", f"{LANGUAGE}layout.cp=2"), "llm.window with layout.cp 2"),
     "windows of pictures": (("encoder@modules.images.encoder=qwen2_5_vl_vit", f"{IMAGES}projector.merge=2",
-                             "data.sequence_length=2048"), "encoder has attention inside windows"),
+                             "data.sequence_length=2048"), "encoder has window attention"),
     "a width of experts": ((*MOE, f"{LANGUAGE}llm.expert_ffn_hidden_size=40"),
                            "llm.expert_ffn_hidden_size 40 over etp 1 is 40"),
     "a width of experts over etp": ((*MOE, *TP_SP, f"{LANGUAGE}layout.etp=2", "data.sequence_length=64",
@@ -44,7 +44,7 @@ REFUSED = {
     "a width over tp": ((f"{IMAGES}layout.tp=4", f"{IMAGES}encoder.ffn_hidden_size=96"),
                         "encoder.ffn_hidden_size 96 over tp 4 is 24"),
     "a width for scales of 32": (("train.fp8=mxfp8", f"{IMAGES}encoder.ffn_hidden_size=80"),
-                                 "multiples of 32 on each rank, and modules.images.encoder.ffn_hidden_size 80"),
+                                 "multiples of 32 on each rank, got modules.images.encoder.ffn_hidden_size 80"),
     "rows of ranks": ((*TP_SP, "data.sequence_length=72"), "data.sequence_length: is 72;"),
     "tokens of ranks": ((f"{IMAGES}layout.tp=2", f"{IMAGES}layout.sp=true"),
                         "modules.images.layout.sp: with train.fp8 tensorwise each of tp 2 ranks needs"),
@@ -61,7 +61,7 @@ def test_what_cannot_have_fp8_is_refused_with_the_key(name):
 
 def test_delayed_scaling_is_refused_with_the_reason():
     for key in ("train.fp8", "modules.images.fp8"):
-        assert any("keeps in a pickle" in fault for fault in faults(FP8[1], f"{key}=delayed"))
+        assert any("is a pickle of" in fault for fault in faults(FP8[1], f"{key}=delayed"))
 
 
 def test_layers_in_bf16_without_fp8_are_no_use():
@@ -72,9 +72,9 @@ def test_layers_in_bf16_without_fp8_are_no_use():
 def test_a_module_that_cannot_is_left_out_by_its_own_key():
     adapted = (f"{LANGUAGE}lora.rank=4", f"{LANGUAGE}fp8=none")
     assert not faults(*FP8, *adapted)
-    assert described(load("vlm_digits", *FP8, *adapted)) == "layers in fp8: images tensorwise; all else in bf16"
+    assert fp8_text(load("vlm_digits", *FP8, *adapted)) == "layers in fp8: images tensorwise; all else in bf16"
     ends = ("train.num_layers_at_start_in_bf16=1", f"{LANGUAGE}fp8=blockwise")
-    assert described(load("vlm_digits", *FP8, *ends)) == (
+    assert fp8_text(load("vlm_digits", *FP8, *ends)) == (
         "layers in fp8: images tensorwise, language blockwise, but for the first 1 and the last 0 of each; all else in "
         "bf16"
     )
@@ -128,3 +128,32 @@ def test_the_estimate_counts_them():
     cfg = load("vlm_digits", *FP8)
     assert fp8.weights - plain.weights == fp8_weight_bytes(cfg, "language", 0, tp=1, stages=1) > 0
     assert fp8.activations == plain.activations
+
+
+LANGUAGE, IMAGES = "modules.language.", "modules.images."
+NOT_COMPILED = {
+    "tensor parallel": ((f"{LANGUAGE}layout.tp=2",), "train.compile: layers is not", "modules.language.layout.tp is 2"),
+    "adapters": ((f"{LANGUAGE}lora.rank=4",), "train.compile: layers is not", "lora.rank is 4"),
+    "fp8": (("train.precision=bf16", f"{IMAGES}fp8=tensorwise"), "train.compile: layers is not", "fp8 (tensorwise"),
+    "selective": ((f"{IMAGES}recompute=selective",), "train.compile: layers is not", "selective recompute"),
+    "weights that are waited for": (("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true"),
+                                    "train.compile: layers is not", "optim.overlap_param_gather"),
+    "experts": (("llm@modules.language.llm=gpt_tiny_moe",), "train.compile: layers is not", "llm.num_experts="),
+    "dropout": ((f"{LANGUAGE}llm.dropout=0.1",), "train.compile: layers is not", "language.llm.dropout=0.1"),
+    "dropout of an encoder": ((f"{IMAGES}encoder.dropout=0.1",), "train.compile: layers is not", "dropout in layers"),
+    "by its own key": (("train.compile=none", f"{LANGUAGE}compile=layers", f"{LANGUAGE}layout.tp=2"),
+                       "modules.language.compile: layers is not", "layout.tp is 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_layers_that_are_not_plain_are_refused(name):
+    overrides, key, why = NOT_COMPILED[name]
+    found = [str(fault) for fault in config_faults(load("vlm_digits", "train.compile=layers", *overrides))]
+    assert any(fault.startswith(key) and why in fault for fault in found), found
+
+
+def test_plain_layers_are_not():
+    assert not config_faults(load("vlm_digits", "train.compile=layers", "train.recompute=full", "data.pack=true"))
+    left_out = ("train.compile=layers", f"{LANGUAGE}layout.tp=2", f"{LANGUAGE}compile=none")
+    assert not config_faults(load("vlm_digits", *left_out))

@@ -1,13 +1,57 @@
-"""The table of work: floating point operations of each kind of rank, by hand and as parts of a whole."""
+"""The table of ranks that `mimo-train check` prints."""
 
 import pytest
 
 from mimo_train.estimate.flops import module_work
 from mimo_train.layout.run import resolve
+from mimo_train.preflight.check import main
 from mimo_train.preflight.check.report import Report
-from mimo_train.preflight.check.tables import add_work, flops_of_ranks, flops_text
+from mimo_train.preflight.check.tables import add_ranks, add_work, flops_of_ranks, flops_text
 from tests.unit.configs import load
+from tests.unit.layout.test_layout import arranged
 from tests.unit.preflight.check.printed import run
+
+
+def table(cfg):
+    report = Report()
+    add_ranks(report, cfg, resolve(cfg).layout)
+    (found,) = report.tables
+    return found
+
+
+def test_stages_idle_ranks_and_the_way_of_features():
+    first = {"images": 4, "sounds": 0, "photos": 0, "language": 4}
+    cfg = arranged({"dp": 2, "pp": 2}, (32, 4), first=first, images={"tp": 2}, sounds={"dp": 2}, photos={"tp": 2})
+    cfg.placement.allow_idle = True
+    found = table(cfg)
+    assert found.header == ("ranks", "modules")
+    assert found.rows == [
+        ("0-1", "sounds + photos"),
+        ("2-3", "idle"),
+        ("4-5", "images + language, stage 1 of 2"),
+        ("6-7", "language, stage 2 of 2"),
+    ]
+    assert found.notes[:3] == [
+        "features of images are redistributed, from tp2 to dp2: it is on the first ranks of language (4-5)",
+        "features of sounds are sent from ranks 0-1 to 4-5",
+        "features of photos are sent from ranks 0-1 to 4-5",
+    ]
+    assert "placement.ranks_per_node" in found.notes[3]
+
+
+def test_nodes_and_an_order_that_is_not_the_config_s():
+    cfg = arranged({"tp": 2, "dp": 2}, images={})
+    cfg.placement.ranks_per_node = 2
+    found = table(cfg)
+    assert found.rows == [("0-3", "0-1", "language"), ("4", "2", "images")]
+    assert "order language, images" in found.notes[-1]
+
+
+def test_equal_sizes_on_the_same_ranks_move_nothing():
+    found = table(arranged({"dp": 2}, mode="shared", images={"dp": 2}))
+    assert found.rows == [("0-1", "images + language")]
+    assert found.notes == ["features of images stay where they are: it is on the first ranks of language (0-1)"]
+
 
 ROWS = 384
 """Of the embedding."""
@@ -128,3 +172,48 @@ def test_the_table(capsys):
 )
 def test_numbers_for_people(number, text):
     assert flops_text(number) == text
+
+
+TWO, THREE = "1: one_process", "3: images_dp1_language_dp2 train.micro_batch_size=4"
+
+
+def checked(capsys, layouts: str) -> tuple[int, list[str], list[str]]:
+    """The exit code, rows of the table, and errors."""
+    code = main("vlm_digits", [f"launch.layouts={{{layouts}}}"], without_data=True)
+    out, err = capsys.readouterr()
+    table = out.partition("layouts by nodes\n")[2].partition("\n\n")[0].splitlines()
+    return code, [" ".join(row.split()) for row in table[1:]], err.splitlines()
+
+
+def test_layouts_are_shown_by_their_nodes(capsys):
+    code, rows, _ = checked(capsys, f"{THREE}, {TWO}")
+    assert code == 0
+    assert rows == ["1 1 8 images (one rank), language (one rank)", "3 1 4 images (one rank), language (dp2)"]
+
+
+def test_every_fault_of_every_layout_has_its_key(capsys):
+    wrong = "2: images_dp1_language_dp2, 4: two_processes optim.lr=1, 5: one_process train.micro_batch_size=7"
+    code, rows, errors = checked(capsys, f"{TWO}, {wrong}")
+    assert code == 1 and len(rows) == 1
+    for start, words in (
+        ("error: launch.layouts.2: the layout needs 3 processes", "2 nodes"),
+        ("error: launch.layouts.4: changes optim.lr", "run"),
+        ("error: launch.layouts.5: train.global_batch_size", "7"),
+    ):
+        assert any(line.startswith(start) and words in line for line in errors), errors
+
+
+def test_a_fault_of_all_layouts_is_told_once(capsys):
+    main("vlm_digits", [f"launch.layouts={{{TWO}, {THREE}}}", "train.log_interval=0"], without_data=True)
+    assert capsys.readouterr().err.count("train.log_interval") == 1
+
+
+def test_without_layouts_there_is_no_table(capsys):
+    assert checked(capsys, "")[1] == []
+
+
+def test_without_data_neither_weights_nor_tokenizer_need_be_here(capfd):
+    absent = "modules.language.pretrained=/models/vicuna"
+    overrides = [absent, "launch.layouts={1: ''}", "layout=pictures_8"]
+    assert main("recipes/llava_1_5_finetune", overrides, without_data=True) == 0
+    assert f"notice: {absent.replace('=', ': ')} is not on this machine" in capfd.readouterr().err
