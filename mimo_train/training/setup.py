@@ -28,9 +28,8 @@ from mimo_train.hf.load import load_pretrained, load_start_adapters
 from mimo_train.inputs.inputs import build_dataset
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.inputs.padding import padding_of
-from mimo_train.launch.object_lock import ObjectLock, require_seen
 from mimo_train.launch.processes import is_on_first_node
-from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
+from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, ObjectLock, RunLock, require_seen
 from mimo_train.layout.kernels import compile_remark
 from mimo_train.layout.run import Run, warm_up_warnings
 from mimo_train.logging import progress
