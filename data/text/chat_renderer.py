@@ -60,6 +60,9 @@ class CompiledTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the first and the end character of every generation block."""
         messages = self._library._alias_reasoning_fields(messages)
+        if not self.has_blocks:
+            arguments = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+            return self._template.render(**arguments | self._variables), []
         with self._lock:
             return self._library._render_with_assistant_indices(
                 self._template, messages, tools, None, prompt, **self._variables

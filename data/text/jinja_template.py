@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from data.errors import DataError, RecordError
 from data.records.conversation import Conversation, Turn
 from data.text.chat_renderer import ANSWER, QUESTION, Chat, ChatRenderer, common_prefix
@@ -203,20 +205,18 @@ class JinjaTemplate:
             return Encoded(tokens.ids, learned, answers=[(at, turn) for turn, at in answers.items()])
         remaining = {kind: iter(members) for kind, members in media.items()}
         counts = iter([count for kind, _, _ in places for count in next(remaining[kind])])
-        result, starts = Encoded([], []), list[int]()
-        for token, is_learned in zip(tokens.ids, learned, strict=True):
-            starts.append(len(result.tokens))
-            if token in self._pads:
-                pad, number = next(counts)
-                assert pad == token, "modules of a kind in the order of their placeholders"
-                result.add([pad] * number, False)
-                result.media_end = len(result.tokens)
-            else:
-                result.add([token], is_learned)
+        repeats = np.ones(len(tokens.ids), dtype=np.int64)
+        for at in (pads := [at for at, token in enumerate(tokens.ids) if token in self._pads]):
+            pad, repeats[at] = next(counts)
+            assert pad == tokens.ids[at], "modules of a kind in the order of their placeholders"
         assert next(counts, None) is None, "a pad for every module of every medium"
-        starts.append(len(result.tokens))
-        result.answers = [(starts[at], turn) for turn, at in answers.items()]
-        return result
+        starts = np.concatenate([[0], np.cumsum(repeats)])
+        return Encoded(
+            np.repeat(tokens.ids, repeats).tolist(),
+            np.repeat(learned, repeats).tolist(),
+            media_end=int(starts[pads[-1] + 1]),
+            answers=[(int(starts[at]), turn) for turn, at in answers.items()],
+        )
 
     def _end_of_turn(self, text: str, tokens: _Tokens, begin: int, end: int, span: _Span) -> int:
         """Return the position behind the token that ends the turn, among those from `begin` to before `end`."""
@@ -248,11 +248,9 @@ class JinjaTemplate:
                 read += zip(ids[place : place + 1], pairs[place : place + 1], strict=True)
                 at, first = place + 1, pairs[place][1] if place < len(ids) else end
             ids, pairs = [token for token, _ in read], [pair for _, pair in read]
-        begin = self._begin if ids[: len(self._begin)] != self._begin else []
-        nothing = [0] * len(begin)
-        return _Tokens(
-            [*begin, *ids], [*nothing, *(first for first, _ in pairs)], [*nothing, *(end for _, end in pairs)]
-        )
+        if ids[: len(self._begin)] != self._begin:
+            ids, pairs = [*self._begin, *ids], [*[(0, 0)] * len(self._begin), *pairs]
+        return _Tokens(ids, [first for first, _ in pairs], [end for _, end in pairs])
 
     def _tokenize_piece(
         self, piece: str, first: int, stand_ins: Mapping[str, str]

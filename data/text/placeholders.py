@@ -135,25 +135,25 @@ class Places:
 
     def __init__(self, placeholders: Sequence[Placeholder]) -> None:
         self._texts = place_texts(placeholders)
-        marked = []
+        self._marked = {}
         for kind, text in self._texts.items():
-            first, *others = [item for item in placeholders if item.kind == kind]
+            item = next(item for item in placeholders if item.kind == kind)
             # With the mark comes what the template may have written around it, so that it is not doubled.
-            start, end = (f"(?:{re.escape(around)})?" if around else "" for around in (first.start, first.end))
-            complete = re.escape(text) + "|" if others else ""
-            marked.append(f"(?P<{kind}>{complete}{start}{re.escape(first.mark)}{end})")
-        nothing = "(?!)"
-        self._marked = re.compile("|".join(marked) or nothing)
-        texts = (f"(?P<{kind}>{re.escape(text)})" for kind, text in self._texts.items())
-        self._written = re.compile("|".join(texts) or nothing)
+            forms = {text} | {start + item.mark + end for start in ("", item.start) for end in ("", item.end)}
+            # Literals, longest first: `re` skips quickly to the next of these, but not to an optional group.
+            self._marked[kind] = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))))
 
     def write(self, text: str) -> str:
         """Return a template's text with every marked place as the family writes it, with one pad of each module."""
-        return self._marked.sub(lambda match: self._texts[match.lastgroup or ""], text)
+        for kind, pattern in self._marked.items():
+            text = pattern.sub(self._texts[kind].replace("\\", r"\\"), text)
+        return text
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
         """Return (kind, first character, end) of every place in a text that `write` returned."""
-        return [(match.lastgroup or "", *match.span()) for match in self._written.finditer(text)]
+        found = ((kind, re.finditer(re.escape(place), text)) for kind, place in self._texts.items())
+        places = [(kind, *match.span()) for kind, matches in found for match in matches]
+        return sorted(places, key=lambda place: place[1])
 
 
 Grid = tuple[int, int]

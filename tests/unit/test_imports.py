@@ -190,6 +190,8 @@ LIGHT = (
     "mimo_train/hf/parts.py",
     "mimo_train/hf/matching.py",
     "mimo_train/hf/llava_limits.py",
+    "data/records/*.py",
+    "data/text/*.py",
     "encoders/**/spec.py",
     "encoders/**/weights.py",
     "encoders/registry.py",
