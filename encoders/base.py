@@ -13,7 +13,7 @@ GATED = "swiglu"
 
 
 @dataclass(frozen=True)
-class PictureTransform:
+class ImageTransform:
     """How a picture becomes one of `EncoderSpec.input_size`."""
 
     interpolation: str = "bicubic"
@@ -100,9 +100,9 @@ class EncoderSpec(ABC):
         return 0
 
     @property
-    def transform(self) -> PictureTransform:
+    def transform(self) -> ImageTransform:
         """How an image becomes one of `input_size`."""
-        return PictureTransform()
+        return ImageTransform()
 
     @property
     def is_tiled(self) -> bool:

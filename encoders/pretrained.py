@@ -6,7 +6,7 @@ from typing import Any
 
 from encoders.base import LayeredSpec
 from encoders.errors import EncoderError
-from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.patch_spec import PatchSpec
 
 ACTIVATION_NAMES = {
     "gelu": "gelu",
@@ -92,7 +92,7 @@ def part_of(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
 def picture_values(
     preprocessor: Mapping[str, Any], defaults: Mapping[str, Any], image_size: int, *, any_size: bool = False
 ) -> dict[str, Any]:
-    """Fields of `PictureSpec` from a preprocessor's config: how pictures are resized and normalised.
+    """Fields of `PatchSpec` from a preprocessor's config: how pictures are resized and normalised.
 
     Args:
         preprocessor: as in preprocessor_config.json, or processor_config.json with the image processor inside; empty:
@@ -175,7 +175,7 @@ def unread_norm(spec: LayeredSpec, name: str) -> dict[str, tuple[tuple[int, ...]
     return {} if spec.final_norm else {f"{name}.weight": (width, 1.0), f"{name}.bias": (width, 0.0)}
 
 
-def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
+def preprocessor_config(spec: PatchSpec) -> dict[str, Any]:
     """preprocessor_config.json with which `transformers` makes of a picture what our data path makes of it, bit for
     bit: its classes on torchvision, which versions 4 and 5 both know by these names.
 
@@ -193,7 +193,7 @@ def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
     return pixel_keys(spec, rounding if spec.transform.rounded else "DINOv3ViTImageProcessorFast", **sizes)
 
 
-def pixel_keys(spec: PictureSpec, processor: str, **sizes: Any) -> dict[str, Any]:
+def pixel_keys(spec: PatchSpec, processor: str, **sizes: Any) -> dict[str, Any]:
     """Return preprocessor_config.json of a class of image processors.
 
     Args:

@@ -19,7 +19,7 @@ from encoders.native.qwen3_vit.spec import Qwen3VitSpec
 from encoders.native.qwen_audio.spec import QwenAudioSpec
 from encoders.native.qwen_vit.spec import QwenVitSpec
 from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
-from encoders.native.vit.picture import VisionSpec
+from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.plain.spec import PlainSpec
 from encoders.ranges import nearest
@@ -79,7 +79,7 @@ class Family:
             raise EncoderError(
                 f"{self.builder}, the builder of {self.spec.__name__}, is no subclass of {base.__module__}."
                 f"{base.__name__}: "
-                + ("name the class of the module" if self.is_plain else "derive it, or the spec from PictureSpec")
+                + ("name the class of the module" if self.is_plain else "derive it, or the spec from ImageSpec")
             )
         return plain_encoder(found) if self.is_plain else cast(type[StagedEncoder], found)
 
@@ -308,7 +308,7 @@ def _why_no_spec(found: Any) -> str:
         )
     if not issubclass(found, EncoderSpec):
         return (
-            "is no encoder's spec: derive it from encoders.plain.spec.PictureSpec or ClipSpec (plain torch), or "
+            "is no encoder's spec: derive it from encoders.plain.spec.ImageSpec or AudioSpec (plain torch), or "
             "from a spec in encoders.native"
         )
     missing = sorted(getattr(found, "__abstractmethods__", frozenset()) | {"name", "family"} - fields)

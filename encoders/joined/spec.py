@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from encoders.base import EncoderSpec, PictureTransform
-from encoders.native.vit.picture import PictureSpec
+from encoders.base import EncoderSpec, ImageTransform
+from encoders.native.vit.patch_spec import PatchSpec
 from encoders.ranges import FixedKeys
 
 PARTS = ("first", "second")
@@ -53,7 +53,7 @@ class JoinedSpec(FixedKeys, EncoderSpec):
         return max(part.dropout for part in self.parts.values())
 
     @property
-    def transform(self) -> PictureTransform:
+    def transform(self) -> ImageTransform:
         """How a picture becomes one of `input_size`. Its pixels are rounded if those of either encoder are."""
         return replace(self.first.transform, rounded=any(part.transform.rounded for part in self.parts.values()))
 
@@ -107,7 +107,7 @@ class JoinedSpec(FixedKeys, EncoderSpec):
         """(field, sentence) of everything that cannot be built."""
         found = []
         for name, part in self.parts.items():
-            if not isinstance(part, PictureSpec):
+            if not isinstance(part, PatchSpec):
                 family = getattr(part, "family", None)
                 have = "there is none" if part is None else f"family is {family!r}"
                 text = f"must have the keys of a vision encoder of layers, such as family: clip; {have}"

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from encoders.errors import EncoderError
-from encoders.plain.spec import ClipSpec, PictureSpec, PlainSpec
+from encoders.plain.spec import AudioSpec, ImageSpec, PlainSpec
 from encoders.projectors.merge import merge_patches
 from encoders.staged import Size, by_size, stacked
 
@@ -57,7 +57,7 @@ class PlainEncoder(MegatronModule):
             parameter.data = parameter.data.to(config.params_dtype)
         self._refuse_batch_norms()
         self._compare_with_spec()
-        if isinstance(spec, PictureSpec):
+        if isinstance(spec, ImageSpec):
             self.register_buffer("pixel_mean", _channels(spec.pixel_mean), persistent=False)
             self.register_buffer("pixel_std", _channels(spec.pixel_std), persistent=False)
 
@@ -99,7 +99,7 @@ class PlainEncoder(MegatronModule):
                 load()
 
     def _size(self, medium: torch.Tensor) -> Size:
-        if isinstance(self.spec, ClipSpec):
+        if isinstance(self.spec, AudioSpec):
             return len(medium), self.spec.sample_rate
         return medium.shape[-2], medium.shape[-1]
 
@@ -118,7 +118,7 @@ class PlainEncoder(MegatronModule):
                 f"{spec.medium}(s) of {size}, and its spec says {expected}: number, features of each, "
                 "encoder.hidden_size; change one of the two"
             )
-        if isinstance(spec, PictureSpec):
+        if isinstance(spec, ImageSpec):
             return merge_patches(features_NTH, *spec.grid(*size), self.merge)
         return features_NTH.unflatten(1, (-1, self.merge)).flatten(2)
 
@@ -126,7 +126,7 @@ class PlainEncoder(MegatronModule):
         """What the module gets: in the type of its weights, pixels normalised in float32 before. A module with the
         attribute `wants_float32` gets that."""
         values = media.float()
-        if isinstance(self.spec, PictureSpec):
+        if isinstance(self.spec, ImageSpec):
             values = (values * self.spec.pixel_scale - self.pixel_mean) / self.pixel_std
         return values if getattr(self.model, "wants_float32", False) else values.to(self.config.params_dtype)
 

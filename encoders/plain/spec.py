@@ -12,7 +12,7 @@ from encoders.ranges import MOST_PIXELS, MOST_WIDTH, key
 
 @dataclass
 class PlainSpec(EncoderSpec):
-    """What every plain encoder says of itself: derive from `PictureSpec` or `ClipSpec`."""
+    """What every plain encoder says of itself: derive from `ImageSpec` or `AudioSpec`."""
 
     name: str = "own"
     """Free name, shown in tables."""
@@ -54,7 +54,7 @@ class PlainSpec(EncoderSpec):
 
 
 @dataclass
-class PictureSpec(PlainSpec):
+class ImageSpec(PlainSpec):
     """A torch module from pictures to features: float [N, 3, height, width] -> [N, rows * columns, hidden_size], row by
     row. A subclass says `grid` and `num_parameters`; the pictures have one size unless it overrides `input_size`,
     `sizes_vary`, `most_tokens` and `most_inner_tokens` too."""
@@ -136,7 +136,7 @@ class PictureSpec(PlainSpec):
 
 
 @dataclass
-class ClipSpec(PlainSpec):
+class AudioSpec(PlainSpec):
     """A torch module from clips to features: float [N, samples] -> [N, tokens, hidden_size]. A subclass says `tokens`,
     `shortest` and `num_parameters`. Clips keep their length, those of one length go together."""
 

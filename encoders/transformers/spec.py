@@ -4,9 +4,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from encoders.base import PictureTransform
+from encoders.base import ImageTransform
 from encoders.errors import EncoderError
-from encoders.plain.spec import ClipSpec, PictureSpec
+from encoders.plain.spec import AudioSpec, ImageSpec
 from encoders.pretrained import RESAMPLE
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 from encoders.transformers.directory import (
@@ -131,7 +131,7 @@ class FromDirectory(FixedKeys):
 
 
 @dataclass
-class TransformersSpec(FromDirectory, PictureSpec):
+class TransformersSpec(FromDirectory, ImageSpec):
     """A vision model of `transformers` as it is, in the words of its directory. What a key does not say is read from
     `config.json`, `preprocessor_config.json` or `processor_config.json` there."""
 
@@ -186,10 +186,10 @@ class TransformersSpec(FromDirectory, PictureSpec):
         return (1, rows * columns + max(self.prefix_tokens, 0)) if self.keep_prefix else (rows, columns)
 
     @property
-    def transform(self) -> PictureTransform:
+    def transform(self) -> ImageTransform:
         """How a picture becomes one of `input_size`."""
         # As its processor, which alone keeps fractions of resized pixels.
-        return PictureTransform(self.interpolation, rounded=self.model_config.get("model_type") != "dinov3_vit")
+        return ImageTransform(self.interpolation, rounded=self.model_config.get("model_type") != "dinov3_vit")
 
     def dropped_tokens(self) -> int:
         """Tokens that are taken off the front of the model's output."""
@@ -278,7 +278,7 @@ class TransformersSpec(FromDirectory, PictureSpec):
 
 
 @dataclass
-class TransformersAudioSpec(FromDirectory, ClipSpec):
+class TransformersAudioSpec(FromDirectory, AudioSpec):
     """An audio model of `transformers` as it is: Whisper's encoder, or one of raw sound such as Wav2Vec2, HuBERT and
     WavLM. What a key does not say is read from `config.json` and `preprocessor_config.json` of its directory."""
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from encoders.plain.spec import PictureSpec
+from encoders.plain.spec import ImageSpec
 
 
 @dataclass
-class ConvSpec(PictureSpec):
+class ConvSpec(ImageSpec):
     """Squares of pixels through two layers."""
 
     image_size: int = 48

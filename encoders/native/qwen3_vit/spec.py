@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from encoders.native.qwen_vit.spec import nearest_size
-from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.patch_spec import PatchSpec
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 
 
 @dataclass
-class Qwen3VitSpec(PictureSpec):
+class Qwen3VitSpec(PatchSpec):
     """The vision transformer of Qwen3-VL (2025, arXiv 2511.21631): pictures keep their aspect ratio, positions are
     learned and rotary, and the states behind some layers are given to the first layers of the language model too
     (DeepStack, arXiv 2406.04334). Its patch merger is the final norm with a projector `{kind: mlp, merge: 2,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from encoders.errors import EncoderError
-from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.patch_spec import PatchSpec
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 
@@ -13,7 +13,7 @@ LONGEST = 200
 
 
 @dataclass
-class QwenVitSpec(PictureSpec):
+class QwenVitSpec(PatchSpec):
     """The vision transformer of Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): pictures keep their
     aspect ratio, queries and keys are rotated by row and column, most layers attend inside windows. Its patch merger is
     the final norm with a projector `{kind: mlp, merge: 2, activation: gelu}` of the merged width behind it."""

@@ -7,7 +7,7 @@ from typing import Any
 from encoders.errors import EncoderError
 from encoders.native.clip.weights import LAYERS, OTHER_TENSORS, tower_values
 from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
-from encoders.native.vit.picture import VisionSpec
+from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.vit.weights import layer_rules, norm_rules, patch_rules, unread
 from encoders.pretrained import (
     ConfigFile,

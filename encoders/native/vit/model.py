@@ -1,6 +1,6 @@
 """Vision transformers of Megatron-Core layers: patches + positions -> layers -> final norm.
 
-One class for all families that differ in nothing but what `PictureSpec` names.
+One class for all families that differ in nothing but what `PatchSpec` names.
 
 Shape suffixes: N pictures, C channels, P patches of all pictures, T tokens of one inside the encoder (class token,
 register tokens, patches), H hidden size, R rows: tokens of all pictures.
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.initial_weights import bare_layer, draw_weights, drawn
+from encoders.native.vit.patch_spec import PatchSpec
 from encoders.native.vit.patches import Grid, gather_patches, token_by_token
-from encoders.native.vit.picture import PictureSpec
 from encoders.native.vit.positions import position_taps, relative_angles
 from encoders.native.vit.tower import TowerSpec
 from encoders.staged import Size, StagedEncoder, to_device
@@ -26,7 +26,7 @@ from encoders.staged import Size, StagedEncoder, to_device
 class VisionTransformer(StagedEncoder):
     """Pictures -> features per patch, joined `merge` x `merge`: what one pipeline stage has of it."""
 
-    spec: PictureSpec
+    spec: PatchSpec
 
     def forward(
         self,

@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from encoders.base import PictureTransform
+from encoders.base import ImageTransform
 from encoders.errors import EncoderError
-from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.patch_spec import PatchSpec
 from encoders.native.vit.tiles import POOLED_FROM, UNCUT, Tiling, best_canvas, tiling
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, key
 
 
 @dataclass
-class TowerSpec(PictureSpec):
+class TowerSpec(PatchSpec):
     """The base of the specs of published encoders: what of them is read, and of what."""
 
     feature_layer: int = key(-1, at_least=-MOST_LAYERS, at_most=-1)
@@ -39,15 +39,13 @@ class TowerSpec(PictureSpec):
         return self.is_tiled or super().sizes_vary
 
     @property
-    def transform(self) -> PictureTransform:
+    def transform(self) -> ImageTransform:
         """How a picture becomes one of `input_size`."""
         if not self.is_tiled:
             return super().transform
         red, green, blue = (int(255 * mean) for mean in self.pixel_mean)
         ground = red, green, blue
-        return PictureTransform(
-            self.interpolation, tile=self.image_size, background=ground, rounded=self.rounded_pixels
-        )
+        return ImageTransform(self.interpolation, tile=self.image_size, background=ground, rounded=self.rounded_pixels)
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) in pixels of what is cut into tiles; `UNCUT` if nothing is.
@@ -73,14 +71,14 @@ class TowerSpec(PictureSpec):
         return found
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """As in `PictureSpec`; with resize tiles the picture's own, from which its `tiling` follows."""
+        """As in `PatchSpec`; with resize tiles the picture's own, from which its `tiling` follows."""
         if not self.is_tiled:
             return super().input_size(height, width, merge)
         self.tiling(height, width)
         return height, width
 
     def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """As in `PictureSpec`; with resize tiles, of a tile."""
+        """As in `PatchSpec`; with resize tiles, of a tile."""
         return (self._side, self._side) if self.is_tiled else super().grid(height, width, merge)
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from encoders.base import GATED, LayeredSpec
-from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.patch_spec import PatchSpec
 from encoders.weight_map import Rows, Rule, heads, same, stacked, with_biases
 
 
@@ -53,7 +53,7 @@ def norm_rules(ours: str, theirs: str, width: int, *, bias: bool = True) -> Iter
         yield same(f"{ours}.{part}", f"{theirs}.{part}", width)
 
 
-def patch_rules(spec: PictureSpec, theirs: str) -> Iterator[Rule]:
+def patch_rules(spec: PatchSpec, theirs: str) -> Iterator[Rule]:
     """Rules of the embedding of patches, a convolution: the name without `.weight` and `.bias`."""
     side, frames = spec.patch_size, spec.patch_frames
     tail = (3, *((frames,) if frames > 1 else ()), side, side)

@@ -181,7 +181,7 @@ def _weights_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def _errors(spec, weights, layout, pgs, place, rows, expected) -> dict[str, float]:
-    from encoders.native.vit.picture import VisionSpec
+    from encoders.native.vit.patch_spec import VisionSpec
     from encoders.projectors.merge import merge_patches
     from mimo_train.config.llm_spec import LlmSpec
     from mimo_train.config.schema import ConfigContainer
@@ -238,7 +238,7 @@ def _mixed() -> float:
     """Largest difference between media of several sizes together and each by itself."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from encoders.native.vit.picture import VisionSpec
+    from encoders.native.vit.patch_spec import VisionSpec
     from encoders.projectors.resampler import PerceiverResampler
     from mimo_train.config.llm_spec import LlmSpec
     from mimo_train.config.schema import ConfigContainer

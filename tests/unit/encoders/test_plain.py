@@ -8,7 +8,7 @@ import torch
 
 from encoders.errors import EncoderError
 from encoders.plain.model import plain_encoder
-from encoders.plain.spec import ClipSpec
+from encoders.plain.spec import AudioSpec
 from tests.dist.own_encoder import Conv, ConvSpec
 
 
@@ -26,7 +26,7 @@ class AnySize(ConvSpec):
 
 
 @dataclass
-class Frames(ClipSpec):
+class Frames(AudioSpec):
     """Frames of four samples."""
 
     hidden_size: int = 3

@@ -14,11 +14,11 @@ from mimo_train.config.errors import ConfigError
 
 SPEC = """
 from dataclasses import dataclass
-from encoders.plain.spec import PictureSpec
+from encoders.plain.spec import ImageSpec
 from encoders.native.vit.picture import VisionSpec
 
 @dataclass
-class Good(PictureSpec):
+class Good(ImageSpec):
     hidden_size: int = 8
     stride: int = 8
     builder = "{module}:Model"
@@ -38,7 +38,7 @@ class BuilderNowhere(Good):
     builder = "no_such_package.model:Model"
 
 @dataclass
-class NoGrid(PictureSpec):
+class NoGrid(ImageSpec):
     builder = "{module}:Model"
 
 @dataclass

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoders.base import joint_faults, num_tokens
+from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.vit.patches import gather_patches, token_by_token
-from encoders.native.vit.picture import VisionSpec
 from encoders.native.vit.positions import interpolate, position_taps
 from encoders.projectors.spec import ProjectorSpec
 

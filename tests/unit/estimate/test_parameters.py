@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from encoders.native.vit.picture import VisionSpec
+from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec

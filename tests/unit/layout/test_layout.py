@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.native.vit.picture import VisionSpec
+from encoders.native.vit.patch_spec import VisionSpec
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig

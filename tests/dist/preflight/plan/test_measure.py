@@ -2,7 +2,7 @@
 
 import pytest
 
-from encoders.plain.spec import PictureSpec
+from encoders.plain.spec import ImageSpec
 from mimo_train.config.errors import UserError
 from mimo_train.estimate.activations import BYTES, probability_activations
 from mimo_train.preflight.plan.costs import read_profile
@@ -10,7 +10,7 @@ from tests.dist.ranks import run_ranks
 from tests.unit.configs import load
 
 
-class Plain(PictureSpec):
+class Plain(ImageSpec):
     """An encoder of a user, without layers of Megatron-Core."""
 
     def grid(self, height: int, width: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from PIL import Image
 from data.media.decode import Resize, decode_resized
 from encoders.errors import EncoderError
 from encoders.native.vit.model import VisionTransformer
-from encoders.native.vit.picture import PictureSpec
+from encoders.native.vit.patch_spec import PatchSpec
 from encoders.pretrained import preprocessor_config
 from encoders.registry import FAMILIES
 
@@ -34,7 +34,7 @@ def picture(height: int, width: int) -> bytes:
     return buffer.getvalue()
 
 
-def embedder(spec: PictureSpec) -> VisionTransformer:
+def embedder(spec: PatchSpec) -> VisionTransformer:
     """What of an encoder makes patches of pixels."""
 
     class Embedder(VisionTransformer):
@@ -48,19 +48,19 @@ def embedder(spec: PictureSpec) -> VisionTransformer:
     return Embedder()
 
 
-def spec_of(model_type: str, config: dict, preprocessor: dict) -> PictureSpec:
+def spec_of(model_type: str, config: dict, preprocessor: dict) -> PatchSpec:
     family = next(family for family in FAMILIES.values() if model_type in family.readers)
     return family.spec(**family.read({"model_type": model_type, **config}, preprocessor))
 
 
-def ours(spec: PictureSpec, raw: bytes, size: tuple[int, int], merge: int) -> torch.Tensor:
+def ours(spec: PatchSpec, raw: bytes, size: tuple[int, int], merge: int) -> torch.Tensor:
     """Patches as the encoder multiplies them."""
     resize = Resize(**asdict(spec.transform))
     encoder, pixels = embedder(spec), decode_resized(raw, *spec.input_size(*size, merge), resize)
     return encoder._patches(pixels[None], Counter([encoder._grid(pixels.shape[1:])]))
 
 
-def patches_of(pixels: torch.Tensor, spec: PictureSpec) -> torch.Tensor:
+def patches_of(pixels: torch.Tensor, spec: PatchSpec) -> torch.Tensor:
     """Normalised pixels [3, height, width] in patches, row by row."""
     side = spec.patch_size
     return pixels.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)

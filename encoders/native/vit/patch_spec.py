@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from encoders.base import LayeredSpec, PictureTransform
+from encoders.base import ImageTransform, LayeredSpec
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 
 
 @dataclass
-class PictureSpec(FixedKeys, LayeredSpec):
+class PatchSpec(FixedKeys, LayeredSpec):
     """The base of the specs of all transformers over patches: their common keys. What a family has and others lack are
     the attributes without an annotation; a family that lets the user choose has a field of that name."""
 
@@ -99,10 +99,10 @@ class PictureSpec(FixedKeys, LayeredSpec):
         return self.resize == "native"
 
     @property
-    def transform(self) -> PictureTransform:
+    def transform(self) -> ImageTransform:
         """How a picture becomes one of `input_size`."""
         edge = (self.shortest_edge or self.image_size) if self.resize == "crop" else 0
-        return PictureTransform(self.interpolation, shortest_edge=edge, rounded=self.rounded_pixels)
+        return ImageTransform(self.interpolation, shortest_edge=edge, rounded=self.rounded_pixels)
 
     @property
     def position_grid(self) -> tuple[int, int]:
@@ -335,7 +335,7 @@ class PictureSpec(FixedKeys, LayeredSpec):
 
 
 @dataclass
-class VisionSpec(PictureSpec):
+class VisionSpec(PatchSpec):
     """A vision transformer: patches, learned positions, pre-norm layers, a final norm."""
 
     normalization: str = "LayerNorm"
