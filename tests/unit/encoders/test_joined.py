@@ -88,7 +88,7 @@ def test_what_is_computed_and_kept_is_that_of_both(cfg):
         ("first__keep_class_token", True, "second.patch_size", "makes 576 tokens"),
         ("first__patch_size", 16, "second.patch_size", "441 of the first"),
         ("second", None, "second", "there is none"),
-        ("second", "clip", "second", "keys of a vision encoder"),
+        ("second", "clip", "second", "a mapping of keys"),
         ("second__layer_scale", 0.0, "second.layer_scale", "above 0"),
         ("second__layernorm_epsilon", float("nan"), "second.layernorm_epsilon", "finite"),
     ],

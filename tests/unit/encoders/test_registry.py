@@ -15,7 +15,7 @@ from mimo_train.config.errors import ConfigError
 SPEC = """
 from dataclasses import dataclass
 from encoders.plain.spec import ImageSpec
-from encoders.native.vit.picture import VisionSpec
+from encoders.native.vit.patch_spec import VisionSpec
 
 @dataclass
 class Good(ImageSpec):
