@@ -14,7 +14,7 @@ def add(commands: Any) -> None:
         "check",
         _check,
         "check a run before it starts, without a GPU",
-        "Prints what would run (modules, layout, memory, batch, data) and every fault at once, each with\n"
+        "Prints the run (modules, layout, memory, batch, data) and all faults at once, each with\n"
         "the config key to change. Exit code 1 if there is a fault. Starts no process group and needs no GPU.\n\n"
         "examples:\n"
         "  mimo-train check vlm_digits\n"
@@ -23,23 +23,23 @@ def add(commands: Any) -> None:
         "  mimo-train check vlm_digits modules.language.layout.tp=2 --dry-run",
     )
     command.add_argument(
-        "--without-data", action="store_true", help="leave out tokenizer, weights and shards, which need not be there"
+        "--without-data", action="store_true", help="skip tokenizer, weights and shards, which need not exist"
     )
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="then run set-up, steps, evaluation and save of ranks of this layout, without memory for tensors, as on "
-        "GPUs unless run.device=cpu: memory, messages, waits of the host, and faults by line",
+        help="then run set-up, steps, evaluation and save of single ranks with fake tensors, as on GPUs unless "
+        "run.device=cpu, and report memory, messages, waits of the host, and errors by line",
     )
     command.add_argument(
         "--transformer-engine",
         action="store_true",
-        help="of the dry run: layers as where Transformer Engine is installed, by a stand-in of its own",
+        help="dry run: use layers of a stand-in for Transformer Engine",
     )
     command.add_argument(
         "--ranks",
         metavar="RANKS",
-        help="of the dry run: all-kinds (the default), one rank of each kind, or ranks with commas between them",
+        help="dry run: all-kinds (one rank of each kind, default), or ranks separated by commas",
     )
 
 
@@ -47,9 +47,9 @@ def _check(args: argparse.Namespace) -> int:
     from mimo_train.preflight.check import main
 
     if args.ranks is not None and not args.dry_run:
-        raise UserError(f"--ranks is {args.ranks}, which only a dry run has: give --dry-run too, or leave it out")
+        raise UserError(f"--ranks {args.ranks} requires --dry-run")
     if args.transformer_engine and not args.dry_run:
-        raise UserError("--transformer-engine is of a dry run: give --dry-run too, or leave it out")
+        raise UserError("--transformer-engine requires --dry-run")
     if args.dry_run:
         from mimo_train.preflight.dry_run.command import require_ranks
 

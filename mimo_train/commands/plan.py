@@ -14,7 +14,7 @@ def add(commands: Any) -> None:
         commands,
         "plan",
         _plan,
-        "layouts that fit on so many GPUs, the fastest first",
+        "layouts that fit on a number of GPUs, the fastest first",
         "Tries every legal layout of the modules, drops what does not fit into memory, predicts the time of a\n"
         "step of the others, and prints the best, with the overrides that choose them. Needs no GPU and no\n"
         "torch; where the shards are there, steps are as their samples make them. See\n"
@@ -24,35 +24,35 @@ def add(commands: Any) -> None:
         "  mimo-train plan recipes/llava_1_5_finetune --gpus 64 --gpu a100 --write llava_64.yaml\n"
         "  mimo-train plan vlm_digits --gpus 4 --measure --profile costs.json",
     )
-    command.add_argument("--gpus", type=positive, required=True, help="GPUs that there are")
+    command.add_argument("--gpus", type=positive, required=True, help="available GPUs")
     command.add_argument("--gpu", choices=DEVICES, default="h100", help="their kind (default: h100)")
-    command.add_argument("--memory", type=above_zero, metavar="GB", help="memory of one, instead of that of its kind")
     command.add_argument(
-        "--tflops", type=above_zero, metavar="T", help="its peak rate in train.precision, in TFLOP/s, likewise"
+        "--memory", type=above_zero, metavar="GB", help="memory of one GPU, instead of that of its kind"
     )
+    command.add_argument("--tflops", type=above_zero, metavar="T", help="peak rate in train.precision, in TFLOP/s")
     command.add_argument(
-        "--bandwidth", type=above_zero, metavar="GB/S", help="to other GPUs of its node, in one direction, likewise"
+        "--bandwidth", type=above_zero, metavar="GB/S", help="bandwidth to other GPUs of the node, in one direction"
     )
-    command.add_argument("--network", type=above_zero, metavar="GB/S", help="to other nodes, for each GPU, likewise")
+    command.add_argument("--network", type=above_zero, metavar="GB/S", help="bandwidth to other nodes, for each GPU")
     command.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="(default: 8)")
-    command.add_argument("--top", type=positive, default=5, metavar="N", help="proposals (default: 5)")
+    command.add_argument("--top", type=positive, default=5, metavar="N", help="number of proposals (default: 5)")
     command.add_argument(
-        "--margin", type=_share, default=MARGIN, metavar="SHARE", help=f"of the memory kept free (default: {MARGIN})"
+        "--margin", type=_share, default=MARGIN, metavar="SHARE", help=f"share of memory kept free (default: {MARGIN})"
     )
     command.add_argument(
-        "--media", type=above_zero, default=1.0, metavar="N", help="pictures or clips a sample has (default: 1)"
+        "--media", type=above_zero, default=1.0, metavar="N", help="media items of a sample (default: 1)"
     )
     command.add_argument(
         "--profile", type=Path, metavar="FILE", help="measured costs of layers, instead of assumed efficiencies"
     )
-    command.add_argument("--measure", action="store_true", help="measure them here first, and write FILE")
+    command.add_argument("--measure", action="store_true", help="measure these costs here first, and write FILE")
     command.add_argument(
         "--write", type=Path, metavar="FILE", help="write the config with the first proposal, such as layout.yaml"
     )
     command.add_argument(
         "--without-data",
         action="store_true",
-        help="do not look at the shards: every row counts as full, every picture as the largest",
+        help="do not read the shards: count every row as full and every media item as the largest",
     )
     command.add_argument("--json", action="store_true", help="print data instead of text")
 

@@ -81,7 +81,7 @@ class Passes:
     matrix: int
     """With its weight."""
     attention: int
-    """Of the core attention behind it."""
+    """Passes of the core attention after it."""
     matrix_again: int
     """By recomputation."""
     attention_again: int
@@ -116,7 +116,7 @@ def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
 
 
 Numbers = Mapping[str, Sequence[Sequence[int]]]
-"""Of the media of a step: encoder module -> microbatch -> sample -> number."""
+"""Numbers of the media of a step: encoder module -> microbatch -> sample -> number."""
 
 _Frozen = tuple[tuple[str, tuple[str, ...]], ...]
 """(module, shell patterns of its parameters that are not trained)."""
@@ -243,7 +243,7 @@ class StepFlops:
 
 
 def is_trained(matmuls: Sequence[Matmul], frozen: Sequence[str]) -> bool:
-    """Whether any matrix of a module is trained."""
+    """True if any matrix of a module is trained."""
     return any(not any(fnmatchcase(matmul.name, pattern) for pattern in frozen) for matmul in matmuls)
 
 
@@ -362,11 +362,11 @@ def _by_layer(passes: Sequence[Passes], in_fp8: Mapping[str, list[int]]) -> Modu
             matmul.forward * (one.matrix - 1 + one.matrix_again),
             matmul.attention * (one.attention - 1 + one.attention_again),
         )
-        found, linear = _LAYER.search(matmul.name), _LINEAR.fullmatch(matmul.name)
+        layer, linear = _LAYER.search(matmul.name), _LINEAR.fullmatch(matmul.name)
         if linear and int(linear[2]) in in_fp8.get(linear[1], ()):
             work = replace(work, in_fp8=work.matmuls, in_fp8_back=work.matmuls_back)
-        if found and not matmul.name.startswith("input_projections"):
-            number = int(found[1])
+        if layer and not matmul.name.startswith("input_projections"):
+            number = int(layer[1])
             layers[number] = layers.get(number, Work()) + work
         elif layers or matmul.name.startswith("input_projections"):
             end += work

@@ -14,7 +14,7 @@ from mimo_train.config.llm_spec import LlmSpec
 
 @dataclass(frozen=True)
 class Matmul:
-    """What is computed with one weight matrix, in the order of the forward pass."""
+    """The computation with one weight matrix."""
 
     name: str
     """Name of the parameter inside its module, by which patterns of `freeze` find it."""
@@ -23,10 +23,10 @@ class Matmul:
     attention: float = 0.0
     """FLOPs of the core attention that follows, forward."""
     in_layer: bool = False
-    """Whether it is part of a transformer layer, which full recomputation runs again."""
+    """True in transformer layers, which full recomputation runs again."""
     input_gradient: bool = True
-    """Whether backward gives the gradient of its input also where nothing asks for it, as the linear layers of
-    Megatron-Core do and torch's own do not."""
+    """True if backward computes the gradient of its input even if nothing needs it, as linear layers of Megatron-Core do
+    and torch's do not."""
 
 
 def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Matmul]:

@@ -44,9 +44,9 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """What is kept for the backward pass."""
+    """Bytes kept for the backward pass."""
     work: int = 0
-    """What is there besides at the fullest moment."""
+    """Further bytes at the fullest moment."""
 
     @property
     def total(self) -> int:
@@ -54,7 +54,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.work
 
     def __add__(self, other: "Memory") -> "Memory":
-        """Of two modules on one rank, which work one after the other."""
+        """Memory of two modules on one rank, which run one after the other."""
         return Memory(
             self.weights + other.weights,
             self.gradients + other.gradients,
@@ -178,7 +178,7 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
 
 
 def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
-    """Of one layer of the language model, scores left out."""
+    """Bytes of one layer of the language model, without scores."""
     cfg, llm, train, sizes = run.cfg, run.cfg.llm, run.cfg.train, run.layout.language
     kept = layer_activations(
         tokens,
@@ -230,7 +230,7 @@ def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
 
 
 def _has_row_kernel(cfg: ConfigContainer) -> bool:
-    """Whether one kernel takes all documents of a packed row, see `SdpaAttention`."""
+    """True if one kernel computes all documents of a packed row, see `SdpaAttention`."""
     llm, half = cfg.llm, cfg.train.precision != "fp32" and cfg.run.device != "cpu"
     return cfg.data.pack and half and not llm.attention_softcap and not llm.dropout and llm.head_width <= WIDEST_HEAD
 
@@ -311,7 +311,7 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
 
 
 def _keeps_nothing(module: ModuleConfig) -> bool:
-    """Whether no gradient passes the encoder of a module."""
+    """True if no gradient passes the encoder of a module."""
     return "encoder" in module.freeze and module.lora.rank == 0
 
 

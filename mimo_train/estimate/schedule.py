@@ -138,10 +138,10 @@ def _ready(
     ready = 0.0
     for other, other_chunk, late, same in needs[is_backward][stage, chunk]:
         # The last stage has what its gradient needs from its own forward pass.
-        found = done.get((other, (is_backward and not same, other_chunk, microbatch)))
-        if found is None:
+        end = done.get((other, (is_backward and not same, other_chunk, microbatch)))
+        if end is None:
             return None
-        ready = max(ready, found + late)
+        ready = max(ready, end + late)
     return ready
 
 

@@ -92,7 +92,7 @@ class Batch:
 
 
 def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """What is wrong with `train.rampup_batch_size`, in a run whose batch is right at its full size."""
+    """Faults of `train.rampup_batch_size`, in a run whose batch has none at its full size."""
     values, train, language = cfg.train.rampup_batch_size, cfg.train, cfg.language.layout
     if not values:
         return
@@ -125,7 +125,7 @@ def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """What is wrong with batch sizes and sequence length over the modules' parallel sizes."""
+    """Faults of batch sizes and sequence length over the modules' parallel sizes."""
     train, language = cfg.train, cfg.language.layout
     if min(train.global_batch_size, train.micro_batch_size, cfg.data.sequence_length) < 1:
         return  # their own keys say so
@@ -159,7 +159,7 @@ def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
-    """What is wrong with sequences of `length` tokens over the ranks that share them."""
+    """Faults of sequences of `length` tokens over the ranks that share them."""
     key = f"modules.{LANGUAGE}.layout"
     chunks, tp = 2 * language.cp if language.cp > 1 else 1, language.tp if language.sp else 1
     if length % chunks:
@@ -187,7 +187,7 @@ def has_balancing_loss(llm: LlmSpec) -> bool:
 
 
 def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Why the samples of this run cannot be packed, or keys of packing without it."""
+    """Faults of packing (`data.pack`), or of its keys without it."""
     data, llm = cfg.data, cfg.llm
     if not data.pack:
         if data.pack_length:

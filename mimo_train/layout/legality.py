@@ -16,7 +16,7 @@ from mimo_train.layout.ranks import layers_of_stage
 
 
 def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
-    """What is wrong with the parallel sizes of a language model whose own sizes are right.
+    """Faults of the parallel sizes of a language model whose own sizes have none.
 
     Args:
         key: config key of its module.
@@ -43,7 +43,7 @@ def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fa
 
 
 def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
-    """What is wrong with the parallel sizes of an encoder whose own sizes are right.
+    """Faults of the parallel sizes of an encoder whose own sizes have none.
 
     Args:
         key: config key of its module.
@@ -79,7 +79,7 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
 
 
 def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fault]:
-    """What is wrong with the widths of a projector whose own sizes are right.
+    """Faults of the widths of a projector whose own sizes have none.
 
     Args:
         width: of the language model.
@@ -277,22 +277,22 @@ def module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
 
 
 def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
-    """What is wrong with the sizes of an encoder and its projector, alone and together."""
+    """Faults of the sizes of an encoder and its projector, alone and together."""
     encoder, projector = module.encoder, module.projector
     # Arithmetic with what is not finite raises.
-    found = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
-    found += value_faults(projector.resampler, f"{prefix}.projector.resampler")
+    faults = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
+    faults += value_faults(projector.resampler, f"{prefix}.projector.resampler")
     for name, part in encoder.parts.items():
-        found += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
-    if found:
-        return found
+        faults += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
+    if faults:
+        return faults
     own = [(f"encoder.{field}", text) for field, text in encoder.faults()]
     own += [(f"projector.{field}", text) for field, text in projector.faults()]
     return [Fault(f"{prefix}.{field}", text) for field, text in own or joint_faults(encoder, projector)]
 
 
 def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """What needs the transformer layers that an encoder of plain torch does not have."""
+    """Faults of options that require transformer layers, for encoders of plain torch."""
     for name, module in cfg.encoders.items():
         if not isinstance(module.encoder, PlainSpec):
             if module.lora.rank > 0 and len(module.encoder.parts) > 1:

@@ -114,9 +114,9 @@ def _order(cfg: ConfigContainer) -> tuple[str, ...]:
         if rest not in dead_ends:
             for name in rest:
                 if not _crossing(cfg, name, following, node):
-                    found = complete((*order, name), following + _size(cfg.modules[name].layout))
-                    if found:
-                        return found
+                    rest_order = complete((*order, name), following + _size(cfg.modules[name].layout))
+                    if rest_order:
+                        return rest_order
             dead_ends.add(rest)
         return None
 
@@ -276,7 +276,7 @@ class Edge:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the source is on the ranks of the destination's first stage."""
+        """True if the source is on the ranks of the destination's first stage."""
         return self.placement == "shared"
 
 

@@ -1,1 +1,1 @@
-"""What can be known before a run starts: check, layout search, dry run."""
+"""Checks before a run starts: config and data, layout search, dry run."""

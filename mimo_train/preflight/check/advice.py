@@ -1,4 +1,4 @@
-"""Where a split costs more than it brings: the layout that the planner would choose. Imports no torch."""
+"""Advice: a layout that the planner predicts to be clearly faster."""
 
 import os
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ DRIVER = Path("/proc/driver/nvidia")
 WINDOWS_GPU = Path("/dev/dxg")
 """The same on Linux inside Windows."""
 GPU, GPUS_OF_NODE = "h100", 8
-"""What `mimo-train plan` assumes where it is told nothing."""
+"""Defaults of `mimo-train plan`."""
 _SMALL = 0.03
 
 
@@ -31,18 +31,18 @@ class Advice:
     """A layout to choose instead."""
 
     device: Device
-    """That both predictions are for."""
+    """The device of both predictions."""
     own: Candidate
-    """As the run is."""
+    """The layout of the run."""
     now: Prediction
     better: Proposal
 
 
 def add_advice(report: Report, run: Run, vocab: int, media_per_sample: dict[str, float]) -> None:
-    """One note, if there is `advice_of` a run."""
-    found = advice_of(run, vocab, media_per_sample)
-    if found is not None:
-        report.notes.append(_said(run, found))
+    """Add a note if there is `advice_of` the run."""
+    advice = advice_of(run, vocab, media_per_sample)
+    if advice is not None:
+        report.notes.append(_text(run, advice))
 
 
 def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advice | None:
@@ -73,8 +73,8 @@ def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advic
 
 
 def hardware(run: Run, vocab: int, media: dict[str, float]) -> tuple[Device, int]:
-    """What the run is meant for, as far as it can be seen, and how many of it a node has: `run.device`; of `auto` the
-    CPU, if this machine has fewer GPUs than ranks, and memory for all of them."""
+    """(the device that the run is probably for, number of devices of a node): `run.device`; for `auto` the CPU if this
+    machine has fewer GPUs than ranks, and memory for all of them."""
     placement = run.cfg.placement
     ranks = run.layout.processes[-1] + 1
     if _is_for_cpu(run, ranks, vocab, media):
@@ -99,7 +99,7 @@ def has_gpu_driver() -> bool:
 
 
 def _gpus(driver: Path) -> int:
-    """Of this machine, without torch."""
+    """Number of GPUs of this machine, without torch."""
     try:
         return len(os.listdir(driver / "gpus"))
     except OSError:
@@ -111,16 +111,16 @@ def _memory_of_machine() -> int:
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _said(run: Run, found: Advice) -> str:
-    own, device, better = found.own, found.device, found.better.candidate
-    seconds, other = found.now.seconds, found.better.prediction.seconds
-    idle = ", ".join(f"{name} {share:.0%}" for name, share in found.now.idle.items() if share >= _SMALL)
+def _text(run: Run, advice: Advice) -> str:
+    own, device, better = advice.own, advice.device, advice.better.candidate
+    seconds, other = advice.now.seconds, advice.better.prediction.seconds
+    idle = ", ".join(f"{name} {share:.0%}" for name, share in advice.now.idle.items() if share >= _SMALL)
     waits = f" (idle: {idle})" if idle else ""
     where = f" on {better.world_size:,} of them" if better.world_size < own.gpus else ""
     overrides = " ".join(quoted(one) for one in better.overrides(run.cfg))

@@ -60,14 +60,14 @@ def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Sam
 
     if not isinstance(dataset, Dataset) or not isinstance(held_out, Dataset):
         return
-    found = shared_media(dataset, held_out, COMPARED_SAMPLES)
-    if found.samples:
+    shared = shared_media(dataset, held_out, COMPARED_SAMPLES)
+    if shared.samples:
         of = f" of {one.name}" if one.name else ""
-        least = "" if found.is_whole else "at least "
+        least = "" if shared.is_whole else "at least "
         report.warnings.append(
-            f"{one.key}: {least}{found.samples:,} of {found.of:,} held-out samples{of} have a picture or clip that is "
-            "trained on, in another sample: their loss does not tell what the model makes of new ones; hold them out "
-            "by picture, with data.validation_shards"
+            f"{one.key}: {least}{shared.samples:,} of {shared.of:,} held-out samples{of} have a picture or clip that "
+            "is trained on, in another sample: their loss does not tell what the model makes of new ones; hold them "
+            "out by picture, with data.validation_shards"
         )
 
 

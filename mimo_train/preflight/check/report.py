@@ -1,4 +1,4 @@
-"""Findings of a check, and their printing: tables on a terminal, plain columns elsewhere."""
+"""The report of a check, and its printing: tables on a terminal, plain columns elsewhere."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Table:
 
 @dataclass
 class Report:
-    """Everything that was found. Each part of the check adds to it."""
+    """The results of a check. Each part of the check adds to it."""
 
     tables: list[Table] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -78,14 +78,14 @@ def spread(values: Sequence[int]) -> str:
 
 
 def fault_of(error: Exception, key: str) -> Fault:
-    """The fault that an error of the data is: of the key that it begins with, or of `key` where that is none, or
+    """The fault for an error of the data: with the key that it starts with, or with `key` if there is none or it is
     `data.shards`, which stands for any shards."""
-    found = re.match(r"(data\.[\w.\[\]-]+): ", str(error))
-    if found is None or found[1] == "data.shards":
+    match = re.match(r"(data\.[\w.\[\]-]+): ", str(error))
+    if match is None or match[1] == "data.shards":
         return Fault(key, without_key(error, "data.shards"))
-    return Fault(found[1], str(error)[found.end() :])
+    return Fault(match[1], str(error)[match.end() :])
 
 
 def without_key(error: Exception, key: str) -> str:
-    """What an error says, without the key that it begins with."""
+    """The text of an error without the key that it starts with."""
     return str(error).removeprefix(f"{key}:").removeprefix(f"{key} ").strip()

@@ -50,7 +50,7 @@ class _Set:
     """Shards that the run reads."""
 
     key: str
-    """Of the config."""
+    """Config key."""
     source: Source
     held_out: HeldOutSet | None = None
     """None: they are trained on."""
@@ -58,7 +58,7 @@ class _Set:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a range of samples is like."""
+    """Results of a range of samples."""
 
     samples: int
     bad: list[str]
@@ -73,7 +73,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Verified:
-    """What a set has."""
+    """Results of a set."""
 
     samples: int
     bad: int
@@ -99,20 +99,20 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
         for number, one in enumerate(_sets_of(cfg)):
             try:
                 with closing(_dataset_of(cfg, one)) as dataset:
-                    found = _verify_set(number, one, cfg, dataset, pool)
+                    verified = _verify_set(number, one, cfg, dataset, pool)
             except DataError as error:  # a shard that cannot be read, or tokens of another tokenizer
                 code = 1
                 print(f"bad shard: {shown(str(error))}")
                 continue
             if one.held_out:
-                code |= int(found.bad > dataset.allowed_bad_samples)
+                code |= int(verified.bad > dataset.allowed_bad_samples)
             else:
-                samples, bad = samples + found.samples, bad + found.bad
+                samples, bad = samples + verified.samples, bad + verified.bad
     return code | int(bad > allowed_of(cfg.data.max_bad_samples, samples))
 
 
 def _sets_of(cfg: ConfigContainer) -> list[_Set]:
-    """What is held out by `data.validation_fraction` is among what is trained on."""
+    """All sets; what `data.validation_fraction` holds out is among the training samples."""
     trained = [_Set(one.key, one) for one in training_sources(cfg) if one.shards]
     return trained + [_Set(one.key, one.source, one) for one in held_out_sets(cfg) if not one.fraction]
 
@@ -137,10 +137,10 @@ def _verify_set(
     jobs = [(number, at, min(at + _AT_ONCE, len(dataset))) for at in range(0, len(dataset), _AT_ONCE)]
     results = pool.map(_read, jobs) if pool else map(_read, jobs)
     size, bad, cut, silent, reasons, special = 0, 0, 0, 0, Counter[str](), Counter[str]()
-    for found in results:
-        size, bad, cut, silent = size + found.samples, bad + len(found.bad), cut + found.cut, silent + found.silent
-        special += found.special
-        for line in found.bad:
+    for result in results:
+        size, bad, cut, silent = size + result.samples, bad + len(result.bad), cut + result.cut, silent + result.silent
+        special += result.special
+        for line in result.bad:
             print(f"bad: {line}")
             reasons[_kind_of(line)] += 1
     for sentence in named_unread(dataset.unread_members()) if isinstance(dataset, Dataset) else ():

@@ -51,9 +51,9 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
     expected = estimates(run)
     failed = False
     for kind in kinds:
-        found = in_child(run, kind, engine=engine)
-        failed = failed or isinstance(found, RankFailure)
-        print("\n" + rank_text(found, expected.get(kind.rank, 0)), flush=True)
+        result = in_child(run, kind, engine=engine)
+        failed = failed or isinstance(result, RankFailure)
+        print("\n" + rank_text(result, expected.get(kind.rank, 0)), flush=True)
     print("\nno faults" if not failed else "\nthere are faults", flush=True)
     return int(failed)
 

@@ -132,7 +132,7 @@ class _Complete:
         return False, False
 
     def heard(self, busy: float, failed: float) -> bool:
-        """Whether it is complete."""
+        """True: the save is complete."""
         return True
 
     def finish(self) -> Place:

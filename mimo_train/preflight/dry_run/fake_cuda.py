@@ -200,7 +200,7 @@ class _Generator:
         return self
 
     def initial_seed(self) -> int:
-        """Of no effect."""
+        """The initial seed, which has no effect."""
         return 0
 
     seed = initial_seed

@@ -1,4 +1,4 @@
-"""What is recorded of a rank: its kind, its results or its failure, and lines of the program that did something."""
+"""Records of a rank: its kind, its results or its failure, and lines of the program."""
 
 import sys
 import traceback

@@ -71,16 +71,16 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
     steps, missing = ((), "--without-data") if options.without_data else steps_at_hand(cfg)
     request = _request(cfg, options, steps, missing)
     try:
-        found = plan(cfg, request)
+        layouts = plan(cfg, request)
     except NothingFits as error:
         raise UserError(f"{error}. {alternatives(cfg, request)}") from error
     if options.as_json:
-        print(json.dumps(data_of(found, cfg, request), indent=1))
+        print(json.dumps(data_of(layouts, cfg, request), indent=1))
     else:
-        print("\n".join(lines_of(found, cfg, request)))
+        print("\n".join(lines_of(layouts, cfg, request)))
     if options.write is not None:
-        _write(options.write, found, cfg, config)
-        print(_written_text(options.write, found), file=sys.stderr if options.as_json else sys.stdout)
+        _write(options.write, layouts, cfg, config)
+        print(_written_text(options.write, layouts), file=sys.stderr if options.as_json else sys.stdout)
     return 0
 
 
@@ -132,17 +132,17 @@ def _require_folder(path: Path, option: str) -> None:
         raise UserError(f"{option}: the folder {path.parent} of {path.name} is not writable. Choose another")
 
 
-def _written_text(path: Path, found: Plan) -> str:
+def _written_text(path: Path, layouts: Plan) -> str:
     """The line about the file that was written."""
-    chosen = found.proposals[0].candidate
+    chosen = layouts.proposals[0].candidate
     ranks, gpus = chosen.world_size, chosen.gpus
     used = f"{ranks:,} of the {gpus:,} GPUs: the others would stand idle" if ranks < gpus else f"all {gpus:,} GPUs"
     return f"wrote {path}: proposal 1, on {used}; next: mimo-train check {shlex.quote(str(path))}"
 
 
-def _write(path: Path, found: Plan, cfg: ConfigContainer, config: str) -> None:
+def _write(path: Path, layouts: Plan, cfg: ConfigContainer, config: str) -> None:
     """Write the config with the first proposal."""
-    chosen = found.proposals[0].candidate
+    chosen = layouts.proposals[0].candidate
     text = f"# {config} with the layout that `mimo-train plan` proposes for {plural(chosen.gpus, 'GPU')}.\n"
     try:
         path.write_text(text + to_yaml(chosen.config(cfg)))

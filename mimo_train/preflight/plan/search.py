@@ -213,23 +213,23 @@ class _Search:
     def _chosen(self, best: list[_Bounded], top: int, slack: float = 0.0) -> tuple[list[Proposal], int, list[Fault]]:
         """(accepted candidates, one of each kind, the fastest first, number of simulated ones, faults of the last
         rejected one). The candidates include the `top` fastest and all that take up to `slack` longer."""
-        found: dict[Hashable, Proposal] = {}
+        proposals: dict[Hashable, Proposal] = {}
         refused: list[Fault] = []
         simulated = 0
         for least, _, candidate, memory in best:
-            slowest = sorted(one.prediction.seconds for one in found.values())[top - 1 : top]
+            slowest = sorted(one.prediction.seconds for one in proposals.values())[top - 1 : top]
             if slowest and -least >= (1 + slack) * slowest[0]:
                 break
             simulated += 1
             proposal = Proposal(candidate, self._predictor.predict(candidate), memory)
-            other = found.get(candidate.kind)
+            other = proposals.get(candidate.kind)
             if other is not None and not _is_better(proposal, other):
                 continue
             if faults := faults_of(candidate.config(self._cfg)):
                 refused = faults
                 continue
-            found[candidate.kind] = proposal
-        return sorted(found.values(), key=lambda one: one.prediction.seconds), simulated, refused
+            proposals[candidate.kind] = proposal
+        return sorted(proposals.values(), key=lambda one: one.prediction.seconds), simulated, refused
 
     def _options(self) -> Iterator[LanguageOption]:
         return self._space.language()

@@ -319,7 +319,7 @@ def test_the_command_to_try_next_can_be_pasted(tmp_path):
 
 def test_ranks_of_a_dry_run_without_one_are_refused(capsys):
     assert main(["check", "vlm_digits", "--without-data", "--ranks", "0"]) == 1
-    assert capsys.readouterr().err.startswith("error: --ranks is 0, which only a dry run has")
+    assert capsys.readouterr().err.startswith("error: --ranks 0 requires --dry-run")
 
 
 def test_ranks_that_are_not_there_are_refused_before_anything_is_checked(capsys):
