@@ -1,9 +1,8 @@
-"""The demos, made on the spot from data that scikit-learn carries: digits to look at, digits and tones mixed, prose to
-read. Nothing is downloaded.
+"""Shards of the demos, made of data in scikit-learn without a download: digits, digits and tones, or texts.
 
-A demo folder holds `train/` and `held_out/` shards and `demo.json`, which is written last: it names the parameters and
-every shard with its size, so that a folder without it, or with other shards, counts as incomplete. Equal parameters
-give equal bytes. Only a demo's own shards are ever replaced.
+A demo folder has shards in `train/` and `held_out/`, and `demo.json`, which is written last. It has the parameters and
+the size of every shard: a folder without it, or with other shards, is incomplete. Equal parameters give equal bytes.
+Only shards of a demo are ever replaced.
 """
 
 from __future__ import annotations
@@ -44,11 +43,14 @@ def make_demo(
     shards: int = 8,
     text_only_fraction: float = 0.1,
 ) -> Path:
-    """Writes the digits demo (see `digits.py`) into `out_dir` and returns it. Shards of an earlier demo are replaced.
+    """Write the digits demo (see `samples.py`) into `out_dir` and return it. Shards of an earlier demo are replaced.
 
-    shards: number of training shards; the held-out part is one. Odd shards hold chat `messages`, even ones LLaVA
-    `conversations`. Raises DataError for numbers that make no demo, without scikit-learn, or if the two folders hold
-    shards that are no demo's.
+    Args:
+        shards: number of training shards; there is one held-out shard. Odd shards have chat `messages`, even ones
+            LLaVA `conversations`.
+
+    Raises:
+        DataError: numbers that make no demo, no scikit-learn, or folders with shards that are not a demo's.
     """
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     _require_sizes(parameters)
@@ -79,7 +81,7 @@ def make_mixed_demo(
     seed: int = 0,
     shards: int = 4,
 ) -> Path:
-    """Writes the mixed demo (see `mixed.py`), as `make_demo` writes the digits."""
+    """Write the mixed demo (see `samples.py`), as `make_demo` writes the digits."""
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     _require_sizes(parameters)
     from data.demo.samples import load_scans, make_mixed_sample
@@ -93,10 +95,12 @@ def make_mixed_demo(
 
 
 def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
-    """Writes a text-only demo: passages of about 100 to 200 characters from the descriptions of scikit-learn's data
-    sets.
+    """Write the text demo: passages of 100 to 200 characters from the descriptions of scikit-learn's data sets.
 
-    The last tenth of each description is held out. `shards`: number of training shards.
+    The last tenth of each description is held out.
+
+    Args:
+        shards: number of training shards.
     """
     _require_sizes({"shards": shards})
     with _writing(Path(out_dir), "text", {"shards": shards}) as folder:
@@ -109,10 +113,12 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
 
 
 def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **parameters: Any) -> Path:
-    """Makes the demo (`kind`: "digits", "mixed" or "text") unless `out_dir` holds it complete; returns `out_dir`.
+    """Make the demo of a kind of `DEMOS` unless `out_dir` has all of it; return `out_dir`.
 
-    Every rank may call it: one makes the demo, the others wait. Raises DataError if the folder holds a demo that was
-    made with other parameters, or shards of others.
+    Every rank may call it: one makes the demo, the others wait.
+
+    Raises:
+        DataError: the folder has a demo with other parameters, or shards that are not a demo's.
     """
     if kind not in DEMOS:
         raise DataError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
@@ -124,7 +130,7 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with open(out_dir.parent / f".{out_dir.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when the process dies
-        for left in out_dir.parent.glob(f"{glob.escape(_scratch_of(out_dir))}*"):  # of one that was killed
+        for left in out_dir.parent.glob(f"{glob.escape(_temporary_prefix(out_dir))}*"):  # of one that was killed
             shutil.rmtree(left, ignore_errors=True)
         if not _complete(out_dir, kind, wanted):
             make(out_dir, **parameters)
@@ -132,7 +138,7 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
 
 
 DEMOS: dict[str, Callable[..., Path]] = {"digits": make_demo, "mixed": make_mixed_demo, "text": make_text_demo}
-"""What makes each demo."""
+"""Kind -> function that makes the demo."""
 
 
 def _require_sizes(parameters: dict[str, int]) -> None:
@@ -163,14 +169,14 @@ def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
 
 @contextmanager
 def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[Path]:
-    """A scratch folder whose files move into `out_dir` one by one when all are whole; the marker goes last."""
+    """Yield a temporary folder whose shards move into `out_dir` when all are complete; the marker is written last."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=_scratch_of(out_dir), dir=out_dir.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=_temporary_prefix(out_dir), dir=out_dir.parent))
     try:
         yield scratch
         files = sorted(scratch.rglob("*.tar"))
         names = [file.relative_to(scratch) for file in files]
-        _require_own_shards(out_dir, scratch, {out_dir / name.parent for name in names})
+        _require_demo_shards(out_dir, scratch, {out_dir / name.parent for name in names})
         (out_dir / MARKER).unlink(missing_ok=True)
         marker = {"format": _FORMAT, "kind": kind, "parameters": parameters}
         marker["files"] = {str(name): file.stat().st_size for name, file in zip(names, files, strict=True)}
@@ -188,14 +194,14 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _scratch_of(out_dir: Path) -> str:
-    """What the names of scratch folders begin with."""
+def _temporary_prefix(out_dir: Path) -> str:
+    """Return the prefix of the names of temporary folders."""
     return f".{out_dir.name}.making-"
 
 
-def _require_own_shards(out_dir: Path, scratch: Path, folders: set[Path]) -> None:
-    """Raises DataError if a shard in `folders` is neither one that the marker names, nor one of the new demo, whole or
-    cut off (the marker is gone where a process died while it moved the files)."""
+def _require_demo_shards(out_dir: Path, scratch: Path, folders: set[Path]) -> None:
+    """Raise DataError if a shard in `folders` is neither in the marker nor the start of a shard of the new demo (a
+    process that was killed while it moved shards leaves no marker)."""
     try:
         known = dict(json.loads((out_dir / MARKER).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -221,7 +227,7 @@ def _is_start_of(part: Path, whole: Path) -> bool:
 
 
 def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: Callable[..., DemoSample]) -> None:
-    """Shards of `samples` samples; `sample_of` makes one from its number and its own generator."""
+    """Write shards of `samples` samples, which `sample_of` makes from their number and a random generator."""
     import numpy as np
 
     held_out = folder.name == "held_out"

@@ -1,7 +1,7 @@
-"""Videos -> pictures: MP4, MOV, WebM and Matroska, decoded by PyAV (the extra `video`).
+"""Frames of videos (MP4, MOV, WebM and Matroska), decoded by PyAV (the extra `video`).
 
-Of a video only what its own header parser understands is handed to libavformat, which is told the container: what it
-would find out by itself may be a list of other files, or of addresses, to open.
+libavformat is told the container: what it takes a file for by itself may be a list of other files, or addresses, to
+open.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from data.errors import DecodeError, reason_of
 from data.media.headers import VideoHeader, import_av, open_no_other_file, parse_video_header_bytes
 from data.media.options import BOUNDS, Bounds
 
-_CODED_MORE = 1 << 20  # pixels that are coded around those that are shown
+_CODED_MORE = 1 << 20  # pixels that are coded around those of a frame
 
 
 class _Packets(NamedTuple):
-    """What the packets of a stream say, in its units."""
+    """Times in the packets of a stream, in its units unless stated."""
 
     shown: list[int]
-    """When its pictures are shown, ascending."""
+    """When frames are shown, ascending."""
     keys: list[tuple[int, int]]
-    """(shown, decoded) of those that need no other, ascending."""
+    """(when it is shown, when it is decoded) of every key frame, ascending."""
     end: Fraction
-    """Seconds from the first picture to the end of the last."""
+    """Seconds from the first frame to the end of the last."""
     longest: Fraction
-    """Seconds that one picture is shown at most."""
+    """Seconds that the longest frame is shown."""
 
 
 def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[torch.Tensor]:
-    """The pictures that are shown in the middle of `count` equal parts of a video, uint8 [3, H, W] each, RGB, upright,
-    in their order: one that is shown longer comes several times.
+    """Yield the frames that are shown in the middle of `count` equal parts of a video, uint8 [3, H, W], RGB, upright,
+    in their order. A frame that is shown longer comes several times.
 
-    Raises DecodeError: damaged, of another length or size than its header says, or above its bounds; MissingLibrary:
-    PyAV is not installed; MemoryShortage.
+    Raises:
+        DecodeError: it is damaged, above its bounds, or of another length or size than its header says.
+        MemoryShortage, MissingLibrary: this machine cannot decode it.
     """
     header = parse_video_header_bytes(raw)
     if header is None:
@@ -48,29 +49,29 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     if above := above or bounds.of_frames(header.frames):
         raise DecodeError(above)
     av = import_av()
-    film = None
+    decoder = None
     try:
         with _opened(av, raw, header) as file:
             packets = _packets(file, header, bounds)
             unit = file.streams.video[0].time_base
         _require_length(packets, header)
-        film = _Film(av, raw, header, packets.keys, bounds)
+        decoder = _Decoder(av, raw, header, packets.keys, bounds)
         for at in range(count):
             middle = Fraction((2 * at + 1) * header.milliseconds, 2000 * count)
             # The last that has begun by then.
             place = bisect_right(packets.shown, packets.shown[0] + middle / unit) - 1
-            yield _upright(film.shown_at(packets.shown[place]), header)
+            yield _upright(decoder.frame_at(packets.shown[place]), header)
     except DecodeError:
         raise
     except Exception as error:  # av.FFmpegError, and what else there may be: the bytes are damaged
         raise DecodeError(f"cannot decode {len(raw)} bytes of video: {reason_of(error)}") from error
     finally:
-        if film is not None:
-            film.close()
+        if decoder is not None:
+            decoder.close()
 
 
 def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
-    # libavformat decodes the first pictures to look at them, whatever their size.
+    # libavformat decodes the first frames to look at them, whatever their size.
     largest = {"max_pixels": str(header.height * header.width + _CODED_MORE)}
     file = av.open(io.BytesIO(raw), format=header.container, options=largest, io_open=open_no_other_file)
     context = file.streams.video[0].codec_context
@@ -99,7 +100,7 @@ def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:
             # Places in a file of MP4 are found by when they are decoded.
             keys.append((packet.pts, packet.dts if header.container == "mov" else packet.pts))
     if not shown or not keys:
-        raise DecodeError("no picture in it")
+        raise DecodeError("no frame in it")
     shown.sort()
     steps = (after - before for before, after in zip(shown[:-1], shown[1:], strict=True))
     longest = max(longest, max(steps, default=0) * stream.time_base)
@@ -107,16 +108,16 @@ def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:
 
 
 def _require_length(packets: _Packets, header: VideoHeader) -> None:
-    """Raises DecodeError for another length than the header says, which is what was planned with."""
-    said = Fraction(header.milliseconds, 1000)
-    if abs(packets.end - said) > said / 50 + 2 * packets.longest:
+    """Raise DecodeError for another length than the header says, by which the number of frames was planned."""
+    stated = Fraction(header.milliseconds, 1000)
+    if abs(packets.end - stated) > stated / 50 + 2 * packets.longest:
         raise DecodeError(
-            f"its header says that it lasts {float(said):.2f} s, and its pictures end after {float(packets.end):.2f} s"
+            f"its header says that it lasts {float(stated):.2f} s, and its frames end after {float(packets.end):.2f} s"
         )
 
 
-class _Film:
-    """A video that is decoded forwards, from one key picture to the next where those between are not needed."""
+class _Decoder:
+    """Decodes a video forwards, and seeks to the next key frame if those before it are not needed."""
 
     def __init__(
         self, av: Any, raw: bytes, header: VideoHeader, keys: Sequence[tuple[int, int]], bounds: Bounds
@@ -127,40 +128,40 @@ class _Film:
         self._left, self._each, self._bounds = bounds.video_pixels, header.height * header.width, bounds
         self._begin()
 
-    def shown_at(self, time: int) -> Any:
-        """The picture that is shown at a time, which is not before the one of the last call. Raises DecodeError."""
-        key = self._keys[max(bisect_right(self._keys, time, key=lambda one: one[0]) - 1, 0)]
+    def frame_at(self, time: int) -> Any:
+        """Return the frame that is shown at a time, which is not before that of the last call. Raises DecodeError."""
+        key = self._keys[max(bisect_right(self._keys, time, key=lambda key_frame: key_frame[0]) - 1, 0)]
         if self._jumps and key[0] > self._reached:
             self._file.seek(key[1], stream=self._file.streams.video[0])
-            self._frames, self._held, self._ahead = self._decoded(), None, None
+            self._frames, self._frame, self._next = self._decoded(), None, None
             self._reached = key[0]
-        while self._held is None or self._held.pts < time:
-            frame = self._ahead or next(self._frames, None)
-            self._ahead = None
+        while self._frame is None or self._frame.pts < time:
+            frame = self._next or next(self._frames, None)
+            self._next = None
             if frame is None:
                 break
             if frame.pts > time:
-                self._ahead = frame
+                self._next = frame
                 break
-            self._held = frame
+            self._frame = frame
             self._reached = max(self._reached, frame.pts)
-        if self._held is not None:
-            return self._held
+        if self._frame is not None:
+            return self._frame
         if not self._jumps:
-            raise DecodeError("a picture of it cannot be decoded")
-        # What says that it needs no picture before it does: from the beginning, then.
+            raise DecodeError("a frame of it cannot be decoded")
+        # A key frame needs others before it, in spite of its flag: decode from the beginning.
         self._jumps = False
         self.close()
         self._begin()
-        return self.shown_at(time)
+        return self.frame_at(time)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
     def _begin(self) -> None:
         self._file = self._open()
-        self._frames, self._held, self._ahead = self._decoded(), None, None
+        self._frames, self._frame, self._next = self._decoded(), None, None
         self._reached = self._keys[0][0]
 
     def _decoded(self) -> Iterator[Any]:
@@ -169,14 +170,14 @@ class _Film:
             if self._left < 0:
                 raise DecodeError(self._bounds.of_video_pixels(self._bounds.video_pixels - self._left))
             if frame.is_corrupt:
-                raise DecodeError(f"the picture at {float(frame.time or 0):.2f} s is damaged")
+                raise DecodeError(f"the frame at {float(frame.time or 0):.2f} s is damaged")
             if frame.pts is not None:
                 yield frame
 
 
 def _upright(frame: Any, header: VideoHeader) -> torch.Tensor:
-    picture = torch.from_numpy(frame.to_ndarray(format="rgb24", threads=1)).permute(2, 0, 1)
-    picture = torch.rot90(picture, -header.turns, (1, 2))
-    if tuple(picture.shape) != (3, header.height, header.width):
-        raise DecodeError(f"decoded to {tuple(picture.shape)}, but its header says {(3, header.height, header.width)}")
-    return picture
+    image = torch.from_numpy(frame.to_ndarray(format="rgb24", threads=1)).permute(2, 0, 1)
+    image = torch.rot90(image, -header.turns, (1, 2))
+    if tuple(image.shape) != (3, header.height, header.width):
+        raise DecodeError(f"decoded to {tuple(image.shape)}, but its header says {(3, header.height, header.width)}")
+    return image

@@ -107,7 +107,7 @@ def test_lengths_and_sizes_that_are_not_so_are_bad(kind):
     for milliseconds in (300, 60_000) if kind == "webm" else ():
         lie = lying(raw, b"\x44\x89\x88", 0, ">d", milliseconds)
         assert parse_video_header_bytes(lie).milliseconds == milliseconds
-        with pytest.raises(DecodeError, match=rf"lasts {milliseconds / 1000:.2f} s, and its pictures end after 3.00 s"):
+        with pytest.raises(DecodeError, match=rf"lasts {milliseconds / 1000:.2f} s, and its frames end after 3.00 s"):
             shown(lie, 2)
     width = (b"\xb0\x82", 0, ">H") if kind == "webm" else (b"mp4v", 28 - 4, ">H")
     at = raw.index(b"stsd") if kind == "mp4" else 0
