@@ -1,4 +1,4 @@
-"""Without the distributed optimizer: the same numbers, whole states on every replica, and checkpoints of one kind."""
+"""Without the distributed optimizer the numbers are the same, and weights of fp32 are updated where they are."""
 
 import pytest
 

@@ -1,9 +1,11 @@
-"""Reasons to end that one rank knows, and the collector that is off during a run."""
+"""Reasons to end that one rank knows, the flag that reaches waiting ranks, and the collector that is off in a run."""
 
 import gc
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from mimo_train.layout.run import config_faults
 from mimo_train.training import shutdown
 from mimo_train.training.builtin_callbacks import GarbageCollection
 from mimo_train.training.callbacks import Callbacks
-from mimo_train.training.shutdown import AgreedVotes, ExitVotes, StepsDiffer, agreed_votes
+from mimo_train.training.shutdown import AgreedVotes, ExitVotes, StepsDiffer, StopFlag, agreed_votes
 from mimo_train.training.step.state import GlobalState, StepResult, TrainState
 from tests.hang import HANG_SECONDS
 from tests.unit.configs import changed
@@ -253,3 +255,65 @@ def test_a_callback_that_names_no_class_is_a_fault(entry):
     assert fault.key == "train.callbacks" and repr(entry) in fault.message
     (fault,) = config_faults(changed({"train.forward_step": entry}))
     assert fault.key == "train.forward_step" and repr(entry) in fault.message
+
+
+def test_a_flag_reaches_the_others_and_is_of_one_life(monkeypatch):
+    monkeypatch.setattr(shutdown, "_PAUSE", 0.0)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    one, other, later = (StopFlag(dist.PrefixStore(f"life_{life}", store)) for life in (0, 0, 1))
+    assert not other.is_set()
+    one.set()
+    one.set()
+    assert other.is_set() and one.is_set() and not later.is_set()
+
+
+def test_the_store_is_not_asked_all_the_time():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    one, other = StopFlag(store), StopFlag(store)
+    assert not other.is_set()
+    one.set()
+    assert not other.is_set(), "the pause is longer than this test"
+
+
+def test_where_nobody_can_be_told_nothing_fails():
+    one = StopFlag(dist.HashStore())
+    one.set()
+    assert one.is_set() in (True, False)
+
+    gone = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", gone.port, is_master=False, wait_for_workers=False)
+    flag = StopFlag(client)
+    assert not flag.is_set()
+    del gone
+    flag.set()
+    assert not flag.is_set()
+
+
+SERVER = """
+import time, torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["not opened yet", "opened"])
+def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch, opened):
+    monkeypatch.setattr(shutdown, "_PAUSE", 0.0)
+    monkeypatch.setattr(shutdown, "_PATIENCE", 0.2)
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+        flag = StopFlag(store)
+        if opened:
+            monkeypatch.setattr(shutdown, "_PATIENCE", 20.0)
+            flag.set()
+            assert flag.is_set()
+            monkeypatch.setattr(shutdown, "_PATIENCE", 0.2)
+        os.kill(server.pid, signal.SIGSTOP)
+        assert not flag.is_set()
+        flag.set()
+        assert not flag.is_set()
+    finally:
+        server.kill()
+        server.wait()

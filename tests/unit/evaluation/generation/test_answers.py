@@ -1,11 +1,15 @@
-"""Which tokens are drawn, how often, and what cannot be drawn from."""
+"""Answers: which tokens are drawn, text as it becomes certain, and where a model comes from."""
 
 import pytest
 import torch
 
+from data.text.tokens import build_tokenizer
 from mimo_train.config.errors import UserError
-from mimo_train.evaluation.generation.answers import Sampler, distribution
+from mimo_train.evaluation.generation.answers import UNDECODED, Sampler, TextStream, distribution
 from mimo_train.evaluation.generation.options import Sampling
+from mimo_train.evaluation.generation.source import on_one_process
+from mimo_train.layout.run import resolve
+from tests.unit.configs import load
 
 LOGITS = torch.tensor([0.1, 2.0, -1.0, 1.5, 2.0, -3.0])
 
@@ -102,3 +106,79 @@ def test_what_is_not_finite_is_no_answer(logits, temperature):
 def test_options_out_of_range_are_named(options, named):
     with pytest.raises(UserError, match=named):
         Sampling(**options)
+
+
+BYTES = build_tokenizer("bytes")
+
+
+def pieces(tokens: list[int], tokenizer=BYTES) -> list[str]:
+    """What is written at each token, and at the end."""
+    written: list[str] = []
+    stream = TextStream(tokenizer, lambda text: written.append(written.pop() + text))
+    for token in tokens:
+        written.append("")
+        stream.add(token)
+    written.append("")
+    stream.end()
+    assert "".join(written) == stream.text or tokenizer is not BYTES
+    return written
+
+
+def test_a_character_of_several_tokens_appears_with_its_last():
+    assert pieces(list("aé€😀".encode())) == ["a", "", "é", "", "", "€", "", "", "", "😀", ""]
+
+
+def test_white_space_waits_for_what_follows():
+    assert pieces(list(b" a  b \n")) == ["", "a", "", "", "  b", "", "", ""]
+
+
+@pytest.mark.parametrize("raw", [b"\xff", b"a\xff\xfeb\xc3", b"\xe2\x82", b"\xc3 \xa9", "\ufffdx".encode()])
+def test_bytes_that_are_no_character_are_shown_once_nothing_can_complete_them(raw):
+    written = pieces(list(raw))
+    assert "".join(written) == raw.decode("utf-8", "replace").strip()
+
+
+def test_what_may_become_a_character_waits():
+    assert pieces(list(b"a\xe2\x82")) == ["a", "", "", UNDECODED]
+
+
+def test_special_tokens_are_no_text():
+    assert pieces([BYTES.pad_id, *b"ok", BYTES.role_ids("user")[0]]) == ["", "o", "k", "", ""]
+
+
+class WholeRuns:
+    """As tokenizers that fall back to bytes do it: a run of bytes is text only if all of it is."""
+
+    def decode(self, ids):
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return UNDECODED * len(list(ids))
+
+
+def test_text_that_changes_for_a_while_is_not_repeated():
+    assert pieces(list("€é!".encode()), WholeRuns()) == ["", "", "€", "", "é", "!", ""]
+
+
+class CleansUp:
+    """As tokenizers of word pieces do it: no space before a comma or n't."""
+
+    def decode(self, ids):
+        return "".join(WORDS[token] for token in ids).replace(" ,", ",").replace(" n't", "n't")
+
+
+WORDS = [" I", " do", " n", "'t", " ,", " no"]
+
+
+def test_text_that_stays_changed_is_completed_at_the_end():
+    written = pieces([0, 1, 4, 5], CleansUp())
+    assert written == ["I", " do", ",", " no", ""]
+    assert "".join(pieces([0, 1, 2, 3, 5], CleansUp()))[-3:] == " no"
+
+
+def test_what_only_training_uses_keeps_no_checkpoint_from_being_asked():
+    """Rank 1 is not there, and a GPU need not be."""
+    keys = ("profiling.torch=true", "profiling.ranks=[1]", "profiling.step_end=12", "run.device=cuda")
+    cfg = load("vlm_digits", "layout=two_processes", *keys)
+    run = resolve(on_one_process(cfg))
+    assert run.layout.world_size == 1 and run.cfg.run.device == "auto" and run.cfg.modules.keys() == cfg.modules.keys()
