@@ -21,18 +21,18 @@ ALONE = "1"
 """WORLD_SIZE with which a task is a run of its own."""
 TORCHRUN = "PET_"
 """Before the name of an option, the variable that torchrun takes it from; Kubeflow sets them in the pods of a job."""
-OWN = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
+VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 RESTARTS = "MIMO_MAX_RESTARTS"
-MEETING = ("STANDALONE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF")
+RENDEZVOUS = ("STANDALONE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF")
 """torchrun's options of a rendezvous; ours is at MASTER_ADDR, MASTER_PORT."""
 LARGEST_PORT = 65535
-_AS_MANY_AS_THERE_ARE = ("auto", "gpu", "cpu")
-"""What torchrun takes for a number of processes; here it is the layout's."""
+_ANY_NUMBER = ("auto", "gpu", "cpu")
+"""Words that torchrun takes for a number of processes; here the layout has the number."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks, and which one this is. Those of a node are numbered one after the other."""
+    """The tasks that one command has started, and which one this is. Tasks of a node have consecutive numbers."""
 
     size: int
     rank: int
@@ -40,9 +40,9 @@ class Tasks:
     """On this node."""
     local_rank: int
     variables: tuple[str, str, str, str]
-    """That the four numbers come from, in their order."""
+    """Names of the variables that the four numbers come from, in their order."""
     address: str = ""
-    """Of the first node; empty where the variables do not name it."""
+    """Address of the first node; empty if the variables do not name it."""
     port: int = PORT
 
     @property
@@ -57,9 +57,9 @@ class Tasks:
 
 
 def tasks_of(environment: Environment) -> Tasks | None:
-    """The tasks that the variables of a process tell of; None if there are none.
+    """Return the tasks of a cluster that this process is one of; None if there are none.
 
-    Inside of a SLURM job, mpirun and mpiexec start what starts the tasks with srun, so that their variables come first.
+    Inside a SLURM job, mpirun and mpiexec start their daemons with srun, so their variables come first.
 
     Raises:
         UserError: variables cannot be, or nodes have different numbers of tasks, or not one after the other.
@@ -139,7 +139,7 @@ def _number_of(environment: Environment, name: str, all_of_them: Sequence[str]) 
 
 
 def number(name: str, text: str, least: int) -> int:
-    """The value of a variable.
+    """Return the value of a variable.
 
     Raises:
         UserError: it is no whole number, or below `least`.
@@ -164,7 +164,7 @@ def _require_even(tasks: Tasks) -> None:
 
 
 def _counts(text: str) -> Iterator[int]:
-    """SLURM's numbers for nodes, such as 2(x3),1: three nodes with 2, and one with 1."""
+    """Yield SLURM's numbers for nodes, such as 2(x3),1: three nodes with 2, and one with 1."""
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
@@ -173,7 +173,7 @@ def _counts(text: str) -> Iterator[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a node list of SLURM, such as gpu[003-005,9],login1."""
+    """Return the first host of a node list of SLURM, such as gpu[003-005,9],login1."""
     scontrol = shutil.which("scontrol")
     if scontrol and nodes:
         shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True)
@@ -205,7 +205,7 @@ class Nodes:
 
 
 def nodes_of(environment: Environment) -> Nodes:
-    """What the variables of a launcher say. NNODES comes first; then the tasks that a cluster has started; else
+    """Return what the variables of a launcher say. NNODES comes first; then the tasks that a cluster has started; else
     there is one node.
 
     Raises:
@@ -234,15 +234,15 @@ def nodes_of(environment: Environment) -> Nodes:
 
 
 def without_torchruns(environment: Environment) -> dict[str, str]:
-    """The environment of a launcher that has read its nodes: torchrun itself would read the same variables again."""
-    read = {f"{TORCHRUN}{name}" for name in (*OWN, "MAX_RESTARTS", *MEETING)}
+    """Return the environment without the variables of torchrun that `nodes_of` has read."""
+    read = {f"{TORCHRUN}{name}" for name in (*VARIABLES, "MAX_RESTARTS", *RENDEZVOUS)}
     return {name: value for name, value in environment.items() if name not in read}
 
 
 def _given(environment: Environment) -> dict[str, str]:
-    """Our own variables, with those of torchrun under our names."""
-    found = {name: environment[name] for name in (*OWN, RESTARTS) if environment.get(name)}
-    for name in (*OWN, "MAX_RESTARTS"):
+    """Return our own variables, with those of torchrun under our names."""
+    values = {name: environment[name] for name in (*VARIABLES, RESTARTS) if environment.get(name)}
+    for name in (*VARIABLES, "MAX_RESTARTS"):
         ours, theirs = RESTARTS if name == "MAX_RESTARTS" else name, f"{TORCHRUN}{name}"
         value = environment.get(theirs, "")
         if name == "NNODES" and ":" in value:
@@ -250,19 +250,19 @@ def _given(environment: Environment) -> dict[str, str]:
             if fewest != most:
                 raise UserError(f"{theirs} is {value}: the number of nodes must be one, since the layout depends on it")
             value = most
-        if not value or (name == "NPROC_PER_NODE" and value in _AS_MANY_AS_THERE_ARE):
+        if not value or (name == "NPROC_PER_NODE" and value in _ANY_NUMBER):
             continue
-        if found.setdefault(ours, value) != value:
-            raise UserError(f"{ours} is {found[ours]}, and {theirs} is {value}: unset one of them")
-    for name in MEETING:
+        if values.setdefault(ours, value) != value:
+            raise UserError(f"{ours} is {values[ours]}, and {theirs} is {value}: unset one of them")
+    for name in RENDEZVOUS:
         value = environment.get(f"{TORCHRUN}{name}", "")
         if value not in ("", "0", "static"):
             raise UserError(f"{TORCHRUN}{name} is {value}: launchers meet at MASTER_ADDR, MASTER_PORT; unset it")
-    return found
+    return values
 
 
 def _named(given: dict[str, str], per_node: int, restarts: int) -> Nodes:
-    """Nodes by our own variables."""
+    """Return the nodes by our own variables."""
     nodes = number("NNODES", given["NNODES"], 1)
     if nodes == 1:
         _require_first(given, "NNODES is 1")

@@ -4,19 +4,17 @@ The launcher numbers all its processes in RANK, including those without a module
 the program counts only processes with a module: a *rank* is an index among them, `RunLayout.processes` maps it to RANK.
 """
 
-import copy
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mimo_train.config.errors import ConfigError, Fault
-from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.nodes import adopt_tasks
 from mimo_train.layout.placement import node_faults
 from mimo_train.layout.ranks import RunLayout
-from mimo_train.layout.run import Run, config_faults, on_nodes, resolve
+from mimo_train.layout.run import Run, resolve
 from mimo_train.logging.rank_log import show
 
 
@@ -25,7 +23,7 @@ class VariablesError(ConfigError):
 
 
 def started_run(cfg: ConfigContainer) -> Run:
-    """The run of a config on the processes that were started. Where SLURM, mpirun or mpiexec has started them,
+    """Return the run of a config on the processes that were started. Where SLURM, mpirun or mpiexec has started them,
     torchrun's variables are set from theirs.
 
     Raises:
@@ -33,13 +31,11 @@ def started_run(cfg: ConfigContainer) -> Run:
         UserError: variables of those that have started this task cannot be.
     """
     adopt_tasks()
-    found = list(_variable_faults())
-    if found:
-        raise VariablesError(found)
+    if faults := list(_variable_faults()):
+        raise VariablesError(faults)
     run = resolve(cfg, _started_per_node())
-    found = _process_faults(run)
-    if found:
-        raise ConfigError(found)
+    if faults := _process_faults(run):
+        raise ConfigError(faults)
     return run
 
 
@@ -55,7 +51,7 @@ def require_none_idle(run: Run) -> None:
 
 
 def is_idle(layout: RunLayout) -> bool:
-    """Whether this process has no module, and so nothing to do in the run."""
+    """True if this process has no module, and so nothing to do in the run."""
     return _process() not in layout.processes
 
 
@@ -81,7 +77,7 @@ def numbered(layout: RunLayout) -> Iterator[None]:
 
 
 def is_first_of_node(layout: RunLayout, rank: int) -> bool:
-    """Whether `rank`, this process's, is the lowest on its node."""
+    """True if `rank`, this process's, is the lowest on its node."""
     process = layout.processes[rank]
     first_here = process - _number("LOCAL_RANK", 0)
     return rank == 0 or layout.processes[rank - 1] < first_here
@@ -94,16 +90,16 @@ def is_on_first_node(layout: RunLayout, rank: int) -> bool:
 
 
 def _started_per_node() -> int:
-    """Processes that the launcher has started on each node; 0 where there is one node, or no launcher."""
+    """Return the processes that the launcher started on each node; 0 for one node, or without a launcher."""
     started, here = (_number(name, 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return here if 0 < here < started else 0
 
 
 def _process_faults(run: Run) -> list[Fault]:
-    """Why the processes that were started cannot run this layout."""
+    """Return why the processes that were started cannot run this layout."""
     started, needed = _number("WORLD_SIZE", 1), run.layout.processes[-1] + 1
     if started < needed or (started > needed and not run.cfg.placement.allow_idle):
-        return [Fault("WORLD_SIZE", _another_number(run, started))]
+        return [Fault("WORLD_SIZE", _wrong_number(run, started))]
     here, nodes = (_number(name, 0) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     if nodes and here * nodes != started:
         # Nodes would place modules differently, each by its own number.
@@ -138,7 +134,7 @@ def _process() -> int:
     return _number("RANK", 0)
 
 
-def _another_number(run: Run, started: int) -> str:
+def _wrong_number(run: Run, started: int) -> str:
     layout = run.layout
     needed = layout.processes[-1] + 1
     sizes = ", ".join(
@@ -146,30 +142,9 @@ def _another_number(run: Run, started: int) -> str:
         for module in layout.modules.values()
     )
     keys = " and ".join(f"modules.{name}.layout" for name in layout.modules)
-    use = _replicas(run, started) or f"change {keys} (ranks are tp * pp * dp * cp)"
     idle = f", or let {started - needed} be idle with placement.allow_idle=true" if started > needed else ""
     return (
         f"{started} {'process was' if started == 1 else 'processes were'} started, the layout needs {needed}: {sizes}. "
-        f"Start {needed} (torchrun --nproc-per-node {needed} on one node), or to use {started}, {use}{idle}"
+        f"Start {needed} (torchrun --nproc-per-node {needed} on one node), or change {keys} (ranks are tp * pp * dp * "
+        f"cp; `mimo-train plan CONFIG --gpus {started}` lists layouts){idle}"
     )
-
-
-def _replicas(run: Run, started: int) -> str:
-    """Data-parallel sizes at which the layout needs `started` processes; "" if changing them alone does not do it."""
-    layout = run.layout
-    together: dict[tuple[int, ...], list[str]] = {}
-    for name in layout.modules:
-        # Modules that share ranks change together: those inside another's first stage with it, others by their ranks.
-        inside = next((edge.destination for edge in layout.edges_from(name) if edge.is_shared), name)
-        together.setdefault(tuple(layout.modules[inside].ranks), []).append(name)
-    for names in (*sorted(together.values(), key=lambda names: LANGUAGE not in names), list(layout.modules)):
-        ranks = len({rank for name in names for rank in layout.modules[name].ranks})
-        changed = copy.deepcopy(run.cfg)
-        for name in names:
-            dp, rest = divmod(layout.modules[name].dp * (ranks + started - layout.processes[-1] - 1), ranks)
-            # Below 1 where there is no such size: that is a fault.
-            changed.modules[name].layout.dp = 0 if rest else dp
-        changed = on_nodes(changed, layout.ranks_per_node)
-        if not config_faults(changed) and resolve(changed).layout.processes[-1] + 1 == started:
-            return "set " + " ".join(f"modules.{name}.layout.dp={changed.modules[name].layout.dp}" for name in names)
-    return ""

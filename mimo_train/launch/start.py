@@ -44,8 +44,8 @@ def launch_of(
     *,
     without_data: bool = False,
 ) -> Launch:
-    """The config of a run on a number of nodes: the changes of `launch.layouts` come before `overrides`, those of a
-    task of a job array behind them.
+    """Return the config of a run on a number of nodes: the changes of `launch.layouts` come before `overrides`, those of
+    a task of a job array behind them.
 
     Args:
         nodes: None leaves out what depends on it.
@@ -57,12 +57,12 @@ def launch_of(
     changed = [*overrides, *_line_of_task(environment)]
     load = partial(compose.load, config, without_data=without_data)
     cfg = load(changed)
-    if found := list(cfg.launch.faults()):
-        raise ConfigError(found)
+    if faults := list(cfg.launch.faults()):
+        raise ConfigError(faults)
     if nodes is not None and (layouts := cfg.launch.layouts):
         if nodes not in layouts:
-            there = ", ".join(map(str, sorted(layouts)))
-            text = f"has layouts for {there} nodes, and this run has {nodes}: add one"
+            known = ", ".join(map(str, sorted(layouts)))
+            text = f"has layouts for {known} nodes, and this run has {nodes}: add one"
             raise ConfigError([Fault("launch.layouts", text)])
         changed = [*cfg.launch.overrides(nodes), *changed]
         _require_same_run(nodes, cfg, load(changed))
@@ -88,7 +88,7 @@ _OF_LAYOUT = re.compile(
 
 
 def _flat(plain: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by their full keys."""
+    """Yield values by their full keys."""
     for key, value in plain.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -165,7 +165,7 @@ def launch_here(config: str, overrides: Sequence[str]) -> int:
 
 
 def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool = False) -> int:
-    """Processes of the layout on each node.
+    """Return the processes of the layout on each node.
 
     Args:
         without_data: files of tokenizer, weights and shards need not be on this machine.
@@ -185,7 +185,7 @@ def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool =
 
 
 def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
-    """Processes that the layout needs."""
+    """Return the processes that the layout needs."""
     if not without_data:
         return resolve(cfg).layout.processes[-1] + 1
     # Sizes of a module may come from a directory that is not here.
@@ -198,7 +198,7 @@ def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
 
 
 def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:
-    """Processes to start on each node."""
+    """Return the processes to start on each node."""
     if not nodes.per_node:
         return processes_per_node(cfg, nodes.number)
     world, started = _world(cfg), nodes.number * nodes.per_node
@@ -212,13 +212,13 @@ def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:
 
 
 def _speed(cfg: ConfigContainer, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a run is slow without, where they are not set: threads on the CPU, queues and memory on GPUs."""
+    """Return variables that a run is slow without, unless set: threads on the CPU, queues and memory on GPUs."""
     if _on_cpu(cfg.run.device, environment):
         return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or "1"}
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "1"}
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "1"}
     if not environment.get("PYTORCH_CUDA_ALLOC_CONF"):
-        found["PYTORCH_ALLOC_CONF"] = environment.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
-    return found
+        variables["PYTORCH_ALLOC_CONF"] = environment.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
+    return variables
 
 
 def _on_cpu(device: str, environment: Mapping[str, str]) -> bool:

@@ -198,19 +198,12 @@ def test_the_first_node_has_a_module():
 @pytest.mark.parametrize(
     ("cfg", "count", "words"),
     [
-        (arranged({}, images={}), 3, ["set modules.language.layout.dp=2, or let 1 be idle", "needs 2"]),
-        (arranged({"tp": 2}, images={}), 4, ["set modules.images.layout.dp=2"]),
-        (arranged({"dp": 2}, (32, 4), images={"dp": 2}), 3, ["to use 3, set modules.language.layout.dp=1"]),
-        (
-            arranged({"dp": 2, "pp": 2}, (32, 4), mode="shared", images={"tp": 2}),
-            8,
-            ["set modules.images.layout.dp=2 modules.language.layout.dp=4"],
-        ),
+        (arranged({}, images={}), 3, ["or let 1 be idle", "needs 2", "plan CONFIG --gpus 3"]),
         (arranged({"tp": 2, "pp": 2}, images={"tp": 2}), 5, ["change modules.images.layout and modules.language"]),
         (arranged({}, images={}), 1, ["1 process was started", "needs 2: images 1, language 1"]),
     ],
 )
-def test_another_number_of_processes_is_refused_with_what_would_use_them(cfg, count, words, launcher):
+def test_another_number_of_processes_is_refused(cfg, count, words, launcher):
     launcher(0, count)
     (said,) = started(cfg)
     assert said.startswith("WORLD_SIZE: ") and all(word in said for word in words), said
