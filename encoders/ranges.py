@@ -44,7 +44,7 @@ class Rules:
             choices = " or ".join(choice or "empty" for choice in self.choices)
             return f"must be {choices}, {'has' if isinstance(value, list) else 'is'} {wrong[0]!r}" if wrong else ""
         if self.filled and not str(value).strip():
-            return f"is empty: give {self.filled}"
+            return f"is empty. Set it to {self.filled}"
         has = isinstance(value, list | tuple | dict)
         for one in _leaves(value):
             if isinstance(one, str) and any(not char.isprintable() and char not in "\n\t" for char in one):

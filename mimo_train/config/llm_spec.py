@@ -79,7 +79,10 @@ class RopeScaling(Section):
                     "remove it, or change the kind",
                 )
         if self.kind in USED_BY["original_positions"] and not self.original_positions:
-            yield Fault(f"{prefix}.original_positions", f"{self.kind} needs the positions of the first training")
+            yield Fault(
+                f"{prefix}.original_positions",
+                f"is required by {prefix}.kind {self.kind}. Set the sequence length of the first training",
+            )
         if self.kind == "llama3" and self.high_frequency_factor <= self.low_frequency_factor:
             yield Fault(
                 f"{prefix}.high_frequency_factor",
@@ -274,7 +277,7 @@ class LlmSpec(Section):
         else:
             for name in changed_fields(self):
                 if name.startswith(("expert", "shared_expert", "router_")):
-                    yield Fault(f"{prefix}.{name}", f"there are no experts, {prefix}.num_experts is 0: remove it")
+                    yield Fault(f"{prefix}.{name}", f"requires experts, but {prefix}.num_experts is 0. Remove it")
 
     def _expert_faults(self, prefix: str) -> Iterator[Fault]:
         experts = self.num_experts
@@ -296,26 +299,34 @@ class LlmSpec(Section):
         """Options without what they are about."""
         if self.zero_centered_norms and self.normalization != "RMSNorm":
             yield Fault(
-                f"{prefix}.zero_centered_norms", f"is for RMSNorm, and {prefix}.normalization is {self.normalization}"
+                f"{prefix}.zero_centered_norms", f"requires RMSNorm, but {prefix}.normalization is {self.normalization}"
             )
         for name in ("qkv_bias", "proj_bias"):
             if self.bias and getattr(self, name):
-                yield Fault(f"{prefix}.{name}", f"{prefix}.bias gives every linear layer a bias: set one of them only")
+                yield Fault(
+                    f"{prefix}.{name}",
+                    f"is implied by {prefix}.bias, which gives every linear layer a bias. Set only one of them",
+                )
         if self.position != "rope":
             if self.rope_base != LlmSpec.rope_base:
-                yield Fault(f"{prefix}.rope_base", f"is for rotary positions, and {prefix}.position is {self.position}")
+                yield Fault(
+                    f"{prefix}.rope_base", f"requires rotary positions, but {prefix}.position is {self.position}"
+                )
             kind = "rope_scaling.kind" if self.rope_scaling.kind != "default" else ""
             for name in filter(None, (kind, "local_rope_base" if self.local_rope_base else "")):
-                yield Fault(f"{prefix}.{name}", f"is for rotary positions, and {prefix}.position is {self.position}")
+                yield Fault(f"{prefix}.{name}", f"requires rotary positions, but {prefix}.position is {self.position}")
         yield from self._axis_faults(prefix)
         if self.local_rope_base and not self.window:
-            yield Fault(f"{prefix}.local_rope_base", f"is of the layers with a window, and {prefix}.window is 0")
+            yield Fault(
+                f"{prefix}.local_rope_base",
+                f"only applies to sliding-window layers, but {prefix}.window is 0. Set one of them",
+            )
 
     def _axis_faults(self, prefix: str) -> Iterator[Fault]:
         section = self.mrope_section
         if not section:
             if self.mrope_interleaved:
-                yield Fault(f"{prefix}.mrope_interleaved", f"is about {prefix}.mrope_section, which is empty")
+                yield Fault(f"{prefix}.mrope_interleaved", f"requires {prefix}.mrope_section, which is empty")
             return
         if len(section) != 3 or min(section) < 0 or 2 * sum(section) != self.head_width:
             yield Fault(
@@ -324,11 +335,13 @@ class LlmSpec(Section):
                 f"{self.head_width} of a head, is {section}",
             )
         elif self.position != "rope":
-            yield Fault(f"{prefix}.mrope_section", f"is for rotary positions, and {prefix}.position is {self.position}")
+            yield Fault(
+                f"{prefix}.mrope_section", f"requires rotary positions, but {prefix}.position is {self.position}"
+            )
         elif self.local_rope_base:
             yield Fault(
                 f"{prefix}.mrope_section",
-                f"turns all layers alike, and {prefix}.local_rope_base is {self.local_rope_base:g}: set one of them",
+                f"rotates all layers alike, but {prefix}.local_rope_base is {self.local_rope_base:g}. Set one of them",
             )
 
     def _layer_faults(self, prefix: str) -> Iterator[Fault]:
@@ -344,6 +357,6 @@ class LlmSpec(Section):
                     f"{self.num_layers}), is {layers}",
                 )
             elif layers and not getattr(self, other):
-                yield Fault(f"{prefix}.{name}", f"means nothing while {prefix}.{other} is 0: remove it")
+                yield Fault(f"{prefix}.{name}", f"requires {prefix}.{other} above 0. Remove it")
         if self.num_experts and len(set(self.dense_layers)) >= self.num_layers:
-            yield Fault(f"{prefix}.dense_layers", f"names all layers: set {prefix}.num_experts to 0 instead")
+            yield Fault(f"{prefix}.dense_layers", f"names all layers. Set {prefix}.num_experts=0 instead")

@@ -139,11 +139,11 @@ class ConfigContainer(Section):
         if not first:
             yield Fault(
                 f"modules.{LANGUAGE}.freeze",
-                "every part of every module is frozen: nothing to train; free at least one",
+                "every part of every module is frozen. Train at least one part",
             )
             return
         step, name = min(first)
         yield Fault(
             f"modules.{name}.freeze_until",
-            f"nothing is trained in the first {step} steps: train at least one part from the start",
+            f"nothing is trained in the first {step} steps. Train at least one part from the start",
         )

@@ -38,7 +38,7 @@ class LoadConfig(Section):
             return
         yield from value_faults(self, prefix)
         if not self.path:
-            yield Fault(f"{prefix}.path", "is empty: give the folder of a run or of a checkpoint")
+            yield Fault(f"{prefix}.path", "is empty. Set it to the folder of a run or of a checkpoint")
         yield from place_faults(f"{prefix}.path", self.path)
         if (name == LANGUAGE) != (self.source(name) == LANGUAGE):
             yield Fault(f"{prefix}.module", f"is {self.source(name)!r}: a language model is no encoder")

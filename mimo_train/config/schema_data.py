@@ -196,11 +196,11 @@ class DataConfig(Section):
         places = [self.shards, self.validation_shards, self.test_shards]
         places += [one.shards for one in self.mix] + [one.shards for one in self.validation.values()]
         if self.cache_bytes > 0 and not any("://" in place for place in places):
-            text = f"is {self.cache_bytes}, and no shards are remote: there is nothing to keep"
+            text = f"is {self.cache_bytes}, but no shards are remote. Set it to 0"
             yield Fault("data.cache_bytes", text)
         if self.shuffle_block > 1 and not self.shuffle:
             yield Fault(
-                "data.shuffle_block", f"is {self.shuffle_block}, and data.shuffle is false: set only one of them"
+                "data.shuffle_block", f"is {self.shuffle_block}, but data.shuffle is false. Set only one of them"
             )
         if are_sound("background"):
             try:
@@ -230,7 +230,7 @@ class DataConfig(Section):
         if self.separate_documents and not self.pack:
             yield Fault(
                 "data.separate_documents",
-                "is true, and data.pack is false: documents are kept apart in packed rows alone: set data.pack=true",
+                "requires data.pack=true: only packed rows keep documents apart",
             )
 
     def _tokenizer_faults(self) -> Iterator[Fault]:

@@ -79,7 +79,7 @@ def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shard
         shards: `data.shards`.
     """
     if schedule and not mix:
-        yield Fault("data.mix_schedule", "changes the weights of data.mix, which is empty: remove it, or give data.mix")
+        yield Fault("data.mix_schedule", "requires data.mix, which is empty. Remove it, or set data.mix")
     if not mix:
         return
     if shards:
@@ -98,11 +98,14 @@ def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shard
     given = [weight for weight in weights if weight is not None]
     if 0 < len(given) < len(weights):
         at = weights.index(None)
-        yield Fault(f"data.mix[{at}].weight", "is missing, and other sources have one: give all of them one, or none")
+        yield Fault(
+            f"data.mix[{at}].weight",
+            "is missing, but other sources have one. Set a weight for every source, or for none",
+        )
     elif given and not any(given):
-        yield Fault("data.mix", "every weight is 0: give one source a weight above it")
+        yield Fault("data.mix", "every weight is 0. Set one above 0")
     elif schedule and not given:
-        yield Fault("data.mix_schedule", "changes weights, and the sources of data.mix have none: give every one one")
+        yield Fault("data.mix_schedule", "requires a weight for every source in data.mix")
     yield from _schedule_faults(schedule, dict(zip(names, (weight or 0.0 for weight in weights), strict=True)))
 
 
@@ -122,7 +125,7 @@ def _schedule_faults(schedule: Sequence[MixChange], weights: Mapping[str, float]
             yield Fault(f"{place}.weights", "is empty: give weights by the names of sources")
         now |= change.weights
         if not any(now.values()):
-            yield Fault(f"{place}.weights", "every weight is 0 from there on: give one source a weight above it")
+            yield Fault(f"{place}.weights", "every weight is 0 from this step on. Set one above 0")
 
 
 def validation_faults(

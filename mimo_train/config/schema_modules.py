@@ -79,7 +79,10 @@ class ModuleOptimConfig(Section):
         prefix = f"modules.{name}.optim"
         yield from value_faults(self, prefix)
         if self.projector_lr is not None and name == LANGUAGE:
-            yield Fault(f"{prefix}.projector_lr", "the language model has no projector: set it at the encoder's module")
+            yield Fault(
+                f"{prefix}.projector_lr",
+                "applies to encoders only: the language model has no projector. Set it at the encoder's module",
+            )
         if (self.decay or optim.decay) == "constant":
             return
         least_key = f"{prefix}.min_lr" if self.min_lr is not None else "optim.min_lr"
@@ -225,9 +228,9 @@ class ModuleConfig(Section):
         prefix = f"modules.{name}"
         yield from value_faults(self, prefix)
         if name == LANGUAGE and self.balance != "samples":
-            yield Fault(f"{prefix}.balance", f"is {self.balance!r}, and divides the work of encoders only: remove it")
+            yield Fault(f"{prefix}.balance", f"is {self.balance!r}, but only encoders have work to balance. Remove it")
         if name == LANGUAGE and self.placeholder != PlaceholderConfig():
-            yield Fault(f"{prefix}.placeholder", "the language model has no features of media: set it at the encoder's")
+            yield Fault(f"{prefix}.placeholder", "applies to encoders only. Set it at the encoder's module")
         yield from value_faults(self.placeholder, f"{prefix}.placeholder")
         yield from self.optim.faults(name, optim)
         yield from self._freeze_faults(name)
@@ -260,7 +263,7 @@ class ModuleConfig(Section):
     def _why_features_change(self, name: str) -> str:
         """Why features of a sample are not the same throughout the run, and what to change; empty if they are."""
         if name == LANGUAGE:
-            return "only encoders have features: remove it"
+            return "only encoders have features. Remove it"
         if "encoder" not in self.freeze:
             return f"features change while the encoder is trained: set modules.{name}.freeze=[encoder]"
         if self.encoder.dropout > 0:

@@ -92,7 +92,8 @@ class PlacementConfig(Section):
                 yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
         if self.first_rank and self.mode == "shared":
             yield Fault(
-                "placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it"
+                "placement.first_rank",
+                "requires placement.mode=disjoint: shared modules all start at rank 0. Remove it",
             )
 
 

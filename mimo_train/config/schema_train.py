@@ -112,10 +112,10 @@ class TrainConfig(Section):
         if self.epochs > 0 and self.iters > 0:
             yield Fault(
                 "train.epochs",
-                f"is {self.epochs:g}, and train.iters {self.iters}: set train.iters=0, or train.epochs=0",
+                f"is {self.epochs:g}, but train.iters is {self.iters}. Set train.iters=0 or train.epochs=0",
             )
         elif self.epochs == 0 and self.iters == 0:
-            yield Fault("train.iters", "must be at least 1, is 0, unless train.epochs is above 0: give one of them")
+            yield Fault("train.iters", "is 0, and so is train.epochs. Set one of them")
         for entry in self.callbacks if isinstance(self.callbacks, list) else ():
             if not re.fullmatch(ENTRY, entry):
                 yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
@@ -186,11 +186,10 @@ class OptimConfig(Section):
         if not self.distributed_optimizer:
             yield Fault(
                 "optim.overlap_param_gather",
-                "without optim.distributed_optimizer no parameters are gathered: set it to true, or "
-                "optim.overlap_param_gather=false",
+                "requires optim.distributed_optimizer=true. Set it, or optim.overlap_param_gather=false",
             )
         elif not self.overlap_grad_reduce:
             yield Fault(
                 "optim.overlap_param_gather",
-                "needs optim.overlap_grad_reduce, which is false: set it to true, or optim.overlap_param_gather=false",
+                "requires optim.overlap_grad_reduce=true. Set it, or optim.overlap_param_gather=false",
             )

@@ -91,7 +91,7 @@ def test_epochs_take_the_place_of_iters():
     [
         (("data.shards=x",), "data.shards", "data.mix is given too"),
         (("data.mix[1].name=a",), "data.mix[1].name", r"'a' is the name of data.mix\[0\] too"),
-        (("data.mix[1].weight=null",), "data.mix[1].weight", "all of them one, or none"),
+        (("data.mix[1].weight=null",), "data.mix[1].weight", "for every source, or for none"),
         (("data.mix[0].weight=0", "data.mix[1].weight=0"), "data.mix", "every weight is 0"),
         (("data.mix[1].weight=-1",), "data.mix[1].weight", "at least 0"),
         (("data.mix[0].shards=",), "data.mix[0].shards", "is empty"),
