@@ -297,6 +297,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
         "tests/dist/models/test_dense_layer.py",
         "tests/unit/hf/test_tensors.py",
         "tests/unit/data/text/test_special_text.py",
+        "tests/unit/data/text/test_chat_renderer.py",
         "tests/dist/parallel/test_alone.py",
         "tests/dist/parallel/test_device.py",
         "tests/dist/models/test_projectors.py",

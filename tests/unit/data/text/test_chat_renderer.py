@@ -164,6 +164,22 @@ def test_choices_that_contradict_each_other(saved):
             build_tokenizer(name, **options)
 
 
+def test_transformers_has_the_clock_of_today_and_renders_blocks_in_one_thread():
+    """Else `CompiledTemplate` could call its public function."""
+    from transformers.utils import chat_template_utils
+
+    def render(template: str) -> str:
+        messages = [{"role": "user", "content": "a"}]
+        options = {"chat_template": template, "return_assistant_tokens_mask": True}
+        return chat_template_utils.render_jinja_template([messages], **options)[0][0]
+
+    assert render("{{ strftime_now('%Y') }}") >= "2025"
+    blocks = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    template = chat_template_utils._compile_jinja_template(blocks)
+    with template.environment.activate_tracker([], []), pytest.raises(ValueError, match="should not be reused"):
+        render(blocks)
+
+
 def test_the_day_is_not_today(saved):
     """A template with a clock gives the same tokens every day."""
     record = parse(messages(TALKS["one turn"]))
