@@ -25,8 +25,8 @@ class Matmul:
     in_layer: bool = False
     """True in transformer layers, which full recomputation runs again."""
     input_gradient: bool = True
-    """True if backward computes the gradient of its input even if nothing needs it, as linear layers of Megatron-Core do
-    and torch's do not."""
+    """True if backward computes the gradient of its input even if nothing needs it, as linear layers of Megatron-Core
+    do and torch's do not."""
 
 
 def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Matmul]:

@@ -7,6 +7,7 @@ unless the run is on the CPU.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from encoders.base import GATED, LayeredSpec
@@ -105,6 +106,17 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
         )
         for stage in range(module.pp)
     ]
+
+
+def run_memory(run: Run, vocab: int, media_per_sample: Mapping[str, float] | None = None) -> list[StageMemory]:
+    """Memory of each pipeline stage of all modules.
+
+    Args:
+        vocab: rows of the embedding.
+        media_per_sample: mean number of media items in a sample, by encoder; 1 for encoders that are left out.
+    """
+    media = media_per_sample or {}
+    return [stage for name in run.cfg.modules for stage in stage_memory(run, name, vocab, media.get(name, 1.0))]
 
 
 def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sample: float = 1.0) -> Memory:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mimo_train.config.errors import ConfigError
 from mimo_train.estimate.devices import DEVICES, Device, processor
-from mimo_train.estimate.memory import stage_memory
+from mimo_train.estimate.memory import run_memory
 from mimo_train.layout.run import Run
 from mimo_train.preflight.check.report import Report
 from mimo_train.preflight.plan.candidate import Candidate
@@ -89,7 +89,7 @@ def _is_for_cpu(run: Run, ranks: int, vocab: int, media: dict[str, float]) -> bo
         return device == "cpu"
     if ranks > node or _gpus(DRIVER) >= ranks:
         return False
-    stages = [stage for name in run.cfg.modules for stage in stage_memory(run, name, vocab, media.get(name, 1.0))]
+    stages = run_memory(run, vocab, media)
     return sum(stage.memory.total * len(stage.ranks) for stage in stages) <= _memory_of_machine()
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from, or whose weights it begins with, and whether it fits the run."""
+"""The checkpoint that a run resumes from, or whose weights it starts from, and whether it fits the run."""
 
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,14 @@ def add_run_dir(
     *,
     without_data: bool = False,
 ) -> None:
-    """Notes what the run resumes from, and faults a folder that cannot be written, and a checkpoint that does not fit
-    the model, the tokenizer or the data.
+    """Note what the run resumes from; report a folder that cannot be written and a checkpoint that does not fit the
+    model, the tokenizer or the data.
 
     Args:
-        data_fingerprint: of the training shards, or None where they could not all be read.
-        tokenizer: that of the run, or None where it cannot be loaded.
-        mixing: the weights of its sources, or None where their sizes are not known.
-        without_data: leave out the weights in directories of transformers too, which need not be there.
+        data_fingerprint: fingerprint of the training shards; None if some cannot be read.
+        tokenizer: the tokenizer of the run; None if it cannot be loaded.
+        mixing: the weights of the sources; None if their sizes are not known.
+        without_data: skip weights in directories of transformers, which need not exist.
     """
     folder = Path(cfg.run.dir)
     unusable = folder_fault(folder)
@@ -90,7 +90,7 @@ def add_run_dir(
                 report.warnings.append(all_made(cfg.train, record["step"]))
             otherwise = continued_otherwise(checkpoint, record, cfg) if known else ""
             if otherwise:
-                report.notes.append(f"from there on numbers are others than so far: {otherwise}")
+                report.notes.append(f"results will differ from the original run from there on: {otherwise}")
             unread = "" if found else begun_otherwise(checkpoint, record, cfg)
             if unread:
                 report.warnings.append(unread)
@@ -104,7 +104,7 @@ def add_run_dir(
             report.faults += weights_faults(checkpoint, record, cfg, vocabulary_fingerprint=vocabulary)
             left = [f"modules.{name}" for name in record["config"]["modules"] if name not in cfg.modules]
             without = f" without {' and '.join(left)}" if left else ""
-            report.notes.append(f"begins with the weights of {checkpoint}{without}")
+            report.notes.append(f"starts from the weights of {checkpoint}{without}")
         if reads_directories and not without_data:
             _add_pretrained(report, cfg)
         if checkpoint is None or key == "checkpoint.weights":
@@ -116,7 +116,7 @@ def add_run_dir(
 
 
 def _add_base(report: Report, checkpoint: Place, given: str = "") -> None:
-    """Faults the checkpoint with the weights that another leaves out. Arguments as of `base_of`."""
+    """Report faults of the checkpoint with the weights that another leaves out. Arguments: see `base_of`."""
     try:
         base = base_of(checkpoint, given)
         if base is not None:
@@ -127,7 +127,7 @@ def _add_base(report: Report, checkpoint: Place, given: str = "") -> None:
 
 
 def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
-    """Faults directories whose weights a new run could not read, as far as headers show."""
+    """Report directories whose weights a new run cannot read, as far as headers show."""
     faults, tensors = [], {}
     for key, folder in pretrained_folders(cfg).items():
         try:
@@ -160,7 +160,7 @@ def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str
     report.faults += faults
     if not load.strict:
         report.warnings += [f"checkpoint.load_modules.{name}: {change}" for change in changes]
-    report.notes.append(f"modules.{name} begins with the weights of {load.source(name)} in {checkpoint}")
+    report.notes.append(f"modules.{name} starts from the weights of {load.source(name)} in {checkpoint}")
 
 
 def _note(

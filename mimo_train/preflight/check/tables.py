@@ -12,7 +12,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.flops import module_work
-from mimo_train.estimate.memory import GIB, Memory, rank_memory, stage_memory
+from mimo_train.estimate.memory import GIB, Memory, rank_memory, run_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
@@ -50,9 +50,7 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
 def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: dict[str, float]) -> None:
     """Estimated memory of each pipeline stage of each module, and of the fullest rank."""
     cfg, layout = run.cfg, run.layout
-    stages = [
-        stage for name in cfg.modules for stage in stage_memory(run, name, vocab or 0, media_per_sample.get(name, 1.0))
-    ]
+    stages = run_memory(run, vocab or 0, media_per_sample)
     rows = [
         (layout.modules[stage.module].stage_name(stage.stage), _span(layout, stage.ranks), *_gib(stage.memory))
         for stage in stages

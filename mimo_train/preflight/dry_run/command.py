@@ -104,13 +104,12 @@ def _child(run: Run, kind: Kind, engine: bool, pipe: Connection) -> None:
 
 def estimates(run: Run) -> dict[int, int]:
     """Estimated bytes by rank, as in the table of `check`."""
-    from mimo_train.estimate.memory import rank_memory, stage_memory
+    from mimo_train.estimate.memory import rank_memory, run_memory
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.inputs.inputs import tokenizer_of
 
     rows = embedding_rows(run.cfg.llm, tokenizer_of(run.cfg).vocab_size)
-    stages = [stage for name in run.layout.modules for stage in stage_memory(run, name, rows)]
-    return {rank: memory.total for rank, memory in rank_memory(stages).items()}
+    return {rank: memory.total for rank, memory in rank_memory(run_memory(run, rows)).items()}
 
 
 def heading(cfg: ConfigContainer, ranks: int, world: int) -> str:

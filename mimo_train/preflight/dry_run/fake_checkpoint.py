@@ -80,12 +80,12 @@ def _install_loads(given: Run, files: Files) -> None:
                 folder = folders.chosen(given.checkpoints, settings.resume)
             if folder is not None:
                 self._continue_from(folder)
-                files.loaded = f"continues from {folder}"
+                files.loaded = f"resumes {folder}"
             else:
                 own.checkpoint = replace(settings, resume="never")
                 resume(self)
                 named = [settings.weights, *(load.path for load in settings.load_modules.values())]
-                files.loaded = "begins with weights of " + ", ".join(filter(None, named)) if any(named) else ""
+                files.loaded = "starts from the weights of " + ", ".join(filter(None, named)) if any(named) else ""
         finally:
             self._run, self._resumed = tried, (0, None)
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mimo_train.estimate.memory import rank_memory, stage_memory
+from mimo_train.estimate.memory import rank_memory, run_memory
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.inputs import tokenizer_of
 from mimo_train.layout.run import resolve
@@ -67,7 +67,7 @@ def test_estimated_memory_is_that_of_the_tensors(name, request, tmp_path):
     (found,) = run_ranks(_dry, 1, run, rank)
     assert not hasattr(found, "what"), found.what + found.trace
     rows = embedding_rows(run.cfg.llm, tokenizer_of(run.cfg).vocab_size)
-    estimate = rank_memory([stage for part in run.cfg.modules for stage in stage_memory(run, part, rows)])[rank]
+    estimate = rank_memory(run_memory(run, rows))[rank]
     counted = found.categories
     for category in ("weights", "gradients", "optimizer"):
         # Each tensor takes whole blocks of 512 bytes.

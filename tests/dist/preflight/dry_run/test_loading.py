@@ -28,7 +28,7 @@ def test_a_rank_of_another_layout_finds_all_that_it_wants(saved, digits, rank):
     before = _files(saved)
     (found,) = run_ranks(_dry, 1, resolve(config("vlm_digits", saved, digits, *OTHER_LAYOUT, HALF)), rank)
     assert not hasattr(found, "what"), found.what + found.trace
-    assert found.loaded == f"continues from {saved}/checkpoints/step_00000001" and found.flops and found.saved
+    assert found.loaded == f"resumes {saved}/checkpoints/step_00000001" and found.flops and found.saved
     assert _files(saved) == before
 
 
@@ -38,7 +38,7 @@ def test_a_new_run_begins_with_weights_of_another(saved, digits, tmp_path):
     run = resolve(config("vlm_digits", tmp_path / "run", digits, *OTHER_LAYOUT, HALF, weights, modules))
     (found,) = run_ranks(_dry, 1, run, 1)
     assert not hasattr(found, "what"), found.what + found.trace
-    assert found.loaded == f"begins with weights of {saved}, {saved}" and found.flops
+    assert found.loaded == f"starts from the weights of {saved}, {saved}" and found.flops
 
 
 def test_a_checkpoint_of_another_model_is_refused_as_by_the_run(saved, digits):

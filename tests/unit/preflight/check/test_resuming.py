@@ -95,7 +95,7 @@ def test_weights_of_another_meaning_are_a_fault(tmp_path, override):
     assert f"step_00000200 is of another model: {CHANGES[override]}" in fault.message
     new = check(load("vlm_digits", f"checkpoint.weights={tmp_path}", override))
     if "lora" in override:
-        assert new.faults == [] and f"begins with the weights of {tmp_path}/checkpoints/step_00000200" in new.notes
+        assert new.faults == [] and f"starts from the weights of {tmp_path}/checkpoints/step_00000200" in new.notes
     else:
         (fault,) = new.faults
         assert fault.key == "checkpoint.weights" and CHANGES[override] in fault.message
@@ -175,7 +175,7 @@ def test_a_new_run_may_leave_out_an_encoder(tmp_path):
     weights = f"checkpoint.weights={tmp_path}"
     report = check(load("mixed_tiny", weights, "~modules.audio"))
     assert not [fault for fault in report.faults if fault.key == "checkpoint.weights"]
-    assert f"begins with the weights of {tmp_path}/checkpoints/step_00000200 without modules.audio" in report.notes
+    assert f"starts from the weights of {tmp_path}/checkpoints/step_00000200 without modules.audio" in report.notes
     (fault,) = check(load("mixed_tiny", f"run.dir={tmp_path}", "~modules.audio")).faults
     assert fault.key == "run.dir" and "modules were images, audio, language, are images, language" in fault.message
 
@@ -186,7 +186,7 @@ def test_modules_come_from_other_runs(tmp_path):
     images = "checkpoint.load_modules.images"
     load_images = (f"{images}.path={tmp_path}", f"{images}.module=images")
     report = check(load("mixed_tiny", *load_images, "~modules.audio"))
-    assert f"modules.images begins with the weights of images in {tmp_path}/checkpoints/step_00000200" in report.notes
+    assert f"modules.images starts from the weights of images in {tmp_path}/checkpoints/step_00000200" in report.notes
     assert not [fault for fault in report.faults if fault.key.startswith("checkpoint.")]
     relu = (*load_images, "modules.images.encoder.activation=relu")
     (fault,) = check(load("mixed_tiny", *relu)).faults
