@@ -1,4 +1,4 @@
-"""`data.split`: which documents of a .bin and .idx file are trained on, and which are held out. Imports no torch."""
+"""`data.split`: which documents of a .bin and .idx file are trained on, and which are held out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Packing: which samples of a step stand in one row, and which data-parallel rank has the row. Arithmetic on planned
-lengths, the same on every rank; imports no torch.
+"""Packing: which samples of a step share a row, and which data-parallel rank has the row. Arithmetic on planned
+lengths, the same on every rank.
 
 The samples of a step are those of the same step unpacked, so that its losses and gradients are too, and a run goes on
 at any sample number. Only how many microbatches it takes follows from the lengths.
@@ -29,7 +29,7 @@ class Packing:
 
     budget: most tokens of the samples of a row; unit: rows are multiples of it, as parallel ranks that split sequences
     need; microbatches: their number is a multiple of it; equal: the rows of a microbatch are as long on every
-    data-parallel rank; pair: see `deal`.
+    data-parallel rank; pair: see `balance_ranks`.
     """
 
     budget: int
@@ -74,20 +74,21 @@ def plan_in_packs(
 def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Packing) -> list[list[Pack]]:
     """The packs of a step: microbatch -> data-parallel rank -> pack. Every sample is in one pack.
 
-    Samples are dealt to ranks by `deal`. Each rank has as many packs, as few as hold what any of them has. They are
+    `balance_ranks` gives samples to ranks. Each rank has as many packs, as few as hold what any of them has. They are
     filled evenly, the longest sample first, each into the emptiest pack (Graham 1969, longest processing time first),
     so that a row need not be padded to the budget. The packs of a microbatch are about as costly on all ranks.
 
     Args:
         lengths: int64 [samples], tokens of every sample of the step.
-        squares: see `deal`.
+        squares: see `balance_ranks`.
         ranks: data-parallel ranks of the language model.
     """
     budget, multiple = packing.budget, packing.microbatches
     assert 0 < int(lengths.max()) <= budget and min(ranks, multiple) > 0, (lengths.max(), packing, ranks)
     tokens = lengths.tolist()
     own = [
-        sorted(places, key=tokens.__getitem__, reverse=True) for places in deal(lengths, squares, ranks, packing.pair)
+        sorted(places, key=tokens.__getitem__, reverse=True)
+        for places in balance_ranks(lengths, squares, ranks, packing.pair)
     ]
     # Of those longer than half a pack, none stand together.
     least = max(
@@ -143,7 +144,7 @@ _PARTNERS = 3
 """With how many ranks the busiest one tries to exchange samples, those with the least first."""
 
 
-def deal(lengths: np.ndarray, squares: np.ndarray, ranks: int, pair: float = 0.0) -> list[list[int]]:
+def balance_ranks(lengths: np.ndarray, squares: np.ndarray, ranks: int, pair: float = 0.0) -> list[list[int]]:
     """The samples of each rank, by their place.
 
     Work that grows with tokens (memory too) and work in attention, which grows with squares of lengths, are both
@@ -169,7 +170,7 @@ def deal(lengths: np.ndarray, squares: np.ndarray, ranks: int, pair: float = 0.0
 
 
 def whole_work(lengths: np.ndarray, squares: np.ndarray, pair: float) -> np.ndarray:
-    """int64 [samples], in that of one token outside of attention; arguments as those of `deal`."""
+    """int64 [samples], in that of one token outside of attention; arguments as those of `balance_ranks`."""
     return lengths + np.rint(pair * squares).astype(np.int64)
 
 

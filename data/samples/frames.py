@@ -1,4 +1,4 @@
-"""Videos as pictures: which of a video's frames are read, from its length alone. Imports no torch."""
+"""Which frames of a video are read as images, from its length alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The weights of a run's sources over its samples: from the config, and from the checkpoint that it continues from.
-Imports no torch."""
+"""The weights of a run's sources over its samples: from the config, and from the checkpoint that it continues from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How a run pads its texts (`data.pad`), or packs them (`data.pack`). Imports no torch."""
+"""How a run pads its texts (`data.pad`), or packs them (`data.pack`)."""
 
 import math
 

@@ -4,7 +4,7 @@ import pytest
 
 from data.pace import Pace
 from data.pipeline import Reader, StepLoader, WaitGivenUp
-from tests.unit.data.test_data_loader import BATCHING, BOTH, same_steps, steps
+from tests.unit.data.test_loader import BATCHING, BOTH, same_steps, steps
 
 READS = 16
 """Of a step of `BATCHING`: eight texts, and the media of eight samples."""

@@ -14,7 +14,7 @@ from data.storage.url import Url
 from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import members_cache
 from tests.hang import HANG_SECONDS
-from tests.unit.data.test_remote_shards import CONTENT, server  # noqa: F401
+from tests.unit.data.storage.test_remote import CONTENT, server  # noqa: F401
 
 ONE = ShardVersion(len(CONTENT), 0, 0, "", '"one"')
 PLACES = [(at, 200) for at in range(0, 2000, 200)]

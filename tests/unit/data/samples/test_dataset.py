@@ -1,3 +1,5 @@
+"""`shards verify CONFIG` closes what it reads, also where a set cannot be read."""
+
 import base64
 import io
 import json
@@ -16,7 +18,9 @@ from data.media.options import Resize
 from data.pipeline import Dataset, Media
 from data.text.tokens import build_tokenizer
 from mimo_train.evaluation.predictions import shown_media
+from mimo_train.preflight.check import verify_run as module
 from tests.tars import write_tar
+from tests.unit.configs import load
 from tests.unit.data.helpers import chat, encode_picture, images
 
 
@@ -271,3 +275,24 @@ def test_records_of_both_forms_in_one_shard(tmp_path):
     shard = write_tar(tmp_path / "s.tar", [("a.json", messages.encode()), ("b.json", chat("q", "a"))])
     data = Dataset(shard, tokenizer=build_tokenizer("bytes"), sequence_length=16, shuffle=False)
     assert data.text(0).input_ids.tolist() == data.text(1).input_ids.tolist()
+
+
+def test_a_set_that_cannot_be_read_is_closed(monkeypatch, capsys):
+    class Samples:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    opened = []
+
+    def fails(*_given):
+        raise ShardError("a.tar: damaged")
+
+    monkeypatch.setattr(module.compose, "load", lambda config, overrides: load(config))
+    monkeypatch.setattr(module, "_open", lambda *_given: None)
+    monkeypatch.setattr(module, "_dataset_of", lambda *_given: opened.append(Samples()) or opened[-1])
+    monkeypatch.setattr(module, "_verify_set", fails)
+    assert module.verify_run("vlm_digits", [], 1) == 1
+    assert "bad shard: a.tar: damaged" in capsys.readouterr().out
+    assert opened and all(one.closed for one in opened)

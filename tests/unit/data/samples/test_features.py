@@ -4,7 +4,7 @@ import torch
 
 from data.pipeline import MEDIA, Batching
 from data.samples.protocol import SampleMedia
-from tests.unit.data.test_data_loader import equal, pixels, steps
+from tests.unit.data.test_loader import equal, pixels, steps
 
 ONE_SAMPLE = Batching(global_batch_size=1, microbatch_samples=1)
 
