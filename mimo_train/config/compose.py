@@ -17,8 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from encoders.ranges import nearest
 from mimo_train.config.energon import fill_in_energon
 from mimo_train.config.errors import ConfigError, Fault
-from mimo_train.config.pretrained.absent import leave_out_absent
-from mimo_train.config.pretrained.directory import Directory
+from mimo_train.config.pretrained.directory import Directory, leave_out_absent
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
 from mimo_train.config.run_files import (
     SUFFIXES,

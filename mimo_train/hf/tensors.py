@@ -1,7 +1,7 @@
 """The tensors of a directory of safetensors files: parts of them are read without the rest, and files are written one
 tensor at a time.
 
-The format is in `config.pretrained.safetensors_header`. Files are read by `pread`: pages of a mapped file would count
+The format is in `config.pretrained.weight_files`. Files are read by `pread`: pages of a mapped file would count
 as memory of the process for as long as it is open.
 """
 

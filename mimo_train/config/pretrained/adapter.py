@@ -11,8 +11,7 @@ from typing import Any
 
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.bin_header import read_bin_header
-from mimo_train.config.pretrained.safetensors_header import Unreadable, read_error, read_header
+from mimo_train.config.pretrained.weight_files import Unreadable, read_bin_header, read_error, read_header
 from mimo_train.config.schema_modules import LoraConfig
 
 CONFIG, WEIGHTS, BIN_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from data.storage.url import Place, Url
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.resume.same_run import recorded_config
-from mimo_train.config.pretrained.alone import config_of_directory, is_directory_of_a_model
+from mimo_train.config.pretrained.config_of_directory import config_of_directory, is_directory_of_a_model
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig

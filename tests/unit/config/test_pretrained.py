@@ -6,7 +6,7 @@ import pytest
 
 from mimo_train.config.compose import from_dict, load, to_dict
 from mimo_train.config.errors import ConfigError, UserError
-from mimo_train.config.pretrained.alone import base_of_adapter, config_of_directory
+from mimo_train.config.pretrained.config_of_directory import base_of_adapter, config_of_directory
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,

@@ -10,7 +10,7 @@ from mimo_train.config.pretrained.adapter import CONFIG, adapted_paths, paths_of
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in
-from mimo_train.config.pretrained.safetensors_header import Unreadable, parsed, read_error
+from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_error
 from mimo_train.config.schema import ConfigContainer
 
 LONGEST = 4096
