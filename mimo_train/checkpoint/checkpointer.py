@@ -41,7 +41,7 @@ from mimo_train.models.initial_weights import load_start_weights
 from mimo_train.models.parameters import gathered
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 
 SUMS = "log_sums"
 """Key of a record: what the log had summed since its last line; null where the log had just been written."""

@@ -8,7 +8,7 @@ from mimo_train.checkpoint.folders import key_of
 from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.write import NotFinite
 from mimo_train.config.errors import PeersError, UserError
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 
 
 class SaveFailed(UserError):

@@ -20,7 +20,7 @@ from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.local_shards import MOMENTS, Held
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 
 RECORD_KEYS = (*("step", "train_state", "schedulers", "optimizer", "layout", "data_fingerprint", "rerun", "config"),)
 """What a record holds, see `store.record_of`."""

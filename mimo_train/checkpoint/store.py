@@ -41,7 +41,7 @@ from mimo_train.layout.run import Run
 from mimo_train.models.lora.adapters import start_magnitudes
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 
 _logger = logging.getLogger(__name__)
 

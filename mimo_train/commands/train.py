@@ -117,7 +117,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     import torch.distributed as dist
 
     adopt_torch()
-    from mimo_train.parallel.light_imports import light_imports
+    from mimo_train.parallel.device import light_imports
 
     with light_imports(run.cfg.run.device):
         from mimo_train.training.pretrain import pretrain

@@ -5,12 +5,15 @@ A CUDA run is left untouched; on a CPU run, `install("cpu")` installs the stand-
 
 import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -136,7 +139,7 @@ def backend_of_groups() -> str | None:
 
 def init_process_group(kind: str, timeout_minutes: float, store: torch.distributed.Store | None = None) -> None:
     """Join the processes of the run by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or over
-    `store`. No `device_id` is bound (see `mimo_train.parallel.local_groups`)."""
+    `store`. No `device_id` is bound (see `mimo_train.parallel.groups`)."""
     torch.distributed.init_process_group(
         backend(kind),
         store=store,
@@ -285,3 +288,42 @@ def start_cuda_profiler() -> None:
 def stop_cuda_profiler() -> None:
     """End that range."""
     torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+
+
+REFUSED = ("wandb", "torch.utils.tensorboard")
+
+
+class _Refusal(MetaPathFinder):
+    """Reports the modules of `REFUSED` as not installed."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname in REFUSED:
+            raise ModuleNotFoundError(f"{fullname} is not imported with Megatron-Core", name=fullname)
+
+
+@contextmanager
+def light_imports(device: str) -> Iterator[None]:
+    """Import Megatron-Core in this block without what a run does not use of it.
+
+    Megatron-Core 0.19.2 imports wandb and TensorBoard for timers that report to them, and compiles its small fusions
+    where they are defined, which imports torch's compiler; on the CPU they run eagerly. Together they take a third of
+    the time until a run's first step. After the block everything is as released.
+
+    Args:
+        device: `run.device`; what is defined in the block is not compiled with `cpu`, nor with `auto` where torch finds
+            no CUDA.
+    """
+    refusal, compiler = _Refusal(), torch.compile
+    sys.meta_path.insert(0, refusal)
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        torch.compile = _uncompiled
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+        sys.meta_path.remove(refusal)
+
+
+def _uncompiled(model: Callable | None = None, **options: Any) -> Callable:
+    """Replace `torch.compile`, also as a decorator with options."""
+    return model if model is not None else lambda function: function

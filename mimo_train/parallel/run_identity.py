@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mimo_train.config.compose import to_dict
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 
 LISTED = 5
 """Keys that a message lists."""

@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.profiling import StepProfiler
 from mimo_train.debug.rerun import require_equal_replicas
-from mimo_train.parallel.local_groups import limit_waits
+from mimo_train.parallel.groups import limit_waits
 from mimo_train.training.callbacks import Callback
 from mimo_train.training.shutdown import is_due
 from mimo_train.training.step.state import GlobalState, StepResult

@@ -24,7 +24,7 @@ from mimo_train.inputs.mixture import too_short
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.layout.run import Run, all_made, length_of, steps_of_epochs, with_iters
 from mimo_train.logging.console import CountBar
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 from mimo_train.training.step.state import GlobalState, TrainState
 
 

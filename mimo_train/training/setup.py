@@ -45,7 +45,7 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import FreezeStages, GradientNeeds, ModuleSchedulers
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.shapes import StepShapes
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.run_identity import (
     LONGEST_SIGHT,
     Start,

@@ -62,7 +62,7 @@ def test_a_step_of_the_demo_imports_nothing_that_it_does_not_use(tmp_path):
 LATE = """
 import os, sys
 import torch
-from mimo_train.parallel.light_imports import light_imports
+from mimo_train.parallel.device import light_imports
 with light_imports("cpu"):
     import mimo_train.training.pretrain
 from mimo_train.parallel import device

@@ -19,13 +19,13 @@ CORE = "megatron.core."
 ROOT = Path(__file__).resolve().parents[2]
 REASONS = [
     # adaptation, place in Megatron-Core, what is written there
-    ("parallel/light_imports.py", "timers", "try: import wandb except ImportError: wandb = None"),
+    ("parallel/device.py", "timers", "try: import wandb except ImportError: wandb = None"),
     (
-        "parallel/light_imports.py",
+        "parallel/device.py",
         "timers",
         "try: from torch.utils.tensorboard import SummaryWriter except ImportError",
     ),
-    ("parallel/light_imports.py", "jit", "jit_fuser = torch.compile"),
+    ("parallel/device.py", "jit", "jit_fuser = torch.compile"),
     ("parallel/groups.py", "utils:get_tensor_model_parallel_group_if_none", "parallel_state.get_tensor_model_parallel"),
     (
         "parallel/bridge/communicator.py",
@@ -192,7 +192,7 @@ def test_torch_s_launcher_passes_a_signal_to_ranks_as_an_error():
 
 
 def test_a_message_of_torch_has_no_place_for_what_a_recorder_knows_of_it():
-    """Else `parallel/recorded.py` need not keep works by their identity."""
+    """Else `parallel/collectives.py` need not keep works by their identity."""
     from torch.distributed import Work
 
     assert Work.__dictoffset__ == 0
@@ -288,7 +288,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     looked_at = {ours for ours, _, _ in REASONS} | {
         "models/language_model.py",
         "launch/torchrun.py",
-        "parallel/recorded.py",
+        "parallel/collectives.py",
     }
     looked_at |= {f"data/media/{name}.py" for name in ("audio_files", "audio")}
     looked_at |= {"cpu/attention.py", "cpu/kernels.py", "cpu/backend.py"}
@@ -298,7 +298,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
         "tests/unit/hf/test_tensors.py",
         "tests/unit/data/text/test_special_text.py",
         "tests/unit/data/text/test_chat_renderer.py",
-        "tests/dist/parallel/test_alone.py",
+        "tests/dist/parallel/test_single_rank.py",
         "tests/dist/parallel/test_device.py",
         "tests/dist/models/test_projectors.py",
         "tests/unit/cpu/test_memory.py",

@@ -12,7 +12,7 @@ from data.storage.url import Place, Url
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import all_damaged, damage_in
 from mimo_train.config.errors import UserError
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 
 
 def chosen_by_first(choose: Callable[[], Place | None], key: str) -> Place | None:

@@ -24,7 +24,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.kernels import has_fp8
 from mimo_train.models.encoder_module import EncoderModule
 from mimo_train.models.parameters import modules_of
-from mimo_train.parallel.collective_errors import agreed
+from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.device import to_device
 from mimo_train.training.step.batches import StepIterator
 

@@ -24,9 +24,8 @@ from mimo_train.models.heads import ModelHook
 from mimo_train.models.layers import use_transformer_engine
 from mimo_train.models.parameters import seed_for
 from mimo_train.parallel import device as devices
+from mimo_train.parallel.collectives import record_messages, return_at_once
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.parallel.recorded import record_messages
-from mimo_train.parallel.single_rank import return_at_once
 from mimo_train.training.step.schedule import Pipeline
 
 

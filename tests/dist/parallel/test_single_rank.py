@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from mimo_train.parallel.single_rank import Done, return_at_once
+from mimo_train.parallel.collectives import Done, return_at_once
 from tests.dist.ranks import run_ranks
 
 

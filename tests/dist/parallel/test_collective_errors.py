@@ -7,7 +7,7 @@ def _outcomes() -> list[str]:
     import torch.distributed as dist
 
     from mimo_train.config.errors import PeersError, UserError
-    from mimo_train.parallel.collective_errors import agreed
+    from mimo_train.parallel.collectives import agreed
 
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
@@ -31,7 +31,7 @@ def test_all_ranks_raise_what_the_first_one_has_found():
 
 def _alone() -> list[str]:
     from mimo_train.config.errors import UserError
-    from mimo_train.parallel.collective_errors import agreed
+    from mimo_train.parallel.collectives import agreed
 
     with agreed():
         pass

@@ -18,7 +18,7 @@ def _start(cfgs, folder):
 
     from mimo_train.config.errors import UserError
     from mimo_train.parallel import run_identity
-    from mimo_train.parallel.collective_errors import agreed
+    from mimo_train.parallel.collectives import agreed
     from mimo_train.training.setup import setup
     from mimo_train.training.step.parts import start_processes
 

@@ -1,0 +1,210 @@
+"""Collectives: each is recorded, those of a single rank return at once, and errors are agreed on.
+
+Messages of torch's process groups go through the flight recorder, those of Megatron-Core too. torch 2.11 has a recorder
+of its own, but for gloo it has no messages between two ranks, and its file is a pickle; `Work` takes no attributes, so
+that works are known by their identity.
+
+A layout with tp, dp or pp of 1 has a group for it all the same, and Megatron-Core 0.19.2 sums over it: with one process
+12 times in a step of the demo. The result of one rank is its input: there is nothing to send or to record.
+
+The methods of torch's classes are replaced once in a process.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data.errors import DataError
+from mimo_train.config.errors import PeersError, UserError
+from mimo_train.flight.file_format import EQUAL_BYTES, OPERATIONS, RECEIVE, SEND
+from mimo_train.flight.recorder import RECORDER, Channel
+
+MOST_WORKS = 4096
+"""Works that nobody waits for are forgotten when there are so many."""
+
+_DIRECTIONS = {"send": SEND, "recv": RECEIVE, "recv_anysource": RECEIVE}
+
+
+class _Messages:
+    """What is known of groups and of messages on their way."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Process groups are made anew, under the names of the old ones."""
+        self.channels: dict[tuple[str, int, int], Channel] = {}
+        self.works: dict[int, tuple[Channel, int, int]] = {}
+        self._groups: dict[str, tuple[int, list[int]]] = {}
+
+    def channel(self, group: Any, peer: int, direction: int) -> Channel:
+        """The channel to a rank of a group (numbered in the group), -1 for its collectives."""
+        name = group.group_name
+        key = (name, peer, direction)
+        channel = self.channels.get(key)
+        if channel is None:
+            if name not in self._groups:
+                number, ranks = len(self._groups) + 1, dist.get_process_group_ranks(group)
+                self._groups[name] = number, ranks
+                RECORDER.group(number, name, group.group_desc, ranks)
+            number, ranks = self._groups[name]
+            channel = RECORDER.channel(number, ranks[peer] if 0 <= peer < len(ranks) else -1, direction)
+            self.channels[key] = channel
+        return channel
+
+
+_messages = _Messages()
+_has_recorder: list[bool] = []
+
+
+def record_messages() -> None:
+    """Record the messages of process groups that are made from now on; those of earlier ones are forgotten."""
+    _messages.clear()
+    RECORDER.forget_messages()
+    if _has_recorder:
+        return
+    _has_recorder.append(True)
+    for number, name in enumerate(OPERATIONS):
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _recorded(getattr(dist.ProcessGroup, name), name, number))
+    setattr(dist.Work, "wait", _waited(dist.Work.wait))  # noqa: B010 - a type checker knows it as a method
+
+
+def _recorded(original: Callable, name: str, operation: int) -> Callable:
+    direction, has_bytes = _DIRECTIONS.get(name, 0), name in EQUAL_BYTES or name in _DIRECTIONS
+    to_peer, messages, recorder = name in ("send", "recv"), _messages, RECORDER
+
+    def call(group: Any, *arguments: Any, **options: Any) -> Any:
+        channel = messages.channel(group, arguments[1] if to_peer else -1, direction)
+        number = recorder.issue(channel, operation, _bytes(arguments) if has_bytes else 0)
+        work = original(group, *arguments, **options)
+        works = messages.works
+        if len(works) >= MOST_WORKS:
+            works.clear()
+        works[id(work)] = channel, operation, number
+        return work
+
+    return call
+
+
+def _waited(original: Callable) -> Callable:
+    messages, recorder = _messages, RECORDER
+
+    def wait(work: Any, *arguments: Any, **options: Any) -> Any:
+        known = messages.works.pop(id(work), None)
+        if known is None:
+            return original(work, *arguments, **options)
+        recorder.wait(*known)
+        try:
+            return original(work, *arguments, **options)
+        finally:
+            recorder.leave()
+
+    return wait
+
+
+def _bytes(arguments: tuple) -> int:
+    first = arguments[0] if arguments else None
+    if isinstance(first, list):
+        return sum(one.nbytes for one in first if isinstance(one, torch.Tensor))
+    return first.nbytes if isinstance(first, torch.Tensor) else 0
+
+
+_SAME_REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+"""Of one operand they are the operand; `PREMUL_SUM` is not."""
+
+_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "barrier")
+"""Operations whose result is in the tensors that they are given."""
+
+_INTO_FIRST = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
+)
+"""Operations of outputs and inputs of equal sizes: a tensor of each, or lists."""
+
+_has_single_rank: list[bool] = []
+
+
+class Done(dist.Work):
+    """The work of an operation that is over."""
+
+    def wait(self, *_: Any, **__: Any) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Yes."""
+        return True
+
+
+def return_at_once() -> None:
+    """Let the collectives of one rank return at once, in all process groups."""
+    if _has_single_rank:
+        return
+    _has_single_rank.append(True)
+    for name in (*_IN_PLACE, *_INTO_FIRST):
+        setattr(dist.ProcessGroup, name, _unless_alone(getattr(dist.ProcessGroup, name), copies=name in _INTO_FIRST))
+
+
+def _unless_alone(original: Callable, copies: bool) -> Callable:
+    def call(group: Any, *arguments: Any, **options: Any) -> Any:
+        if group.size() > 1 or not _is_same((*arguments, *options.values())):
+            return original(group, *arguments, **options)
+        if copies:
+            outputs, inputs = (each if isinstance(each, list) else [each] for each in arguments[:2])
+            for into, given in zip(outputs, inputs, strict=True):
+                if into.data_ptr() != given.data_ptr():
+                    into.copy_(given.view_as(into))
+        return Done()
+
+    return call
+
+
+def _is_same(arguments: tuple) -> bool:
+    """Whether an operation with these options gives what it gets."""
+    operation = getattr(arguments[-1], "reduceOp", None) if arguments else None
+    # Not `in`, which asks the members: only the operation of an option knows that it equals one of them.
+    return operation is None or any(operation == same for same in _SAME_REDUCTIONS)
+
+
+@contextmanager
+def agreed(told: Any = None) -> Iterator[list[Any]]:
+    """A block without collectives in which any rank may raise a UserError or DataError; at its end, all ranks do.
+    Collective: one gathering of messages. Other errors are ours, and are not waited with.
+
+    Args:
+        told: what this rank tells the others with the same message.
+
+    Yields:
+        A list that holds, behind the block, what every rank has told, in their order.
+
+    Raises:
+        UserError, DataError: a rank has raised one; the lowest such rank raises its own, the others a `PeersError` with
+            its text.
+    """
+    own: UserError | DataError | None = None
+    everyones: list[Any] = []
+    try:
+        yield everyones
+    except (UserError, DataError) as error:
+        own = error
+    messages: list[tuple[tuple[str, str] | None, Any]] = [(None if own is None else (str(own), _kind(own)), told)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        messages *= dist.get_world_size()
+        dist.all_gather_object(messages, messages[0])
+    everyones += [one for _, one in messages]
+    rank, first = next(((rank, text) for rank, (text, _) in enumerate(messages) if text is not None), (0, None))
+    if first is None:
+        return
+    if own is not None and (len(messages) == 1 or rank == dist.get_rank()):
+        raise own
+    raise PeersError(*first) from own
+
+
+def _kind(error: UserError | DataError) -> str:
+    return error.kind if isinstance(error, PeersError) else type(error).__name__
