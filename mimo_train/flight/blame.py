@@ -110,7 +110,7 @@ def _edges(rank: Rank, ranks: Mapping[int, Rank], states: Mapping[int, str], wor
 
 
 def _queued_edges(rank: Rank, ranks: Mapping[int, Rank]) -> list[Edge]:
-    """The host does not wait for messages: those count that the other side has not issued."""
+    """Return edges of a rank whose host does not wait for messages: those count that the other side has not issued."""
     edges, groups = [], {group.name: group for group in rank.groups.values()}
     for (name, peer, direction), last in rank.last.items():
         event = Event(
@@ -215,7 +215,7 @@ def _stuck(verdict: Verdict) -> tuple[list[int], str] | None:
 
 
 def _unequal(ranks: Mapping[int, Rank]) -> tuple[list[int], str] | None:
-    """The first collective of a group at which ranks did different things."""
+    """Return the first collective of a group at which ranks did different things."""
     by_group: dict[str, dict[int, dict[int, Event]]] = {}
     for rank in ranks.values():
         for event in rank.ring:

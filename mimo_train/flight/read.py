@@ -73,7 +73,7 @@ class Rank:
     beats: int
     beat_at: float
     queued: bool
-    """Whether the host runs ahead of a device."""
+    """True if the host runs ahead of a device."""
     events: int
     progressed_at: float
     step: int

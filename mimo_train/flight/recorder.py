@@ -211,12 +211,12 @@ class Recorder:
 
     @property
     def spins(self) -> bool:
-        """Whether this rank waits for messages of a device, which takes processor time; the first step may compile."""
+        """True if this rank waits for messages of a device, which takes processor time; the first step may compile."""
         return bool(self._map[QUEUED_AT]) and self.step > 1
 
     @property
     def rests(self) -> bool:
-        """Whether the program that makes the steps is between two calls, and waits for no message of its own."""
+        """True if the program that makes the steps is between two calls, and waits for no message of its own."""
         kind, what = self._map[FRAMES_AT + 16 : FRAMES_AT + 18]
         return self._depth == 1 and (kind, what) == (ENTER, NUMBER_OF[CALLER])
 
@@ -227,7 +227,7 @@ class Recorder:
         self._name({"group": number, "name": name, "description": description, "ranks": list(ranks)})
 
     def channel(self, group: int, peer: int, direction: int) -> Channel:
-        """A channel that has had no message yet; `peer` is -1 for collectives."""
+        """Return a channel that has had no message yet; `peer` is -1 for collectives."""
         self._slots += 1
         return Channel(self._slots - 1, group, peer, direction)
 
@@ -237,7 +237,7 @@ class Recorder:
         self._map[SLOTS_AT:end] = bytes(end - SLOTS_AT)
 
     def issue(self, channel: Channel, operation: int, nbytes: int) -> int:
-        """A message is about to be issued; returns its number in the channel, counted from 1."""
+        """Record that a message is about to be issued; return its number in the channel, counted from 1."""
         channel.issued = number = channel.issued + 1
         self._events = events = self._events + 1
         now, buffer, microbatch = _now(), self._map, self._microbatch

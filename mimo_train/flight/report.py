@@ -136,7 +136,7 @@ def _doing(rank: Rank, state: str) -> str:
 
 
 def _stack(rank: Rank) -> list[str]:
-    """The innermost frames of its threads, those in our code first, as the rank has written them."""
+    """Return the innermost frames of its threads, those in our code first, as the rank has written them."""
     try:
         text = rank.stack_file.read_text(errors="replace")
     except OSError:

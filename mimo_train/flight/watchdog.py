@@ -62,7 +62,7 @@ class Signs:
         self._seen = None
 
     def work(self) -> bool:
-        """Whether there was such a sign since the last call."""
+        """True if there was such a sign since the last call."""
         before, now = self._seen, self._look()
         self._seen = now
         if before is None:
@@ -193,7 +193,7 @@ class Watch:
             self._leave()
 
     def _is_first(self, written: Path) -> bool:
-        """Whether this rank is the first that has come to a verdict; it reports."""
+        """True if this rank is the first that has come to a verdict; it reports."""
         with suppress(OSError):
             earlier = not self._ends and time.time() - written.stat().st_mtime > self._seconds
             if earlier or not self._is_reported(written):
@@ -207,7 +207,7 @@ class Watch:
         return True
 
     def _is_reported(self, written: Path) -> bool:
-        """Whether there is a report of this start: one of an earlier start of the same name is older than its file."""
+        """True if there is a report of this start: one of an earlier start of the same name is older than its file."""
         try:
             return written.stat().st_mtime >= self._recorder.opened
         except OSError:
@@ -221,7 +221,7 @@ class Watch:
             _end(HANG_CODE)
 
     def _is_looked_after(self, folder: Path) -> bool:
-        """Whether one of the first ranks lives, and looks. Thousands of ranks that read each other's files would be too
+        """True if one of the first ranks lives, and looks. Thousands of ranks that read each other's files would be too
         much for a file server."""
         since = self._recorder.opened
         first = read_ranks(folder, LOOKERS, since, self._beat)

@@ -44,7 +44,7 @@ def launch_of(
     *,
     without_data: bool = False,
 ) -> Launch:
-    """Return the config of a run on a number of nodes: the changes of `launch.layouts` come before `overrides`, those of
+    """Return the config of a run on a number of nodes. Changes of `launch.layouts` come before `overrides`, those of
     a task of a job array behind them.
 
     Args:

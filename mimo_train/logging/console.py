@@ -47,7 +47,7 @@ class Console:
 
     @classmethod
     def silent(cls) -> "Console":
-        """A console that shows nothing, for ranks that do not log."""
+        """Return a console that shows nothing, for ranks that do not log."""
         return cls(0, 0, view=_Nothing())
 
     def step(self, step: int, values: dict[str, float], remark: str = "", losses: Iterable[str] = ()) -> None:
@@ -177,7 +177,7 @@ class _Bar:
 
 
 def view_on(stream: TextIO, total_steps: int, done_steps: int, clock: Callable[[], float] = time.monotonic) -> View:
-    """A progress bar on a terminal, else plain lines."""
+    """Return a progress bar on a terminal, else plain lines."""
     on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     return _Bar(stream, total_steps, done_steps) if on_terminal else _Lines(stream, clock)
 
@@ -213,7 +213,7 @@ def step_parts(values: dict[str, float], losses: Iterable[str] = ()) -> dict[str
 
 
 def duration(seconds: float) -> str:
-    """A length of time in one or two units: 45 s, 2 min, 3 h 20 min, 2 d 4 h."""
+    """Return a length of time in one or two units: 45 s, 2 min, 3 h 20 min, 2 d 4 h."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 59.5:

@@ -40,7 +40,7 @@ class SinkKind:
     open: Callable[[ConfigContainer, Path, int], Sink]
     """Called with (config, run_dir, resumed_step)."""
     required: bool = False
-    """Whether a failure of this sink stops the run."""
+    """True if a failure of this sink stops the run."""
 
 
 SINKS: dict[str, SinkKind] = {
@@ -98,7 +98,7 @@ class MetricsLog:
                 _warn(name, f"failed at step {step}", error)
 
     def sink(self, name: str) -> Sink | None:
-        """The sink of that name, a key of `SINKS`; None if the run does not use it, or it has failed."""
+        """Return the sink of that name, a key of `SINKS`; None if the run does not use it, or it has failed."""
         return None if name in self._failed else self._sinks.get(name)
 
     def handle(self, name: str) -> Any:

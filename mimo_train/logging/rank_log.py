@@ -24,7 +24,7 @@ _BLOCK = 1 << 16
 
 
 def log_of(run_dir: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the file of a rank."""
     return run_dir / FOLDER / f"rank_{rank}.log"
 
 
@@ -55,7 +55,7 @@ class RankLog:
                 setattr(sys, name, _Copied(stream, self))
 
     def _append(self, lines: list[str]) -> bool:
-        """Whether they could be written."""
+        """Return True if they could be written."""
         if self._lost:
             return False
         try:

@@ -148,7 +148,7 @@ def report_memory(memory_keys: dict[str, str] | None) -> dict[str, float]:
 
 
 def largest_over(report: dict[str, int | float], group: dist.ProcessGroup | None) -> dict[str, int | float]:
-    """The largest of each value over the ranks of a group. Collective: one maximum, and one copy to the host.
+    """Return the largest of each value over the ranks of a group. Collective: one maximum, and one copy to the host.
 
     The first stage of a pipeline holds the activations of most microbatches, and the rank that writes the log is on the
     last one.

@@ -117,5 +117,5 @@ def imbalance(
 
 
 def _busiest(work: Sequence[float]) -> float:
-    """The most over the mean."""
+    """Return the most over the mean."""
     return max(work) * len(work) / sum(work)

@@ -101,7 +101,7 @@ def chart(
     y_format: Callable[[float], str] | None = None,
     name_single: bool = False,
 ) -> Chart | None:
-    """The curves over steps 0 to `last_step`; None when there is nothing to draw.
+    """Return the curves over steps 0 to `last_step`; None when there is nothing to draw.
 
     One curve alone has no legend, the title names it, unless `name_single`.
     """
@@ -128,7 +128,7 @@ def chart(
 
 
 def value_axis(values: Sequence[float], main: Sequence[float]) -> Axis:
-    """The axis that shows all `values`, of which `main` are not noise.
+    """Return the axis that shows all `values`, of which `main` are not noise.
 
     Logarithmic when the main values span two decades, or when a spike would press them flat.
     """
@@ -187,21 +187,21 @@ def _short(value: float) -> str:
 
 
 def short_count(count: float) -> str:
-    """A count in short: 800, 5,000, 20k, 1.5M."""
+    """Return a count in short: 800, 5,000, 20k, 1.5M."""
     if abs(count) >= 1e6:
         return f"{count / 1e6:g}M"
     return f"{count / 1e3:g}k" if abs(count) >= 1e4 else f"{count:,.0f}"
 
 
 def _exact(value: float) -> str:
-    """A value in words: four significant digits, or a whole number."""
+    """Return a value in words: four significant digits, or a whole number."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _curve(
     one: Series, points: list[tuple[float, float | None]], x_axis: Axis, y_axis: Axis, name: Callable[[float], str]
 ) -> Curve:
-    """The curve, broken at gaps; dots on its points (kind dots), and on a point alone between gaps."""
+    """Return the curve, broken at gaps; dots on its points (kind dots), and on a point alone between gaps."""
     segments: list[list[Dot]] = [[]]
     for step, value in points:
         if value is None:
@@ -234,7 +234,7 @@ def _summary(title: str, series: list[Series], name: Callable[[float], str]) -> 
 
 
 def _not_finite(series: list[Series]) -> str:
-    """A note about values that cannot be drawn."""
+    """Return a note about values that cannot be drawn."""
     notes = []
     for one in series:
         steps = [step for step, value in zip(one.steps, one.values, strict=True) if not math.isfinite(value)]
@@ -259,7 +259,7 @@ class Column:
 
 
 def columns(lines: Iterable[dict[str, float]]) -> dict[str, Column]:
-    """The lines by key. Takes them one at a time, so that a long run needs 16 bytes a number."""
+    """Return the lines by key. Takes them one at a time, so that a long run needs 16 bytes a number."""
     found: dict[str, Column] = {}
     for line in lines:
         step = line["step"]

@@ -79,7 +79,7 @@ class DataPage:
 def token_runs(
     ids: Sequence[int], learned: Sequence[bool], media: Collection[int], shown: Callable[[Iterable[int]], str]
 ) -> list[TokenRun]:
-    """The tokens of a sample in runs.
+    """Return the tokens of a sample in runs.
 
     Args:
         learned: of each, whether it has a loss.
@@ -108,7 +108,7 @@ def token_runs(
 
 
 def length_bins(lengths: Sequence[int]) -> list[Bin]:
-    """A histogram of lengths, in bins of equal width."""
+    """Return a histogram of lengths, in bins of equal width."""
     if not lengths:
         return []
     low, high = min(lengths), max(lengths)
@@ -123,5 +123,5 @@ def length_bins(lengths: Sequence[int]) -> list[Bin]:
 
 
 def render_data(page: DataPage) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     return render(page, "data.html.j2", ("style.css", "data.css"))

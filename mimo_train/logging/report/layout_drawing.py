@@ -22,7 +22,7 @@ class Part:
     coordinates: str
     color: int
     takes_features: bool
-    """Whether the parts above it, on the same rank, send it their features."""
+    """True if the parts above it, on the same rank, send it their features."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ def coordinates(module: ModuleLayout, rank: int) -> dict[str, int]:
 
 
 def module_colors(layout: RunLayout) -> dict[str, int]:
-    """A colour number (0 to 5) for each module; the language module is 0 in every run."""
+    """Return a colour number (0 to 5) for each module; the language module is 0 in every run."""
     others = [name for name in layout.modules if name != LANGUAGE]
     return {LANGUAGE: 0} | {name: 1 + index % 5 for index, name in enumerate(others)}
 
 
 def layout_drawing(run: Run) -> LayoutDrawing:
-    """The drawing of a run's layout. Ranks are the launcher's."""
+    """Return the drawing of a run's layout. Ranks are the launcher's."""
     layout = run.layout
     inside = [edge.source for edge in layout.shared_edges if edge.destination == LANGUAGE]
     apart = _sharing(layout, [name for name in layout.modules if name not in (*inside, LANGUAGE)])
@@ -110,7 +110,7 @@ def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
 
 
 def _block(layout: RunLayout, names: list[str]) -> Block:
-    """The ranks of these modules, each with its part of every module, encoders above the language model."""
+    """Return the ranks of these modules, each with its part of every module, encoders above the language model."""
     colors, modules = module_colors(layout), [layout.modules[name] for name in names]
     ranks = max((module.ranks for module in modules), key=len)
     boxes = []

@@ -95,7 +95,7 @@ class ShownSamples:
 
 
 def shown_samples(path: Path) -> ShownSamples | None:
-    """The samples of `path` (samples.json), None when there are none.
+    """Return the samples of `path` (samples.json), None when there are none.
 
     The file is a list of {"images": [base64 of a PNG or JPEG, ...], "clips": [base64 of a WAV, ...], "question",
     "answer", "truth", "correct": bool or null}. A medium that is none of these formats is left out.

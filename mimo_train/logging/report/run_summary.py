@@ -16,7 +16,7 @@ _LOSS_COLOR, _HELD_OUT_COLOR, _MATCH_COLOR, _NORM_COLOR, _SPEED_COLOR = 0, 3, 2,
 
 
 def run_charts(data: dict[str, Column], layout: RunLayout) -> list[Chart]:
-    """The charts for which there are values, the most important first."""
+    """Return the charts for which there are values, the most important first."""
     if "consumed_samples" not in data:
         return []
     last_step = data["consumed_samples"].steps[-1]
@@ -68,7 +68,7 @@ def _match_series(data: dict[str, Column]) -> list[Series]:
 
 
 def _source_series(data: dict[str, Column]) -> list[Series]:
-    """The losses of the sources of a mixture, smoothed."""
+    """Return the losses of the sources of a mixture, smoothed."""
     found = [(key.removeprefix("loss/"), column) for key, column in data.items() if key.startswith("loss/")]
     return [
         Series(name, column.steps, smooth(column.values, len(column.values) / 50), "line", number % COLORS)
@@ -119,7 +119,7 @@ class Number:
 
 
 def headline(data: dict[str, Column], iters: int) -> list[Number]:
-    """The numbers for which there are metrics. `iters` is the number of steps that the run is to have."""
+    """Return the numbers for which there are metrics. `iters` is the number of steps that the run is to have."""
     # Of the newest evaluation: the run may have had other sets before.
     newest = max(held_out_keys(data, "samples"), key=lambda key: data[key].steps[-1], default="eval/samples")
     at = newest.removesuffix("samples")
@@ -152,7 +152,7 @@ def held_out_keys(data: dict[str, Column], name: str) -> list[str]:
 
 
 def set_of(key: str) -> str:
-    """The name of the set of such a key, empty for that without a name."""
+    """Return the name of the set of such a key, empty for that without a name."""
     return key.removeprefix("eval/").rpartition("/")[0]
 
 
@@ -211,7 +211,7 @@ def evaluation_table(data: dict[str, Column]) -> EvaluationTable | None:
 
 
 def _cells(key: str, column: Column, steps: list[float]) -> list[str]:
-    """The values at `steps`, in words."""
+    """Return the values at `steps`, in words."""
     values = dict(zip(column.steps, column.values, strict=True))
     written = _number_format(key, [values[step] for step in steps if step in values])
     return [written(values[step]) if step in values else "" for step in steps]

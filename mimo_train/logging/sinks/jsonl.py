@@ -109,7 +109,7 @@ class JsonlSink:
         return "it is written again, with all its lines"
 
     def _is_in_place(self) -> bool:
-        """Whether the open file is the one that has the name: someone may have removed it, or the whole folder."""
+        """True if the open file is the one that has the name: someone may have removed it, or the whole folder."""
         assert self._file is not None
         try:
             there, mine = os.stat(self.handle), os.fstat(self._file)

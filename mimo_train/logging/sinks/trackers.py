@@ -120,7 +120,7 @@ class WandbSink:
 
 
 def has_api_key() -> bool:
-    """Whether WANDB_API_KEY is set, or netrc has an entry for the W&B server (WANDB_BASE_URL)."""
+    """True if WANDB_API_KEY is set, or netrc has an entry for the W&B server (WANDB_BASE_URL)."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
@@ -216,7 +216,7 @@ class MlflowSink:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The values of nested dicts by dotted key."""
+    """Return the values of nested dicts by dotted key."""
     flat = []
     for key, value in config.items():
         name = f"{prefix}{key}"

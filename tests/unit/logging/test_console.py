@@ -1,8 +1,10 @@
+"""The console: a bar on a terminal, lines elsewhere, and the progress of long work."""
+
 import io
 
 import pytest
 
-from mimo_train.logging.console import Console, duration
+from mimo_train.logging.console import Console, CountBar, duration
 
 
 class Clock:
@@ -149,3 +151,16 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     stream = Terminal()
     Console(2, 0, stream).step(1, {})
     assert stream.getvalue() == "step 1/2\n"
+
+
+def test_a_line_every_ten_seconds_has_the_time_that_is_left():
+    lines, now = [], [0.0]
+    bar = CountBar("evaluation at step 4", 1200, "samples", write=lines.append, clock=lambda: now[0])
+    for _ in range(3):
+        now[0] += 6
+        bar.add(200)
+    assert lines == ["evaluation at step 4: 400 of 1,200 samples, 24 s left"] and bar.done == 600
+    unknown = CountBar("counting", None, write=lines.append, clock=lambda: now[0])
+    now[0] += 10
+    unknown.add(7)
+    assert lines[1:] == ["counting: 7"]
