@@ -27,7 +27,7 @@ from PIL.PngImagePlugin import PngInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.index import shard_index
+from data.index import indexing
 from data.media.headers import ImageHeader, ReadAt, parse_header
 
 Parser = Callable[[ReadAt, int], ImageHeader | None]
@@ -128,8 +128,8 @@ def counted(path: Path, pictures: int) -> tuple[list, float, float]:
 
         return parse_header(counting, size)
 
-    shard_index.parse_header = parse
-    found = shard_index.build_index(path)
+    indexing.parse_header = parse
+    found = indexing.build_index(path)
     sizes = [(member.height, member.width) for row in range(len(found)) for member in found.members(row)[:1]]
     return sizes, sum(lengths) / pictures, len(lengths) / pictures
 
@@ -139,9 +139,9 @@ def timed(path: Path, pictures: int, blocks: int) -> dict[str, list[float]]:
     seconds = {name: [] for name in PARSERS}
     for block in range(blocks):
         for name in random.Random(block).sample(list(PARSERS), len(PARSERS)):
-            shard_index.parse_header = PARSERS[name]
+            indexing.parse_header = PARSERS[name]
             before = time.process_time()
-            shard_index.build_index(path)
+            indexing.build_index(path)
             seconds[name].append((time.process_time() - before) / pictures)
     return seconds
 
