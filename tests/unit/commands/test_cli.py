@@ -50,10 +50,36 @@ def test_changes_to_the_config_may_stand_behind_options(capsys):
     assert "trian: unknown key" in "".join(capsys.readouterr())
     assert main(["check", "vlm_digits", "--without-data", "~checkpoint", "~trian"]) == 1
     assert "error: ~trian: Could not delete from config" in "".join(capsys.readouterr())
-    line = ["launch", "kubernetes", "vlm_digits", "train.iters=2", "--nodes", "1", "--gpus-per-node", "2"]
-    assert main([*line, "train.iters=3", "--image", "here/mimo:1", "run.seed=5"]) == 0
+    line = [
+        "launch",
+        "cluster",
+        "kubernetes",
+        "vlm_digits",
+        "train.iters=2",
+        "run.dir=/runs/a",
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "2",
+    ]
+    assert (
+        main(
+            [
+                *line,
+                "train.iters=3",
+                "--set",
+                "image=here/mimo:1",
+                "--set",
+                "claim=runs",
+                "--set",
+                "mount=/runs",
+                "run.seed=5",
+            ]
+        )
+        == 0
+    )
     (command,) = [pod["command"] for pod in _containers(capsys.readouterr().out)]
-    assert command[3:] == ["vlm_digits", "train.iters=2", "train.iters=3", "run.seed=5"]
+    assert command[3:] == ["vlm_digits", "train.iters=2", "run.dir=/runs/a", "train.iters=3", "run.seed=5"]
     for wrong in (["check", "vlm_digits", "--without_data", "a=b"], ["hang", "runs/x", "a=b"], ["check", "a", "--x=1"]):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)
