@@ -63,7 +63,8 @@ class TextLengths:
             for of_folder in by_folder(shards):
                 folder = str(shards[of_folder[0]].parent)
                 numbers.setdefault((key, folder), []).extend(of_source.start + number for number in of_folder)
-        self._folders = [_Folder(dataset, key, of_folder) for (key, _), of_folder in numbers.items()]
+        stamps = dataset.stamps()
+        self._folders = [_Folder(dataset, key, of_folder, stamps[of_folder]) for (key, _), of_folder in numbers.items()]
 
     def missing(self) -> list[int]:
         """Numbers of the shards that have not been counted yet."""
@@ -131,9 +132,9 @@ class TextLengths:
 class _Folder:
     """Shards of one folder that are counted alike: their numbers in the dataset, each maybe more than once."""
 
-    def __init__(self, dataset: Dataset, key: str, numbers: list[int]) -> None:
+    def __init__(self, dataset: Dataset, key: str, numbers: list[int], stamps: np.ndarray) -> None:
         self._dataset, self._shards = dataset, [dataset.shards[number] for number in numbers]
-        self._numbers, self._stamps = np.array(numbers), dataset.stamps()[numbers]
+        self._numbers, self._stamps = np.array(numbers), stamps
         suffix = f".{key}.mimo-lengths"
         self._file = FolderFile(self._shards, dataset.cache_dir, suffix, "text lengths", checks_all=True)
         self._is_loaded = False

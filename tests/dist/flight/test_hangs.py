@@ -54,7 +54,7 @@ def reads_for_ever_at_start(cfg) -> int:
         opened = dataset.open_catalogue
 
         def later(*arguments):
-            while not [*Path(cfg.data.cache_dir).glob("*.journal")]:
+            while not [*Path(cfg.data.cache_dir).glob("*.lock")]:
                 time.sleep(0.01)
             return opened(*arguments)
 
