@@ -5,7 +5,7 @@ up to the FIRST dot of its base name, the extension is everything after it, in l
 the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
 one sample when they are neighbours. Members whose base name starts with a dot (macOS writes `a/._img.jpg`) or has no
 extension, and those named `__*__`, are skipped. What a member is (picture, clip, record, nothing that is read) follows
-from its extension and those of the others (`data.members`).
+from its extension and those of the others (`data.records.members`).
 
 Indexes are built by `indexing`, and those of many shards are kept in one file (`catalogue`).
 """

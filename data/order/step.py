@@ -143,7 +143,7 @@ class StepBatch:
 
     plan: which samples make which microbatch, the same on every rank; what follows is in its order.
     microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S] (on three axes
-    [3, B, S], see `data.positions`), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
+    [3, B, S]), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
     keeps text; of a packed row also `documents` (see `collate_packed`), and B is 1; `sources` int64 [B, S] (of each
     token, see `Dataset.sources_of`) if it has several. With media modules:
     `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of tensors

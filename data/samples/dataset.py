@@ -151,7 +151,7 @@ class Dataset(RecordSamples):
         return self._fields[self._source_of(shard)]
 
     def lengths_keys(self) -> list[tuple[str, range]]:
-        """What the lengths of texts follow from, beside their shards (`data.text_lengths`): of the shards of each
+        """What the lengths of texts follow from, besides their shards (`text_lengths`): of the shards of each
         source."""
         begins = [0, *self._source_ends.tolist()]
         return [(key, range(*begins[at : at + 2])) for at, key in enumerate(self._lengths_keys)]

@@ -33,7 +33,7 @@ class Samples(SourcesView, ABC):
     modules: tuple[Media, ...] = ()
     """The encoder modules."""
     lookups: dict[str, Lookup]
-    """By module: where features of samples are found that need not be read (see `data.features`). For readers that run
+    """By module: where features of samples are found that need not be read (see `SampleMedia`). For readers that run
     ahead; set before they begin."""
     lengths: np.ndarray | None
     """int32 [samples], by row: tokens of each sample; None until they have been counted (`TextLengths.serve`)."""

@@ -45,8 +45,7 @@ from data.text_format import shown
 
 
 class RecordSamples(Samples):
-    """Samples with records and media. Arguments as of `data.dataset.Dataset`; methods may be called from several
-    threads."""
+    """Samples with records and media. Arguments as of `Dataset`; methods may be called from several threads."""
 
     def __init__(
         self,

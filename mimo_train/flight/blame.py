@@ -199,8 +199,8 @@ def _last_seen(rank: Rank) -> float:
     return rank.beat_at + rank.offset
 
 
-_OF_ANOTHER = ".journal"
-"""What a rank reads that waits for whoever indexes shards (`data.catalogue.folder`)."""
+_OF_ANOTHER = ".lock"
+"""What a rank reads while it waits for another process that indexes shards (`data.index.folder_file`)."""
 
 
 def _stuck(verdict: Verdict) -> tuple[list[int], str] | None:
