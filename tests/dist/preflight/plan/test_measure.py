@@ -96,9 +96,9 @@ def test_a_rank_of_several_has_its_part_of_a_layer():
         ("images", 1), ("language", 1), ("images", 2), ("language", 2), ("images", 4)
     ]  # fmt: skip
     length = cfg.data.sequence_length
-    scores = probability_activations(length, 1, 1) // BYTES["fp32"]  # of whole blocks of queries
-    unmasked = 2 * 4 * cfg.llm.query_width * (scores - length * (length + 1) / 2)
+    blocks = probability_activations(length, 1, 1) // BYTES["fp32"]  # whole blocks of queries, on one rank
     for cost in profile.layers:
-        above = unmasked / cost.tp if cost.module == "language" else 0
+        scores = (blocks if cost.tp == 1 else length**2) - length * (length + 1) / 2  # above those under the mask
+        above = 2 * 4 * cfg.llm.query_width * scores / cost.tp if cost.module == "language" else 0
         assert cost.forward_seconds == pytest.approx(cost.forward_flops + above), cost
     assert profile.rates("language", 8) == profile.rates("language", 2)

@@ -28,4 +28,4 @@ def test_a_written_layout_is_checked_and_trained(digits, tmp_path, monkeypatch, 
     assert main(["check", "layout.yaml"]) == 0
     assert [step for step, _, _ in curve(train_on_ranks(written))] == [1, 2]
     assert main(asked) == 1
-    assert "--write: layout.yaml is there already" in capsys.readouterr().err
+    assert "--write: layout.yaml exists" in capsys.readouterr().err
