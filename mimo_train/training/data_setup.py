@@ -112,9 +112,8 @@ def nothing_left(state: GlobalState) -> str:
     step = state.train_state.step
     if state.data_ends is not None:
         return (
-            f"nothing to train: step {step} was made, and with data.exhausted=stop the next would draw a sample a "
-            "second time; set "
-            "data.exhausted=repeat, or give another run.dir"
+            f"nothing to do: step {step} is done, and with data.exhausted=stop the next would draw a sample a second "
+            "time. Set data.exhausted=repeat or choose a new run.dir"
         )
     return all_made(state.cfg.train, step)
 

@@ -15,8 +15,8 @@ from mimo_train.training.shutdown import EXPLAINED, AgreedVotes, exit_reason, is
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.state import GlobalState, StepResult
 
-_WORTH_TELLING = 1.0
-"""Seconds of waiting for the save before that the console tells of."""
+_LONG_WAIT = 1.0
+"""Seconds of waiting for the previous save that are reported on the console."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Saver(Callback):
         self._in_flight: _Facts | None = None
         self._failures = 0
         """Saves in a row that have failed."""
-        self._told_lacking = False
+        self._reported_lacking = False
 
     def on_step_end(self, state: GlobalState, result: StepResult) -> None:
         self.is_ending = self.save_and_decide_exit(self._session.data, self._session.votes.agreed)
@@ -163,9 +163,9 @@ class Saver(Callback):
             began = time.perf_counter()
             self.finish()
             waited = time.perf_counter() - began
-            if waited > _WORTH_TELLING:
+            if waited > _LONG_WAIT:
                 self._state.console.message(
-                    f"waited {waited:.2g} s for the checkpoint before: saves take longer than the steps between them"
+                    f"waited {waited:.2g} s for the previous checkpoint: saves take longer than the steps between them"
                 )
         step, timer = self._state.train_state.step, self._state.timers("save-checkpoint", log_level=0)
         began = time.perf_counter()
@@ -181,9 +181,9 @@ class Saver(Callback):
         finally:
             timer.stop()
             waited = timer.elapsed(reset=True, barrier=False)
-        if (lacking := self._checkpointer.lacking) and not self._told_lacking:
-            self._state.console.message(f"checkpoint.asynchronous=auto: saves stop training, since {lacking}")
-        self._told_lacking = bool(lacking)
+        if (lacking := self._checkpointer.lacking) and not self._reported_lacking:
+            self._state.console.message(f"checkpoint.asynchronous=auto: saves block training, because {lacking}")
+        self._reported_lacking = bool(lacking)
         if not non_persistent:
             self._saved_step = step
         facts = self._facts(reason, began, waited)
@@ -223,7 +223,7 @@ class Saver(Callback):
         if can_end and (error.is_final or left < 0):
             raise error
         self._state.console.message(
-            f"no checkpoint of step {step}: {error}. Training goes on; "
+            f"no checkpoint of step {step}: {error}. Training continues; "
             f"{'the next failure' if left <= 0 else f'{left + 1} more failures in a row'} would end the run "
             "(checkpoint.max_failed_saves)"
         )
@@ -241,6 +241,8 @@ class Saver(Callback):
                 job_seconds=state.job_seconds,
             )
         seconds = time.perf_counter() - facts.began
-        beside = f", for {facts.waited:.2g} s of which training waited" if state.train_state.step != facts.step else ""
-        state.console.message(f"checkpoint of step {facts.step} ({facts.reason}) in {seconds:.2g} s{beside}: {folder}")
+        blocked = f" (training blocked for {facts.waited:.2g} s)" if state.train_state.step != facts.step else ""
+        state.console.message(
+            f"saved checkpoint at step {facts.step} ({facts.reason}) in {seconds:.2g} s{blocked}: {folder}"
+        )
         self._callbacks.fire("on_checkpoint", state, folder)

@@ -319,11 +319,12 @@ def _open_log(
     if step < state.last_step and (remark := compile_remark(run.cfg)):
         console.message(remark)
     if resumed_from is not None:
-        console.message(f"continues from {resumed_from}, step {step}")
+        console.message(f"resumed from {resumed_from} at step {step}")
     if checkpointer.unread:
         console.message(f"warning: {checkpointer.unread}")
     if checkpointer.otherwise:
-        console.message(f"from here on numbers are others than so far: {checkpointer.otherwise}")
+        changes = checkpointer.otherwise
+        console.message(f"warning: results will differ from the original run from this step on: {changes}")
     return replace(state, metrics=metrics, console=console)
 
 

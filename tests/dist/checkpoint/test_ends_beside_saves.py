@@ -89,17 +89,17 @@ def test_a_signal_while_a_save_is_in_flight_and_a_host_without_memory_for_one(wh
     told, _ = run_ranks(_held, 2, cfg, terminate)
     assert [one["step"] for one in events(tmp_path, "checkpoint")] == ["3", "5"]
     assert events(tmp_path, "exit")[-1] == {"step": "5", "reason": "signal"}
-    assert [text.split(" in ")[0] for text in told if "checkpoint of step" in text] == [
-        "checkpoint of step 3 (save_interval)",
-        "checkpoint of step 5 (signal)",
+    assert [text.split(" in ")[0] for text in told if "saved checkpoint at step" in text] == [
+        "saved checkpoint at step 3 (save_interval)",
+        "saved checkpoint at step 5 (signal)",
     ]
     assert [int(folder.name[5:]) for folder in folders.complete(tmp_path)] == [3, 5]
     assert not [*(tmp_path / "checkpoints").glob("*.partial")]
 
     told, _ = run_ranks(_without_memory, 2, run_config(digits, tmp_path, *STEPS, "checkpoint.asynchronous=auto"))
     (said,) = (text for text in told if "asynchronous" in text)
-    assert "checkpoint.asynchronous=auto: saves stop training, since copies take " in said and "not 0" in said
-    assert not any("of which training waited" in text for text in told)
+    assert "checkpoint.asynchronous=auto: saves block training, because copies take " in said and "not 0" in said
+    assert not any("training blocked" in text for text in told)
     assert exact(tmp_path) == exact(whole)
 
 
@@ -110,9 +110,9 @@ def test_a_run_dir_that_is_removed_under_a_save(whole, digits, tmp_path):
     cfg = run_config(digits, run_dir, *STEPS, "checkpoint.asynchronous=true")
     told, other = run_ranks(_held, 2, cfg, Removes(run_dir))
     (failed,) = (text for text in told if text.startswith("no checkpoint of step 3: "))
-    assert failed in other and "run.dir" in failed and "Training goes on" in failed
-    saved = [text.split(" in ")[0] for text in told if text.startswith("checkpoint of step")]
-    assert saved == ["checkpoint of step 6 (save_interval)", "checkpoint of step 8 (finished)"]
+    assert failed in other and "run.dir" in failed and "Training continues" in failed
+    saved = [text.split(" in ")[0] for text in told if text.startswith("saved checkpoint at step")]
+    assert saved == ["saved checkpoint at step 6 (save_interval)", "saved checkpoint at step 8 (finished)"]
     assert [int(folder.name[5:]) for folder in folders.complete(run_dir)] == [6, 8]
     assert exact(run_dir) == exact(whole)
 

@@ -154,7 +154,7 @@ def test_damage_is_named_set_aside_and_another_layout_goes_on(whole, storage, di
     run_ranks(_train, 1, cfg, storage)
     texts = told(tmp_path)
     assert any(f"checkpoint {newest} is damaged: rank_00001" in text for text in texts), texts
-    assert any(f"continues from {folders.final_folder(root, 6)}" in text for text in texts), texts
+    assert any(f"resumed from {folders.final_folder(root, 6)}" in text for text in texts), texts
     (line,) = curve(read_metrics(tmp_path / "metrics.jsonl"))
     assert max(largest_difference(curve(read_metrics(whole / "metrics.jsonl"))[6:], [line])) < TOLERANCE
     assert names(root) == ["step_00000006", "step_00000007.002"]

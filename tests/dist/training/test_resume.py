@@ -112,12 +112,13 @@ def test_what_is_otherwise_than_before_is_said(digits, tmp_path):
     starts = ((1, short, "first"), (1, short, "again"), (2, other, "other"), (2, later, "later"))
     for ranks, cfg, name in starts:
         run_ranks(train_and_note_messages, ranks, cfg, tmp_path / name)
-    assert "from here on" not in (tmp_path / "first").read_text() + (tmp_path / "again").read_text()
+    assert "results will differ" not in (tmp_path / "first").read_text() + (tmp_path / "again").read_text()
     for name in ("other", "later"):  # the first of them has saved, with this key in its config
         assert f"warning: {unread}: not read, since this run continues" in (tmp_path / name).read_text()
     length = short.data.sequence_length
     said = f"data.sequence_length was {length}, is 40; train.iters was 4, is 5; modules.language.llm.dropout was 0.0"
-    assert f"from here on numbers are others than so far: {said}, is 0.25\n" in (tmp_path / "other").read_text()
+    warning = f"warning: results will differ from the original run from this step on: {said}, is 0.25\n"
+    assert warning in (tmp_path / "other").read_text()
 
 
 def test_damaged_checkpoint_is_refused(digits, tmp_path):

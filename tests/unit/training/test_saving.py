@@ -54,7 +54,7 @@ def test_a_save_waits_for_the_one_before_and_says_so(monkeypatch):
         assert not saver.save_and_decide_exit(None, votes)
     assert calls == ["begin", "finish", "begin", "finish", "begin"], "never two at once"
     waits = [text for text in told if text.startswith("waited")]
-    assert waits == ["waited 5 s for the checkpoint before: saves take longer than the steps between them"] * 2
+    assert waits == ["waited 5 s for the previous checkpoint: saves take longer than the steps between them"] * 2
 
 
 class SummingTimer:

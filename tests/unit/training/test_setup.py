@@ -74,11 +74,11 @@ def test_a_new_run_without_a_step_is_a_fault_and_one_that_goes_on_is_told_which_
         data_end(run, of(7), TrainState())
     done = TrainState(step=3, consumed_train_samples=24)
     said = nothing_left(GlobalState(run, done, data_ends=data_end(run, of(30), done).step))
-    assert "step 3 was made" in said and "data.exhausted=repeat" in said and "iters" not in said
+    assert "step 3 is done" in said and "data.exhausted=repeat" in said and "iters" not in said
     epochs = with_iters(stopping("train.iters=0", "train.epochs=2"), 60)
-    assert "step 3 of the 60 steps of train.epochs 2 was made" in nothing_left(GlobalState(epochs, done))
+    assert "step 3 of the 60 steps of train.epochs 2 is done" in nothing_left(GlobalState(epochs, done))
     assert "until step 3 of the 60 steps of train.epochs 2" in str(data_end(epochs, of(30), TrainState()))
-    assert "step 3 of train.iters 50 was made" in nothing_left(GlobalState(run, done))
+    assert "step 3 of train.iters 50 is done" in nothing_left(GlobalState(run, done))
 
 
 def test_without_restarts_nothing_is_wrapped():
