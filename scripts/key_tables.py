@@ -3,9 +3,9 @@
     python scripts/key_tables.py           # exit code 1 if the page is not current
     python scripts/key_tables.py --write   # make it current
 
-For developers: no command of mimo-train needs it. A key's meaning is the docstring under its field, a shipped file's is
-the comment that it begins with. In the page each part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`;
-what is outside of these markers is written by hand. Imports no torch.
+For developers: no command of mimo-train needs it. The meaning of a key is the docstring under its field; the meaning of
+a shipped file is its first comment. Each part of the page is between `<!-- begin NAME -->` and `<!-- end NAME -->`; the
+rest is written by hand.
 """
 
 import ast
@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed
 
+from encoders.native.vit.patch_spec import PatchSpec  # noqa: E402
+from encoders.native.vit.tower import TowerSpec  # noqa: E402
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
 from mimo_train.config.compose import NO_GROUPS, RECIPES  # noqa: E402
@@ -41,6 +43,14 @@ PLACES = {
     "layout": "`placement`, and the `layout` of each module",
 }
 """Where a pick of each group of configs/ goes, in the order of the page."""
+
+SHARED: dict[type, str] = {PatchSpec: "vision encoders", TowerSpec: "published vision encoders"}
+"""Bases of several encoder families, whose keys the page lists once, with the headings of their tables."""
+
+LARGE = 1000
+"""Upper bounds from here on only catch typing errors: the page leaves them out."""
+
+HEAD = ("| key | default | meaning |", "|---|---|---|")
 
 WRITE = "python scripts/key_tables.py --write"
 
@@ -108,28 +118,33 @@ def filled(page: str, written: dict[str, str], file: str) -> str:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, inherited ones too, in one line.
+    """Return the docstring under each field of a dataclass, in one line. A field that overrides another one without a
+    docstring has that of the other one.
 
     Raises:
         Undescribed: a field has none.
     """
-    bases = [base for base in reversed(cls.__mro__[1:]) if dataclasses.is_dataclass(base)]
-    return {name: text for base in bases for name, text in _own_docstrings(base).items()} | _own_docstrings(cls)
+    meanings: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            meanings |= _docstrings_in(base, meanings)
+    return meanings
 
 
-def _own_docstrings(cls: type) -> dict[str, str]:
+def _docstrings_in(cls: type, inherited: dict[str, str]) -> dict[str, str]:
     tree = ast.parse(Path(inspect.getfile(cls)).read_text())
     keys = {field.name for field in dataclasses.fields(cls)}
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-    found = {}
+    meanings = {}
     for field, after in zip(body, [*body[1:], None], strict=True):
         if not isinstance(field, ast.AnnAssign) or field.target.id not in keys:
             continue  # a class variable is no key
         text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-        if not isinstance(text, str) or not text.strip():
+        if isinstance(text, str) and text.strip():
+            meanings[field.target.id] = " ".join(text.split())
+        elif field.target.id not in inherited:
             raise Undescribed(f"{cls.__name__}.{field.target.id} has no docstring under it, which is its meaning")
-        found[field.target.id] = " ".join(text.split())
-    return found
+    return meanings
 
 
 def described(file: Path) -> str:
@@ -163,8 +178,42 @@ def _module() -> Iterator[str]:
 
 
 def _encoders() -> Iterator[str]:
+    """The keys of each family: those that it shares with others once, then what differs from them."""
+    headings = dict(SHARED)
+    for cls, heading in SHARED.items():
+        yield from [f"#### {heading}", "", *_differences(cls, headings)]
     for name, family in FAMILIES.items():
-        yield from [f"#### family: {name}", "", *_section(family.spec)]
+        yield from [f"#### family: {name}", "", _shown_text(inspect.getdoc(family.spec)), ""]
+        yield from _differences(family.spec, headings)
+        headings[family.spec] = f"family: {name}"
+
+
+def _differences(cls: type, headings: dict[type, str]) -> Iterator[str]:
+    """What a class has other than its base in `headings`: its defaults in a line, its keys in a table."""
+    base = next((other for other in cls.__mro__[1:] if other in headings), None)
+    if base is None:
+        yield from [*_table(cls, "", lambda _: True), ""]
+        return
+    inherited = {field.name: field for field in dataclasses.fields(base)}
+    meanings = docstrings(cls), docstrings(base)
+    alike = {
+        field.name: field
+        for field in dataclasses.fields(cls)
+        if field.name in inherited and meanings[0][field.name] == meanings[1][field.name]
+    }
+    # `name` and `family` are the heading itself.
+    changed = [
+        f"`{name}` {_default(field)}"
+        for name, field in alike.items()
+        if name not in ("name", "family") and _default(field) != _default(inherited[name])
+    ]
+    heading = headings[base]
+    anchor = re.sub(r"[^\w -]", "", heading).replace(" ", "-")
+    defaults = f" Other defaults: {', '.join(changed)}." if changed else ""
+    yield from [f"The keys of [{heading}](#{anchor}).{defaults}", ""]
+    rows = [*_rows(cls, "", lambda field: field.name not in alike)]
+    if rows:
+        yield from [*HEAD, *rows, ""]
 
 
 def _is_group(field: dataclasses.Field) -> bool:
@@ -172,7 +221,7 @@ def _is_group(field: dataclasses.Field) -> bool:
 
 
 def _table(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -> Iterator[str]:
-    yield from ["| key | default | meaning |", "|---|---|---|", *_rows(cls, prefix, wanted)]
+    yield from [*HEAD, *_rows(cls, prefix, wanted)]
 
 
 def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -> Iterator[str]:
@@ -196,9 +245,16 @@ def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -
 
 
 def _bounds(field: dataclasses.Field) -> str:
-    """The range of a number, where it says more than that it is not negative."""
-    words = rules_of(field).bounds()
-    return f" {words.capitalize()}." if words and words != "at least 0" else ""
+    """The range of a number, without bounds that go without saying: 0 or 1 below, `LARGE` and more above."""
+    rules = rules_of(field)
+    bounds = {
+        "at least": rules.at_least if rules.at_least not in (0, 1) and abs(rules.at_least or 0) < LARGE else None,
+        "above": rules.above,
+        "below": rules.below if rules.below is not None and rules.below < LARGE else None,
+        "at most": rules.at_most if rules.at_most is not None and rules.at_most < LARGE else None,
+    }
+    words = " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None)
+    return f" {words.capitalize()}." if words else ""
 
 
 def _default(field: dataclasses.Field) -> str:

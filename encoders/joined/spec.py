@@ -13,21 +13,20 @@ PARTS = ("first", "second")
 
 @dataclass
 class JoinedSpec(FixedKeys, EncoderSpec):
-    """Two vision encoders that read the same picture, side by side on the same ranks; behind them the features of a
-    patch are joined, those of the first encoder in front (Tong et al. 2024, arXiv 2401.06209, section 4; Karamcheti et
-    al. 2024, arXiv 2402.07865). Both need pictures of one size, resized alike, and equally many tokens."""
+    """Two vision encoders that read the same image on the same ranks; the features of each patch are concatenated, the
+    first encoder's first (Tong et al. 2024, arXiv 2401.06209, section 4; Karamcheti et al. 2024, arXiv 2402.07865).
+    Both must resize images alike, to one size, and give equally many tokens."""
 
     name: str = "joined"
     """Free name, shown in tables."""
     family: str = "joined"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    """Family of encoders, whose code builds it."""
     first: Any = None
-    """Keys of the first encoder, as of an encoder by itself, its `family` among them: one of `vit`, `clip`, `siglip`,
-    `dinov2` and `dinov3`."""
+    """Keys of the first encoder, with its `family`: `vit`, `clip`, `siglip`, `dinov2` or `dinov3`."""
     second: Any = None
     """Keys of the second encoder."""
     first_pretrained: str = ""
-    """Directory of the first encoder as `transformers` saves it, for its keys and initial weights; empty: none. See
+    """Directory of the first encoder in the format of `transformers`, for its keys and weights; empty: none. See
     docs/pretrained.md."""
     second_pretrained: str = ""
     """Directory of the second encoder; empty: none."""

@@ -143,7 +143,7 @@ class AudioSpec(PlainSpec):
     sample_rate: int = key(16000, at_least=1, at_most=2**20)
     """Samples per second that every clip is resampled to."""
     max_seconds: float = key(30.0, above=0, at_most=86400)
-    """Longest clip, in seconds. A sample with a longer one is bad."""
+    """Longest audio, in seconds. A sample with a longer one is bad."""
 
     kind: ClassVar[str] = "audio"
     medium: ClassVar[str] = "clip"

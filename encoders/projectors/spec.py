@@ -16,13 +16,14 @@ class ResamplerSpec(FixedKeys):
     by layer. Its linear layers have no bias; it is as wide as the language model."""
 
     latents: int = key(0, at_least=0, at_most=2**20)
-    """Rows that every picture or clip takes in the sequence, whatever its size; 0: there is no resampler."""
+    """Rows of every image or audio item in the sequence, whatever its size; 0: no resampler."""
     num_layers: int = key(3, at_least=1, at_most=MOST_LAYERS)
     """Layers, each an attention and a feed-forward block."""
     num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
     """Query heads. Must be divisible by the module's `tp`."""
     num_query_groups: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Key heads, which must divide `num_attention_heads` and be divisible by the module's `tp`; 0: as many."""
+    """Key heads. Must divide `num_attention_heads`, and be divisible by the module's `tp`; 0: as many as query
+    heads."""
     head_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of a head; 0: the language model's hidden size divided by `num_attention_heads`."""
     ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
@@ -31,7 +32,7 @@ class ResamplerSpec(FixedKeys):
     activation: str = "swiglu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     normalization: str = "RMSNorm"
-    """`RMSNorm` or `LayerNorm`: in front of latents, features and feed-forward block, and behind the last layer."""
+    """`RMSNorm` or `LayerNorm`: before latents, features and feed-forward block, and after the last layer."""
     layernorm_epsilon: float = key(1e-6, above=0, below=1)
     """Epsilon of every norm."""
 
@@ -92,30 +93,28 @@ class ResamplerSpec(FixedKeys):
 
 @dataclass
 class ProjectorSpec(FixedKeys):
-    """A projector of encoder features into the language model's embedding space."""
+    """Maps encoder features into the language model's embedding space."""
 
     name: str = ""
-    """Free name, shown in tables in front of `kind`."""
+    """Free name, shown in tables before `kind`."""
     kind: str = "mlp"
-    """`mlp` (two linear layers with an activation between them) or `linear` (one)."""
+    """`mlp` (two linear layers with an activation between them) or `linear` (one layer)."""
     ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Hidden width of the mlp; 0: the language model's hidden size."""
     activation: str = "gelu"
-    """Of the mlp: `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
+    """Activation of the mlp: `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     merge: int = key(1, at_least=1, at_most=1024)
-    """What is joined into one token before the projection: of a picture the square of neighbouring patches with this
-    side (pixel shuffle; 2 makes a quarter of the tokens, each four times as wide), row by row, as Idefics3, SmolVLM,
-    InternVL and Qwen-VL join them; of a clip so many neighbouring frames. Must divide the patch grid of
-    `resize: fixed`."""
+    """Features joined into one token: squares of patches with this side (pixel shuffle; 2 makes a quarter of the
+    tokens), or this many neighbouring audio frames. Must divide the patch grid of `resize: fixed`."""
     norm: str = ""
-    """`LayerNorm` or `RMSNorm` of the joined features in front of the projection, as InternVL has it; empty: none."""
+    """Norm of the joined features before the projection, `LayerNorm` or `RMSNorm`, as in InternVL; empty: none."""
     norm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of that norm."""
     bias: bool = True
-    """Whether the linear layers have biases. Those of Idefics3 and SmolVLM have none."""
+    """Linear layers have biases. Idefics3 and SmolVLM have none."""
     newline: bool = False
-    """Whether a learned row stands behind every line of features of a picture that is cut into tiles, and behind one
-    that is not: with `encoder.resize: tiles`, as LLaVA-NeXT has it."""
+    """Add a learned row after every line of features, as in LLaVA-NeXT. Needed with `encoder.resize: tiles`, and only
+    there."""
     resampler: ResamplerSpec = field(default_factory=ResamplerSpec)
     """Latents that attend to what is projected."""
 

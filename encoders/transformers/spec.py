@@ -132,45 +132,44 @@ class FromDirectory(FixedKeys):
 
 @dataclass
 class TransformersSpec(FromDirectory, ImageSpec):
-    """A vision model of `transformers` as it is, in the words of its directory. What a key does not say is read from
-    `config.json`, `preprocessor_config.json` or `processor_config.json` there."""
+    """A vision model of `transformers` as it is. Keys that are not set come from its directory: `config.json`,
+    `preprocessor_config.json` or `processor_config.json`."""
 
     name: str = "transformers"
     """Free name, shown in tables."""
     family: str = "transformers"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    """Family of encoders, whose code builds it."""
     path: str = ""
-    """Directory as `save_pretrained` writes it: of a vision model, or of one with a `vision_config`."""
+    """Directory of a vision model, or of a model with a `vision_config`."""
     weights: str = "load"
-    """`load`: a run starts with the weights of the directory. `random`: with random ones, of `config.json` alone."""
+    """`load`: start from the weights of the directory. `random`: from random ones."""
     hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
-    """Which of the model's `hidden_states` are the features, such as -2; not set: its `last_hidden_state`."""
+    """Index of the `hidden_states` that are the features, such as -2; not set: `last_hidden_state`."""
     keep_prefix: bool = False
-    """Whether the tokens in front of the patches (class token, registers) are features too. If so, `projector.merge`
-    must be 1."""
+    """Keep the tokens before the patches (class token, registers) as features. Needs `projector.merge` 1."""
     prefix_tokens: int = key(-1, at_least=-1, at_most=2**16)
-    """Number of tokens in front of the patches; -1: known of the model's type."""
+    """Tokens before the patches; -1: known from the model type."""
     patch_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
-    """Pixels of a side of the square that one feature stands for; 0: as `config.json` says, of a known type."""
+    """Side in pixels of the square that a feature stands for; 0: from `config.json`, for known types."""
     tokens: int = key(0, at_least=0, at_most=2**24)
-    """Features of a picture, for a model whose features are no grid of patches; 0: they are one."""
+    """Features of an image, for models without a patch grid; 0: there is a grid."""
     hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the features; 0: as `config.json` says."""
+    """Width of the features; 0: from `config.json`."""
     dropout: float = key(-1.0, at_least=-1, below=1)
-    """Largest probability of dropout of any kind; -1: as `config.json` says. 0 switches all of them off."""
+    """Largest dropout probability of any kind; -1: from `config.json`; 0: none."""
     image_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
-    """Height and width in pixels that every picture is resized to; 0: as the directory's preprocessing says."""
+    """Side in pixels that images are resized to; 0: from the preprocessing config."""
     interpolation: str = ""
-    """How pictures are resized: `bicubic` or `bilinear`; empty: as the directory's preprocessing says (`resample`)."""
+    """`bicubic` or `bilinear`; empty: from the preprocessing config (`resample`)."""
     pixel_scale: float = key(0.0, at_least=0, at_most=1e6)
-    """What pixels, 0 to 255, are multiplied with; 0: as the directory's preprocessing says."""
+    """Factor of pixels, 0 to 255; 0: from the preprocessing config."""
     pixel_mean: list[float] = key(factory=list, at_least=-1e6, at_most=1e6)
-    """Mean per channel, of scaled pixels; empty: as the directory's preprocessing says."""
+    """Mean per channel of scaled pixels; empty: from the preprocessing config."""
     pixel_std: list[float] = key(factory=list, above=0, at_most=1e6)
-    """Standard deviation per channel, of scaled pixels; empty: as the directory's preprocessing says."""
+    """Standard deviation per channel of scaled pixels; empty: from the preprocessing config."""
     model_config: dict[str, Any] = field(default_factory=dict)
-    """The config of the model; empty: read from the directory. A run keeps it, so that its checkpoints are used without
-    the directory."""
+    """Config of the model; empty: read from the directory. It is saved with the run, so that checkpoints need no
+    directory."""
 
     builder: ClassVar[str] = "encoders.transformers.model:VisionTower"
     KIND: ClassVar[str] = "image"
@@ -280,29 +279,29 @@ class TransformersSpec(FromDirectory, ImageSpec):
 @dataclass
 class TransformersAudioSpec(FromDirectory, AudioSpec):
     """An audio model of `transformers` as it is: Whisper's encoder, or one of raw sound such as Wav2Vec2, HuBERT and
-    WavLM. What a key does not say is read from `config.json` and `preprocessor_config.json` of its directory."""
+    WavLM. Keys that are not set come from its directory: `config.json` and `preprocessor_config.json`."""
 
     name: str = "transformers_audio"
     """Free name, shown in tables."""
     family: str = "transformers_audio"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    """Family of encoders, whose code builds it."""
     path: str = ""
-    """Directory as `save_pretrained` writes it."""
+    """Directory of the model."""
     weights: str = "load"
-    """`load`: a run starts with the weights of the directory. `random`: with random ones, of `config.json` alone."""
+    """`load`: start from the weights of the directory. `random`: from random ones."""
     hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
-    """Which of the model's `hidden_states` are the features; not set: its `last_hidden_state`."""
+    """Index of the `hidden_states` that are the features; not set: `last_hidden_state`."""
     hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the features; 0: as `config.json` says."""
+    """Width of the features; 0: from `config.json`."""
     dropout: float = key(-1.0, at_least=-1, below=1)
-    """Largest probability of dropout of any kind; -1: as `config.json` says. 0: none, no masking either."""
+    """Largest dropout probability of any kind; -1: from `config.json`; 0: none, and no masking."""
     sample_rate: int = key(0, at_least=0, at_most=2**20)
-    """Samples per second that every clip is resampled to; 0: as the directory's preprocessing says."""
+    """Samples per second that audio is resampled to; 0: from the preprocessing config."""
     normalize: bool | None = None
-    """Whether every clip is brought to mean 0 and variance 1; not set: as the directory's preprocessing says."""
+    """Normalise audio to mean 0 and variance 1; not set: from the preprocessing config."""
     model_config: dict[str, Any] = field(default_factory=dict)
-    """The config of the model; empty: read from the directory. A run keeps it, so that its checkpoints are used without
-    the directory."""
+    """Config of the model; empty: read from the directory. It is saved with the run, so that checkpoints need no
+    directory."""
 
     builder: ClassVar[str] = "encoders.transformers.model:AudioTower"
     KIND: ClassVar[str] = "audio"

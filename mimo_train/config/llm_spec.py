@@ -36,28 +36,28 @@ class RopeScaling(Section):
 
     kind: str = key("default", choices=("default", "linear", "llama3", "yarn", "dynamic"))
     """`default` (unchanged), `linear`, `llama3`, `yarn` (Peng et al. 2023, arXiv 2309.00071), or `dynamic`: unchanged
-    up to `max_positions`, and refused beyond it, where the frequencies would depend on the batch."""
+    up to `max_positions`, an error beyond."""
     factor: float = key(1.0, above=0)
-    """How many times longer sequences are."""
+    """Factor by which sequences are longer."""
     original_positions: int = key(0, at_least=0)
-    """Positions of the first training; `llama3` and `yarn` need it."""
+    """Positions of the original training; required by `llama3` and `yarn`."""
     low_frequency_factor: float = key(1.0, above=0)
-    """`llama3`: waves longer than `original_positions` divided by this are stretched by the whole factor."""
+    """`llama3`: waves longer than `original_positions` divided by this are stretched by the full factor."""
     high_frequency_factor: float = key(4.0, above=0)
-    """`llama3`: waves shorter than `original_positions` divided by this are not stretched. Above
+    """`llama3`: waves shorter than `original_positions` divided by this are not stretched. Must be above
     `low_frequency_factor`."""
     beta_fast: float = key(32.0, above=0)
     """`yarn`: waves with more turns than this in `original_positions` are not stretched."""
     beta_slow: float = key(1.0, above=0)
-    """`yarn`: waves with fewer turns than this are stretched by the whole factor. At most `beta_fast`."""
+    """`yarn`: waves with fewer turns than this are stretched by the full factor. At most `beta_fast`."""
     attention_factor: float = key(0.0, at_least=0, zero_means="from factor, mscale and mscale_all_dim")
-    """`yarn`: what rotated queries and keys are multiplied by; 0: from `factor`, `mscale` and `mscale_all_dim`."""
+    """`yarn`: factor of rotated queries and keys; 0: from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: float = key(0.0, at_least=0)
-    """`yarn`: with `mscale_all_dim`, makes the attention factor; 0: not used."""
+    """`yarn`: with `mscale_all_dim`, gives the attention factor; 0: not used."""
     mscale_all_dim: float = key(0.0, at_least=0)
-    """`yarn`: with `mscale`, makes the attention factor; 0: not used."""
+    """`yarn`: see `mscale`; 0: not used."""
     truncate: bool = True
-    """`yarn`: whether the ends of the range between the two betas are rounded to whole frequencies."""
+    """`yarn`: round the ends of the range between the two betas to whole frequencies."""
 
     def faults(self, prefix: str, max_positions: int) -> Iterator[Fault]:
         """Values that cannot be.
@@ -99,7 +99,7 @@ class RopeScaling(Section):
 
 @dataclass
 class LlmSpec(Section):
-    """Sizes of a decoder-only language model built from Megatron-Core layers."""
+    """Sizes of a decoder-only language model of Megatron-Core layers."""
 
     name: str = "gpt"
     """Free name, shown in tables."""
@@ -110,15 +110,14 @@ class LlmSpec(Section):
     num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
     """Query heads. Must divide `hidden_size`, unless `head_size` is set."""
     num_query_groups: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="as many as query heads")
-    """Key and value heads (grouped-query attention); 0: as many as query heads. Must divide `num_attention_heads`."""
+    """Key and value heads. Must divide `num_attention_heads`; 0: as many as query heads."""
     head_size: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="hidden_size / num_attention_heads")
-    """Width of a head; 0: `hidden_size / num_attention_heads`. Even with `position: rope`."""
+    """Width of a head; 0: `hidden_size / num_attention_heads`. Must be even with `position: rope`."""
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
-    """Width of the feed-forward block, of each of its two halves with a gate."""
+    """Width of the feed-forward block; with a gate, of each half."""
     vocab_size: int = key(0, at_least=0, at_most=2**28, zero_means="as many as the tokenizer has tokens")
-    """Rows of the embedding, which may be more than the tokenizer has tokens, and more than a `pretrained` directory
-    has: new ones are drawn; 0: as many as tokens. The table is padded to a multiple of 128; padding has no part in the
-    softmax."""
+    """Rows of the embedding; 0: as many as tokens. May exceed the tokenizer's and a `pretrained` model's: new rows are
+    initialised. The table is padded to a multiple of 128; padding has no part in the softmax."""
     max_positions: int = key(0, at_least=0, zero_means="not known")
     """Longest sequence that the model was made for; 0: not known. It bounds `data.sequence_length` only with
     `rope_scaling.kind: dynamic`."""
@@ -127,76 +126,74 @@ class LlmSpec(Section):
     layernorm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of every norm."""
     zero_centered_norms: bool = False
-    """Whether norms multiply by 1 + weight, the head norms too. `RMSNorm` only."""
+    """Norms multiply by 1 + weight, head norms too. `RMSNorm` only."""
     post_norms: bool = False
-    """Whether the outputs of attention and of the feed-forward block are normalised before they are added."""
+    """Normalise the outputs of attention and of the feed-forward block before adding them."""
     activation: str = key("swiglu", choices=(*GATED, "gelu", "silu"))
     """`swiglu`, `geglu` (gated, with the tanh form of GELU), `gelu` or `silu`."""
     bias: bool = False
-    """Whether linear layers have biases. A model with experts has none."""
+    """Linear layers have biases. Not with experts."""
     qkv_bias: bool = False
-    """Whether queries, keys and values have biases though other linear layers have none."""
+    """Queries, keys and values have biases though other linear layers have none."""
     proj_bias: bool = False
-    """Whether the output projection of attention has a bias though the feed-forward block has none."""
+    """The output projection of attention has a bias though the feed-forward block has none."""
     position: str = key("rope", choices=("rope", "learned"))
     """`rope` (rotary) or `learned` (absolute). `learned` ties a checkpoint to its `data.sequence_length`."""
     rope_base: float = key(10000.0, at_least=1)
-    """Base period of rotary position embeddings."""
+    """Base period of rotary positions."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
     mrope_section: list[int] = key(factory=list, at_least=0)
-    """Frequencies of a head that turn by a token's time, row and column (M-RoPE, arXiv 2409.12191): three numbers that
-    make half of its width together. Tokens of text have the same on all axes, those of a picture their row and column
-    in it. Empty: all turn by the place in the sequence."""
+    """Frequencies of a head that turn by time, row and column (M-RoPE, arXiv 2409.12191): three numbers whose sum is
+    half of its width. Text has the same position on all axes. Empty: all turn by the position in the sequence."""
     mrope_interleaved: bool = False
-    """With `mrope_section`: axes take turns, frequency by frequency, as in Qwen3-VL; otherwise one is behind the
-    other, as in Qwen2.5-VL."""
+    """With `mrope_section`: axes alternate by frequency, as in Qwen3-VL; `false`: one after the other, as in
+    Qwen2.5-VL."""
     local_rope_base: float = key(0.0, at_least=0, zero_means="as in the other layers")
-    """Base period in the layers with a `window`, whose frequencies are then not scaled; 0: as in the other layers."""
+    """Base period in layers with a `window`, without scaling; 0: as in the other layers."""
     window: int = key(0, at_least=0, zero_means="all")
-    """Tokens that a token attends to, itself and those before it; 0: all."""
+    """Tokens that a token attends to, itself and earlier ones; 0: all."""
     full_attention_layers: list[int] = key(factory=list, at_least=0)
-    """Layers, counted from 0, that attend to all tokens in spite of `window`."""
+    """Layers, counted from 0, that ignore `window`."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised per head."""
+    """Normalise queries and keys per head."""
     attention_scale_size: float = key(0.0, at_least=0, zero_means="head_size")
-    """Scores of attention are divided by the square root of this; 0: of the width of a head."""
+    """Attention scores are divided by the square root of this; 0: of the head width."""
     attention_softcap: float = key(0.0, at_least=0, zero_means="no cap")
-    """Scores of attention become cap * tanh(score / cap); 0: no cap. Needs memory for all scores of a sequence."""
+    """Attention scores become cap * tanh(score / cap); 0: no cap. Stores all scores of a sequence."""
     logit_softcap: float = key(0.0, at_least=0, zero_means="no cap")
     """Logits become cap * tanh(logit / cap); 0: no cap."""
     scale_embeddings: bool = False
-    """Whether embeddings of tokens are multiplied by sqrt(`hidden_size`); features of media are not."""
+    """Multiply token embeddings by sqrt(`hidden_size`), not features of media."""
     tie_embeddings: bool = True
-    """Whether the output layer shares the input embedding's weights."""
+    """The output layer shares the input embedding's weights."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
     init_std: float = key(0.02, at_least=0, at_most=1000)
     """Standard deviation of the initial weights."""
     num_experts: int = key(0, at_least=0, at_most=2**16)
-    """Experts of every layer's feed-forward block (mixture of experts); 0: a dense model. See
-    docs/layouts.md#experts."""
+    """Experts of every layer; 0: a dense model. See docs/layouts.md#experts."""
     experts_per_token: int = key(2, at_least=0, at_most=2**16)
-    """Experts that the router picks for a token. From 1 to `num_experts`."""
+    """Experts per token. From 1 to `num_experts`."""
     router_renormalise: bool = True
-    """Whether the weights of a token's experts sum to 1: a softmax over those that it passes. If not, or with one
-    expert for a token, over all."""
+    """The weights of a token's experts sum to 1: softmax over the chosen ones. `false`, or one expert per token:
+    softmax over all."""
     dense_layers: list[int] = key(factory=list, at_least=0)
-    """Layers, counted from 0, without experts in a model with experts; their width is `ffn_hidden_size`."""
+    """Layers, counted from 0, without experts; their width is `ffn_hidden_size`."""
     expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of one expert; 0: `ffn_hidden_size`."""
     shared_expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the expert that every token passes; 0: none."""
+    """Width of the expert that every token uses; 0: none."""
     shared_expert_gate: bool = False
-    """Whether a learned gate scales the shared expert's output."""
+    """A learned gate scales the shared expert's output."""
     router_balancing: str = key("seq_aux_loss", choices=("seq_aux_loss", "aux_loss", "global_aux_loss", "none"))
-    """What the load-balancing loss balances: each sequence (`seq_aux_loss`; the same at every layout), the microbatch
-    of each rank (`aux_loss`), all data-parallel ranks (`global_aux_loss`), or `none`."""
+    """Load balancing over each sequence (`seq_aux_loss`; the same at every layout), the microbatch of each rank
+    (`aux_loss`), all data-parallel ranks (`global_aux_loss`), or `none`."""
     router_aux_loss: float = key(0.01, at_least=0)
-    """Weight of the load-balancing loss, against the mean loss of a token."""
+    """Weight of the load-balancing loss, relative to the mean loss of a token."""
     router_z_loss: float = key(0.0, at_least=0)
-    """Weight of the router's z-loss, the mean over positions of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906), against
-    the mean loss of a token; it keeps the logits small."""
+    """Weight of the z-loss, the mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906), relative to the mean loss of a
+    token."""
 
     @property
     def head_width(self) -> int:

@@ -15,16 +15,15 @@ class LoadConfig(Section):
     """Weights that a module of a new run begins with, from a checkpoint of any run and layout."""
 
     path: str = ""
-    """Folder or URL of a run, whose newest checkpoint it is, or of a checkpoint. Required."""
+    """Path or URL of a checkpoint, or of a run (its newest checkpoint)."""
     module: str = ""
-    """Name of the module there; empty: as here."""
+    """Name of the module there; empty: same name."""
     only: list[str] = field(default_factory=list)
-    """Parameters that are taken: `encoder`, `projector`, `llm`, or shell patterns of names as in `freeze`; empty: all.
-    A pattern that matches nothing there is an error."""
+    """Parameters to load: `encoder`, `projector`, `llm`, or shell patterns as in `freeze`; empty: all. A pattern
+    without a match is an error."""
     strict: bool = True
-    """Whether it is an error if a parameter here is not there (adapters of this run aside), one there has no place
-    here, or the model there is another one. Otherwise these are listed, and what is new keeps its initial values. A
-    parameter of another shape is always an error."""
+    """Missing or unexpected parameters and other model types are errors, adapters of this run aside. `false`: list
+    them, and keep initial values. A different shape is always an error."""
 
     def faults(self, prefix: str, name: str, modules: list[str]) -> Iterator[Fault]:
         """What is wrong with the values.
@@ -57,37 +56,35 @@ class CheckpointConfig(Section):
     """When a run is saved and how it starts again."""
 
     dir: str = ""
-    """URL in which the run's checkpoints are kept, such as `s3://bucket/my_run` (s3, gs or az), instead of `run.dir`,
-    which stays local; the same URL again resumes the run. Empty: in `run.dir`. Credentials come from the environment.
-    Needs the extra `remote`. See docs/checkpoints.md#object-storage."""
+    """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az); using it again resumes the run. The rest of the
+    run stays in `run.dir`. Empty: in `run.dir`. Credentials come from the environment. Needs the extra `remote`. See
+    docs/checkpoints.md#object-storage."""
     save_interval: int = key(0, at_least=0)
     """Steps between checkpoints; 0: at the end only."""
     resume: str = key("auto", filled="auto, never or a folder")
-    """`auto` (the newest complete checkpoint of this run, if any), `never`, or folder or URL of a checkpoint or of
+    """`auto` (from the newest complete checkpoint of this run, if any), `never`, or the path or URL of a checkpoint or
     another run."""
     weights: str = ""
-    """Folder or URL of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
+    """Path or URL of a run or checkpoint whose weights a new run starts from. Nothing else is loaded."""
     load_modules: dict[str, LoadConfig] = field(default_factory=dict)
-    """Modules whose weights a new run takes from other runs, by name, after those of `weights` or `pretrained`:
-    `{language: {path: runs/gpt}}`. See docs/checkpoints.md#modules-from-other-runs."""
+    """Modules whose weights a new run loads from other runs, after `weights` or `pretrained`: `{language: {path:
+    runs/gpt}}`. See docs/checkpoints.md#modules-from-other-runs."""
     trained_only: bool = False
-    """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
-    weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
-    See docs/frozen.md#small-checkpoints."""
+    """Leave weights that are never trained out of checkpoints. They come from `weights` or `run.seed` again. See
+    docs/frozen.md#small-checkpoints."""
     asynchronous: bool | Literal["auto"] = "auto"
-    """Whether training goes on while a checkpoint is written, from a copy in the host's memory: `true`, `false`, or
-    `auto`: where each host has twice the memory free that its ranks' copies take. See
-    docs/checkpoints.md#while-training-goes-on."""
+    """Train on while a checkpoint is written from a copy in host memory: `true`, `false`, or `auto`: if each host has
+    free memory for twice its ranks' copies. See docs/checkpoints.md#while-training-goes-on."""
     max_failed_saves: int = key(3, at_least=0)
-    """Saves in a row that may fail (disk full, read-only, folder gone) while training goes on; one more ends the run
-    with the error. The last save of a run must not fail."""
+    """Consecutive saves that may fail (disk full, read-only, folder gone) before the run ends with the error. The last
+    save must succeed."""
     keep: int = key(3, at_least=0)
-    """Newest checkpoints that stay on disk; 0 keeps all."""
+    """Newest checkpoints that stay; 0: all."""
     keep_every: int = key(0, at_least=0)
-    """Checkpoints of every multiple of this many steps stay too, whatever `keep` is; 0: none."""
+    """Also keep checkpoints at multiples of this step; 0: none."""
     non_persistent_interval: int = key(0, at_least=0)
-    """Steps between checkpoints of which only the newest stays, besides the others; `resume: auto` takes the newest of
-    both kinds. 0: none."""
+    """Steps between extra checkpoints of which only the newest stays; `resume: auto` uses the newest of both kinds. 0:
+    none."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be. Modules are looked at in `ConfigContainer.faults`."""

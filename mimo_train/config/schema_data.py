@@ -30,9 +30,9 @@ class VideoConfig(Section):
     """How many pictures a video becomes: those in the middle of so many equal parts of it. See docs/data.md#videos."""
 
     frames_per_second: float = key(1.0, above=0, at_most=1000)
-    """Pictures of a second; at least one of a video."""
+    """Frames per second; at least one of a video."""
     max_frames: int = key(32, at_least=1, at_most=2**16)
-    """Most pictures of a video. Longer ones have fewer a second."""
+    """Most frames of a video. Longer videos get fewer per second."""
 
 
 @dataclass
@@ -40,16 +40,16 @@ class BoundsConfig(Section):
     """How large the parts of a sample may be: what is above is a bad sample. See docs/data.md#bounds."""
 
     pixels: int = key(BOUNDS.pixels, at_least=1)
-    """Of one picture, height times width; those of videos too. So too of what a picture is resized to before its middle
-    is cut out (`resize: crop`), and of the square around one that is not cut into tiles (`cut_several: false`)."""
+    """Of an image or video frame, height times width. Also of the image resized before cropping (`resize: crop`), and
+    of the square around an uncut one (`cut_several: false`)."""
     seconds: float = key(BOUNDS.seconds, above=0)
-    """Of one clip or video."""
+    """Of an audio or video item."""
     video_bytes: int = key(BOUNDS.video_bytes, at_least=1, at_most=2**60)
-    """Of one video."""
+    """Of a video."""
     record_bytes: int = key(BOUNDS.record_bytes, at_least=1)
     """Of the `json` or `txt` member."""
     placeholders: int = key(BOUNDS.placeholders, at_least=1)
-    """Pictures and clips of a sample, together; a video is as many pictures as are read of it."""
+    """Images and audio items of a sample together; each frame of a video counts."""
 
 
 @dataclass
@@ -57,94 +57,89 @@ class DataConfig(Section):
     """Where the samples are and how they become sequences."""
 
     shards: str = ""
-    """Training shards, required unless there is a `mix`: a folder, a glob, a brace range `x-{000000..000127}.tar`, or
-    several with commas; paths or URLs (`s3://`, `gs://`, `az://`, `https://`, ...); or a folder of an Energon dataset,
-    or the YAML of a metadataset; or for texts the prefix of `.bin` and `.idx` files. See docs/data.md#what-you-have."""
+    """Training shards: a folder, a glob, a brace range `x-{000000..000127}.tar`, or several with commas; paths or URLs
+    (`s3://`, `gs://`, `az://`, `https://`, ...). Or a folder of an Energon dataset, the YAML of a metadataset, or for
+    text the prefix of `.bin` and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
     mix: list[SourceConfig] = field(default_factory=list)
-    """Sources of samples and their weights, in place of `shards`. See docs/data.md#mixtures."""
+    """Weighted sources, instead of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
-    """Other weights of the sources from some steps on."""
+    """Changes of the weights at given steps."""
     mix_new_weights: bool = False
-    """Whether a run that continues may have other weights than its checkpoint: they hold from there on."""
+    """Allow a resumed run to have other weights than its checkpoint. They hold from then on."""
     exhausted: str = key("repeat", choices=("repeat", "stop"))
-    """When all samples of a source have been drawn: `repeat` (its next epoch, in a new order), or `stop` (the run ends
-    with the last step before a sample is drawn a second time)."""
+    """When all samples of a source are used: `repeat` (next epoch, new order) or `stop` (end the run before any sample
+    repeats)."""
     validation_shards: str = ""
-    """Held-out shards, same forms; empty: no evaluation, unless there are the two keys below."""
+    """Held-out shards, in the same forms. Empty: no evaluation, unless `validation` or `validation_fraction` is set."""
     validation: dict[str, ValidationConfig] = field(default_factory=dict)
-    """Further held-out sets by name, `{charts: {shards: shards/charts}}`: measured as `eval/NAME/loss` and so on."""
+    """Further held-out sets by name, `{charts: {shards: shards/charts}}`, measured as `eval/NAME/loss`."""
     test_shards: str = ""
-    """Shards of a test set, same forms: evaluated once, after the last step, as `test/loss` and so on. Empty: none."""
+    """Test shards, in the same forms: evaluated once after the last step, as `test/loss`. Empty: none."""
     validation_fraction: float = key(0.0, at_least=0, below=1)
-    """Share of the training samples that is held out instead of trained on; 0: none. See docs/data.md#held-out-sets."""
+    """Share of the training samples to hold out; 0: none. See docs/data.md#held-out-sets."""
     split: str = ""
-    """Of `.bin` and `.idx` files: which documents are trained on, held out, and left for a test: their shares in the
-    order of the file, `969,30,1` as of Megatron-LM's `--split`. Empty: all of `shards` are trained on."""
+    """For `.bin` and `.idx` files: shares of documents for training, evaluation and test, in file order, as
+    Megatron-LM's `--split`: `969,30,1`. Empty: train on all."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
-    """`digits`, `mixed` (pictures, sounds and texts) or `text`: make the demo's shards at `shards` and
-    `validation_shards` on first use. Empty: never; set it so for shards of your own."""
+    """Make demo shards at `shards` and `validation_shards` on first use: `digits`, `mixed` (images, audio and text) or
+    `text`. Empty: no; needed for your own shards."""
     sequence_length: int = key(1024, at_least=1, at_most=2**27)
-    """Tokens of one sample, placeholders of media included. Longer texts are cut at the end."""
+    """Tokens of a sample, placeholders included. Longer text is cut at the end."""
     pad: str = key("microbatch", choices=("microbatch", "sequence"))
-    """How long the rows of a microbatch are: `microbatch`: as long as its longest sample, and the samples of a step are
-    sorted so that microbatches hold similar lengths, or `sequence`: `sequence_length`. The samples of a step are the
-    same. See docs/data.md#padding."""
+    """Pad rows to the longest sample of the `microbatch` (samples of a step are sorted by length), or to
+    `sequence_length` (`sequence`). See docs/data.md#padding."""
     pack: bool = False
-    """Whether samples of a step stand in rows of several, without padding between them, instead of a row each. No
-    number changes: attention stays inside samples, and a step trains the same ones. The microbatches of a step follow
-    from their lengths, and `train.micro_batch_size` only gives `pack_length` its default. See docs/data.md#packing."""
+    """Pack several samples of a step into a row without padding. Results do not change: attention stays inside samples.
+    `train.micro_batch_size` then only sets the default of `pack_length`. See docs/data.md#packing."""
     pack_length: int = key(0, at_least=0, at_most=2**27)
-    """With `pack`: most tokens of a row, at least `sequence_length`. 0: `train.micro_batch_size` x `sequence_length`,
-    what a microbatch holds unpacked."""
+    """With `pack`: most tokens of a row, at least `sequence_length`; 0: `train.micro_batch_size` x
+    `sequence_length`."""
     separate_documents: bool = False
-    """Of `.bin` and `.idx` files, with `pack`: whether attention, positions and loss end where a document ends, as with
-    Megatron-LM's `--reset-position-ids`, `--reset-attention-mask` and `--eod-mask-loss`, instead of going on into the
-    next one of the sample."""
+    """For `.bin` and `.idx` files with `pack`: end attention, positions and loss at each document, as Megatron-LM's
+    `--reset-position-ids`, `--reset-attention-mask` and `--eod-mask-loss`."""
     tokenizer: str = key("bytes", filled="bytes or a folder")
     """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
     chat_template: str = key("auto", filled="auto, own or a file")
-    """How conversations become tokens: `auto` (the tokenizer's own chat template; our own format if it has none), `own`
-    (our own format), or a file with a Jinja template. See docs/data.md#chat-templates."""
+    """`auto` (the tokenizer's chat template; our own format if it has none), `own` (our own format), or a Jinja file.
+    See docs/data.md#chat-templates."""
     template_variables: dict[str, Any] = field(default_factory=dict)
-    """Variables that the tokenizer's chat template may use, such as `{enable_thinking: false}` or `{date_string: 26 Jul
-    2024}`."""
+    """Variables for the chat template, such as `{enable_thinking: false}` or `{date_string: 26 Jul 2024}`."""
     special_tokens_in_text: str | list[str] = field(default_factory=list)
-    """Special tokens of the tokenizer that a record's text may have, such as `["<|box_start|>", "<|box_end|>"]`, or
-    `grounding` for those that the vocabulary has of boxes, points and references. All others are read as plain text.
-    See docs/data.md#special-tokens-in-text."""
+    """Special tokens allowed in a record's text, such as `["<|box_start|>", "<|box_end|>"]`, or `grounding` for all
+    tokens of boxes, points and references. Others are read as plain text. See docs/data.md#special-tokens-in-text."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Which members of a sample, and which values of its JSON, are its record and its media: `{caption: caption.txt}`,
-    `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See docs/data.md#fields."""
+    """Members and JSON values that are the record and its media: `{caption: caption.txt}`, `{question: "json[q]",
+    answer: "json[a]", image: [left.jpg, right.jpg]}`. See docs/data.md#fields."""
     null_captions: str = key("bad", choices=("bad", "skip"))
-    """What a sample is whose caption is null: `bad`, or without loss and not counted (`skip`, blank answers too)."""
+    """A sample with a null caption is `bad`, or has no loss and is not counted (`skip`; blank answers too)."""
     background: str = key("white", filled="white, black, grey, none or #RRGGBB")
-    """What stands behind pictures where they are transparent: `white`, `black`, `grey`, `#RRGGBB`, or `none`
-    (transparency is left out). See docs/data.md#transparency."""
+    """Colour behind transparent images: `white`, `black`, `grey`, `#RRGGBB`, or `none` (drop transparency). See
+    docs/data.md#transparency."""
     video: VideoConfig = field(default_factory=VideoConfig)
     """How many pictures a video becomes. See docs/data.md#videos."""
     shuffle: bool = True
-    """Whether training samples come in a new order each epoch."""
+    """Shuffle training samples each epoch."""
     shuffle_block: int = key(1, at_least=1, at_most=2**20)
-    """Neighbouring samples of the shards that stay together in that order, for storage where one large read is faster
-    than many small ones; 1: none. Only for shards whose samples are shuffled already. See docs/data.md#order."""
+    """Neighbouring samples that stay together when shuffled, for storage that is slow with small reads; 1: none. Only
+    for shards that are already shuffled. See docs/data.md#order."""
     blind: bool = False
-    """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
+    """Ablation: replace images and audio by zeros."""
     max_bad_samples: int | float = key(0, at_least=0)
-    """Samples that may be unreadable, in all, before the run stops: a number, or below 1 a fraction of all. Held-out
-    samples are counted apart. See docs/data.md#bad-samples."""
-    read_retries: int = key(5, at_least=0, at_most=1000)
-    """Times that a read is tried again after an I/O error, after pauses of 0.5, 1, 2, ... seconds; then the run ends.
+    """Bad samples, in all, before the run stops: a number, or a fraction below 1. Held-out samples are counted apart.
     See docs/data.md#bad-samples."""
+    read_retries: int = key(5, at_least=0, at_most=1000)
+    """Retries of a read after an I/O error, after 0.5, 1, 2, ... seconds; then the run ends. See
+    docs/data.md#bad-samples."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     """How large the parts of a sample may be. See docs/data.md#bounds."""
     workers: int = key(2, at_least=0, at_most=1024)
-    """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
+    """Threads per rank that read and decode ahead; 0: read in the training thread."""
     cache_dir: str = ""
-    """Folder for shard indexes, instead of beside the shards; empty: beside them, or in the user's cache where that
-    folder cannot be written and for shards with a URL. See docs/data.md#index."""
+    """Folder for shard indexes. Empty: next to the shards, or the user's cache if that folder is read-only or a URL.
+    See docs/data.md#index."""
     cache_bytes: int = key(0, at_least=0, at_most=2**60)
-    """Most bytes of members of remote shards that are kept on this machine, in `data.cache_dir` or the user's cache;
-    0: none. See docs/data.md#from-anywhere."""
+    """Most bytes of remote members cached on this machine, in `data.cache_dir` or the user's cache; 0: none. See
+    docs/data.md#from-anywhere."""
 
     @property
     def held_out_by(self) -> str:

@@ -19,26 +19,26 @@ class LogConfig(Section):
     """Where metrics go, besides metrics.jsonl and the console."""
 
     report_to: list[str] = key(factory=lambda: ["tensorboard"], choices=("tensorboard", "wandb", "mlflow", "comet"))
-    """`tensorboard` (events in `tensorboard/` of the run's folder), `wandb` (project `WANDB_PROJECT` or `mimo-train`),
-    `mlflow` (at `MLFLOW_TRACKING_URI`, else in `mlflow/`) and `comet`. Without a key, `wandb` and `comet` stay offline
-    in the run's folder. `mlflow` and `comet` need the extra `track`. See docs/metrics.md#where-the-numbers-go."""
+    """Sinks: `tensorboard` (in `tensorboard/` of the run), `wandb` (project `WANDB_PROJECT` or `mimo-train`), `mlflow`
+    (`MLFLOW_TRACKING_URI`, else `mlflow/`) and `comet`. Without an API key, `wandb` and `comet` write offline into the
+    run's folder. `mlflow` and `comet` need the extra `track`. See docs/metrics.md#where-the-numbers-go."""
     metrics: list[str] = key(
         factory=list,
         choices=("params_norm", "grad_norms", "num_zeros_in_grad", "memory", "router_losses_per_layer", "straggler"),
     )
-    """Further metrics: `params_norm` and `grad_norms` (L2 norms of all parameters, and of each gradient after clipping;
-    one message each), `num_zeros_in_grad`, `memory` (CUDA allocator, or resident memory), `router_losses_per_layer`,
-    and `straggler` (the slowest and the fastest rank of each module). See docs/metrics.md."""
+    """Further metrics: `params_norm` and `grad_norms` (L2 norms of parameters, and of each clipped gradient),
+    `num_zeros_in_grad`, `memory` (CUDA allocator, or resident memory), `router_losses_per_layer`, and `straggler`
+    (slowest and fastest rank of each module). See docs/metrics.md."""
     module_times: bool = True
-    """Seconds of compute, bubble, bridge wait, data wait, reduction and optimizer, for every module. See
+    """Log seconds of compute, bubble, bridge wait, data wait, reduction and optimizer for each module. See
     docs/metrics.md#where-the-time-goes."""
     peak_tflops: float = key(0.0, at_least=0)
-    """Dense peak of one device in TFLOP/s, for the model FLOPs utilisation; 0: that of the device in
-    `train.precision`, in fp8 for modules with `fp8`, if it is known. See docs/metrics.md#flops."""
+    """Dense peak of a device in TFLOP/s, for model FLOPs utilisation; 0: that of the device, if it is known, in
+    `train.precision` or fp8. See docs/metrics.md#flops."""
     throughput_window: int = key(0, at_least=0, at_most=1_000_000)
-    """Steps of a rolling mean of batches, samples and tokens per second; 0: not logged."""
+    """Steps of a rolling mean of batches, samples and tokens per second; 0: off."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
-    """`seconds`, `minutes`, `hours` or `days`: log elapsed and remaining time in this unit; empty: not logged."""
+    """Log elapsed and remaining time in `seconds`, `minutes`, `hours` or `days`; empty: off."""
 
     def faults(self, experts: int) -> Iterator[Fault]:
         """Values that cannot be, and trackers whose library is not installed.
@@ -65,16 +65,15 @@ class ProfilingConfig(Section):
     """What is recorded of which steps on which ranks."""
 
     torch: bool = False
-    """Trace of torch's profiler, in `profile/` of the run's folder."""
+    """Write a trace of torch's profiler to `profile/` of the run."""
     nsys: bool = False
-    """NVTX ranges and cudaProfilerStart/Stop, for a run under `nsys profile --capture-range=cudaProfilerApi`. Needs
-    CUDA."""
+    """NVTX ranges and cudaProfilerStart/Stop, for `nsys profile --capture-range=cudaProfilerApi`. Needs CUDA."""
     memory_history: bool = False
-    """Snapshot of the CUDA allocator with its history at `step_end`, in `profile/` of the run's folder. Needs CUDA."""
+    """Write a snapshot of the CUDA allocator with its history at `step_end` to `profile/`. Needs CUDA."""
     step_start: int = key(10, at_least=1)
-    """First step that is recorded; steps are counted from 1."""
+    """First recorded step, counted from 1."""
     step_end: int = key(12, at_least=1)
-    """Last step that is recorded. At least `step_start`."""
+    """Last recorded step. At least `step_start`."""
     ranks: list[int] = key(factory=lambda: [0], at_least=0, at_most=2**20)
     """Ranks that record."""
 

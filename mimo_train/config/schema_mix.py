@@ -21,14 +21,14 @@ class SourceConfig(Section):
     """Shards that are mixed with others."""
 
     shards: str = ""
-    """In the forms of `data.shards`. Required."""
+    """As `data.shards`. Required."""
     weight: float | None = key(None, at_least=0)
-    """Its share of the samples, over the sum of the weights; 0: none for now. Every source has one, or none: then its
-    number of samples is the weight, and every source ends with the epoch."""
+    """Share of the samples, relative to the sum of weights; 0: none for now. Set all or none: without weights, each
+    source's sample count is its weight, and all end with the epoch."""
     name: str = ""
-    """In metrics and messages; empty: the last folder or file of `shards`."""
+    """Name in metrics and messages; empty: the last folder or file of `shards`."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """In the form of `data.fields`, for this source; empty: `data.fields`."""
+    """As `data.fields`; empty: `data.fields`."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class MixChange(Section):
     """Other weights from a step on."""
 
     after_step: int = key(at_least=1)
-    """Steps after which they hold."""
+    """Step after which the weights hold."""
     weights: dict[str, float] = key(factory=dict, at_least=0)
-    """By the names of sources; others keep theirs. Required."""
+    """Weights by source name; other sources keep theirs. Required."""
 
 
 @dataclass
@@ -46,9 +46,9 @@ class ValidationConfig(Section):
     """A held-out set with a name."""
 
     shards: str = ""
-    """In the forms of `data.shards`. Required."""
+    """As `data.shards`. Required."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """In the form of `data.fields`, for this set; empty: `data.fields`."""
+    """As `data.fields`; empty: `data.fields`."""
 
 
 def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:

@@ -20,28 +20,26 @@ class LayoutConfig(Section):
     """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
 
     tp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Tensor parallel size. Must divide attention heads and the feed-forward width; key-value heads must be a multiple
-    or a divisor of it."""
+    """Tensor parallel size. Must divide the attention heads and the feed-forward width; key-value heads must be a
+    multiple or a divisor of it."""
     pp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Pipeline stages, at most the layers; layers left over go to the first stage. Encoders on ranks of `language` have
-    one."""
+    """Pipeline stages, at most the number of layers; the first stage gets the remainder. 1 for encoders on ranks of
+    `language`."""
     dp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Data parallel size: replicas."""
+    """Data parallel size (replicas)."""
     cp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Context parallel size: ranks that each sequence is cut over; `language` only. `data.sequence_length` must be a
-    multiple of `2 cp` (with `sp`, of `2 cp tp`). See docs/context-parallel.md."""
+    """Context parallel size: ranks that share each sequence; `language` only. `data.sequence_length` must be a multiple
+    of `2 cp` (with `sp`, of `2 cp tp`). See docs/context-parallel.md."""
     ep: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Expert parallel size: ranks that the experts are dealt to. Must divide `num_experts`; `ep * etp` must divide `tp
-    * cp * dp`."""
+    """Expert parallel size. Must divide `num_experts`; `ep * etp` must divide `tp * cp * dp`."""
     etp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Expert tensor parallel size: ranks that each expert is cut over. Must divide its width."""
+    """Expert tensor parallel size. Must divide the width of an expert."""
     vpp: int = key(1, at_least=1, at_most=MOST_LAYERS)
-    """Virtual pipeline size: model chunks of each stage, for the interleaved schedule. Needs `pp` above 1; a language
-    model alone only."""
+    """Virtual pipeline size: model chunks per stage (interleaved schedule). Needs `pp` above 1; only for a language
+    model without encoders."""
     sp: bool = False
-    """Sequence parallel: activations between tensor-parallel regions are split along the sequence. Needs `tp` above 1.
-    The tokens of a picture inside an encoder, class token included, must be equal parts of `tp`: with `resize: native`
-    for every size, so `merge^2` must be, without a class token."""
+    """Sequence parallel. Needs `tp` above 1. `tp` must divide the tokens of an image inside the encoder, class token
+    included; with `resize: native` it must divide `merge^2`, without a class token."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Values that cannot be."""
@@ -52,22 +50,22 @@ class LayoutConfig(Section):
 
 @dataclass
 class ModuleOptimConfig(Section):
-    """What one module does differently from `optim`; a value that is not set is the run's."""
+    """Values of this module that differ from `optim`; not set: as there."""
 
     lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """Peak learning rate."""
+    """As `optim.lr`."""
     min_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """Learning rate at the last step."""
+    """As `optim.min_lr`."""
     warmup_iters: int | None = key(None, at_least=0)
-    """Steps of linear warm-up from 0."""
+    """As `optim.warmup_iters`."""
     decay: str | None = key(None, choices=DECAYS)
     """`cosine`, `linear` or `constant`."""
     weight_decay: float | None = key(None, at_least=0, at_most=MOST_DECAY)
-    """Decoupled weight decay, on matrices only."""
+    """As `optim.weight_decay`."""
     clip_grad: float | None = key(None, at_least=0)
-    """Largest gradient norm of this module alone: set, the module is its own clip group; 0 does not clip."""
+    """Largest gradient norm of this module alone, which then is its own clip group; 0: no clipping."""
     projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """Peak learning rate of the module's projector, where it differs from its encoder's."""
+    """Peak learning rate of the projector, if it differs from the encoder's."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Values that cannot be, alone and together with those of the run.
@@ -103,26 +101,24 @@ class LoraConfig(Section):
     """Low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="no adapters")
-    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector that
-    has none. Needed wherever another key of adapters is set."""
+    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector
+    without adapters."""
     alpha: float = key(16.0, above=0)
-    """The adapters' output is multiplied by `alpha / rank` (see `rslora`)."""
+    """The output of adapters is multiplied by `alpha / rank` (see `rslora`)."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of the adapters' input."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
-    """Linear layers that have adapters, as shell patterns. Without a dot, of the last part of a layer's name:
-    `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`, or projections of these with adapters of their own, as PEFT
-    has them: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`, `down_proj`. With a dot, of the whole
-    name: `"*.layers.[0-3].*linear_proj"`. Those of the projector begin with `input_projections`. A pattern that matches
-    nothing is an error; experts have no adapters. See docs/frozen.md#targets."""
+    """Shell patterns of linear layers with adapters. Without a dot: the last part of a layer's name: `linear_qkv`,
+    `linear_proj`, `linear_fc1`, `linear_fc2`, or PEFT's `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
+    `down_proj`. With a dot: the whole name, `"*.layers.[0-3].*linear_proj"`. Names of the projector start with
+    `input_projections`. Experts get no adapters. A pattern without a match is an error. See docs/frozen.md#targets."""
     rslora: bool = False
     """Multiply by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732)."""
     dora: bool = False
-    """Train the length of every row of the adapted weight too, apart from its direction (DoRA, arXiv 2402.09353). Needs
-    `dropout` 0."""
+    """Also train the length of every row of the adapted weight (DoRA, arXiv 2402.09353). Needs `dropout` 0."""
     adapter: str = ""
-    """Folder of an adapter of PEFT that a new run starts with, for the model of `pretrained`: the other keys come from
-    it. Empty: none. See docs/frozen.md#peft."""
+    """Folder of a PEFT adapter that a new run starts from, for the model of `pretrained`. It sets the other keys.
+    Empty: none. See docs/frozen.md#peft."""
 
     @property
     def scale(self) -> float:
@@ -149,9 +145,9 @@ class FeatureCacheConfig(Section):
     """Features of a frozen encoder, kept on disk from one epoch to the next."""
 
     dir: str = ""
-    """Folder, which several runs may share; empty: no cache."""
+    """Folder; several runs may share it. Empty: no cache."""
     max_gigabytes: float = key(10.0, above=0)
-    """Size of the folder, in 10^9 bytes, at which the features that were not used for longest go."""
+    """Size in 10^9 bytes above which the least recently used features are deleted."""
 
 
 @dataclass
@@ -160,14 +156,14 @@ class PlaceholderConfig(Section):
     the tokenizer's chat template has them, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
 
     pad: str = ""
-    """Special token that is repeated for each token of a medium, such as `<|image_pad|>`; added to the vocabulary if it
-    is not there."""
+    """Special token repeated for each token of an item, such as `<|image_pad|>`; added to the vocabulary if it is
+    missing."""
     start: str = ""
     """Text before the pads, such as `<|vision_start|>`."""
     end: str = ""
-    """Text behind them, such as `<|vision_end|>`."""
+    """Text after the pads, such as `<|vision_end|>`."""
     mark: str = ""
-    """Token that the chat template writes for a medium, where it is not the pad, such as `<start_of_image>`."""
+    """Token that the chat template writes for an item, if it is not the pad, such as `<start_of_image>`."""
 
 
 @dataclass
@@ -175,48 +171,42 @@ class ModuleConfig(Section):
     """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
 
     encoder: Any = None
-    """What reads the media of this module, see [its keys](#modulesnameencoder). Required, except for `language`, which
-    has none."""
+    """The encoder, see [its keys](#modulesnameencoder). Required, except for `language`, which has none."""
     projector: Any = None
-    """What carries the features into the language model's embedding space, see [its keys](#modulesnameprojector).
-    Required, except for `language`, which has none."""
+    """The projector, see [its keys](#modulesnameprojector). Required, except for `language`, which has none."""
     llm: LlmSpec | None = None
-    """The language model, see [its keys](#moduleslanguagellm). Required for `language`; no other module has one."""
+    """The language model, see [its keys](#moduleslanguagellm). Required for `language`, which alone has one."""
     pretrained: str = ""
-    """Directory of a model as `transformers` saves it, instead of `llm` or `encoder` and its initial weights; empty:
+    """Directory of a model in the format of `transformers`, instead of `llm` or `encoder` and random weights; empty:
     none. See docs/pretrained.md."""
     freeze: list[str] = field(default_factory=list)
-    """What is not trained: `encoder`, `projector` (encoder modules), `llm` (language), or shell patterns of parameter
-    names such as `"*embedding*"`. Layers are counted from 0 over all stages. A pattern that matches nothing is an
-    error. See docs/frozen.md."""
+    """Frozen parts: `encoder`, `projector`, `llm`, or shell patterns of parameter names such as `"*embedding*"`. Layers
+    are counted from 0 over all stages. A pattern without a match is an error. See docs/frozen.md."""
     freeze_until: dict[str, int] = key(factory=dict, at_least=0)
-    """What is not trained in the first steps, with their number: `{encoder: 1000}`; same names as in `freeze`. See
+    """Parts that are frozen for the first steps, with their number: `{encoder: 1000}`. Names as in `freeze`. See
     docs/configuration.md#stages."""
     placeholder: PlaceholderConfig = field(default_factory=PlaceholderConfig)
-    """The tokens that hold the places of this encoder's features in the text. See docs/data.md#placeholders."""
+    """Tokens in the text that this encoder's features replace. See docs/data.md#placeholders."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Low-rank adapters beside the frozen layers of the encoder or the language model. See docs/frozen.md#lora."""
+    """Low-rank adapters of the encoder or the language model. See docs/frozen.md#lora."""
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
-    """Features of a frozen encoder on disk, from one epoch to the next. See docs/frozen.md#feature-cache."""
+    """Disk cache for the features of a frozen encoder. See docs/frozen.md#feature-cache."""
     prefetch_microbatches: int = key(0, at_least=0, at_most=1_000_000)
-    """Microbatches whose features a frozen encoder on its own ranks computes ahead, while it waits; 0: none. See
-    docs/frozen.md#prefetching."""
+    """Microbatches that a frozen encoder on its own ranks computes ahead; 0: none. See docs/frozen.md#prefetching."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
-    """What this module does differently from `optim`; a value that is not set is the run's. See
-    docs/configuration.md#modules-of-their-own."""
+    """Values of this module that differ from `optim`; not set: as there. See
+    docs/configuration.md#per-module-optimizer."""
     fp8: str = key("", choices=("", *FP8))
-    """`none`, `tensorwise`, `blockwise` or `mxfp8`: products of this module's layers in fp8; empty: as `train.fp8`."""
+    """`none`, `tensorwise`, `blockwise` or `mxfp8`; empty: as `train.fp8`."""
     compile: str = key("", choices=("", *COMPILE))
-    """`none` or `layers`: this module's layers compiled by `torch.compile`; empty: as `train.compile`."""
+    """`none` or `layers`; empty: as `train.compile`."""
     recompute: str = key("", choices=("", *RECOMPUTE))
-    """`none`, `selective` or `full`: activations of this module computed again in backward; empty: as
-    `train.recompute`."""
+    """`none`, `selective` or `full`; empty: as `train.recompute`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module, on `tp * cp * dp * pp` ranks. See docs/layouts.md."""
     balance: str = key("samples", choices=("samples", "patches"))
-    """How an encoder's work is divided over its data-parallel ranks: `samples` (equal numbers of them) or `patches`
-    (equal numbers of tokens inside the encoder, as nearly as whole samples in order allow). Order and numbers do not
-    change."""
+    """Split an encoder's work over its data-parallel ranks by `samples` (equal numbers) or `patches` (nearly equal
+    tokens inside the encoder, samples in order). Results do not change."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """What is wrong with what is trained and how; sizes and layout are looked at by `mimo_train.layout`.

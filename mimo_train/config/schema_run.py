@@ -21,27 +21,26 @@ class RunConfig(Section):
     """Where a run lives and what it runs on."""
 
     dir: str = key("runs/run", filled="the folder that the run writes into")
-    """Folder that the run writes into. The same folder again resumes the run."""
+    """Folder that the run writes into. Using the same folder again resumes the run."""
     seed: int = key(1234, at_least=0, at_most=2**63 - 1)
-    """Seed of initial weights, of the order of samples and of dropout."""
+    """Seed of initial weights, sample order and dropout."""
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
-    """`auto` (CUDA where each process of a machine gets a device), `cuda` or `cpu`. On CUDA each process takes a GPU of
-    its own."""
+    """`auto` (CUDA if there is a device for each process of a machine), `cuda` or `cpu`. Each process uses one GPU."""
     cpu_kernels: bool = key(True)
-    """Use the fast paths of `mimo_train/cpu/` on a CPU: causal attention over 64 to 256 positions, RMSNorm,
-    cross-entropy, sums of gradients and dense layers. `false`: Megatron-Core and torch compute them, as on GPUs."""
+    """Use the CPU fast paths of `mimo_train/cpu/`: causal attention over 64 to 256 positions, RMSNorm, cross-entropy,
+    gradient sums and dense layers. `false`: use Megatron-Core and torch, as on GPUs."""
     timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
-    """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
-    `inprocess_restarts` above 0.25."""
+    """Minutes that a rank waits for its peers in a collective. Must be below a year, and above 0.25 with
+    `inprocess_restarts`."""
     step_timeout_minutes: float = key(0.0, at_least=0, below=YEAR, zero_means="as `timeout_minutes`")
-    """As `timeout_minutes`, from the second step of a start on: the first one, and what comes before it, may wait for
-    compilers, for communicators of NCCL and for cold storage. Saves and evaluations in the loop count as steps. On the
-    CPU it holds for collectives, not for messages between two ranks. 0: as `timeout_minutes`."""
+    """As `timeout_minutes`, from the second step after a start: the first one may wait for compilers, NCCL and cold
+    storage. Saves and evaluations count as steps. On a CPU it covers collectives, not messages between two ranks. 0: as
+    `timeout_minutes`."""
     hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
-    """Seconds without progress, in set-up too, after which a run says which rank is to blame and ends with exit code
-    18; 0: never. See docs/reliability.md#hangs."""
+    """Seconds without progress, in set-up too, after which the run names the rank to blame and exits with code 18; 0:
+    never. See docs/reliability.md#hangs."""
     inprocess_restarts: int = key(0, at_least=0, at_most=1_000_000)
-    """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra
+    """Number of restarts of a failed run inside its processes, from its newest checkpoint; 0: none. Needs the extra
     `resiliency`. See docs/reliability.md#in-process-restart."""
 
     def faults(self, resume: str) -> Iterator[Fault]:
@@ -73,16 +72,14 @@ class PlacementConfig(Section):
     """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
     stage)."""
     first_rank: dict[str, int] = key(factory=dict, at_most=MOST_RANKS)
-    """First rank of each module by name, instead of one after the other: `'placement.first_rank={images: 1, language:
-    0}'`. Names every module or none; with mode `disjoint`."""
+    """First rank of every module: `'placement.first_rank={images: 1, language: 0}'`; empty: one after the other. With
+    mode `disjoint` only."""
     allow_idle: bool = False
-    """Whether processes may be without a module: those in holes between modules, and those beyond the last one. They
-    end at once."""
+    """Allow processes without a module, between modules or after the last one. They exit at once."""
     ranks_per_node: int = key(0, at_least=0, at_most=MOST_RANKS)
-    """Ranks of a node, for `mimo-train check` before there is a launcher; 0: as many as the launcher has started on
-    each."""
+    """Ranks of a node, for `mimo-train check` without a launcher; 0: as launched."""
     tp_across_nodes: bool = False
-    """Whether a tensor-parallel group may have ranks on several nodes."""
+    """Allow tensor-parallel groups across nodes."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be. Ranks and modules are looked at together in `mimo_train.layout.placement`."""
@@ -99,12 +96,12 @@ class PlacementConfig(Section):
 
 @dataclass
 class LaunchConfig(Section):
-    """What the launcher decides when it knows its nodes."""
+    """Layouts by the number of nodes."""
 
     layouts: dict[int, str] = key(factory=dict)
-    """Changes to the config by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. A word without = is a
-    file of the group `layout`. Those of the command line come after them; another number of nodes is an error. Empty:
-    the layout of the config, on any number of nodes. See docs/launch.md#fewer-nodes."""
+    """Config changes by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. A word without = is a file of
+    the group `layout`. Overrides of the command line come later. Other numbers of nodes are an error. Empty: any number
+    of nodes. See docs/launch.md#fewer-nodes."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be. `mimo-train check` looks at the layouts themselves."""

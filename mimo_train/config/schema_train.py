@@ -37,74 +37,70 @@ class TrainConfig(Section):
     """The loop."""
 
     iters: int = key(1000, at_least=0)
-    """Optimizer steps in all. 0: as many as `epochs` takes."""
+    """Optimizer steps in all; 0: as many as `epochs` takes."""
     epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")
-    """Length of the run in epochs of its data, in place of `iters`: a mixture's is as many samples as all its sources
-    have together. The last step is whole, with samples of the next epoch."""
+    """Length of the run in epochs, instead of `iters`. An epoch of a mixture is the sum of its sources. The last step
+    is filled from the next epoch."""
     global_batch_size: int = key(32, at_least=1, at_most=2**24)
-    """Samples of one optimizer step."""
+    """Samples of an optimizer step."""
     micro_batch_size: int = key(8, at_least=1, at_most=2**24)
-    """Samples of one microbatch on one data-parallel rank of the language module. `micro_batch_size * dp` must divide
-    every global batch."""
+    """Samples of a microbatch on one data-parallel rank of `language`. `micro_batch_size * dp` must divide every global
+    batch."""
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
-    """`fp32`, `bf16` or `fp16`, of weights and activations; master weights and gradients stay fp32, and fp16 scales the
+    """`fp32`, `bf16` or `fp16` weights and activations. Master weights and gradients stay fp32; fp16 scales the
     loss."""
     fp8: str = key("none", choices=FP8)
-    """Products of matrices of the transformer layers in fp8, by Transformer Engine on CUDA: `none`, `tensorwise` (one
-    scale a tensor), `blockwise` (one for 128 numbers, of weights for 128 x 128) or `mxfp8` (one for 32). Needs
-    `precision` bf16. `modules.NAME.fp8` sets it for one module. See docs/fp8.md."""
+    """Matmuls of the transformer layers in fp8, by Transformer Engine on CUDA: `none`, `tensorwise` (a scale per
+    tensor), `blockwise` (per 128 values, weights per 128 x 128) or `mxfp8` (per 32). Needs `precision` bf16. Per
+    module: `modules.NAME.fp8`. See docs/fp8.md."""
     num_layers_at_start_in_bf16: int = key(0, at_least=0)
-    """First layers that stay in bf16, in each module that has fp8. At most the layers of a pipeline stage."""
+    """First layers of each fp8 module that stay in bf16. At most the layers of a pipeline stage."""
     num_layers_at_end_in_bf16: int = key(0, at_least=0)
-    """Last layers that stay in bf16, likewise."""
+    """Last layers of each fp8 module that stay in bf16."""
     compile: str = key("none", choices=COMPILE)
-    """`none` or `layers`: what is in front of core attention and what is behind it in each of torch's transformer
-    layers, compiled by `torch.compile`. `modules.NAME.compile` sets it for one module. See docs/compile.md."""
+    """`none` or `layers`: compile each layer before and after core attention with `torch.compile`. Per module:
+    `modules.NAME.compile`. See docs/compile.md."""
     recompute: str = key("none", choices=RECOMPUTE)
-    """`none`, `selective` (core attention) or `full` (every layer): activations computed again in backward.
-    `modules.NAME.recompute` sets it for one module."""
+    """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer). Per module:
+    `modules.NAME.recompute`."""
     logits: str = key("learned", choices=("learned", "all"))
-    """Positions of the text that get logits: `learned`, those with a loss; or `all`, where something reads the losses
-    of every token that the default forward step returns, which are 0 elsewhere otherwise."""
+    """Text positions that get logits: `learned` (those with a loss; the returned losses are 0 elsewhere) or `all`."""
     eval_interval: int = key(0, at_least=0)
     """Steps between evaluations; 0: at the end only."""
     eval_samples: int = key(0, at_least=0)
-    """Held-out samples of an evaluation; 0: all of them."""
+    """Held-out samples per evaluation; 0: all."""
     report_samples: int = key(24, at_least=0)
-    """Held-out samples with question, answer and truth in the report; 0 decodes none."""
+    """Held-out samples shown in the report with question, answer and truth; 0: none."""
     log_interval: int = key(1, at_least=1)
-    """Steps between lines of the log."""
+    """Steps between log lines."""
     rampup_batch_size: list[int] = key(factory=list, at_least=0, at_most=2**53)
-    """`[first size, increment, samples]`: the global batch grows from the first size to `global_batch_size` in equal
-    steps over that many samples; empty: no ramp-up. Every size is a multiple of `micro_batch_size * dp`."""
+    """`[first size, increment, samples]`: the global batch grows to `global_batch_size` in equal steps over that many
+    samples; empty: no ramp-up. Every size must be a multiple of `micro_batch_size * dp`."""
     skip_iters: list[int] = key(factory=list, at_least=1)
-    """Steps, counted from 1, whose samples are skipped: no forward pass, no update, no step of the learning
-    rate."""
+    """Steps, counted from 1, that are skipped with their samples: no update, and no change of the learning rate."""
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the losses that a loss function returns as `{name: loss}`; 1 where a name is missing. A name that is
-    no loss is an error."""
+    """Weights of the losses that a loss function returns as `{name: loss}`; missing names weigh 1. Unknown names are an
+    error."""
     on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
-    """What a loss or gradient that is not finite does: `raise` (an error that names module, rank, microbatch and
-    samples, and a replay file), `skip` (the update) or `bisect` (raise, after finding the microbatch and layer where it
-    begins). See docs/reliability.md."""
+    """On a loss or gradient that is not finite: `raise` (an error with module, rank, microbatch and samples, and a
+    replay file), `skip` (the update) or `bisect` (find the first bad microbatch and layer, then raise). See
+    docs/reliability.md."""
     rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
-    """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat a step with a suspect loss, to tell
-    transient faults of the hardware from wrong data) or `report_determinism_stats`. See
-    docs/reliability.md#suspect-losses."""
+    """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat steps with a suspect loss, to tell
+    hardware faults from bad data) or `report_determinism_stats`. See docs/reliability.md#suspect-losses."""
     exit_interval: int = key(0, at_least=0)
-    """The run saves and ends at a step that is a multiple of this; 0: never."""
+    """Save and exit at multiples of this step; 0: never."""
     exit_duration_minutes: float = key(0.0, at_least=0, at_most=MOST_MINUTES)
-    """The run saves and ends after this many minutes; 0: never."""
+    """Save and exit after this many minutes; 0: never."""
     manual_gc_interval: int = key(0, at_least=0)
-    """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
+    """Steps between garbage collections on all ranks at once, with Python's collector off; 0: leave it to Python."""
     max_empty_steps: int = key(0, at_least=0)
-    """Steps without any token with loss, in all, before the run stops: answers that are empty or cut, or bad samples
-    only. See docs/data.md#steps-without-loss."""
+    """Steps without a token with loss, in all, before the run stops. See docs/data.md#steps-without-loss."""
     callbacks: list[str] = field(default_factory=list)
-    """Classes `package.module:Class` whose methods are called at events of the loop. See docs/callbacks.md."""
+    """Callback classes `package.module:Class`. See docs/callbacks.md."""
     forward_step: str = ""
-    """Forward step of your own, `package.module:name`: a function, or a class that is instantiated without arguments.
-    Evaluation uses it too. Empty: the one that comes with mimo-train. See docs/training-api.md."""
+    """Your own forward step, `package.module:name`: a function, or a class without constructor arguments. Evaluation
+    uses it too. Empty: the default one. See docs/training-api.md."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be."""
@@ -147,20 +143,20 @@ class OptimConfig(Section):
     eps: float = key(1e-8, above=0, at_most=1000)
     """Added to the denominator of the update."""
     clip_grad: float = key(1.0, at_least=0)
-    """Largest gradient norm over all modules that have no `clip_grad` of their own; 0 does not clip."""
+    """Largest gradient norm over all modules without their own `clip_grad`; 0: no clipping."""
     loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
     """Fixed loss scale of fp16, a power of 2; 0: dynamic. See docs/configuration.md#fp16."""
     initial_loss_scale: float = key(65536.0, at_least=1, at_most=MOST_SCALE)
-    """First dynamic loss scale; it does not fall below 1."""
+    """First dynamic loss scale. It never falls below 1."""
     loss_scale_window: int = key(1000, at_least=1)
-    """Steps without overflow after which the dynamic loss scale doubles."""
+    """Steps without overflow before the dynamic loss scale doubles."""
     distributed_optimizer: bool = True
-    """Whether data-parallel replicas divide master weights and moments among them; `false`: each keeps them whole, and
-    gradients are summed everywhere. A checkpoint of one continues with the other."""
+    """Shard master weights and moments over data-parallel replicas; `false`: each replica keeps all. Checkpoints fit
+    both."""
     overlap_grad_reduce: bool = False
-    """Reduce the language model's gradients while its backward pass runs. See docs/configuration.md#overlap."""
+    """Reduce the language model's gradients during its backward pass. See docs/configuration.md#overlap."""
     overlap_param_gather: bool = False
-    """Gather the language model's updated parameters while the next forward pass runs. Needs `overlap_grad_reduce` and
+    """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce` and
     `distributed_optimizer`."""
 
     def faults(self, precision: str) -> Iterator[Fault]:

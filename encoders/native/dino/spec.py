@@ -9,32 +9,26 @@ from encoders.ranges import MOST_PIXELS, key
 
 @dataclass
 class Dinov2Spec(TowerSpec):
-    """DINOv2 (Oquab et al. 2023, arXiv 2304.07193), with register tokens too (Darcet et al. 2023, arXiv 2309.16588):
-    a class token with a position, a learned scale behind each branch of a layer. Giant is gated (`swiglu`)."""
+    """DINOv2 (Oquab et al. 2023, arXiv 2304.07193), also with register tokens (Darcet et al. 2023, arXiv 2309.16588).
+    For the giant model set `activation: swiglu`."""
 
     name: str = "dinov2"
-    """Free name, shown in tables."""
     family: str = "dinov2"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "crop"
-    """As in family `vit`: `fixed`, `crop` or `native`."""
     image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
-    """Height and width of every picture in pixels; with `resize: native` of one of average size."""
+    """Side of every image in pixels; with `resize: native`, of an average one."""
     position_size: int = key(518, at_least=1, at_most=MOST_PIXELS)
-    """Height and width, in pixels, of the grid of learned positions; they are interpolated to that of a picture. 0:
-    `image_size`."""
+    """Side in pixels of the grid of learned positions, which are interpolated to that of an image."""
     patch_size: int = key(14, at_least=1, at_most=MOST_PIXELS)
-    """Height and width of one patch in pixels. Must divide `image_size` and `position_size`."""
+    """Side of a patch in pixels. Must divide `image_size` and `position_size`."""
     register_tokens: int = key(0, at_least=0, at_most=4096)
-    """Learned tokens between the class token and the patches; they are dropped behind the layers."""
+    """Learned tokens between class token and patches; they are dropped after the layers."""
     keep_class_token: bool = False
-    """Whether the class token is in the sequence, in front of the patches; else it is dropped behind the layers."""
+    """Keep the class token in the sequence, before the patches."""
     layer_scale: float = key(1.0, above=0)
-    """Initial factor of the learned scales."""
+    """Initial factor of the learned scale of each branch."""
     pixel_mean: list[float] = key(factory=lambda: list(IMAGENET_MEAN), at_least=-1e6, at_most=1e6)
-    """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
     pixel_std: list[float] = key(factory=lambda: list(IMAGENET_STD), above=0, at_most=1e6)
-    """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     class_token = True
     class_position = True
@@ -54,30 +48,23 @@ class Dinov2Spec(TowerSpec):
 
 @dataclass
 class Dinov3Spec(TowerSpec):
-    """DINOv3's vision transformers (Simeoni et al. 2025, arXiv 2508.10104): class token, register tokens, positions by
-    rotation of queries and keys, keys without a bias, a learned scale behind each branch of a layer. The random changes
-    of scale that its training gives to positions are not made. Resized pixels are not rounded."""
+    """DINOv3's vision transformers (Simeoni et al. 2025, arXiv 2508.10104), with rotary positions. The random position
+    scaling of its training is not applied. Resized pixels are not rounded."""
 
     name: str = "dinov3"
-    """Free name, shown in tables."""
     family: str = "dinov3"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     interpolation: str = "bilinear"
-    """As in family `vit`."""
     layernorm_epsilon: float = key(1e-5, above=0, below=1)
-    """Epsilon of every norm."""
     register_tokens: int = key(4, at_least=0, at_most=4096)
-    """Learned tokens between the class token and the patches; they are dropped behind the layers."""
+    """Learned tokens between class token and patches; they are dropped after the layers."""
     rotary_base: float = key(100.0, above=0)
-    """Base of the frequencies of positions."""
+    """Base of the rotary frequencies."""
     keep_class_token: bool = False
-    """Whether the class token is in the sequence, in front of the patches; else it is dropped behind the layers."""
+    """Keep the class token in the sequence, before the patches."""
     layer_scale: float = key(1.0, above=0)
-    """Initial factor of the learned scales."""
+    """Initial factor of the learned scale of each branch."""
     pixel_mean: list[float] = key(factory=lambda: list(IMAGENET_MEAN), at_least=-1e6, at_most=1e6)
-    """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
     pixel_std: list[float] = key(factory=lambda: list(IMAGENET_STD), above=0, at_most=1e6)
-    """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     class_token = True
     class_token_dims = 3

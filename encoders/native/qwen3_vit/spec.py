@@ -9,44 +9,33 @@ from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 
 @dataclass
 class Qwen3VitSpec(PatchSpec):
-    """The vision transformer of Qwen3-VL (2025, arXiv 2511.21631): pictures keep their aspect ratio, positions are
-    learned and rotary, and the states behind some layers are given to the first layers of the language model too
-    (DeepStack, arXiv 2406.04334). Its patch merger is the final norm with a projector `{kind: mlp, merge: 2,
-    activation: gelu}` of the merged width behind it."""
+    """The vision transformer of Qwen3-VL (2025, arXiv 2511.21631): learned and rotary positions, and DeepStack (arXiv
+    2406.04334): the first layers of the language model get the states of some encoder layers. Its patch merger is the
+    final norm and a projector `{kind: mlp, merge: 2, activation: gelu}` of the merged width."""
 
     name: str = "qwen3_vit"
-    """Free name, shown in tables."""
     family: str = "qwen3_vit"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "native"
-    """`native`, the only one: a picture keeps its aspect ratio; sides become the nearest multiples of `patch_size *
-    merge`."""
+    """`native` only."""
     image_size: int = key(768, at_least=1, at_most=MOST_PIXELS)
-    """Height and width, in pixels, of the grid of learned positions. Its square is the largest area where `max_pixels`
-    is 0."""
+    """Side in pixels of the grid of learned positions. Its square is the largest area if `max_pixels` is 0."""
     min_pixels: int = key(65536, at_least=0)
-    """Smaller pictures are enlarged to at least this area in pixels."""
     max_pixels: int = key(16777216, at_least=0)
-    """Larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
     hidden_size: int = key(1152, at_least=1, at_most=MOST_WIDTH)
-    """Width of the residual stream."""
     num_layers: int = key(27, at_least=1, at_most=MOST_LAYERS)
-    """Transformer layers."""
     num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
-    """Attention heads, of a multiple of 4. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    """`hidden_size` must be a multiple of 4 times this. Must be divisible by the module's `tp`."""
     ffn_hidden_size: int = key(4304, at_least=1, at_most=MOST_WIDTH)
-    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     activation: str = "gelu_tanh"
-    """As in family `vit`."""
     rotary_base: float = key(10000.0, above=0)
-    """Base of the frequencies of positions."""
+    """Base of the rotary frequencies."""
     deepstack: list[int] = key(factory=lambda: [8, 16, 24], at_least=0)
-    """Layers, counted from 0, whose states the language model gets behind its first, second, ... layer, each through a
-    merger of its own. The first stage of the language model must have as many layers, the encoder one stage."""
+    """Layers, counted from 0, whose states go to the first layers of the language model, each through its own merger.
+    The language model's first stage must have at least as many layers. The encoder must have one stage."""
     deepstack_width: int = key(4096, at_least=1, at_most=MOST_WIDTH)
     """Width of these features: the language model's `hidden_size`."""
     merge_size: int = key(2, at_least=1, at_most=64)
-    """Side of the squares of patches that these mergers join: the projector's `merge`."""
+    """Side of the squares of patches that these mergers join. Must equal `projector.merge`."""
 
     patch_frames = 2
     position_resize = "bilinear"

@@ -12,31 +12,22 @@ POOLED = 2
 
 @dataclass
 class QwenAudioSpec(WhisperSpec):
-    """The audio transformer of Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759, section 2): Whisper's encoder, which
-    sees a clip and no silence behind it, then the mean of every two frames, then the final norm. A last frame without a
-    neighbour is seen by the others and has no feature of its own."""
+    """The audio transformer of Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759, section 2): Whisper's encoder without
+    padding, then the mean of every two frames, then the final norm. An odd last frame gives no feature."""
 
     name: str = "qwen_audio"
-    """Free name, shown in tables."""
     family: str = "qwen_audio"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     pad_clips: bool = False
-    """`false`, the only one: a clip keeps its length."""
+    """`false` only."""
     padded_seconds: float = key(30.0, above=0, at_most=86400)
-    """Seconds up to which the spectrogram has silence behind a clip; no layer sees it, but the convolutions at the end
-    of a clip do. At least `max_seconds`."""
+    """Seconds to which the spectrogram is padded with silence. Only the convolutions at the end of the audio see it. At
+    least `max_seconds`."""
     num_mels: int = key(128, at_least=1, at_most=4096)
-    """Mel bands of the spectrogram."""
     hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
-    """Width of the residual stream. Must be even."""
     num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
-    """Transformer layers."""
     num_attention_heads: int = key(20, at_least=1, at_most=MOST_WIDTH)
-    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
     ffn_hidden_size: int = key(5120, at_least=1, at_most=MOST_WIDTH)
-    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     key_bias: bool = False
-    """Whether keys have a bias. The published model's have none, which changes no output."""
 
     def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
         """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,

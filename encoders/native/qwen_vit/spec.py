@@ -14,45 +14,34 @@ LONGEST = 200
 
 @dataclass
 class QwenVitSpec(PatchSpec):
-    """The vision transformer of Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): pictures keep their
-    aspect ratio, queries and keys are rotated by row and column, most layers attend inside windows. Its patch merger is
-    the final norm with a projector `{kind: mlp, merge: 2, activation: gelu}` of the merged width behind it."""
+    """The vision transformer of Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): rotary positions, window
+    attention in most layers. Its patch merger is the final norm and a projector `{kind: mlp, merge: 2, activation:
+    gelu}` of the merged width."""
 
     name: str = "qwen_vit"
-    """Free name, shown in tables."""
     family: str = "qwen_vit"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "native"
-    """`native`, the only one: a picture keeps its aspect ratio; sides become the nearest multiples of `patch_size *
-    merge`."""
+    """`native` only."""
     image_size: int = key(1008, at_least=1, at_most=MOST_PIXELS)
-    """Its square is the largest area in pixels where `max_pixels` is 0."""
+    """Its square is the largest area in pixels if `max_pixels` is 0."""
     min_pixels: int = key(3136, at_least=0)
-    """Smaller pictures are enlarged to at least this area in pixels."""
     max_pixels: int = key(1003520, at_least=0)
-    """Larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
     patch_size: int = key(14, at_least=1, at_most=MOST_PIXELS)
-    """Height and width of one patch in pixels. Must divide `image_size` and `window_size`."""
+    """Side of a patch in pixels. Must divide `image_size` and `window_size`."""
     window_size: int = key(112, at_least=1, at_most=MOST_PIXELS)
-    """Height and width in pixels of the windows inside which layers attend."""
+    """Side in pixels of the windows in which layers attend."""
     full_attention: list[int] = key(factory=lambda: [7, 15, 23, 31], at_least=0)
-    """Layers, counted from 0, that attend to the whole picture."""
+    """Layers, counted from 0, that attend to the whole image."""
     hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
-    """Width of the residual stream."""
     num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
-    """Transformer layers."""
     num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
-    """Attention heads, of a multiple of 4. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    """`hidden_size` must be a multiple of 4 times this. Must be divisible by the module's `tp`."""
     ffn_hidden_size: int = key(3420, at_least=1, at_most=MOST_WIDTH)
-    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     activation: str = "swiglu"
-    """As in family `vit`."""
     rotary_base: float = key(10000.0, above=0)
-    """Base of the frequencies of positions."""
+    """Base of the rotary frequencies."""
     pixel_mean: list[float] = key(factory=lambda: list(CLIP_MEAN), at_least=-1e6, at_most=1e6)
-    """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
     pixel_std: list[float] = key(factory=lambda: list(CLIP_STD), above=0, at_most=1e6)
-    """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     normalization = "RMSNorm"
     patch_bias = False

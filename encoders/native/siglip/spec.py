@@ -10,41 +10,34 @@ from encoders.ranges import MOST_PIXELS, key
 
 @dataclass
 class SiglipSpec(TowerSpec):
-    """The vision tower of SigLIP (Zhai et al. 2023, arXiv 2303.15343), and of SigLIP 2 for pictures of one size. Its
-    pooling head is not built: patches are read."""
+    """The vision tower of SigLIP (Zhai et al. 2023, arXiv 2303.15343), and of SigLIP 2 with images of one size. Its
+    pooling head is not built."""
 
     name: str = "siglip"
-    """Free name, shown in tables."""
     family: str = "siglip"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
-    """Height and width of one patch in pixels. What it leaves of `image_size` at the right and lower edge is not read,
-    of 384 pixels 6 with patches of 14."""
+    """Side of a patch in pixels. Pixels left over at the right and lower edge are not read: 6 of 384 with patches of
+    14."""
     activation: str = "gelu_tanh"
-    """As in family `vit`."""
 
     whole_patches = False
 
 
 @dataclass
 class Siglip2Spec(TowerSpec):
-    """The vision tower of SigLIP 2 NaFlex (Tschannen et al. 2025, arXiv 2502.14786): every picture keeps its aspect
-    ratio and has nearly `max_patches` patches, small ones too."""
+    """The vision tower of SigLIP 2 NaFlex (Tschannen et al. 2025, arXiv 2502.14786). Images keep their aspect ratio and
+    are resized to nearly `max_patches` patches."""
 
     name: str = "siglip2"
-    """Free name, shown in tables."""
     family: str = "siglip2"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "native"
-    """`native`, the only one: a picture keeps its aspect ratio; sides are multiples of `patch_size * merge`."""
+    """`native` only."""
     image_size: int = key(256, at_least=1, at_most=MOST_PIXELS)
-    """Height and width, in pixels, of the grid of learned positions."""
+    """Side in pixels of the grid of learned positions."""
     max_patches: int = key(256, at_least=1, at_most=2**24)
-    """Most patches of a picture. It is made as large as this allows, whatever its size."""
+    """Most patches of an image. Small images are enlarged to it too."""
     interpolation: str = "bilinear"
-    """As in family `vit`."""
     activation: str = "gelu_tanh"
-    """As in family `vit`."""
 
     channels_last = True
     position_resize = "bilinear"

@@ -16,31 +16,29 @@ class PatchSpec(FixedKeys, LayeredSpec):
     name: str = "vit"
     """Free name, shown in tables."""
     family: str = "vit"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    """Family of encoders, whose code builds it."""
     resize: str = "fixed"
-    """`fixed`: every picture is resized to `image_size` x `image_size`, its aspect ratio is not kept. `crop`: its
-    shorter side becomes `shortest_edge`, and the middle `image_size` x `image_size` is cut out. `native`: it keeps its
-    aspect ratio; sides become the nearest multiples of `patch_size * merge`, and learned positions are interpolated to
-    its grid."""
+    """`fixed`: resize every image to `image_size` x `image_size`. `crop`: resize the shorter side to `shortest_edge`,
+    then cut out the middle `image_size` x `image_size`. `native`: keep the aspect ratio; sides become the nearest
+    multiples of `patch_size * merge`, and positions are interpolated to that grid."""
     image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
-    """Height and width, in pixels, of the grid of learned positions; with `resize: fixed` or `crop`, of every
-    picture."""
+    """Side in pixels of the grid of learned positions; with `resize: fixed` or `crop`, of every image."""
     shortest_edge: int = key(0, at_least=0, at_most=MOST_PIXELS)
-    """With `resize: crop`: pixels of the shorter side before the middle is cut out. 0: `image_size`."""
+    """With `resize: crop`: pixels of the shorter side before cutting; 0: `image_size`."""
     interpolation: str = "bicubic"
-    """How pictures are resized: `bicubic` or `bilinear`, both with antialiasing."""
+    """`bicubic` or `bilinear`, both with antialiasing."""
     min_pixels: int = key(0, at_least=0)
-    """With `resize: native`: smaller pictures are enlarged to about this area in pixels. 0: no bound."""
+    """With `resize: native`: enlarge smaller images to about this area; 0: no bound."""
     max_pixels: int = key(0, at_least=0)
-    """With `resize: native`: larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
+    """With `resize: native`: reduce larger images to at most this area; 0: `image_size` squared."""
     patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
-    """Height and width of one patch in pixels. Must divide `image_size`."""
+    """Side of a patch in pixels. Must divide `image_size`."""
     hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream."""
     num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
     num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
-    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    """Must divide `hidden_size`, and be divisible by the module's `tp`."""
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     layernorm_epsilon: float = key(1e-6, above=0, below=1)
@@ -52,9 +50,9 @@ class PatchSpec(FixedKeys, LayeredSpec):
     init_std: float = key(0.02, at_least=0, at_most=1000)
     """Standard deviation of the initial weights."""
     pixel_mean: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], at_least=-1e6, at_most=1e6)
-    """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
+    """Mean of red, green and blue, of pixels scaled to [0, 1]."""
     pixel_std: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], above=0, at_most=1e6)
-    """Standard deviation per channel, of pixels scaled to [0, 1]."""
+    """Standard deviation of red, green and blue, of pixels scaled to [0, 1]."""
 
     kind: ClassVar[str] = "image"
     medium: ClassVar[str] = "picture"
@@ -341,7 +339,6 @@ class VisionSpec(PatchSpec):
     normalization: str = "LayerNorm"
     """`LayerNorm` or `RMSNorm`."""
     class_token: bool = False
-    """Whether a learned class token joins the patches inside the encoder. It is dropped before the projector."""
+    """Add a learned class token inside the encoder; it is dropped before the projector."""
     final_norm: bool = True
-    """Whether a norm follows the layers. LLaVA reads towers without one: a model that should leave as LLaVA needs
-    `false` (docs/pretrained.md#out)."""
+    """Apply a norm after the layers. To export as LLaVA, set `false` (docs/pretrained.md#out)."""

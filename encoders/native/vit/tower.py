@@ -16,20 +16,19 @@ class TowerSpec(PatchSpec):
     """The base of the specs of published encoders: what of them is read, and of what."""
 
     feature_layer: int = key(-1, at_least=-MOST_LAYERS, at_most=-1)
-    """The layer whose output is read, counted from the last one: -1 is the last, -2 the one before it. Layers behind it
-    are not built."""
+    """Layer whose output is read, counted from the last: -1 is the last, -2 the one before. Layers after it are not
+    built."""
     final_norm: bool = True
-    """Whether the norm that the encoder has behind its last layer is applied to what is read."""
+    """Apply the norm after the encoder's last layer to the features."""
     grid_pinpoints: list[list[int]] = key(factory=list, at_least=1, at_most=MOST_PIXELS)
-    """With `resize: tiles`, which reads a picture as `fixed` does and then cut into tiles of `image_size` too: (height,
-    width) in pixels of the canvases that pictures are fitted into and cut from, multiples of `image_size`. The canvas
-    that keeps most of a picture's pixels is taken, and of several the one with the smallest border. Needs
-    `projector.newline`."""
+    """With `resize: tiles`, which reads each image once as `fixed` does, and again cut into tiles of `image_size`:
+    (height, width) in pixels of the allowed canvases, multiples of `image_size`. The canvas that keeps most pixels is
+    chosen, then the one with the smallest border. Needs `projector.newline`."""
     max_tiles: int = key(0, at_least=0, at_most=10_000, zero_means="none are")
-    """With `resize: tiles`: features of clearly more tiles than so many are averaged to about so many. 0: none are."""
+    """With `resize: tiles`: average the features of clearly more tiles than this down to about this many; 0: never."""
     cut_several: bool = True
-    """With `resize: tiles`: whether pictures of a sample that has several are cut too; else each is read once, in a
-    square of the mean colour."""
+    """With `resize: tiles`: cut the images of samples with several images too; `false`: read each once, in a square of
+    the mean colour."""
 
     resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native", "tiles")
 

@@ -11,32 +11,31 @@ from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
 
 @dataclass
 class WhisperSpec(FixedKeys, LayeredSpec):
-    """A transformer over the log-mel spectrogram of a clip: two convolutions, the second with stride 2, sinusoidal
-    positions, pre-norm layers, a final norm (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
+    """A transformer over the log-mel spectrogram of an audio item (Radford et al. 2022, arXiv 2212.04356, section 2.2):
+    two convolutions, the second with stride 2, sinusoidal positions, pre-norm layers, a final norm."""
 
     name: str = "whisper"
     """Free name, shown in tables."""
     family: str = "whisper"
-    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    """Family of encoders, whose code builds it."""
     sample_rate: int = key(16000, at_least=1, at_most=2**20)
-    """Samples per second that every clip is resampled to."""
+    """Samples per second that audio is resampled to."""
     max_seconds: float = key(30.0, above=0, at_most=86400)
-    """Longest clip, in seconds. A sample with a longer one is bad."""
+    """Longest audio, in seconds. A sample with a longer one is bad."""
     pad_clips: bool = False
-    """Whether every clip gets silence behind it up to `max_seconds`, as Whisper was trained; otherwise it keeps its
-    length."""
+    """Pad audio with silence to `max_seconds`, as Whisper was trained."""
     num_mels: int = key(80, at_least=1, at_most=4096)
-    """Mel bands of the spectrogram."""
+    """Mel bands."""
     window: int = key(400, at_least=1, at_most=2**20)
-    """Samples of one window of the Fourier transform. Must be below 4 times `hop`."""
+    """Samples of a window of the Fourier transform. Must be below 4 times `hop`."""
     hop: int = key(160, at_least=1, at_most=2**20)
-    """Samples from one window to the next; the layers see one frame for every two windows."""
+    """Samples between windows. Two windows make one frame."""
     hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream. Must be even."""
     num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
     num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
-    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
+    """Must divide `hidden_size`, and be divisible by the module's `tp`."""
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     normalization: str = "LayerNorm"
@@ -46,7 +45,7 @@ class WhisperSpec(FixedKeys, LayeredSpec):
     activation: str = "gelu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     key_bias: bool = True
-    """Whether keys have a bias. Whisper's have none, which changes no output."""
+    """Keys have a bias. Whisper's have none, which changes no output."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
     init_std: float = key(0.02, at_least=0, at_most=1000)

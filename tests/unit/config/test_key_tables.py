@@ -1,4 +1,4 @@
-"""The reference of the config is whole: each key and each shipped file stands in docs/configuration.md as it is."""
+"""docs/configuration.md has every key and every shipped file."""
 
 import dataclasses
 import re
@@ -29,6 +29,13 @@ class Sound:
     over two lines."""
     needed: str = dataclasses.field(kw_only=True)
     """No default."""
+
+
+@dataclass
+class Override(Sound):
+    """A section whose field has another default and the same meaning."""
+
+    number: int = 4
 
 
 @dataclass
@@ -77,7 +84,7 @@ def test_each_shipped_file_is_there():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda page: page.replace("Optimizer steps in all.", "Steps."),
+        lambda page: page.replace("Optimizer steps in all", "Steps"),
         lambda page: page.replace("| `train.iters` | `1000` |", "| `train.iters` | `100` |"),
         lambda page: page.replace("| `mlp_merge4` |", "| `mlp_merge8` |"),
         lambda page: re.sub(r"\| `train\.iters`.*\n", "", page),
@@ -96,8 +103,29 @@ def test_a_part_without_markers_is_named():
         key_tables.current(PAGE.replace("<!-- end train -->", ""))
 
 
+def test_each_family_of_encoders_has_its_keys_or_a_link_to_them():
+    tables = {part[: part.index("\n")]: part for part in key_tables.parts()["encoders"].split("#### ")[1:]}
+    headings = [*key_tables.SHARED.values(), *(f"family: {name}" for name in FAMILIES)]
+    assert list(tables) == headings
+    for name, family in FAMILIES.items():
+        part, keys, defaults = tables[f"family: {name}"], set(), {}
+        while part:
+            rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", part, re.MULTILINE)
+            others = part.partition("Other defaults: ")[2].partition("\n")[0]
+            rows += re.findall(r"`(\w+)` (empty|—|`.+?`)(?:, |\.$)", others)
+            keys |= {key for key, _ in rows}
+            defaults = dict(rows) | defaults  # what differs goes before what is inherited
+            base = re.search(r"^The keys of \[(.+?)\]", part, re.MULTILINE)
+            part = tables[base[1]] if base else ""
+        assert keys == {field.name for field in fields(family.spec)}, name
+        for field in fields(family.spec):
+            if field.name not in ("name", "family"):
+                assert defaults[field.name] == key_tables._default(field), (name, field.name)
+
+
 def test_a_field_without_a_docstring_is_named():
     assert key_tables.docstrings(Sound) == {"number": "Of something, over two lines.", "needed": "No default."}
+    assert key_tables.docstrings(Override) == key_tables.docstrings(Sound)
     with pytest.raises(key_tables.Undescribed, match=r"Silent\.other has no docstring"):
         key_tables.docstrings(Silent)
 
@@ -148,7 +176,7 @@ def test_the_script_checks_and_writes_without_torch(tmp_path):
         "raise SystemExit(code)\n"
     )
     page = tmp_path / "configuration.md"
-    page.write_text(PAGE.replace("Optimizer steps in all.", "Steps."))
+    page.write_text(PAGE.replace("Optimizer steps in all", "Steps"))
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         started = [sys.executable, "-c", code, *arguments]
