@@ -137,7 +137,7 @@ def plain_batch(microbatch: dict[str, Any]) -> dict[str, torch.Tensor]:
     none = torch.full_like(labels[:, :1], -100)
     batch = {"input_ids": microbatch["input_ids"], "labels": torch.cat([none, labels[:, :-1]], dim=1)}
     for inputs in (microbatch.get("modality_inputs") or {}).values():
-        if inputs is not None:  # of a microbatch with pictures
+        if inputs is not None:  # of a microbatch with images
             (encoder,) = inputs.values()
             batch["pixel_values"] = encoder["pixels"]
     return {key: value.to("cpu", copy=True) for key, value in batch.items()}

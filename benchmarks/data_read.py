@@ -1,6 +1,6 @@
-"""Pictures a core reads, decodes and resizes in a second: our path and those of others, from the same shards.
+"""Images a core reads, decodes and resizes in a second: our path and those of others, from the same shards.
 
-    python -m benchmarks.data_read [--samples 1000] [--rounds 5]    # makes shards of pictures in a temporary folder
+    python -m benchmarks.data_read [--samples 1000] [--rounds 5]    # makes shards of images in a temporary folder
 
 All give batches of 64, uint8 [64, 3, 224, 224], resized with antialiasing from photos of about 500 x 375 (page cache,
 one process, one thread, torch with one thread): ours by `StepLoader`, in a shuffled order, with the plan of every step;
@@ -39,7 +39,7 @@ from tests.tars import write_tar
 from tests.unit.data.helpers import chat
 
 SIDE, STEP, OF_SHARD, KINDS = 224, 64, 250, 100
-"""Pixels of a side; samples of a step, of a shard; different pictures."""
+"""Pixels of a side; samples of a step, of a shard; different images."""
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         size = make_shards(folder, args.samples)
-        print(f"{args.samples} pictures of {size / 1e3:.0f} KB on average")
+        print(f"{args.samples} images of {size / 1e3:.0f} KB on average")
         if importlib.util.find_spec("megatron.energon") is None:
             print("megatron-energon is not installed, and left out: pip install megatron-energon==7.4.0")
         else:
@@ -73,7 +73,7 @@ def main() -> None:
         for name, own in rates.items():
             ratios = [one / other for one, other in zip(rates["ours"], own, strict=True)]
             print(
-                f"{name:<30}{statistics.median(own):>7.0f} pictures/s of a core ({min(own):.0f} to {max(own):.0f}); "
+                f"{name:<30}{statistics.median(own):>7.0f} images/s of a core ({min(own):.0f} to {max(own):.0f}); "
                 f"ours is {statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
             )
         bytes_of_ranks(folder)
@@ -88,15 +88,15 @@ def make_shards(folder: Path, samples: int) -> float:
     generator, photos = np.random.default_rng(0), []
     for _ in range(KINDS):
         height, width = (int(side) for side in generator.permutation([375, 500]) + generator.integers(-40, 40, 2))
-        picture = np.zeros((height, width, 3))
+        image = np.zeros((height, width, 3))
         for scale in (4, 16, 64, 256):
             noise = generator.normal(size=(height // scale + 2, width // scale + 2, 3)).astype(np.float32)
             large = torch.nn.functional.interpolate(
                 torch.from_numpy(noise).permute(2, 0, 1)[None], size=(height, width), mode="bicubic"
             )
-            picture += large[0].permute(1, 2, 0).numpy() * 4 * scale**0.5
+            image += large[0].permute(1, 2, 0).numpy() * 4 * scale**0.5
         path = folder / "one.jpg"
-        Image.fromarray((128 + picture).clip(0, 255).astype(np.uint8)).save(path, quality=95)
+        Image.fromarray((128 + image).clip(0, 255).astype(np.uint8)).save(path, quality=95)
         photos.append(path.read_bytes())
         path.unlink()
     for first in range(0, samples, OF_SHARD):
@@ -108,7 +108,7 @@ def make_shards(folder: Path, samples: int) -> float:
 
 
 def rate_of(batches: Iterable[torch.Tensor], samples: int) -> float:
-    """Pictures in a processor second, user and system."""
+    """Images in a processor second, user and system."""
     before, found = processor(), 0
     for batch in batches:
         assert batch.dtype == torch.uint8 and batch.shape[1:] == (3, SIDE, SIDE), (batch.dtype, batch.shape)
@@ -120,11 +120,11 @@ def rate_of(batches: Iterable[torch.Tensor], samples: int) -> float:
     return found / (processor() - before)
 
 
-def stacked(pictures: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Batches of STEP pictures, the last one perhaps of fewer."""
+def stacked(images: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Batches of STEP images, the last one perhaps of fewer."""
     of_batch: list[torch.Tensor] = []
-    for picture in pictures:
-        of_batch.append(picture)
+    for image in images:
+        of_batch.append(image)
         if len(of_batch) == STEP:
             yield torch.stack(of_batch)
             of_batch = []
@@ -164,8 +164,8 @@ def tars(folder: Path) -> Any:
 
 
 def with_pillow(folder: Path) -> Iterator[torch.Tensor]:
-    for (picture,) in tars(folder).decode("pil").to_tuple("jpg"):
-        small = picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    for (image,) in tars(folder).decode("pil").to_tuple("jpg"):
+        small = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
         yield torch.from_numpy(np.array(small)).permute(2, 0, 1).contiguous()
 
 
@@ -174,8 +174,8 @@ def decoded(folder: Path) -> Iterator[torch.Tensor]:
         yield decode_image(torch.frombuffer(bytearray(raw), dtype=torch.uint8), mode=ImageReadMode.RGB)
 
 
-def small(picture: torch.Tensor) -> torch.Tensor:
-    return transforms.resize(picture, [SIDE, SIDE], InterpolationMode.BICUBIC, antialias=True)
+def small(image: torch.Tensor) -> torch.Tensor:
+    return transforms.resize(image, [SIDE, SIDE], InterpolationMode.BICUBIC, antialias=True)
 
 
 def with_torchvision(folder: Path) -> Iterator[torch.Tensor]:
@@ -188,8 +188,8 @@ def with_transformers(folder: Path) -> Iterator[torch.Tensor]:
     process = SiglipImageProcessor(
         size={"height": SIDE, "width": SIDE}, resample=3, do_rescale=False, do_normalize=False
     )
-    for picture in decoded(folder):
-        yield process(picture, return_tensors="pt")["pixel_values"][0]
+    for image in decoded(folder):
+        yield process(image, return_tensors="pt")["pixel_values"][0]
 
 
 def prepare_energon(folder: Path) -> None:

@@ -27,7 +27,7 @@ MOST = 16
 
 
 def write_shards(work: Path, training: int, held_out: int) -> None:
-    """Pictures of the demo with one new question each: is the digit of a colour even or odd?"""
+    """Images of the demo with one new question each: is the digit of a colour even or odd?"""
     from data.demo.samples import load_scans, make_sample
 
     for part, count in (("train", training), ("held_out", held_out)):

@@ -34,7 +34,7 @@ from mimo_train.preflight.dry_run.command import estimates, in_child
 from mimo_train.preflight.dry_run.observation import Kind, RankFailure, RankResult, kinds_of
 from mimo_train.preflight.plan.search import Request, plan
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 SAMPLES = 16
 """Of a shard; a dry run goes through them again and again."""
@@ -81,7 +81,7 @@ def _runs(
     """(title, config, overrides, kinds that are run: None for all)."""
     if part == "recipes":
         for name in recipes:
-            layout = "pictures_and_sound_512" if "whisper" in name else "pictures_512"
+            layout = "images_and_sound_512" if "whisper" in name else "images_512"
             yield f"{name}, layout={layout}", f"{RECIPES}/{name}", (f"layout={layout}",), None
     elif part == "plans":
         for name in recipes:
@@ -159,7 +159,7 @@ def make_shards(folder: Path, cfg: ConfigContainer) -> None:
         encoder, merge = module.encoder, module.projector.merge
         if encoder.kind == "image":
             side = math.isqrt(getattr(encoder, "largest_area", 0) or encoder.image_size**2)
-            media[placeholder] = "jpg", encode_picture(side, side)
+            media[placeholder] = "jpg", encode_image(side, side)
             tokens += encoder.num_tokens(side, side, merge=merge)
         else:
             media[placeholder] = "wav", _clip(encoder.max_samples, encoder.sample_rate)

@@ -1,9 +1,9 @@
-"""Processor time of an encoder's step, forward and backward, on 16 pictures of 16 sizes: all in one pass, and one pass
-for each size; beside 16 pictures of one size with about as many patches. The ways alternate on one process.
+"""Processor time of an encoder's step, forward and backward, on 16 images of 16 sizes: all in one pass, and one pass
+for each size; beside 16 images of one size with about as many patches. The ways alternate on one process.
 
     OMP_NUM_THREADS=1 python -P benchmarks/encoder_sizes.py [--rounds 40] [--sides 2 9] [key=value ...]
 
-`--sides`: the sides of pictures are from so many to so many tokens of the sequence. Keys are those of the config
+`--sides`: the sides of images are from so many to so many tokens of the sequence. Keys are those of the config
 `vlm_digits` with the encoder `vit_tiny_native`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from mimo_train.config.compose import load
 
-PICTURES = 16
+IMAGES = 16
 TOGETHER, APART, ONE_SIZE = "16 sizes, one pass", "16 sizes, a pass for each", "one size"
 
 
@@ -47,13 +47,13 @@ def measure(cfg: Any, rounds: int, sides: range) -> None:
     encoder = unwrap_model(model.modality_submodules["images"]).encoders["images"]
     unit = encoder.spec.patch_size * encoder.merge
     draw = random.Random(3)
-    shapes = draw.sample([(rows, columns) for rows in sides for columns in sides], PICTURES)
-    mean = sum(rows * columns for rows, columns in shapes) / PICTURES
+    shapes = draw.sample([(rows, columns) for rows in sides for columns in sides], IMAGES)
+    mean = sum(rows * columns for rows, columns in shapes) / IMAGES
     row = round(mean**0.5)
     torch.manual_seed(1)
-    pictures = [torch.randint(0, 256, (3, rows * unit, columns * unit)).to(torch.uint8) for rows, columns in shapes]
+    images = [torch.randint(0, 256, (3, rows * unit, columns * unit)).to(torch.uint8) for rows, columns in shapes]
     alike = [torch.randint(0, 256, (3, row * unit, round(mean / row) * unit)).to(torch.uint8) for _ in shapes]
-    ways = {TOGETHER: [pictures], APART: [[one] for one in pictures], ONE_SIZE: [alike]}
+    ways = {TOGETHER: [images], APART: [[one] for one in images], ONE_SIZE: [alike]}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(rounds + 3):
         for name in draw.sample(list(ways), len(ways)):
@@ -63,7 +63,7 @@ def measure(cfg: Any, rounds: int, sides: range) -> None:
             if at >= 3:
                 seconds[name].append(time.process_time() - start)
     print(f"{encoder.spec.num_layers} layers of {encoder.spec.hidden_size}, merge {encoder.merge}")
-    print(f"{sum(encoder._tokens(tuple(one.shape[-2:])) for one in pictures)} patches of {PICTURES} sizes, ", end="")
+    print(f"{sum(encoder._tokens(tuple(one.shape[-2:])) for one in images)} patches of {IMAGES} sizes, ", end="")
     print(f"{sum(encoder._tokens(tuple(one.shape[-2:])) for one in alike)} of one; milliseconds, {rounds} rounds")
     for name, values in seconds.items():
         low, middle, high = (1000 * one for one in statistics.quantiles(values, n=4))

@@ -78,7 +78,7 @@ def export(run: Path, to: Path) -> None:
     assert main(str(run), to, dtype="", file_gigabytes=5, merge=False) == 0
 
 
-def picture() -> Any:
+def image() -> Any:
     """The one that every model sees."""
     import numpy
     from PIL import Image
@@ -101,9 +101,9 @@ def read(folder: Path) -> dict:
     if is_composite:
         processor = transformers.AutoProcessor.from_pretrained(folder)
         if processor.chat_template is None:
-            inputs = processor(text="<image>\nWhich digit?", images=picture(), return_tensors="pt")
+            inputs = processor(text="<image>\nWhich digit?", images=image(), return_tensors="pt")
         else:
-            content = [{"type": "image", "image": picture()}, {"type": "text", "text": "\nWhich digit?"}]
+            content = [{"type": "image", "image": image()}, {"type": "text", "text": "\nWhich digit?"}]
             inputs = processor.apply_chat_template(
                 [{"role": "user", "content": content}],
                 add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
@@ -143,9 +143,9 @@ def compare(name: str, run: Path, folder: Path, environment: Path) -> str:
 
     new, old = (read_by(place, folder) for place in (None, environment))
     assert new["version"].startswith("5.") and old["version"] == "4.57.6", (new["version"], old["version"])
-    file = run / "picture.png" if new["pixels"] else None
+    file = run / "image.png" if new["pixels"] else None
     if file is not None:
-        picture().save(file)
+        image().save(file)
     (found,) = run_ranks(logits_here, 1, run, new["ids"], file)
     own = found.flatten().tolist()
     errors = [
@@ -182,16 +182,16 @@ def make_all(work: Path) -> dict[str, tuple[Path, Path]]:
         run_ranks(make, 1, family, source)
         own = [f"modules.language.pretrained={source}", "data.tokenizer=bytes", f"data.shards={prose}/train"]
         runs[family] = ("gpt_tiny", own)
-    pictures = [f"data.shards={digits}/train", "layout=one_process"]
-    runs["LLaVA, made here"] = ("vlm_digits", pictures)
+    drawn_images = [f"data.shards={digits}/train", "layout=one_process"]
+    runs["LLaVA, made here"] = ("vlm_digits", drawn_images)
     runs["LLaVA, of a Qwen2.5 directory"] = (
         "vlm_digits",
-        [*pictures, f"modules.language.pretrained={work / 'from Qwen2.5'}", "data.tokenizer=bytes"],
+        [*drawn_images, f"modules.language.pretrained={work / 'from Qwen2.5'}", "data.tokenizer=bytes"],
     )
     run_ranks(make_llava, 1, work / "from LLaVA-1.5")
     runs["LLaVA-1.5"] = (
         "vlm_digits",
-        [*pictures, f"pretrained={work / 'from LLaVA-1.5'}", "data.sequence_length=160"],
+        [*drawn_images, f"pretrained={work / 'from LLaVA-1.5'}", "data.sequence_length=160"],
     )
     for name, kind in COMPOSITES.items():
         source = work / f"from {name}"

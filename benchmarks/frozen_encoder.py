@@ -39,7 +39,7 @@ ENCODER_SIZES = (
     "modules.images.projector.merge=2",
     "modules.images.encoder.num_layers=6",
 )
-"""An encoder with as much work as the language model, as encoders of large pictures have."""
+"""An encoder with as much work as the language model, as encoders of large images have."""
 
 ENCODER = "modules.images.freeze=[encoder]"
 WHOLLY = "modules.images.freeze=[encoder, projector]"

@@ -1,7 +1,7 @@
 """Processor time of indexing an image, with its header read (by Pillow) and without.
 
     python benchmarks/image_headers.py                                # all kinds of images
-    python benchmarks/image_headers.py --pictures 3000 --blocks 30 --kind jpeg
+    python benchmarks/image_headers.py --images 3000 --blocks 30 --kind jpeg
 
 For each kind a shard of images with their records is made in a temporary folder, and what is read of each image is
 counted. Then the shard is indexed in turns with and without headers. Their order within a block is random, so that a
@@ -34,7 +34,7 @@ Parser = Callable[[ReadAt, int], ImageHeader | None]
 
 SIZES = ((480, 640), (427, 640), (640, 480), (768, 1024))  # height, width in pixels
 DISTINCT = 24
-"""Pictures that are made; a shard repeats them."""
+"""Images that are made; a shard repeats them."""
 
 ORIENTATION = 0x0112
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -44,7 +44,7 @@ PARSERS: dict[str, Parser] = {"headers": parse_header, "none": lambda read, size
 
 
 def photo(seed: int) -> Image.Image:
-    """A picture that compresses as a photograph does: smooth, with noise."""
+    """An image that compresses as a photograph does: smooth, with noise."""
     rng = np.random.default_rng(seed)
     height, width = SIZES[seed % len(SIZES)]
     coarse = Image.fromarray(rng.integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8))
@@ -52,10 +52,10 @@ def photo(seed: int) -> Image.Image:
     return Image.fromarray((smooth + rng.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8))
 
 
-def encoded(picture: Image.Image, kind: str, **options) -> bytes:
-    """The picture as a file."""
+def encoded(image: Image.Image, kind: str, **options) -> bytes:
+    """The image as a file."""
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **({"quality": 85} if kind == "JPEG" else {"compress_level": 1}), **options)
+    image.save(buffer, kind, **({"quality": 85} if kind == "JPEG" else {"compress_level": 1}), **options)
     return buffer.getvalue()
 
 
@@ -103,21 +103,21 @@ KINDS: dict[str, tuple[str, Callable[[int], bytes]]] = {
 }
 
 
-def write_shard(path: Path, kind: str, pictures: int) -> float:
-    """A shard of pictures with their records; returns the mean size of a picture in bytes."""
+def write_shard(path: Path, kind: str, images: int) -> float:
+    """A shard of images with their records; returns the mean size of an image in bytes."""
     extension, make = KINDS[kind]
     files = [make(seed) for seed in range(DISTINCT)]
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for number in range(pictures):
-            for name, raw in ((extension, files[number % DISTINCT]), ("json", b'{"caption": "a picture"}')):
+        for number in range(images):
+            for name, raw in ((extension, files[number % DISTINCT]), ("json", b'{"caption": "an image"}')):
                 info = tarfile.TarInfo(f"{number:06d}.{name}")
                 info.size = len(raw)
                 tar.addfile(info, io.BytesIO(raw))
     return statistics.mean(map(len, files))
 
 
-def counted(path: Path, pictures: int) -> tuple[list, float, float]:
-    """(sizes of the pictures, bytes and reads for each)."""
+def counted(path: Path, images: int) -> tuple[list, float, float]:
+    """(sizes of the images, bytes and reads for each)."""
     lengths = []
 
     def parse(read: ReadAt, size: int) -> ImageHeader | None:
@@ -131,35 +131,35 @@ def counted(path: Path, pictures: int) -> tuple[list, float, float]:
     indexing.parse_header = parse
     found = indexing.build_index(path)
     sizes = [(member.height, member.width) for row in range(len(found)) for member in found.members(row)[:1]]
-    return sizes, sum(lengths) / pictures, len(lengths) / pictures
+    return sizes, sum(lengths) / images, len(lengths) / images
 
 
-def timed(path: Path, pictures: int, blocks: int) -> dict[str, list[float]]:
-    """Seconds of the processor for each picture that is indexed, by parser, a number for each block."""
+def timed(path: Path, images: int, blocks: int) -> dict[str, list[float]]:
+    """Seconds of the processor for each image that is indexed, by parser, a number for each block."""
     seconds = {name: [] for name in PARSERS}
     for block in range(blocks):
         for name in random.Random(block).sample(list(PARSERS), len(PARSERS)):
             indexing.parse_header = PARSERS[name]
             before = time.process_time()
             indexing.build_index(path)
-            seconds[name].append((time.process_time() - before) / pictures)
+            seconds[name].append((time.process_time() - before) / images)
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=2000, help="pictures of a shard")
+    parser.add_argument("--images", type=int, default=2000, help="images of a shard")
     parser.add_argument("--blocks", type=int, default=20, help="how often each parser indexes the shard")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="kinds of pictures (default: all)")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="kinds of images (default: all)")
     args = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="image_headers_"))
     try:
         for kind in args.kind or KINDS:
             path = scratch / "s.tar"
-            mean = write_shard(path, kind, args.pictures)
-            sizes, read, reads = counted(path, args.pictures)
+            mean = write_shard(path, kind, args.images)
+            sizes, read, reads = counted(path, args.images)
             assert (0, 0) not in sizes
-            seconds = timed(path, args.pictures, args.blocks)
+            seconds = timed(path, args.images, args.blocks)
             times = "  ".join(
                 f"{name} {statistics.median(values) * 1e6:.1f} us ({min(values) * 1e6:.1f} to {max(values) * 1e6:.1f})"
                 for name, values in seconds.items()

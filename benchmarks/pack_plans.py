@@ -2,7 +2,7 @@
 
     python benchmarks/pack_plans.py [--seeds 20] [--hidden 1024]
 
-Texts are lognormal, 350 tokens on average and cut at 2,048; mixed ones have 0 to 4 pictures of 144 to 576 tokens. For
+Texts are lognormal, 350 tokens on average and cut at 2,048; mixed ones have 0 to 4 images of 144 to 576 tokens. For
 each number of samples and ranks: the least fill, and the most that the busiest rank has over the mean, over all steps,
 in tokens, in the squares of lengths (attention), and in the whole work of a language model of that hidden size. No
 dealing can have squares below the bound, a rank's with the longest sample alone. Processor time is of a whole plan.
@@ -72,9 +72,9 @@ def text(samples: int, draw: np.random.Generator) -> np.ndarray:
 
 
 def mixed(samples: int, draw: np.random.Generator) -> np.ndarray:
-    """Tokens of texts with pictures."""
-    pictures = draw.choice([0, 1, 2, 4], samples, p=[0.2, 0.6, 0.15, 0.05])
-    sizes = [draw.choice([144, 196, 256, 324, 400, 484, 576], each).sum() for each in pictures]
+    """Tokens of texts with images."""
+    images = draw.choice([0, 1, 2, 4], samples, p=[0.2, 0.6, 0.15, 0.05])
+    sizes = [draw.choice([144, 196, 256, 324, 400, 484, 576], each).sum() for each in images]
     return np.minimum(text(samples, draw) + np.array(sizes), 2048)
 
 

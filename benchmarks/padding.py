@@ -3,7 +3,7 @@ longest of a microbatch of neighbours, in microbatches of similar lengths, and p
 one process.
 
     OMP_NUM_THREADS=1 python benchmarks/padding.py [--rounds 3] [key=value ...]
-    ... benchmarks/padding.py --config mixed_tiny       # another config, on its demo: pictures, sounds and texts
+    ... benchmarks/padding.py --config mixed_tiny       # another config, on its demo: images, sounds and texts
 
 A round is one step of each way, on the same samples. Processor time of the process, so that other work on the machine
 counts less.

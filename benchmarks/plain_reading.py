@@ -1,6 +1,6 @@
 """Samples as a user of webdataset and Pillow reads them in the training process, against the work of our loader.
 
-Pictures become uint8 tensors, turns become ids with the loss on those of the assistant, rows are padded. Nothing is
+Images become uint8 tensors, turns become ids with the loss on those of the assistant, rows are padded. Nothing is
 shuffled, resized, checked, counted or made ready for a resume.
 """
 
@@ -18,7 +18,7 @@ from PIL import Image
 from data.text.tokens import Tokenizer
 
 Step = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
-"""Ids and labels [samples, length], -100 where there is no loss; pictures [3, height, width] of these samples."""
+"""Ids and labels [samples, length], -100 where there is no loss; images [3, height, width] of these samples."""
 
 
 def read_steps(shards: Path, samples: int, tokenizer: Tokenizer, length: int) -> Iterator[Step]:
@@ -40,11 +40,11 @@ def to_step(samples: list[dict[str, Any]], tokenizer: Tokenizer, length: int) ->
         found, learned = to_ids(sample, tokenizer)
         ids[row, : len(found[:length])] = torch.tensor(found[:length])
         labels[row, : len(found[:length])] = torch.tensor(learned[:length])
-    pictures = [picture for sample in samples for picture in sample.values() if isinstance(picture, Image.Image)]
+    images = [image for sample in samples for image in sample.values() if isinstance(image, Image.Image)]
     return (
         ids,
         labels,
-        [torch.from_numpy(np.array(one.convert("RGB"))).permute(2, 0, 1).contiguous() for one in pictures],
+        [torch.from_numpy(np.array(one.convert("RGB"))).permute(2, 0, 1).contiguous() for one in images],
     )
 
 

@@ -1,6 +1,6 @@
 """Time to plan a step, for each sample of the global batch: what the index says of all its samples, on every rank.
 
-    python benchmarks/plan_step.py [--samples 4096] [--shards 200]      # makes shards of pictures in a temporary folder
+    python benchmarks/plan_step.py [--samples 4096] [--shards 200]      # makes shards of images in a temporary folder
 
 Compared are one call of `Dataset.plan_step` with the plan of the microbatches, and what it says from the metadata of
 single samples, one after the other, which the plan was made of before. Processor time of this thread.
@@ -23,7 +23,7 @@ from data.samples.text_lengths import TextLengths
 from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import media_of, tokenizer_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 
 def main() -> None:
@@ -81,15 +81,15 @@ def compare(data: Dataset, size: int) -> None:
 
 
 def make_shards(folder: Path, shards: int, of_shard: int) -> None:
-    """Pictures of many sizes and texts of lognormal length."""
+    """Images of many sizes and texts of lognormal length."""
     draw, generator = random.Random(0), np.random.default_rng(0)
-    pictures = [encode_picture(draw.randrange(16, 200), draw.randrange(16, 200), seed=n) for n in range(200)]
+    images = [encode_image(draw.randrange(16, 200), draw.randrange(16, 200), seed=n) for n in range(200)]
     lengths = generator.lognormal(5.5, 0.9, shards * of_shard).astype(int).tolist()
     for shard in range(shards):
         members = []
         for n in range(shard * of_shard, (shard + 1) * of_shard):
             number = draw.choice([0, 1, 1, 1, 2])
-            members += [(f"{n:07d}.{at}.jpg", draw.choice(pictures)) for at in range(number)]
+            members += [(f"{n:07d}.{at}.jpg", draw.choice(images)) for at in range(number)]
             members.append((f"{n:07d}.json", chat("<image>" * number + "q", "a" * (1 + lengths[n]))))
         write_tar(folder / f"s-{shard:06d}.tar", members)
 

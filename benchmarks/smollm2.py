@@ -26,11 +26,11 @@ PLAIN = {
     "Who wrote Hamlet?": "William Shakespeare wrote Hamlet.",
     "What is two plus two?": "Two plus two is four.",
 }
-"""One sample in ten is one of these, without a picture, so that the model does not take every question for one about a
+"""One sample in ten is one of these, without an image, so that the model does not take every question for one about a
 digit."""
 PROMPTS = ["What is the capital of France?", "Name three colours.", "Write one sentence about the sea."]
 SIDE = 16
-"""Pixels of a picture, which has one digit: four patches."""
+"""Pixels of an image, which has one digit: four patches."""
 
 
 def parity(source: Path, work: Path) -> None:
@@ -68,7 +68,7 @@ def parity(source: Path, work: Path) -> None:
 
 
 def digits(source: Path, work: Path) -> None:
-    """Shards of pictures with one digit, and a tower that a small language model has learned to read them with."""
+    """Shards of images with one digit, and a tower that a small language model has learned to read them with."""
     _write_shards(work)
     _command_of_a_child(_make_directories, work)
     run = work / "tower-run"
@@ -202,7 +202,7 @@ def _write_shards(work: Path) -> None:
 
 
 def _samples(scans, number: int, held_out: bool) -> Iterator[list[tuple[str, bytes]]]:  # type: ignore[no-untyped-def]
-    from data.demo.samples import COLOURS, draw_digit, encode_picture
+    from data.demo.samples import COLOURS, draw_digit, encode_image
 
     for row in range(number):
         rng = np.random.default_rng([int(held_out), row])
@@ -211,9 +211,9 @@ def _samples(scans, number: int, held_out: bool) -> Iterator[list[tuple[str, byt
             yield [("json", _record(question, answer))]
             continue
         at = int(rng.integers(len(scans.labels)))
-        picture = draw_digit(scans.scans[at], int(rng.integers(len(COLOURS))), (SIDE, SIDE), rng)
+        image = draw_digit(scans.scans[at], int(rng.integers(len(COLOURS))), (SIDE, SIDE), rng)
         record = _record(f"<image>\n{QUESTION}", str(scans.labels[at]))
-        yield [("png", encode_picture(picture, "png")), ("json", record)]
+        yield [("png", encode_image(image, "png")), ("json", record)]
 
 
 def _record(question: str, answer: str) -> bytes:

@@ -77,7 +77,7 @@ def _encoded(
         raise RecordError(
             f"key {key!r}: the media tokens end at position {media_end}, but data.sequence_length is "
             f"{sequence_length}: needed {media_end}, given {sequence_length}. Raise data.sequence_length or use fewer "
-            "tokens per picture"
+            "tokens per image"
         )
     return encoded
 
@@ -161,7 +161,7 @@ def collate_packed(
 
 
 def collate_media(items: Sequence[torch.Tensor | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
-    """{name: [N, ...]} of N pictures or clips; a list of N if their shapes differ, or if these are only sizes; None if
+    """{name: [N, ...]} of N images or clips; a list of N if their shapes differ, or if these are only sizes; None if
     there are none."""
     if not items:
         return None

@@ -33,7 +33,7 @@ class SampleError(DataError):
 
 
 class DecodeError(SampleError):
-    """A picture or an audio clip that cannot be decoded."""
+    """An image or an audio clip that cannot be decoded."""
 
 
 class RecordError(SampleError):

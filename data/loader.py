@@ -230,7 +230,7 @@ class StepLoader:
         batch = Microbatch(sample_numbers=torch.tensor(numbers, dtype=torch.int64))
         if self._language:
             samples = [self._planned(plan, *read) for read in texts]
-            # A sample whose picture failed on this very rank must not be learned from either.
+            # A sample whose image failed on this very rank must not be learned from either.
             samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
             batch |= self._rows(plan, plan.shares[at][self._language.dp_rank], samples)
             if len(self._dataset.sources) > 1:
@@ -317,7 +317,7 @@ class _MediaRead(NamedTuple):
     bad: BadSample | None
     sample: SampleMedia | None = None
     sizes: Sequence[tuple[int, int]] = ()
-    """Of pictures that are cut into tiles."""
+    """Of images that are cut into tiles."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ GATED = "swiglu"
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """How a picture becomes one of `EncoderSpec.input_size`."""
+    """How an image becomes one of `EncoderSpec.input_size`."""
 
     interpolation: str = "bicubic"
     """`bicubic` or `bilinear`, both with antialiasing."""
@@ -24,7 +24,7 @@ class ImageTransform:
     tile: int = 0
     """Side in pixels of the tiles that it is cut into; 0: it is not."""
     background: tuple[int, int, int] = (0, 0, 0)
-    """Of a square around a picture that is not cut where others are: red, green, blue."""
+    """Of a square around an image that is not cut where others are: red, green, blue."""
     rounded: bool = True
     """Whether resized pixels are rounded to whole numbers (uint8); otherwise they are float32, from 0 to 255."""
 
@@ -263,7 +263,7 @@ def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
 
 
 def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int] | None:
-    """(rows, columns) of the tokens that a picture takes in the sequence, row by row; None where they form no grid, as
+    """(rows, columns) of the tokens that an image takes in the sequence, row by row; None where they form no grid, as
     those of a clip, latents of a resampler, or those behind a class token. A spec without `token_grid` has none."""
     grid = None if projector.latents else encoder.token_grid(*extent, merge=projector.merge)
     return grid if grid and grid[0] * grid[1] == num_tokens(encoder, projector, *extent) else None
@@ -273,7 +273,7 @@ def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, st
     """(field of the module, sentence) of faults of an encoder and a projector together."""
     found, tiled = encoder.joint_faults(projector.merge), encoder.is_tiled
     if tiled and projector.latents:
-        text = f"is {projector.latents}, and with encoder.resize tiles a picture has lines of features: set it to 0"
+        text = f"is {projector.latents}, and with encoder.resize tiles an image has lines of features: set it to 0"
         found.append(("projector.resampler.latents", text))
     if tiled != projector.newline:
         text = f"encoder.resize {encoder.resize or 'of another kind'} "

@@ -89,17 +89,17 @@ def part_of(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return config.get(part) or (config if part not in config else {})
 
 
-def picture_values(
+def image_values(
     preprocessor: Mapping[str, Any], defaults: Mapping[str, Any], image_size: int, *, any_size: bool = False
 ) -> dict[str, Any]:
-    """Fields of `PatchSpec` from a preprocessor's config: how pictures are resized and normalised.
+    """Fields of `PatchSpec` from a preprocessor's config: how images are resized and normalised.
 
     Args:
         preprocessor: as in preprocessor_config.json, or processor_config.json with the image processor inside; empty:
-            pictures are resized as by `defaults`, to the size that the encoder was built for.
+            images are resized as by `defaults`, to the size that the encoder was built for.
         defaults: of the class of the preprocessor.
         image_size: of the encoder.
-        any_size: whether the encoder reads pictures of other sizes than `image_size`.
+        any_size: whether the encoder reads images of other sizes than `image_size`.
 
     Raises:
         EncoderError: the preprocessor does something that our data path does not.
@@ -108,7 +108,7 @@ def picture_values(
     file = ConfigFile("preprocessor_config.json", preprocessor, defaults)
     file.require(do_resize=True, do_rescale=True, do_normalize=True)
     if file.get("do_pad"):
-        raise EncoderError(f"{file.name}: do_pad is {file['do_pad']!r}, and pictures are not padded here")
+        raise EncoderError(f"{file.name}: do_pad is {file['do_pad']!r}, and images are not padded here")
     if abs(file["rescale_factor"] * 255 - 1) > 1e-6:
         raise EncoderError(f"{file.name}: rescale_factor is {file['rescale_factor']}, and only 1/255 can be built")
     if file["resample"] not in RESAMPLE:
@@ -128,7 +128,7 @@ def picture_values(
     if "shortest_edge" in size:
         if not file.get("do_center_crop"):
             raise EncoderError(
-                f"{file.name}: size is {size} without do_center_crop: pictures of any length: set encoder.resize"
+                f"{file.name}: size is {size} without do_center_crop: images of any length: set encoder.resize"
             )
         crop = file["crop_size"]
         values |= {"resize": "crop", "shortest_edge": size["shortest_edge"]}
@@ -138,10 +138,10 @@ def picture_values(
         if file.get("do_center_crop") and file["crop_size"] not in (size, size["height"]):
             raise EncoderError(f"{file.name}: size {size} is cut to {file['crop_size']}, which cannot be built")
     if square[0] != square[1]:
-        raise EncoderError(f"{file.name}: pictures of {square[0]} x {square[1]}, and only squares can be built")
+        raise EncoderError(f"{file.name}: images of {square[0]} x {square[1]}, and only squares can be built")
     if square[0] != image_size and not any_size:
         raise EncoderError(
-            f"{file.name}: pictures of {square[0]} x {square[0]} pixels, and config.json has image_size {image_size}"
+            f"{file.name}: images of {square[0]} x {square[0]} pixels, and config.json has image_size {image_size}"
         )
     return values | {"image_size": square[0]}
 
@@ -176,14 +176,14 @@ def unread_norm(spec: LayeredSpec, name: str) -> dict[str, tuple[tuple[int, ...]
 
 
 def preprocessor_config(spec: PatchSpec) -> dict[str, Any]:
-    """preprocessor_config.json with which `transformers` makes of a picture what our data path makes of it, bit for
+    """preprocessor_config.json with which `transformers` makes of an image what our data path makes of it, bit for
     bit: its classes on torchvision, which versions 4 and 5 both know by these names.
 
     Raises:
-        EncoderError: pictures keep their aspect ratio.
+        EncoderError: images keep their aspect ratio.
     """
     if spec.resize in ("native", "tiles"):
-        raise EncoderError(f"resize is {spec.resize}, and transformers' class has pictures of one size")
+        raise EncoderError(f"resize is {spec.resize}, and transformers' class has images of one size")
     side = {"height": spec.image_size, "width": spec.image_size}
     is_cut = spec.resize == "crop"
     rounding = "CLIPImageProcessorFast" if is_cut else "SiglipImageProcessorFast"

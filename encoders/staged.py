@@ -3,7 +3,7 @@
 Media of one size are a batch. Of several sizes they stand one behind the other in one packed row, in which attention
 stays inside each of them, and those of one size are neighbours: all but attention is computed for the whole row.
 
-Embeddings are on the first stage and the final norm is on the last. Between stages the tokens of all media (pictures or
+Embeddings are on the first stage and the final norm is on the last. Between stages the tokens of all media (images or
 clips) are sent, in the order in which they stand in the row.
 
 Shape suffixes: N media of one size, T tokens of one inside the encoder, H hidden size, R rows: tokens of all media; S

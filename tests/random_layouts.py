@@ -143,7 +143,7 @@ def legal_layouts(draw, most_ranks: int = 6) -> Layout:
         blocks[where].append(name)
     sizes["language"] = language
     for name, of in sizes.items():
-        # The pictures of `images` are ten tokens each.
+        # The images of `images` are ten tokens each.
         if of["tp"] == 2 or (of["tp"] == 4 and name != "images"):
             of["sp"] = draw(st.booleans())
     if not encoders and language["pp"] == 2 and draw(st.booleans()):

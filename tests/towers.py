@@ -1,5 +1,5 @@
 """Encoders of `transformers` with random weights and odd sizes, saved as published directories are; and what they make
-of pictures and clips."""
+of images and clips."""
 
 import json
 import re
@@ -42,14 +42,14 @@ class Tower:
     keep: Callable[[str], bool] = lambda name: True
     """Names in memory of what is saved."""
     merge: int = 1
-    media: Callable[[], list[torch.Tensor]] = lambda: [pictures(2, 6 * SIDE, 6 * SIDE)]
+    media: Callable[[], list[torch.Tensor]] = lambda: [images(2, 6 * SIDE, 6 * SIDE)]
     """Media of equal size together, as our encoder takes them."""
     run: Callable[[torch.nn.Module, torch.Tensor], Any] = lambda model, media: model(
         normalised(media), output_hidden_states=True
     )
 
 
-def pictures(count: int, height: int, width: int) -> torch.Tensor:
+def images(count: int, height: int, width: int) -> torch.Tensor:
     """uint8 [count, 3, height, width]."""
     return torch.randint(0, 256, (count, 3, height, width), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
 
@@ -240,14 +240,14 @@ TOWERS: dict[str, Tower] = {
         _states(0, last=True),
         {"^": "vision_model."},
         preprocessor=HALVES | {"size": {"height": 6 * SIDE + 2, "width": 6 * SIDE + 2}},
-        media=lambda: [pictures(2, 6 * SIDE + 2, 6 * SIDE + 2)],
+        media=lambda: [images(2, 6 * SIDE + 2, 6 * SIDE + 2)],
     ),
     "siglip2": Tower(
         _siglip2,
         _states(0, last=True),
         {"^": "vision_model."},
         preprocessor=HALVES | {"patch_size": SIDE, "max_num_patches": 40},
-        media=lambda: [pictures(*one) for one in ((2, 4 * SIDE, 9 * SIDE), (1, 6 * SIDE, 6 * SIDE), (1, 84, 21))],
+        media=lambda: [images(*one) for one in ((2, 4 * SIDE, 9 * SIDE), (1, 6 * SIDE, 6 * SIDE), (1, 84, 21))],
         run=_run_siglip2,
     ),
     "dinov2": Tower(lambda: _dinov2(False), _states(1, last=True), _DINOV2_NAMES, preprocessor=_square(6 * SIDE)),
@@ -257,7 +257,7 @@ TOWERS: dict[str, Tower] = {
         _DINOV2_NAMES,
         preprocessor=_square(5 * SIDE),
         split=_join_gate_and_up,
-        media=lambda: [pictures(2, 5 * SIDE, 5 * SIDE)],
+        media=lambda: [images(2, 5 * SIDE, 5 * SIDE)],
     ),
     "dinov2 with registers": Tower(
         lambda: _dinov2(False, registers=2),
@@ -279,7 +279,7 @@ TOWERS: dict[str, Tower] = {
         preprocessor=HALVES | {"patch_size": SIDE, "size": {"shortest_edge": 100, "longest_edge": 14 * 14 * 60}},
         keep=lambda name: not name.startswith("merger.mlp"),
         merge=2,
-        media=lambda: [pictures(*one) for one in ((2, 70, 98), (1, 42, 42), (1, 14, 140))],
+        media=lambda: [images(*one) for one in ((2, 70, 98), (1, 42, 42), (1, 14, 140))],
         run=_run_qwen,
     ),
     "whisper": Tower(

@@ -205,7 +205,7 @@ class Sections:
             "folder": tempfile.mkdtemp(dir=self._jobs.folder),
             "device": self.sizes.device,
             "overrides": [*COMMON, *model.changes, *shape.changes, *changes],
-            "picture": model.picture,
+            "image": model.image,
             "characters": shape.characters,
         }
 

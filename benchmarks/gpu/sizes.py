@@ -12,12 +12,12 @@ class Model:
 
     Attributes:
         changes: of the config `vlm_digits`.
-        picture: height and width in pixels.
+        image: height and width in pixels.
     """
 
     name: str
     changes: tuple[str, ...]
-    picture: int
+    image: int
 
 
 @dataclass(frozen=True)

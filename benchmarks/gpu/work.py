@@ -79,7 +79,7 @@ def versus(
     device: str,
     overrides: list[str],
     te: bool,
-    picture: int,
+    image: int,
     characters: int,
     compiled: str,
     rounds: int,
@@ -100,7 +100,7 @@ def versus(
         import_module(f"transformers.models.{name}.modeling_{name}")
     gc.freeze()
     where = Path(folder)
-    shards = runs.write_pictures(where, picture, [characters] * 64)
+    shards = runs.write_images(where, image, [characters] * 64)
     changes = (*runs.FIXED, *overrides, f"data.shards={shards}")
     case = against_transformers.Case(config, "", changes, device=device, recorded=recorded)
     # Importing Transformer Engine may ask for the device, which forked processes could then not use.
@@ -123,7 +123,7 @@ def saves(
     device: str,
     overrides: list[str],
     te: bool,
-    picture: int,
+    image: int,
     characters: int,
     before: int,
     asynchronous: bool,
@@ -158,7 +158,7 @@ def saves(
             self.size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
 
     watch = Watch()
-    shards = runs.write_pictures(Path(folder), picture, [characters] * 64)
+    shards = runs.write_images(Path(folder), image, [characters] * 64)
     changes = [f"checkpoint.save_interval={before}", f"checkpoint.asynchronous={str(asynchronous).lower()}"]
     try:
         with quick_weights(device):
@@ -179,7 +179,7 @@ def saves(
 
 
 def reading(
-    *, config: str, folder: str, device: str, overrides: list[str], picture: int, characters: int, steps: int
+    *, config: str, folder: str, device: str, overrides: list[str], image: int, characters: int, steps: int
 ) -> dict[str, Any]:
     """Samples a second that are read, decoded, and put on the device, with nothing trained.
 
@@ -190,7 +190,7 @@ def reading(
     from mimo_train.config.compose import load
     from mimo_train.training.pretrain import SteppedRun
 
-    shards = runs.write_pictures(Path(folder), picture, [characters] * 64)
+    shards = runs.write_images(Path(folder), image, [characters] * 64)
     fixed = [*runs.FIXED, f"run.dir={folder}/run", f"run.device={device}", f"data.shards={shards}"]
     with quick_weights(device):
         run = SteppedRun(load(config, [*fixed, *overrides]))

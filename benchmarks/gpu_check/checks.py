@@ -56,7 +56,7 @@ class Sizes:
         "llm@modules.language.llm=llama_1b",
         "data.sequence_length=2048",
     )
-    picture: int = 336
+    image: int = 336
     warm_up: int = 4
     timed: int = 10
 
@@ -74,7 +74,7 @@ REHEARSAL = Sizes(
     curve=(*_TINY_LLM, "train.global_batch_size=4", "train.micro_batch_size=2"),
     large=((0, "2 samples of 64 tokens", ("train.micro_batch_size=2", "train.global_batch_size=4")),),
     model=("data.sequence_length=64", *_TINY_LLM),
-    picture=48,
+    image=48,
     warm_up=1,
     timed=2,
 )
@@ -227,7 +227,7 @@ class Checks:
                 device=self._device,
                 overrides=[*LARGE, *sizes.model, *overrides],
                 te=te,
-                picture=sizes.picture,
+                image=sizes.image,
                 warm_up=sizes.warm_up,
                 timed=sizes.timed,
             )

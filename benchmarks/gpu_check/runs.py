@@ -69,18 +69,18 @@ def large(
     device: str,
     overrides: list[str],
     te: bool,
-    picture: int,
+    image: int,
     warm_up: int,
     timed: int,
     characters: int = 4096,
     varied: bool = False,
 ) -> dict[str, Any]:
-    """Seconds of a step, and the heaviest kernels of one more step, of a model with random weights on pictures and
+    """Seconds of a step, and the heaviest kernels of one more step, of a model with random weights on images and
     texts.
 
     Args:
         te: layers of Transformer Engine, or of torch.
-        picture: height and width in pixels.
+        image: height and width in pixels.
         warm_up: steps that are left out.
         timed: steps that are timed.
         characters: of every text, enough to fill its sequence.
@@ -94,7 +94,7 @@ def large(
 
     run_dir = f"{folder}/run"
     look, watch, enough = _Look(), *_watch(warm_up + timed, device)
-    shards = write_pictures(Path(folder), picture, lengths(64, characters, varied))
+    shards = write_images(Path(folder), image, lengths(64, characters, varied))
     try:
         pretrained(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look, [watch])
     except enough:
@@ -260,15 +260,15 @@ def lengths(samples: int, longest: int, varied: bool) -> list[int]:
     return drawn if varied else [longest] * samples
 
 
-def write_pictures(folder: Path, size: int, characters: list[int]) -> Path:
-    """A shard of pictures of random blots, each with a text of so many characters."""
+def write_images(folder: Path, size: int, characters: list[int]) -> Path:
+    """A shard of images of random blots, each with a text of so many characters."""
     import numpy
     from PIL import Image
 
     noise, letters = numpy.random.default_rng(0), random.Random(0)
-    shards = folder / "pictures"
+    shards = folder / "images"
     shards.mkdir(parents=True)
-    with tarfile.open(shards / "pictures-000000.tar", "w") as shard:
+    with tarfile.open(shards / "images-000000.tar", "w") as shard:
         for number, length in enumerate(characters):
             file = io.BytesIO()
             blots = Image.fromarray(noise.integers(0, 256, (12, 12, 3), dtype=numpy.uint8))

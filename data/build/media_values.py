@@ -86,7 +86,7 @@ class MediaItem(NamedTuple):
         if self.extent is None or 0 in self.extent:
             cut = "" if self.kind == "image" else ", or is cut off"
             raise RecordError(f"{where}: {shown(self.name)} has no readable {self.kind} header{cut}")
-        if above := (BOUNDS.of_clip if self.kind == "audio" else BOUNDS.of_picture)(*self.extent):
+        if above := (BOUNDS.of_clip if self.kind == "audio" else BOUNDS.of_image)(*self.extent):
             raise RecordError(f"{where}: {shown(self.name)}: {above}")
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MARKER = "demo.json"
 _FORMAT = 1
 _MARKER = re.compile(r"<(image|audio)>\n")
-_QUESTIONS = {"train": 2, "held_out": 1}  # at most, about a picture, in one conversation
+_QUESTIONS = {"train": 2, "held_out": 1}  # at most, about an image, in one conversation
 
 
 def make_demo(

@@ -19,7 +19,7 @@ from PIL import Image
 
 from data.errors import DataError
 
-CANVAS = 48  # pixels, height and width of every picture
+CANVAS = 48  # pixels, height and width of every image
 COLOURS = {
     "red": (235, 50, 50),
     "green": (50, 205, 70),
@@ -31,8 +31,8 @@ _NAMES = list(COLOURS)
 _CELL = 16  # pixels, height and width of the cell that each digit has to itself
 _SPLIT_SEED = 20_240_229
 _HELD_OUT_SHARE = 0.2
-_TWO_PICTURES = 0.02
-# Shares of pictures with one, and with one or two digits; the rest has three. Training pictures, which are asked about
+_TWO_IMAGES = 0.02
+# Shares of images with one, and with one or two digits; the rest has three. Training images, which are asked about
 # several times, have more digits: these teach which colour belongs to which digit.
 _ONE_AND_TWO = {"held out": (0.75, 0.96), "training": (0.35, 0.75)}
 PITCHES = {"low": 300.0, "middle": 700.0, "high": 1500.0}
@@ -90,18 +90,18 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
     if rng.random() < text_only_fraction:
         return make_text_sample(rng)
     extension = "jpg" if rng.random() < 0.5 else "png"
-    if rng.random() < _TWO_PICTURES:
-        return _two_pictures(digits, rng, extension)
+    if rng.random() < _TWO_IMAGES:
+        return _two_images(digits, rng, extension)
     shares = _ONE_AND_TWO["training" if questions > 1 else "held out"]
     count = 1 + int(np.searchsorted(shares, rng.random(), side="right"))
     chosen = rng.integers(0, len(digits.labels), size=count)
     colours = rng.permutation(len(_NAMES))[:count].tolist()
     values, names = [str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours]
     asked = _ask(values, names, questions, rng)
-    picture = encode_picture(_draw(digits, chosen, colours, rng), extension)
+    image = encode_image(_draw(digits, chosen, colours, rng), extension)
     turns = [turn for question, answer in asked for turn in (("user", question), ("assistant", answer))]
     turns[0] = ("user", "<image>\n" + turns[0][1])
-    return DemoSample(turns, [(extension, picture)], digits.sources[chosen].tolist())
+    return DemoSample(turns, [(extension, image)], digits.sources[chosen].tolist())
 
 
 def make_text_sample(rng: np.random.Generator) -> DemoSample:
@@ -130,11 +130,11 @@ def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Gener
     return [asked[at] for at in rng.permutation(len(asked))[:count].tolist()]
 
 
-def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> DemoSample:
+def _two_images(digits: Digits, rng: np.random.Generator, extension: str) -> DemoSample:
     chosen = rng.integers(0, len(digits.labels), size=2)
     colours = rng.permutation(len(_NAMES))[:2].tolist()
     members = [
-        (f"{at}.{extension}", encode_picture(_draw(digits, chosen[at : at + 1], colours[at : at + 1], rng), extension))
+        (f"{at}.{extension}", encode_image(_draw(digits, chosen[at : at + 1], colours[at : at + 1], rng), extension))
         for at in range(len(chosen))
     ]
     asked = int(rng.integers(0, 2))
@@ -180,13 +180,13 @@ def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     a, b = cos / across, sin / across
     d, e = -sin / down, cos / down
     coefficients = (a, b, 5 - a * middle_x - b * middle_y, d, e, 5 - d * middle_x - e * middle_y)
-    picture = Image.fromarray(scan).transform(
+    image = Image.fromarray(scan).transform(
         (_CELL, _CELL), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
     )
-    return np.asarray(picture)
+    return np.asarray(image)
 
 
-def encode_picture(pixels: np.ndarray, extension: str) -> bytes:
+def encode_image(pixels: np.ndarray, extension: str) -> bytes:
     """Return uint8 [height, width, 3] as a jpg or png file."""
     buffer = io.BytesIO()
     if extension == "jpg":
@@ -202,17 +202,17 @@ def make_mixed_sample(digits: Digits, number: int, rng: np.random.Generator) -> 
         return make_text_sample(rng)
     draw = rng.random()
     if draw < 0.45:
-        return _pictures_sample(digits, rng, 1 + int(np.searchsorted((0.7, 0.9), rng.random(), side="right")))
+        return _images_sample(digits, rng, 1 + int(np.searchsorted((0.7, 0.9), rng.random(), side="right")))
     if draw < 0.8:
         return _clips_sample(rng, 1 + int(rng.random() < 0.2))
-    return _picture_and_clip(digits, rng)
+    return _image_and_clip(digits, rng)
 
 
-def _pictures_sample(digits: Digits, rng: np.random.Generator, count: int) -> DemoSample:
-    drawn = [_picture(digits, rng) for _ in range(count)]
+def _images_sample(digits: Digits, rng: np.random.Generator, count: int) -> DemoSample:
+    drawn = [_image(digits, rng) for _ in range(count)]
     members = _named([raw for raw, *_ in drawn], "png")
     at = int(rng.integers(0, count))
-    question, answer = _about_picture(drawn[at], rng, "" if count == 1 else f" of the {_ORDER[at]} picture")
+    question, answer = _about_image(drawn[at], rng, "" if count == 1 else f" of the {_ORDER[at]} picture")
     return _sample("<image>\n" * count, question, answer, members, [source for *_, source in drawn])
 
 
@@ -225,9 +225,9 @@ def _clips_sample(rng: np.random.Generator, count: int) -> DemoSample:
     return _sample("<audio>\n" * count, question, answer, members, [])
 
 
-def _picture_and_clip(digits: Digits, rng: np.random.Generator) -> DemoSample:
-    drawn, played = _picture(digits, rng), _clip(rng, "wav")
-    question, answer = _about_picture(drawn, rng) if rng.random() < 0.5 else _about_clip(played, rng)
+def _image_and_clip(digits: Digits, rng: np.random.Generator) -> DemoSample:
+    drawn, played = _image(digits, rng), _clip(rng, "wav")
+    question, answer = _about_image(drawn, rng) if rng.random() < 0.5 else _about_clip(played, rng)
     members = [("png", drawn[0]), ("wav", played[0])]
     return _sample("<image>\n<audio>\n", question, answer, members, [drawn[-1]])
 
@@ -243,14 +243,14 @@ def _named(files: list[bytes], extension: str) -> list[tuple[str, bytes]]:
     return list(zip(names, files, strict=True))
 
 
-def _picture(digits: Digits, rng: np.random.Generator) -> tuple[bytes, str, str, int]:
+def _image(digits: Digits, rng: np.random.Generator) -> tuple[bytes, str, str, int]:
     """Return (file, colour, digit, scan) of one digit in an image of any of the sizes."""
     at, colour = int(rng.integers(0, len(digits.labels))), int(rng.integers(0, len(COLOURS)))
     pixels = draw_digit(digits.scans[at], colour, _SIZES[rng.integers(0, len(_SIZES))], rng)
-    return encode_picture(pixels, "png"), list(COLOURS)[colour], str(digits.labels[at]), int(digits.sources[at])
+    return encode_image(pixels, "png"), list(COLOURS)[colour], str(digits.labels[at]), int(digits.sources[at])
 
 
-def _about_picture(drawn: tuple, rng: np.random.Generator, which: str = "") -> tuple[str, str]:
+def _about_image(drawn: tuple, rng: np.random.Generator, which: str = "") -> tuple[str, str]:
     _, colour, digit, _ = drawn
     return (f"Colour{which}?", colour) if rng.random() < 0.7 else (f"Digit{which}?", digit)
 

@@ -186,7 +186,7 @@ def build_remote(shard: Url, source: WholeObject) -> ShardIndex:
 
 
 def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> ShardIndex:
-    """Reads the shard's directory and picture headers; writes nothing.
+    """Reads the shard's directory and image headers; writes nothing.
 
     Args:
         retries: `data.read_retries`: times that a read is tried again after an I/O error.

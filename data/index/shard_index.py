@@ -4,7 +4,7 @@ A sample is a run of neighbouring tar members with one key. The key rule is WebD
 up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
 the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
 one sample when they are neighbours. Members whose base name starts with a dot (macOS writes `a/._img.jpg`) or has no
-extension, and those named `__*__`, are skipped. What a member is (picture, clip, record, nothing that is read) follows
+extension, and those named `__*__`, are skipped. What a member is (image, clip, record, nothing that is read) follows
 from its extension and those of the others (`data.records.members`).
 
 Indexes are built by `indexing`, and those of many shards are kept in one file (`catalogue`).
@@ -36,7 +36,7 @@ MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("secon
 
 
 class Frame(NamedTuple):
-    """One of the pictures that are read of a video."""
+    """One of the images that are read of a video."""
 
     number: int
     of: int
@@ -44,7 +44,7 @@ class Frame(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One file of a sample. `height`, `width`: pixels, after orientation; 0 if not a picture or video, or unreadable.
+    """One file of a sample. `height`, `width`: pixels, after orientation; 0 if not an image or video, or unreadable.
     `frames`, `rate`: audio samples per channel and their number per second; 0 if not audio or unreadable."""
 
     extension: str
@@ -59,11 +59,11 @@ class Member(NamedTuple):
     milliseconds: int = 0
     """Of a video; 0 if it has no readable header."""
     frame: Frame | None = None
-    """Which picture of a video is meant; None: all of the file."""
+    """Which image of a video is meant; None: all of the file."""
 
     @property
     def extent(self) -> tuple[int, int]:
-        """(height, width) of a picture or video, (frames, rate) of a clip; with a 0 if it has no readable header."""
+        """(height, width) of an image or video, (frames, rate) of a clip; with a 0 if it has no readable header."""
         return (self.frames, self.rate) if self.kind == "audio" else (self.height, self.width)
 
 
@@ -100,8 +100,8 @@ class ShardIndex:
         return keys[ends[row] : ends[row + 1]].decode("utf-8", "surrogateescape")
 
     def members(self, row: int) -> list[Member]:
-        """Members in the order of the tar, but numbered pictures and clips in the order of their numbers: the n-th
-        picture belongs to the n-th placeholder."""
+        """Members in the order of the tar, but numbered images and clips in the order of their numbers: the n-th
+        image belongs to the n-th placeholder."""
         found = self._members(row)
         if self.fields == NO_FIELDS:
             return found

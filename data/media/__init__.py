@@ -1,1 +1,1 @@
-"""Pictures and clips: headers and decoding."""
+"""Images and clips: headers and decoding."""

@@ -84,7 +84,7 @@ def decode_image_file(raw: bytes, bounds: Bounds = BOUNDS, background: Colour | 
     header = parse_header_bytes(raw)
     if header is None:
         raise DecodeError(f"no header of an image that can be decoded in {len(raw)} bytes")
-    if above := bounds.of_picture(header.height, header.width):
+    if above := bounds.of_image(header.height, header.width):
         raise DecodeError(above)
     try:
         if _is_for_torchvision(raw, header.format, background):

@@ -205,14 +205,14 @@ def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> 
     )
     if name in ("WEBP", "AVIF"):  # Pillow reads all of these
         file = io.BytesIO(read(0, size))
-    with opened(file) as picture:
-        width, height = picture.size
-        orientation = _orientation(picture)
-        if name == "PNG" and not ({"exif", "xmp", _PNG_EXIF_TEXT} & picture.info.keys()):
+    with opened(file) as image:
+        width, height = image.size
+        orientation = _orientation(image)
+        if name == "PNG" and not ({"exif", "xmp", _PNG_EXIF_TEXT} & image.info.keys()):
             orientation = _png_orientation(read, size)
         if name == "TIFF":
             # Its decoder makes it upright, and `size` is swapped already unless XMP alone gives the orientation.
-            if orientation >= 5 and _ORIENTATION not in picture.tag_v2:
+            if orientation >= 5 and _ORIENTATION not in image.tag_v2:
                 height, width = width, height
             orientation = 1
     if orientation >= 5:
@@ -220,11 +220,11 @@ def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> 
     return ImageHeader(name, height, width, orientation) if 0 < height < 1 << 31 and 0 < width < 1 << 31 else None
 
 
-def _orientation(picture: Any) -> int:
+def _orientation(image: Any) -> int:
     """Return the orientation in EXIF, or in XMP if EXIF has none; 1 if neither has a valid one."""
     try:
         # Not the method of PNG images, which decodes the image.
-        value = Image.Image.getexif(picture).get(_ORIENTATION, 1)
+        value = Image.Image.getexif(image).get(_ORIENTATION, 1)
     except Exception:  # of many types: its metadata is damaged, and the image may be whole
         return 1
     return value if value in range(1, 9) else 1
@@ -242,8 +242,8 @@ def _png_orientation(read: ReadAt, size: int) -> int:
     if not chunks:
         return 1
     head = read(0, _PNG_HEAD)
-    with PngImagePlugin.PngImageFile(io.BytesIO(head + b"".join(chunks) + bytes(4) + b"IDAT" + bytes(4))) as picture:
-        return _orientation(picture)
+    with PngImagePlugin.PngImageFile(io.BytesIO(head + b"".join(chunks) + bytes(4) + b"IDAT" + bytes(4))) as image:
+        return _orientation(image)
 
 
 def _offsets(raw: bytes, name: bytes) -> Iterator[int]:

@@ -39,7 +39,7 @@ class Bounds:
     placeholders: int = 4096
     """Images and audio files of a sample; a video counts as the frames that are read of it."""
 
-    def of_picture(self, height: int, width: int) -> str | None:
+    def of_image(self, height: int, width: int) -> str | None:
         """Return what exceeds a bound in an image; None if nothing does."""
         pixels = height * width
         return None if pixels <= self.pixels else self._above(f"{height} x {width} pixels are", pixels, "pixels")
@@ -65,7 +65,7 @@ class Bounds:
 
     def of_frames(self, number: int) -> str | None:
         """Return what exceeds a bound in a video with this number of frames; None if nothing does."""
-        return self._above("its pictures are", number, "video_frames")
+        return self._above("its images are", number, "video_frames")
 
     def of_video_pixels(self, number: int) -> str | None:
         """Return what exceeds a bound in this number of pixels decoded from a video; None if nothing does."""
@@ -81,7 +81,7 @@ class Bounds:
 
     def of_placeholders(self, number: int) -> str | None:
         """Return what exceeds a bound in this number of images and audio files; None if nothing does."""
-        return self._above("its pictures and clips are", number, "placeholders")
+        return self._above("its images and clips are", number, "placeholders")
 
     def _above(self, what: str, value: float, name: str) -> str | None:
         bound = getattr(self, name)

@@ -45,7 +45,7 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     header = parse_video_header_bytes(raw)
     if header is None:
         raise DecodeError(f"no header of a video that can be decoded in {len(raw)} bytes")
-    above = bounds.of_picture(header.height, header.width) or bounds.of_video(len(raw), header.milliseconds)
+    above = bounds.of_image(header.height, header.width) or bounds.of_video(len(raw), header.milliseconds)
     if above := above or bounds.of_frames(header.frames):
         raise DecodeError(above)
     av = import_av()
@@ -76,7 +76,7 @@ def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
     file = av.open(io.BytesIO(raw), format=header.container, options=largest, io_open=open_no_other_file)
     context = file.streams.video[0].codec_context
     context.thread_count = 1  # several samples are decoded at once
-    context.options = {"err_detect": "explode"} | largest  # what is damaged would be made up from other pictures
+    context.options = {"err_detect": "explode"} | largest  # what is damaged would be made up from other images
     return file
 
 

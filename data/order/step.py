@@ -146,11 +146,11 @@ class StepBatch:
     [3, B, S]), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
     keeps text; of a packed row also `documents` (see `collate_packed`), and B is 1; `sources` int64 [B, S] (of each
     token, see `Dataset.sources_of`) if it has several. With media modules:
-    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of tensors
+    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N images in sample order, a list of tensors
     if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N, samples];
-    pictures in tiles are [tiles, 3, side, side] each, and have "sizes" (`Media.size`) beside them; readers of
+    images in tiles are [tiles, 3, side, side] each, and have "sizes" (`Media.size`) beside them; readers of
     `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`) for modules whose
-    features the dataset looks up, and then N are the pictures of the samples without features only. Always:
+    features the dataset looks up, and then N are the images of the samples without features only. Always:
     `sample_numbers` int64, of the samples of the language slice, else of the first media module's.
     numbers: per microbatch, module -> sample numbers that this rank reads for it.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens

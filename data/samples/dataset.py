@@ -1,4 +1,4 @@
-"""The dataset: global sample number -> tokens, pictures, or just counts, each read on its own, by the index.
+"""The dataset: global sample number -> tokens, images, or just counts, each read on its own, by the index.
 
 What the index says (token counts, sizes) is the same on every rank and costs no read. What is read of a sample:
 `data.metad`.
@@ -45,7 +45,7 @@ class Dataset(RecordSamples):
 
     shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each
     module's placeholder; sequence_length: S; media: the encoder modules (several may take one kind: then each
-    picture expands to the tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`;
+    image expands to the tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`;
     cache_dir: folder for indexes, instead of beside the shards; blind: pixels and waveforms are zeros and are not
     read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry their
     questions too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;

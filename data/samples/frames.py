@@ -16,15 +16,15 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Sampling:
-    """`data.video`: how many pictures a video becomes. They are those in the middle of so many equal parts of it."""
+    """`data.video`: how many images a video becomes. They are those in the middle of so many equal parts of it."""
 
     frames_per_second: float = 1.0
-    """Pictures of a second."""
+    """Images of a second."""
     max_frames: int = 32
-    """Most pictures of a video, of which longer ones have fewer a second."""
+    """Most images of a video, of which longer ones have fewer a second."""
 
     def count(self, milliseconds: int) -> int:
-        """Pictures of a video of this length, at least one."""
+        """Images of a video of this length, at least one."""
         return int(self.counts(np.array([milliseconds], dtype=np.int64))[0])
 
     def counts(self, milliseconds: np.ndarray) -> np.ndarray:
@@ -38,8 +38,8 @@ SAMPLING = Sampling()
 """That a config begins with."""
 
 
-def pictures_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
-    """The members that pictures are read from, each video once for every picture of it; one without a readable header
+def images_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
+    """The members that images are read from, each video once for every image of it; one without a readable header
     once."""
     found: list[Member] = []
     for member in members:
@@ -51,10 +51,10 @@ def pictures_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
     return found
 
 
-def places_of(pictures: Sequence[Member]) -> tuple[Visual, ...]:
-    """The pictures and videos behind what `pictures_of` gives, in their order."""
+def places_of(images: Sequence[Member]) -> tuple[Visual, ...]:
+    """The images and videos behind what `images_of` gives, in their order."""
     return tuple(
         Visual(member.extension, member.frame.of if member.frame else 0)
-        for member in pictures
+        for member in images
         if member.frame is None or member.frame.number == 0
     )

@@ -87,15 +87,15 @@ class Samples(SourcesView, ABC):
         """Closes the files."""
 
     def token_counts(self, number: int) -> dict[str, int]:
-        """Tokens that each module's pictures or clips take in this sample."""
+        """Tokens that each module's images or clips take in this sample."""
         return {}
 
     def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
-        """`Media.size` of each of the module's pictures or clips in this sample. Raises KeyError: no such module."""
+        """`Media.size` of each of the module's images or clips in this sample. Raises KeyError: no such module."""
         raise KeyError(module)
 
     def media(self, number: int, module: str) -> list[torch.Tensor]:
-        """The module's inputs, one per picture (uint8 [3, height, width], in tiles [tiles, 3, side, side]) or clip
+        """The module's inputs, one per image (uint8 [3, height, width], in tiles [tiles, 3, side, side]) or clip
         (float32 [samples]); zeros if bad. Raises TooManyBadSamples, KeyError: no such module."""
         raise KeyError(module)
 
@@ -115,7 +115,7 @@ MEDIA = "media"
 
 @dataclass(frozen=True)
 class SampleMedia:
-    """The pictures or clips of one sample, for one module."""
+    """The images or clips of one sample, for one module."""
 
     number: int
     identity: str
@@ -133,6 +133,6 @@ class MicrobatchMedia:
 
     samples: tuple[SampleMedia, ...]
     read: Callable[[Sequence[int]], dict[str, Any]]
-    """Sample numbers -> the tensors of their pictures or clips, read now."""
+    """Sample numbers -> the tensors of their images or clips, read now."""
     ahead: torch.Tensor | None = None
     """Features of all of them, [rows, width], once they are computed ahead of their turn."""

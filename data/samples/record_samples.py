@@ -81,11 +81,11 @@ class RecordSamples(Samples):
         """Of the source that a shard is of."""
 
     def token_counts(self, number: int) -> dict[str, int]:
-        """Tokens that each module's pictures or clips take in this sample, from the index alone."""
+        """Tokens that each module's images or clips take in this sample, from the index alone."""
         return {module: sum(tokens) for module, tokens in self.meta(number).tokens.items()}
 
     def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
-        """`Media.size` of each of the module's pictures or clips in this sample, from the index alone."""
+        """`Media.size` of each of the module's images or clips in this sample, from the index alone."""
         return self.meta(number).input_sizes(self._by_module[module])
 
     def text(self, number: int) -> collate.TextSample:
@@ -95,7 +95,7 @@ class RecordSamples(Samples):
         return sample
 
     def media(self, number: int, module: str) -> list[torch.Tensor]:
-        """The module's inputs, one per picture (uint8 [3, height, width], in tiles [tiles, 3, side, side]) or clip
+        """The module's inputs, one per image (uint8 [3, height, width], in tiles [tiles, 3, side, side]) or clip
         (float32 [samples]); zeros if bad.
 
         Reads media members only. Raises TooManyBadSamples.
@@ -178,7 +178,7 @@ class RecordSamples(Samples):
         return found
 
     def _decode(self, spec: Media, meta: SampleMeta, member: Member, extent: tuple[int, int]) -> list[torch.Tensor]:
-        """A picture or clip, or all pictures of a video, which stand one behind the other."""
+        """An image or clip, or all images of a video, which stand one behind the other."""
         raw, canvas = self._read(meta, member), spec.canvas(*extent) if spec.canvas else None
         size = spec.size(*extent)
         try:
@@ -193,12 +193,12 @@ class RecordSamples(Samples):
     def _conversation(self, meta: SampleMeta) -> Conversation:
         if meta.bad_reason is not None:
             raise RecordError(meta.bad_reason)
-        counts, pictures = meta.counts, meta.visuals
+        counts, images = meta.counts, meta.visuals
         raws = {member.extension: self._read(meta, member) for member in meta.texts}
         if meta.fields.texts:
-            return parse_fields(raws, meta.fields, meta.key, counts, self._bounds, pictures)
+            return parse_fields(raws, meta.fields, meta.key, counts, self._bounds, images)
         ((extension, raw),) = raws.items()
-        return parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, pictures)
+        return parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, images)
 
     def _require_words(self, conversation: Conversation) -> None:
         """Raises NothingToLearn for answers that are blank, where `data.null_captions` leaves these out."""

@@ -23,7 +23,7 @@ from data.order.step import StepSamples
 from data.records.conversation import Visual
 from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
-from data.samples.frames import SAMPLING, Sampling, pictures_of, places_of
+from data.samples.frames import SAMPLING, Sampling, images_of, places_of
 from data.samples.media_spec import Media
 from data.text.placeholders import Place
 from data.text.templates import MediaTokens
@@ -48,7 +48,7 @@ class SampleMeta:
     shard: int
     key: SampleKey
     texts: tuple[Member, ...]  # the record; several where `data.fields` names several
-    members: dict[str, list[Member]]  # of the kinds that the run uses, in the order of the shard; see `pictures_of`
+    members: dict[str, list[Member]]  # of the kinds that the run uses, in the order of the shard; see `images_of`
     tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its images or clips
     bad_reason: str | None
     others: OtherMembers = NO_OTHER_MEMBERS
@@ -124,7 +124,7 @@ class SampleTable:
         return measured
 
     def _measure(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
-        above = self._bounds.of_picture if kind == "image" else self._bounds.of_clip
+        above = self._bounds.of_image if kind == "image" else self._bounds.of_clip
         if 0 in (first, second):
             return " has no readable header"
         if excess := above(first, second):
@@ -195,7 +195,7 @@ class SampleTable:
     def _read_of(self, kind: str, members: Iterable[Member]) -> list[Member]:
         """The members that modules of this kind read."""
         if kind == "image":
-            return pictures_of(members, self._sampling)
+            return images_of(members, self._sampling)
         return [member for member in members if member.kind == kind]
 
     def step(
@@ -239,7 +239,7 @@ class SampleTable:
 
     def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """(both numbers of the extent of each, how many images or clips it is, whether it is within the bounds of
-        videos), as `pictures_of` and `tokens_of` have it."""
+        videos), as `images_of` and `tokens_of` have it."""
         first, second = (members[name].astype(np.int64) for name in ("first", "second"))
         times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
         if is_video.any():

@@ -1,4 +1,4 @@
-"""Checking one sample whole: its record, its placeholders, and every picture and clip."""
+"""Checking one sample whole: its record, its placeholders, and every image and clip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from data.order.sources import MixedOrder
 from data.records.conversation import KINDS
 from data.records.records import parse_record
 from data.samples.dataset import Dataset
-from data.samples.frames import SAMPLING, pictures_of, places_of
+from data.samples.frames import SAMPLING, images_of, places_of
 from data.samples.sample_meta import other_members
 from data.storage.files import ShardVersion
 from data.storage.url import Place
@@ -50,7 +50,7 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
         if above := BOUNDS.of_record(record.size):
             return above
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
-        others, visuals = other_members(members), places_of(pictures_of(members, SAMPLING))
+        others, visuals = other_members(members), places_of(images_of(members, SAMPLING))
         counts = {kind: len(others.names.get(kind, ())) for kind in KINDS}
         parse_record(raw, record.extension, key, counts, others=others, visuals=visuals)
     except (ReadError, ShardError, *OF_THE_MACHINE):
@@ -61,7 +61,7 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
 
 
 def _decode(member: Member, raw: bytes) -> None:
-    """Raises DecodeError; of a video for the pictures that a config reads that says nothing about it."""
+    """Raises DecodeError; of a video for the images that a config reads that says nothing about it."""
     if member.kind == "image":
         decode_image_file(raw)
     elif member.kind == "video":

@@ -19,7 +19,7 @@ from encoders.staged import Size
 
 
 class JoinedEncoder(VisionTransformer):
-    """Pictures -> features of both encoders for each token, side by side: what one pipeline stage has of them.
+    """Images -> features of both encoders for each token, side by side: what one pipeline stage has of them.
 
     Args:
         config: its hidden size is that of both together.
@@ -71,6 +71,6 @@ class JoinedEncoder(VisionTransformer):
         outputs = [part._run(media, sizes, states) for part, states in zip(parts, received, strict=True)]
         if not self.is_last_stage:
             tokens = self._tokens(size)
-            pictures = [one.unflatten(0, (len(sizes), -1)) for one in outputs]
-            outputs = [F.pad(one, (0, 0, 0, tokens - one.size(1))).flatten(0, 1) for one in pictures]
+            images = [one.unflatten(0, (len(sizes), -1)) for one in outputs]
+            outputs = [F.pad(one, (0, 0, 0, tokens - one.size(1))).flatten(0, 1) for one in images]
         return torch.cat(outputs, dim=-1)

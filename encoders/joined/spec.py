@@ -1,4 +1,4 @@
-"""Two encoders of the same pictures, and the arithmetic derived from them."""
+"""Two encoders of the same images, and the arithmetic derived from them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -32,7 +32,7 @@ class JoinedSpec(FixedKeys, EncoderSpec):
     """Directory of the second encoder; empty: none."""
 
     kind: ClassVar[str] = "image"
-    medium: ClassVar[str] = "picture"
+    medium: ClassVar[str] = "image"
     placeholder: ClassVar[str] = "<image>"
     token_unit_fields = ("encoder.first", "encoder.second")
 
@@ -53,29 +53,29 @@ class JoinedSpec(FixedKeys, EncoderSpec):
 
     @property
     def transform(self) -> ImageTransform:
-        """How a picture becomes one of `input_size`. Its pixels are rounded if those of either encoder are."""
+        """How an image becomes one of `input_size`. Its pixels are rounded if those of either encoder are."""
         return replace(self.first.transform, rounded=any(part.transform.rounded for part in self.parts.values()))
 
     @property
     def leading_tokens(self) -> int:
-        """Tokens of each picture beside its patches, inside the encoder that has more of them."""
+        """Tokens of each image beside its patches, inside the encoder that has more of them."""
         return max(part.leading_tokens for part in self.parts.values())
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of each picture in front of its patches, in the sequence."""
+        """Tokens of each image in front of its patches, in the sequence."""
         return self.first.kept_tokens
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels in which the encoders get a picture of `height` x `width`."""
+        """(height, width) in pixels in which the encoders get an image of `height` x `width`."""
         return self.first.input_size(height, width, merge=merge)
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that a picture takes inside the encoder that has more of them."""
+        """Tokens that an image takes inside the encoder that has more of them."""
         return self.most_inner_tokens(merge)
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that a picture takes in the sequence."""
+        """Tokens that an image takes in the sequence."""
         return self.first.num_tokens(height, width, merge=merge)
 
     def joined(self, merge: int) -> int:
@@ -83,19 +83,19 @@ class JoinedSpec(FixedKeys, EncoderSpec):
         return self.first.joined(merge)
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens of a picture in the sequence."""
+        """Tokens of an image in the sequence."""
         return self.first.most_tokens(merge)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens of a picture inside the encoder that has more of them."""
+        """Tokens of an image inside the encoder that has more of them."""
         return max(part.most_inner_tokens(merge) for part in self.parts.values())
 
     def patches_of(self, tokens: float, merge: int = 1) -> float:
-        """Patches of pictures that take `tokens` in the sequence, all together."""
+        """Patches of images that take `tokens` in the sequence, all together."""
         return self.first.patches_of(tokens, merge=merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a picture is read, its patches and its tokens, in words."""
+        """How an image is read, its patches and its tokens, in words."""
         return self.first.describe_input(merge)
 
     def num_parameters(self) -> int:
@@ -114,7 +114,7 @@ class JoinedSpec(FixedKeys, EncoderSpec):
             else:
                 found += [(f"{name}.{field}", text) for field, text in part.faults()]
                 if part.sizes_vary:
-                    text = f"is {part.resize}, and encoders can be joined where all pictures have one size: set it to "
+                    text = f"is {part.resize}, and encoders can be joined where all images have one size: set it to "
                     found.append((f"{name}.resize", f"{text}fixed or crop"))
         return found
 
@@ -129,15 +129,15 @@ class JoinedSpec(FixedKeys, EncoderSpec):
             return found
         first, second = self.parts.values()
         if first.image_size != second.image_size:
-            text = f"is {second.image_size}, and that of the first is {first.image_size}: both read the same picture"
+            text = f"is {second.image_size}, and that of the first is {first.image_size}: both read the same image"
             return [("encoder.second.image_size", f"{text}, make them equal")]
         if replace(first.transform, rounded=True) != replace(second.transform, rounded=True):
             how = [f"{one.resize}, {one.interpolation}, {one.transform.shortest_edge}" for one in (first, second)]
             text = f"resize, interpolation and shortest_edge are {how[1]}, and those of the first {how[0]}: both read"
-            return [("encoder.second.resize", f"{text} the same picture, make them equal")]
+            return [("encoder.second.resize", f"{text} the same image, make them equal")]
         counts = [part.most_tokens(merge) for part in (first, second)]
         if counts[0] != counts[1]:
             sizes = [f"image_size {one.image_size}, patch_size {one.patch_size}" for one in (first, second)]
-            text = f"a picture makes {counts[1]} tokens ({sizes[1]}), and {counts[0]} of the first ({sizes[0]})"
+            text = f"an image makes {counts[1]} tokens ({sizes[1]}), and {counts[0]} of the first ({sizes[0]})"
             return [("encoder.second.patch_size", f"{text}: features are joined token by token, make them equal")]
         return []

@@ -66,10 +66,10 @@ class PlainEncoder(MegatronModule):
         pixels: torch.Tensor | Sequence[torch.Tensor] | None = None,
         waveforms: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Features of pictures or clips.
+        """Features of images or clips.
 
         Args:
-            pixels: uint8 [N, 3, height, width], or [3, height, width] of each picture.
+            pixels: uint8 [N, 3, height, width], or [3, height, width] of each image.
             waveforms: float32 [N, samples], or [samples] of each clip.
 
         Returns:

@@ -22,7 +22,7 @@ class PlainSpec(EncoderSpec):
     hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the features."""
     dropout: float = key(0.0, at_least=0, below=1)
-    """Largest probability of dropout inside the encoder, of any kind; 0: features of a picture or clip never change."""
+    """Largest probability of dropout inside the encoder, of any kind; 0: features of an image or clip never change."""
 
     builder: ClassVar[str] = ""
     """`module:Class` of the torch module, which is made with the spec as its only argument."""
@@ -55,12 +55,12 @@ class PlainSpec(EncoderSpec):
 
 @dataclass
 class ImageSpec(PlainSpec):
-    """A torch module from pictures to features: float [N, 3, height, width] -> [N, rows * columns, hidden_size], row by
-    row. A subclass says `grid` and `num_parameters`; the pictures have one size unless it overrides `input_size`,
+    """A torch module from images to features: float [N, 3, height, width] -> [N, rows * columns, hidden_size], row by
+    row. A subclass says `grid` and `num_parameters`; the images have one size unless it overrides `input_size`,
     `sizes_vary`, `most_tokens` and `most_inner_tokens` too."""
 
     image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
-    """Height and width in pixels that every picture is resized to; its aspect ratio is not kept."""
+    """Height and width in pixels that every image is resized to; its aspect ratio is not kept."""
     pixel_scale: float = key(1 / 255, above=0, at_most=1e6)
     """What pixels, 0 to 255, are multiplied with."""
     pixel_mean: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], at_least=-1e6, at_most=1e6)
@@ -69,28 +69,28 @@ class ImageSpec(PlainSpec):
     """Standard deviation per channel, of scaled pixels."""
 
     kind: ClassVar[str] = "image"
-    medium: ClassVar[str] = "picture"
+    medium: ClassVar[str] = "image"
     placeholder: ClassVar[str] = "<image>"
 
     @abstractmethod
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """(rows, columns) of the features of a picture that the module gets in `height` x `width` pixels. Features
+        """(rows, columns) of the features of an image that the module gets in `height` x `width` pixels. Features
         without an order in the plane are one row."""
 
     def input_size(self, height: int, width: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels that a picture of `height` x `width` is resized to."""
+        """(height, width) in pixels that an image of `height` x `width` is resized to."""
         return self.image_size, self.image_size
 
     def output_tokens(self, height: int, width: int, /) -> int:
-        """Features of a picture that the module gets in this size."""
+        """Features of an image that the module gets in this size."""
         return math.prod(self.grid(height, width))
 
     def inner_tokens(self, height: int, width: int, /, *, merge: int = 1) -> int:
-        """Features of a picture of `height` x `width` pixels, before it is resized."""
+        """Features of an image of `height` x `width` pixels, before it is resized."""
         return self.output_tokens(*self.input_size(height, width, merge=merge))
 
     def num_tokens(self, height: int, width: int, /, *, merge: int = 1) -> int:
-        """Tokens that a picture takes in the sequence: features / merge^2."""
+        """Tokens that an image takes in the sequence: features / merge^2."""
         rows, columns = self.grid(*self.input_size(height, width, merge=merge))
         return (rows // merge) * (columns // merge)
 
@@ -99,15 +99,15 @@ class ImageSpec(PlainSpec):
         return merge**2
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest picture."""
+        """Tokens in the sequence of the largest image."""
         return self.num_tokens(self.image_size, self.image_size, merge=merge)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Features of the largest picture."""
+        """Features of the largest image."""
         return self.inner_tokens(self.image_size, self.image_size, merge=merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a picture is read, its features and its tokens, in words."""
+        """How an image is read, its features and its tokens, in words."""
         height, width = self.input_size(self.image_size, self.image_size, merge=merge)
         rows, columns = self.grid(height, width)
         most = "up to " if self.sizes_vary else ""

@@ -20,25 +20,25 @@ def merge_patches(features_NPH: torch.Tensor, rows: int, columns: int, merge: in
     """
     if merge == 1:
         return features_NPH
-    pictures, _, hidden = features_NPH.shape
-    squares = features_NPH.reshape(pictures, rows // merge, merge, columns // merge, merge, hidden)
-    return squares.permute(0, 1, 3, 2, 4, 5).reshape(pictures, -1, merge * merge * hidden)
+    images, _, hidden = features_NPH.shape
+    squares = features_NPH.reshape(images, rows // merge, merge, columns // merge, merge, hidden)
+    return squares.permute(0, 1, 3, 2, 4, 5).reshape(images, -1, merge * merge * hidden)
 
 
 def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: torch.Tensor) -> torch.Tensor:
     """
     Args:
-        features: of one picture after the other: of its tile as a whole, then of its other tiles, row by row, each
+        features: of one image after the other: of its tile as a whole, then of its other tiles, row by row, each
             [side^2, H], [rows, H].
-        tilings: of each picture.
+        tilings: of each image.
         newline: the row behind a line, [H].
 
     Returns:
-        [sum of `Tiling.tokens`, H], in the order of the pictures.
+        [sum of `Tiling.tokens`, H], in the order of the images.
     """
-    pictures = features.split([one.tiles * one.side**2 for one in tilings])
+    images = features.split([one.tiles * one.side**2 for one in tilings])
     newline = newline.to(features.dtype)
-    return torch.cat([_one(rows, tiling, newline) for rows, tiling in zip(pictures, tilings, strict=True)])
+    return torch.cat([_one(rows, tiling, newline) for rows, tiling in zip(images, tilings, strict=True)])
 
 
 def _one(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Tensor:

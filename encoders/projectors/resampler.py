@@ -1,4 +1,4 @@
-"""A perceiver resampler: learned latents that attend to the features of a picture or clip (see `ResamplerSpec`).
+"""A perceiver resampler: learned latents that attend to the features of an image or clip (see `ResamplerSpec`).
 
 Its linear layers are Megatron-Core's, so that tensor parallelism divides heads and feed-forward blocks.
 

@@ -12,7 +12,7 @@ NORMS = ("LayerNorm", "RMSNorm")
 @dataclass
 class ResamplerSpec(FixedKeys):
     """A perceiver resampler behind the projection (Jaegle et al. 2021, arXiv 2103.03206; as Idefics2 has it, Laurençon
-    et al. 2024, arXiv 2405.02246): learned latents attend to all features of a picture or clip and to each other, layer
+    et al. 2024, arXiv 2405.02246): learned latents attend to all features of an image or clip and to each other, layer
     by layer. Its linear layers have no bias; it is as wide as the language model."""
 
     latents: int = key(0, at_least=0, at_most=2**20)
@@ -125,7 +125,7 @@ class ProjectorSpec(FixedKeys):
 
     @property
     def latents(self) -> int:
-        """Rows that every picture or clip takes in the sequence; 0: as many as it has joined features."""
+        """Rows that every image or clip takes in the sequence; 0: as many as it has joined features."""
         return self.resampler.latents
 
     def faults(self) -> list[tuple[str, str]]:

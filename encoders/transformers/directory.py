@@ -202,7 +202,7 @@ def drops(key: str) -> bool:
 
 
 def square(size: Any) -> int:
-    """Side in pixels of a processor's `size` or `crop_size`, or of a model's pictures or patches; 0 if it is not square
+    """Side in pixels of a processor's `size` or `crop_size`, or of a model's images or patches; 0 if it is not square
     or not one size."""
     if _is_whole(size):
         return int(size)

@@ -110,7 +110,7 @@ class Tower(torch.nn.Module):
         """Buffers that the inputs are made with."""
 
     def _example(self) -> torch.Tensor:
-        raise AssertionError("pictures and clips say it")
+        raise AssertionError("images and clips say it")
 
     def _require_input(self) -> None:
         known = inspect.signature(self.model.forward).parameters
@@ -145,7 +145,7 @@ class Tower(torch.nn.Module):
 
 
 class VisionTower(Tower):
-    """Pictures [N, 3, height, width] -> features [N, tokens, H]."""
+    """Images [N, 3, height, width] -> features [N, tokens, H]."""
 
     INPUT = "pixel_values"
     spec: TransformersSpec

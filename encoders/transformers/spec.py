@@ -28,7 +28,7 @@ WHISPER_HOP, WHISPER_STRIDE = 160, 2
 
 
 class FromDirectory(FixedKeys):
-    """What the specs of pictures and clips share: the model's config, from the directory or from a config that was
+    """What the specs of images and clips share: the model's config, from the directory or from a config that was
     read from it earlier."""
 
     KIND: ClassVar[str]
@@ -92,7 +92,7 @@ class FromDirectory(FixedKeys):
         return self.layers() * self.hidden_size
 
     def _most_inside(self) -> int:
-        raise AssertionError("pictures and clips say it")
+        raise AssertionError("images and clips say it")
 
     def _filled(self) -> None:
         """Fill in what the directory says. Raises EncoderError: it cannot be read, or contradicts `model_config`."""
@@ -186,7 +186,7 @@ class TransformersSpec(FromDirectory, ImageSpec):
 
     @property
     def transform(self) -> ImageTransform:
-        """How a picture becomes one of `input_size`."""
+        """How an image becomes one of `input_size`."""
         # As its processor, which alone keeps fractions of resized pixels.
         return ImageTransform(self.interpolation, rounded=self.model_config.get("model_type") != "dinov3_vit")
 
@@ -208,7 +208,7 @@ class TransformersSpec(FromDirectory, ImageSpec):
             given = preprocessing(self.path, self.KIND) if self.path else {}
             if given.get("do_center_crop"):
                 return [
-                    f"pictures are resized to {self.image_size} x {self.image_size} whole, where {self.path} resizes "
+                    f"images are resized to {self.image_size} x {self.image_size} whole, where {self.path} resizes "
                     "the shorter side and crops the middle"
                 ]
         return []

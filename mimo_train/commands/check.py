@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         "examples:\n"
         "  mimo-train check vlm_digits\n"
         "  mimo-train check vlm_digits layout=images_dp1_language_dp2 train.micro_batch_size=4\n"
-        "  mimo-train check recipes/llava_1_5_finetune layout=pictures_64 --without-data\n"
+        "  mimo-train check recipes/llava_1_5_finetune layout=images_64 --without-data\n"
         "  mimo-train check vlm_digits modules.language.layout.tp=2 --dry-run",
     )
     command.add_argument(

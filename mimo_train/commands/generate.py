@@ -19,7 +19,7 @@ KINDS = ("image", "video", "audio")
 """Kinds of media, which are options and commands of a conversation."""
 
 CHAT_HELP = """/image FILE, /video FILE, /audio FILE
-        attach a picture, a video or a clip to the next message
+        attach an image, a video or a clip to the next message
 /reset  begin again, without the turns so far
 /help   these commands
 /exit   end, as the end of the input does"""
@@ -55,21 +55,21 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a picture; repeat it for several, in order: at the places that <image> marks in the prompt, or before it",
+        help="an image; repeat it for several, in order: at the places that <image> marks in the prompt, or before it",
     )
     option(
         "--video",
         action="append",
         default=[],
         metavar="FILE",
-        help="a video, at <video> or before the prompt, after the pictures; it is read as data.video says",
+        help="a video, at <video> or before the prompt, after the images; it is read as data.video says",
     )
     option(
         "--audio",
         action="append",
         default=[],
         metavar="FILE",
-        help="a clip, at <audio> or before the prompt, after the pictures; repeat it for several",
+        help="a clip, at <audio> or before the prompt, after the images; repeat it for several",
     )
     option(
         "--prompt-format",
@@ -133,12 +133,12 @@ def main(
     """Print the answer to `prompt` while it is decoded, then those to the messages of a chat. Returns the exit code.
 
     Args:
-        media: (kind, file) of pictures, videos and clips, in their order.
+        media: (kind, file) of images, videos and clips, in their order.
         prompt_format: auto, chat or text.
         trust_code: import encoders that the checkpoint's config names by their paths.
 
     Raises:
-        UserError: no complete checkpoint or a damaged one, a picture or clip that cannot be read or that no module
+        UserError: no complete checkpoint or a damaged one, an image or clip that cannot be read or that no module
             takes, options that exclude each other, or a prompt that does not fit into `data.sequence_length`.
     """
     from data.storage.url import place_of

@@ -58,10 +58,10 @@ def _add_cluster(kinds: Any) -> None:
         "Writes a template of configs/cluster/ with the values of a run to standard output, after it has checked\n"
         "that the layout fills the nodes. Edit a copy of a template for anything else, and give its path.\n\n"
         "examples:\n"
-        "  mimo-train launch cluster kubernetes recipes/llava_1_5_finetune layout=pictures_64 \\\n"
+        "  mimo-train launch cluster kubernetes recipes/llava_1_5_finetune layout=images_64 \\\n"
         "    run.dir=/runs/llava --nodes 8 --gpus-per-node 8 --set image=registry.example/mimo:1 \\\n"
         "    --set claim=runs --set mount=/runs --without-data > job.yaml\n"
-        "  mimo-train launch cluster skypilot recipes/llava_1_5_finetune layout=pictures_64 \\\n"
+        "  mimo-train launch cluster skypilot recipes/llava_1_5_finetune layout=images_64 \\\n"
         "    run.dir=/runs/llava --nodes 8 --gpus-per-node 8 --set gpu=H100 --set claim=runs \\\n"
         "    --set mount=/runs --without-data > task.yaml",
     )

@@ -27,7 +27,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 @dataclass
 class VideoConfig(Section):
-    """How many pictures a video becomes: those in the middle of so many equal parts of it. See docs/data.md#videos."""
+    """How many images a video becomes: those in the middle of so many equal parts of it. See docs/data.md#videos."""
 
     frames_per_second: float = key(1.0, above=0, at_most=1000)
     """Frames per second; at least one of a video."""
@@ -116,7 +116,7 @@ class DataConfig(Section):
     """Colour behind transparent images: `white`, `black`, `grey`, `#RRGGBB`, or `none` (drop transparency). See
     docs/data.md#transparency."""
     video: VideoConfig = field(default_factory=VideoConfig)
-    """How many pictures a video becomes. See docs/data.md#videos."""
+    """How many images a video becomes. See docs/data.md#videos."""
     shuffle: bool = True
     """Shuffle training samples each epoch."""
     shuffle_block: int = key(1, at_least=1, at_most=2**20)

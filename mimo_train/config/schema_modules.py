@@ -152,7 +152,7 @@ class FeatureCacheConfig(Section):
 
 @dataclass
 class PlaceholderConfig(Section):
-    """The tokens that a picture or a clip has in the text; its features replace the embeddings of the pads. Empty: as
+    """The tokens that an image or a clip has in the text; its features replace the embeddings of the pads. Empty: as
     the tokenizer's chat template has them, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
 
     pad: str = ""

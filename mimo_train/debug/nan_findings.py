@@ -1,6 +1,6 @@
 """Non-finite values after a bad step: gradients, weights, losses and inputs, with their ranks and samples.
 
-Non-finite values spread: one picture makes the loss of its microbatch and every gradient NaN. So inputs and weights are
+Non-finite values spread: one image makes the loss of its microbatch and every gradient NaN. So inputs and weights are
 checked too: if they are at fault, they identify the module. Otherwise, `train.on_nan=bisect` finds the origin.
 """
 
@@ -141,7 +141,7 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
 
 
 def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
-    """Non-finite pictures or clips that this rank read, with their samples."""
+    """Non-finite images or clips that this rank read, with their samples."""
     sizes = data.dataset.input_sizes
     for microbatch, batch in enumerate(data.current.microbatches):
         for module, inputs in batch.get("modality_inputs", {}).items():
@@ -152,7 +152,7 @@ def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
                 if not isinstance(values[0], torch.Tensor):
                     continue  # later stages of an encoder have sizes alone
                 numbers = data.current.numbers[microbatch][module]
-                # One item for each picture or clip that was read, in the order of the samples.
+                # One item for each image or clip that was read, in the order of the samples.
                 owners = [number for number in numbers if number not in known for _ in sizes(number, module)]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:

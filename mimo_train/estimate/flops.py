@@ -1,4 +1,4 @@
-"""FLOPs of every module in one optimizer step, from the tokens and pictures that are really computed.
+"""FLOPs of every module in one optimizer step, from the tokens and images that are really computed.
 
 Counted are the matrix matmuls, a multiplication and an addition as two; norms, activations, softmax and look-ups are
 left out, as the field does (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473,
@@ -164,9 +164,9 @@ class StepFlops:
             rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
             encoder, projector = self._modules[name].encoder, self._modules[name].projector
             if projector.latents:
-                pictures = rows / projector.latents
-                kept = pictures * encoder.kept_tokens
-                patches = tokens - pictures * encoder.leading_tokens
+                images = rows / projector.latents
+                kept = images * encoder.kept_tokens
+                patches = tokens - images * encoder.leading_tokens
             elif encoder.is_tiled:
                 patches, kept = tokens * encoder.most_patches() / encoder.token_unit(), 0.0
             else:

@@ -67,14 +67,14 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
 
 @dataclass(frozen=True)
 class Media:
-    """Numbers of pictures or clips through an encoder, on which the FLOPs depend linearly."""
+    """Numbers of images or clips through an encoder, on which the FLOPs depend linearly."""
 
     patches: float = 0
-    """Patches of pictures, frames of clips."""
+    """Patches of images, frames of clips."""
     tokens: float = 0
     """Inside the encoder: patches and class tokens."""
     pairs: float = 0
-    """Pairs of tokens of the same picture or clip that attend to each other, in a layer on average."""
+    """Pairs of tokens of the same image or clip that attend to each other, in a layer on average."""
     kept: float = 0
     """Features in front of the projector that are not made of patches or frames: class tokens."""
     latents: float = 0
@@ -84,7 +84,7 @@ class Media:
 def encoder_matmuls(
     name: str, spec: LayeredSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
 ) -> list[Matmul]:
-    """The matmuls of pictures or clips through encoder module `name` and its projector.
+    """The matmuls of images or clips through encoder module `name` and its projector.
 
     Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
     pairs of tokens (fewer where layers have windows), h hidden size, f feed-forward width, u the width of the first
@@ -93,7 +93,7 @@ def encoder_matmuls(
 
         2P * e  +  L * (2T * (4h^2 + hu + fh) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
 
-    For pictures with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
+    For images with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
     two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
     Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_matmuls`;
     the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
@@ -135,7 +135,7 @@ def _plain_matmuls(name: str, spec: PlainSpec, media: Media) -> list[Matmul]:
 
 
 def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tuple[str, LayeredSpec, Media]]:
-    """(name, encoder, its media) of each encoder that an encoder consists of: all have the same pictures, and one size
+    """(name, encoder, its media) of each encoder that an encoder consists of: all have the same images, and one size
     of these."""
     parts = spec.parts
     for part, own in parts.items():

@@ -1,9 +1,8 @@
 """Estimates of memory per rank, from sizes alone.
 
-Counted: weights, gradients, optimizer states, the activations that the backward pass needs, and the work at the fullest
-moment (`mimo_train.estimate.activations` has the formulas). Not counted: the CUDA context, buffers of NCCL, workspaces
-of kernels, fragmentation. Every position of a text counts as learned, and every row as full. Norms are those of a GPU,
-unless the run is on the CPU.
+Counted: weights, gradients, optimizer states, activations for the backward pass, and the work at the fullest moment
+(formulas: `mimo_train.estimate.activations`). Not counted: the CUDA context, buffers of NCCL, workspaces of kernels,
+fragmentation. Every position of a text counts as learned, and every row as full.
 """
 
 import math
@@ -97,7 +96,7 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
 
     Args:
         vocab: rows of the embedding (see `padded_vocab_size`).
-        media_per_sample: pictures of this module in one sample, on average.
+        media_per_sample: images of this module in one sample, on average.
     """
     module = run.layout.modules[name]
     return [

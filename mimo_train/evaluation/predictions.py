@@ -89,7 +89,7 @@ def shown_media(
     first = {item.kind: item.module for item in reversed(dataset.modules)}
     inputs = {module: media[module] if media else dataset.media(number, module) for module in first.values()}
     if module := first.get("image"):
-        shown["images"] = [_png(picture) for picture in inputs[module]]
+        shown["images"] = [_png(image) for image in inputs[module]]
     if module := first.get("audio"):
         sizes = dataset.input_sizes(number, module)
         clips = zip(inputs[module], sizes, strict=True)
@@ -97,15 +97,15 @@ def shown_media(
     return shown
 
 
-def _png(picture: torch.Tensor) -> str:
+def _png(image: torch.Tensor) -> str:
     """uint8 or float32 [3, height, width] as base64 of a PNG file; of tiles, [tiles, 3, height, width], the first."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    picture = picture[0] if picture.ndim == 4 else picture
-    if picture.is_floating_point():
-        picture = picture.round().clamp(0, 255).to(torch.uint8)
-    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(buffer, format="PNG")
+    image = image[0] if image.ndim == 4 else image
+    if image.is_floating_point():
+        image = image.round().clamp(0, 255).to(torch.uint8)
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 
 

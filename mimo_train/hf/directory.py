@@ -189,7 +189,7 @@ def plain_model(name: str, spec: Any) -> PlainModel | None:
         name: of its module.
     """
     if isinstance(spec, TransformersSpec):
-        preprocessor = _of_pictures(spec)
+        preprocessor = _of_images(spec)
     elif isinstance(spec, TransformersAudioSpec) and not spec.is_whisper:
         preprocessor = _of_clips(spec)
     else:
@@ -209,7 +209,7 @@ def _hub_state(
     return {prefix + name.removeprefix(prefix): value for name, value in state.items()}
 
 
-def _of_pictures(spec: TransformersSpec) -> dict[str, Any]:
+def _of_images(spec: TransformersSpec) -> dict[str, Any]:
     side = {"height": spec.image_size, "width": spec.image_size}
     return {
         "image_processor_type": f"{'Siglip' if spec.transform.rounded else 'DINOv3ViT'}ImageProcessorFast",

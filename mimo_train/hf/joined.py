@@ -111,12 +111,12 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
 
 
 def _require_mark(tokenizer: Tokenizer, pad: int, name: str) -> None:
-    """Raises NoLlava where LLaVA's processor would write a picture's place in another way."""
+    """Raises NoLlava where LLaVA's processor would write an image's place in another way."""
     text = tokenizer.shown([pad])
     written = getattr(tokenizer, "writes", lambda kind: None)("image")
     if written is not None and written.strip() != text:
         raise NoLlava(
-            f"the chat template writes {written!r} for a picture, and LLaVA's processor knows {text!r} alone, which "
+            f"the chat template writes {written!r} for an image, and LLaVA's processor knows {text!r} alone, which "
             f"modules.{name}.placeholder.pad is"
         )
 
@@ -167,7 +167,5 @@ def _language(
         config = language_config_json(spec, kind) | special_ids(tokenizer)
         weights = language_map(spec, rows, kind)
     if kind in SCALES_FEATURES:
-        raise NoLlava(
-            f"a language model of family {kind} scales the features of pictures in LLaVA, and here it does not"
-        )
+        raise NoLlava(f"a language model of family {kind} scales the features of images in LLaVA, and here it does not")
     return config, weights.under(LANGUAGE_NAMES[0])

@@ -116,7 +116,7 @@ def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
     """Raise NoLlava for parts that LLaVA lacks."""
     encoder, projector, prefix = module.encoder, module.projector, f"modules.{name}"
     if getattr(encoder, "kind", "") != "image":
-        raise NoLlava(f"{name} reads no pictures")
+        raise NoLlava(f"{name} reads no images")
     if encoder.family not in TOWERS:
         reason = _OTHERS.get(encoder.family, "")
         text = f"{prefix}.encoder.family is {encoder.family}, and towers of {', '.join(TOWERS)} are written"
@@ -126,7 +126,7 @@ def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
             f"{prefix}.encoder.register_tokens is {encoder.register_tokens}, and LLaVA would keep them in the sequence"
         )
     if encoder.is_tiled:
-        raise NoLlava(f"{prefix}.encoder.resize is tiles, and LLaVA reads pictures in one piece")
+        raise NoLlava(f"{prefix}.encoder.resize is tiles, and LLaVA reads images in one piece")
     if encoder.final_norm:
         raise NoLlava(
             f"{prefix}.encoder.final_norm is true, and LLaVA reads its tower without the norm behind the layers: "

@@ -132,7 +132,7 @@ def _plain_encoder_faults(layout: LayoutConfig, encoder: PlainSpec, key: str) ->
 
 
 _ENCODER_AXES = {
-    "cp": "an encoder reads whole pictures or clips, context parallel does not apply",
+    "cp": "an encoder reads whole images or clips, context parallel does not apply",
     "ep": "an encoder has no experts, expert parallel does not apply",
     "etp": "an encoder has no experts, expert tensor parallel does not apply",
     "vpp": "encoders are not interleaved",

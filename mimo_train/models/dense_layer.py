@@ -302,7 +302,7 @@ class _Compiler:
         self._key, self._eager, self.graphs = key, eager, 0
 
     def __call__(self, function: Callable) -> Callable:
-        # Texts and pictures have any length: sizes are symbols from the start, and a graph serves all of them.
+        # Texts and images have any length: sizes are symbols from the start, and a graph serves all of them.
         compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=self._backend)
         if not self._eager:
             return compiled

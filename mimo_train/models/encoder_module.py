@@ -23,7 +23,7 @@ class StagedModality(VisionModalitySubmodules):
     def forward(
         self, encoder_inputs: dict[str, Any] | None = None, hidden_states: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """One stage's pass over the pictures of a microbatch.
+        """One stage's pass over the images of a microbatch.
 
         Args:
             encoder_inputs: encoder -> arguments of its `forward`; None if the microbatch has no media.

@@ -109,7 +109,7 @@ class RouterLosses:
     """The load-balancing loss and the z-loss of a model with experts: their weights, and values without a message.
 
     Megatron-Core 0.19.2 adds positions x loss to the sum of token losses and divides both by the tokens that count
-    (router.py:600), so that its weight would grow with the share of positions that do not count: prompts, pictures,
+    (router.py:600), so that its weight would grow with the share of positions that do not count: prompts, images,
     padding. It averages a loss over all data-parallel ranks, although each has only a part of it (router.py:531).
     Multiplied by `learned_share` and the number of parts, the loss is a mean with the weight in the config, for loss
     functions that return a sum and its number of tokens. The tracker sends messages for each group to log the values

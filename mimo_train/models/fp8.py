@@ -54,7 +54,7 @@ def require_fp8(cfg: ConfigContainer, te: bool) -> None:
 def prepare_layer(layer: TransformerLayer) -> None:
     """Let the products of a layer that has fp8 take any number of rows.
 
-    fp8 products take multiples of 16 rows (mxfp8: 32; the gradient of a weight is summed over them), and pictures and
+    fp8 products take multiples of 16 rows (mxfp8: 32; the gradient of a weight is summed over them), and images and
     texts have any number: rows of zeros are added, and taken away behind the product.
     """
     config: TransformerConfig = layer.config

@@ -246,7 +246,7 @@ class DeepStackLayer(SeededTransformerLayer):
     def forward(
         self, hidden_states: torch.Tensor, *arguments: Any, context: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron-Core's. `context`: [layers that add, S, B, H], zero where there is no picture."""
+        """As Megatron-Core's. `context`: [layers that add, S, B, H], zero where there is no image."""
         output, _ = super().forward(hidden_states, *arguments, context=None, **options)
         return output if context is None else output + context[self.layer_number - 1], context
 

@@ -72,16 +72,16 @@ class Projector(MultimodalProjector):
         Args:
             hidden_states: joined features, rows of one medium after the other, [rows, width].
             counts: rows of each medium; only a resampler needs them.
-            tilings: of each picture; only where there is a newline.
+            tilings: of each image; only where there is a newline.
 
         Returns:
             [rows, language model's hidden size]; of a resampler the latents of every medium, with a newline the lines
-            of every picture.
+            of every image.
         """
         features = hidden_states if self.norm is None else self.norm(hidden_states)
         projected = super().forward(features)
         if self.newline is not None:
-            assert tilings is not None, "pictures that are cut into tiles have sizes"
+            assert tilings is not None, "images that are cut into tiles have sizes"
             return lines_of_tiles(projected, tilings, self.newline)
         if self.resampler is None:
             return projected

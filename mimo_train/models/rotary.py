@@ -97,7 +97,7 @@ class AxisRotaryEmbedding(torch.nn.Module):
     arXiv 2409.12191, section 2.1).
 
     Megatron-Core 0.19.2 has them in three sections, one behind the other (rotary_pos_embedding.py:356), and not
-    interleaved; nor does it take positions without axes, of a batch without pictures.
+    interleaved; nor does it take positions without axes, of a batch without images.
     """
 
     def __init__(self, llm: LlmSpec, cp_group: dist.ProcessGroup):

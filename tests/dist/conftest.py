@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
-    """A small digits demo: pictures, text-only samples and samples with two pictures."""
+    """A small digits demo: images, text-only samples and samples with two images."""
     from data.demo.make import make_demo
 
     return make_demo(tmp_path_factory.mktemp("digits"), train_samples=480, held_out_samples=40, shards=2)

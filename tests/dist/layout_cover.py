@@ -53,7 +53,7 @@ def _neighbours(row: Row, place: str) -> set[str]:
 
 def cases_of(family: str) -> list[tuple[str, Row, frozenset[str]]]:
     """Every model and row of a family, with the features of the row, that of being this model, and those of replicas
-    where they have different numbers of pictures."""
+    where they have different numbers of images."""
     found = []
     for model, row in CASES:
         if MODELS[model].family == family:

@@ -61,7 +61,7 @@ class Model:
 
     @property
     def uneven(self) -> bool:
-        """Whether microbatches have other numbers of pictures, or of tokens of them, on every replica."""
+        """Whether microbatches have other numbers of images, or of tokens of them, on every replica."""
         return self.demo in ("sparse", "sizes", "mixed")
 
 
@@ -130,7 +130,7 @@ UNEVEN = (
     same("dp4", "dp2 tp2 pp2"),
     same("dp2", "cp2"),
 )
-"""Fan-in and fan-out, apart and on the same ranks, of samples most of which have no picture."""
+"""Fan-in and fan-out, apart and on the same ranks, of samples most of which have no image."""
 
 ENCODER_STAGES = (
     apart("pp2", ONE),
@@ -143,7 +143,7 @@ ENCODER_STAGES = (
     same("tp2 sp", "dp2"),
 )
 """The encoder in stages, the first of two with more layers, and with sequence parallelism; most samples have no
-picture."""
+image."""
 
 ANY_SIZE = (
     apart("pp2", "dp2"),
@@ -151,7 +151,7 @@ ANY_SIZE = (
     apart("tp2 sp dp2", ONE, "modules.images.balance=patches", "train.recompute=full"),
     same("dp2", "tp2"),
 )
-"""Pictures of other sizes in every microbatch."""
+"""Images of other sizes in every microbatch."""
 
 
 def first_ranks(language: str, *changes: str, **encoders: str) -> Row:
@@ -169,9 +169,9 @@ TWO_VISION = (
     first_ranks("2 dp2", images="0 dp2", details="2 tp2"),
     first_ranks("0 pp2", images="0 one", details="0 one"),
 )
-"""Two encoders of the same pictures: each apart, on the same ranks, one or both with the language model."""
+"""Two encoders of the same images: each apart, on the same ranks, one or both with the language model."""
 
-PICTURES_AND_SOUND = (
+IMAGES_AND_SOUND = (
     first_ranks("2 one", images="0 one", audio="1 one"),
     first_ranks("3 dp2", *PACKED, images="0 dp2", audio="2 one"),
     first_ranks("1 one", images="0 one", audio="1 one"),
@@ -180,7 +180,7 @@ PICTURES_AND_SOUND = (
     first_ranks("2 pp2", images="0 tp2", audio="0 dp2"),
     first_ranks("0 one", WHOLE_ROWS, images="0 one", audio="0 one"),
 )
-"""Pictures of any size and clips of any length; every fourth microbatch has neither."""
+"""Images of any size and clips of any length; every fourth microbatch has neither."""
 
 UNTIED = (apart("dp2", "pp2"), same("tp2", "dp2 pp2", WHOLE_STATES))
 
@@ -280,16 +280,16 @@ SEVERAL, MIXTURES = "several encoders", "experts"
 
 MODELS = {
     "vlm": _vlm(VLM),
-    "vlm, few pictures": _vlm(UNEVEN, demo="sparse"),
+    "vlm, few images": _vlm(UNEVEN, demo="sparse"),
     "vlm, three encoder layers": _vlm(
         ENCODER_STAGES,
         "modules.images.encoder.num_layers=3",
         "modules.images.encoder.class_token=true",
         demo="sparse",
     ),
-    "vlm, pictures of any size": _vlm(ANY_SIZE, *_ANY_SIZE, demo="sizes"),
+    "vlm, images of any size": _vlm(ANY_SIZE, *_ANY_SIZE, demo="sizes"),
     "two vision encoders": _vlm(TWO_VISION, *_DETAILS, family=SEVERAL),
-    "pictures and sound": Model(SEVERAL, "mixed_tiny", "mixed", _MICROBATCH, _SMALL_MIXTURE, PICTURES_AND_SOUND),
+    "images and sound": Model(SEVERAL, "mixed_tiny", "mixed", _MICROBATCH, _SMALL_MIXTURE, IMAGES_AND_SOUND),
     "vlm, untied": _vlm(UNTIED, *_UNTIED),
     "vlm, bf16": _vlm(BF16, "train.precision=bf16", family="bf16", bounds=BOUNDS_BF16),
     "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE),

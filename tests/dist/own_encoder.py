@@ -26,7 +26,7 @@ class ConvSpec(ImageSpec):
 
 
 class Conv(torch.nn.Module):
-    """Pictures [N, 3, height, width] -> [N, squares, hidden_size]."""
+    """Images [N, 3, height, width] -> [N, squares, hidden_size]."""
 
     def __init__(self, spec):
         super().__init__()

@@ -9,7 +9,7 @@ from data.demo.make import make_demo, make_mixed_demo, make_text_demo
 from tests.dist.layout_tables import MODELS, Row
 from tests.dist.parameters import largest_change, parameters_of
 from tests.dist.runs import RATE, STEPS, Bounds, config, curve, largest_difference, train_on_ranks
-from tests.dist.stretched import stretch_pictures
+from tests.dist.stretched import stretch_images
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Difference(Bounds):
 
 
 def make_demos(folder: Path) -> dict[str, Path]:
-    """The samples of the models; of `sparse`, most have no picture; of `sizes`, pictures have many sizes."""
+    """The samples of the models; of `sparse`, most have no image; of `sizes`, images have many sizes."""
     sizes = {"train_samples": 480, "held_out_samples": 40, "shards": 2}
     digits = make_demo(folder / "digits", **sizes)
     return {
         "digits": digits,
-        "sizes": stretch_pictures(digits, folder / "sizes"),
+        "sizes": stretch_images(digits, folder / "sizes"),
         "mixed": make_mixed_demo(folder / "mixed", train_samples=320, held_out_samples=16, shards=2),
         "sparse": make_demo(folder / "sparse", **sizes, text_only_fraction=0.7),
         "prose": make_text_demo(folder / "prose"),

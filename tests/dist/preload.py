@@ -14,7 +14,7 @@ import pytest  # noqa: F401  (imported by the files of tests that ranks take the
 import torch
 
 # Classes are named, as transformers imports the files of a class when its name is asked for. Llama and CLIP bring what
-# every model and every picture's preprocessing needs.
+# every model and every image's preprocessing needs.
 from transformers import (  # noqa: F401
     AutoImageProcessor,
     AutoModelForCausalLM,

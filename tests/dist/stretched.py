@@ -1,4 +1,4 @@
-"""The digits demo with pictures of many sizes."""
+"""The digits demo with images of many sizes."""
 
 import io
 import tarfile
@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 
-def stretch_pictures(digits: Path, folder: Path) -> Path:
-    """A copy of the demo's training shards in `folder` with every picture stretched to another size, from 20 to 130
+def stretch_images(digits: Path, folder: Path) -> Path:
+    """A copy of the demo's training shards in `folder` with every image stretched to another size, from 20 to 130
     pixels a side."""
     rng = np.random.default_rng(0)
     (folder / "train").mkdir(parents=True)
@@ -25,7 +25,7 @@ def stretch_pictures(digits: Path, folder: Path) -> Path:
 
 
 def _stretched(raw: bytes, height: int, width: int) -> bytes:
-    """The picture in another size, as PNG whatever it was."""
+    """The image in another size, as PNG whatever it was."""
     buffer = io.BytesIO()
     Image.open(io.BytesIO(raw)).resize((width, height)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

@@ -104,8 +104,8 @@ def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     from mimo_train.inputs.inputs import build_dataset, tokenizer_of
     from mimo_train.inputs.padding import padding_of
 
-    for row in MODELS["vlm, few pictures"].rows:
-        cfg = config_of("vlm, few pictures", demos, tmp_path, row)
+    for row in MODELS["vlm, few images"].rows:
+        cfg = config_of("vlm, few images", demos, tmp_path, row)
         run = resolve(cfg)
         sizes = (run.batch.global_batch_size, run.batch.microbatch_samples)
         batching = Batching(*sizes, None, run.batch.replicas, padding_of(cfg))
@@ -121,6 +121,6 @@ def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
                 sums = [[sum(counts[first : first + part]) for first in range(0, len(counts), part)]
                         for counts in microbatches]  # fmt: skip
                 assert any(any(each) and not all(each) for each in sums), "text alone, on some ranks"
-                assert any(all(each) and len(set(each)) > 1 for each in sums) or module.dp > 2, "uneven pictures"
-    directions = {row.size("images", "dp") > row.size("language", "dp") for row in MODELS["vlm, few pictures"].rows}
+                assert any(all(each) and len(set(each)) > 1 for each in sums) or module.dp > 2, "uneven images"
+    directions = {row.size("images", "dp") > row.size("language", "dp") for row in MODELS["vlm, few images"].rows}
     assert directions == {True, False}

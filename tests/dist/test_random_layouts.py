@@ -35,10 +35,10 @@ def drawn(default: int) -> settings:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
-    """The samples of the shipped runs; most have no picture."""
+    """The samples of the shipped runs; most have no image."""
     folder = tmp_path_factory.mktemp("demos")
-    pictures = make_demo(folder / "sparse", train_samples=480, held_out_samples=40, shards=2, text_only_fraction=0.7)
-    return {"vlm_digits": pictures, "gpt_tiny": make_text_demo(folder / "prose")}
+    images = make_demo(folder / "sparse", train_samples=480, held_out_samples=40, shards=2, text_only_fraction=0.7)
+    return {"vlm_digits": images, "gpt_tiny": make_text_demo(folder / "prose")}
 
 
 @pytest.fixture(scope="module")

@@ -106,9 +106,9 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     assert "  busiest: images (" in printed or "  busiest: language (" in printed
     assert "held-out exact match" in printed and "report.html" in printed and "mimo-train generate" in printed
 
-    picture = tmp_path / "picture.png"
-    Image.new("RGB", (60, 40), "red").save(picture)
-    question = ["--image", str(picture), "--prompt", "Which digit is red?", "--max-new-tokens", "3"]
+    image = tmp_path / "image.png"
+    Image.new("RGB", (60, 40), "red").save(image)
+    question = ["--image", str(image), "--prompt", "Which digit is red?", "--max-new-tokens", "3"]
     command = [sys.executable, "-m", "mimo_train.cli", "generate", str(run_dir), *question]
     answered = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=tmp_path)
     assert answered.returncode == 0 and "Warning" not in answered.stderr, answered.stderr

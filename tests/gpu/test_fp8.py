@@ -48,7 +48,7 @@ def test_fp8_follows_bf16(run, bf16, recipe):
 def test_an_encoder_alone_in_fp8_follows_bf16_too(run, bf16):
     """Its copies of weights are renewed though the language model has none."""
     own = ("modules.images.fp8=tensorwise", "train.recompute=full")
-    assert 0 < largest_difference(bf16, run("pictures", *own))[0] < 0.1
+    assert 0 < largest_difference(bf16, run("images", *own))[0] < 0.1
 
 
 def test_a_run_in_fp8_continues_from_its_checkpoint(run):

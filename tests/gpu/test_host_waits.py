@@ -53,14 +53,14 @@ def _train(cfg, planted: bool) -> int:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Shards of the demo of pictures."""
+    """Shards of the demo of images."""
     return make_demo(tmp_path_factory.mktemp("demo") / "digits", train_samples=480, held_out_samples=8, shards=2)
 
 
 RUNS = {
     "fp32": (),
     "bf16": ("train.precision=bf16",),
-    "packed, pictures of all sizes": (
+    "packed, images of all sizes": (
         "train.precision=bf16",
         "data.pack=true",
         "encoder@modules.images.encoder=vit_tiny_native",

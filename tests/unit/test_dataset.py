@@ -16,7 +16,7 @@ from mimo_train.dataset import open_dataset
 from mimo_train.inputs.inputs import build_dataset, tokenizer_of
 from tests.tars import write_tar
 from tests.unit.configs import changed
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 from tests.unit.logging.report.parsed_page import ParsedPage
 from tests.unit.test_docs import DOCS, blocks
 
@@ -31,7 +31,7 @@ def samples(name: str, count: int) -> list[tuple[str, bytes]]:
     """Members of samples with one image each."""
     members = []
     for n in range(count):
-        members.append((f"{name}{n}.png", encode_picture(20, 20, "PNG", value=20 * n)))
+        members.append((f"{name}{n}.png", encode_image(20, 20, "PNG", value=20 * n)))
         members.append((f"{name}{n}.json", chat("<image>Where is <b>it</b>?", f"answer {n}")))
     return members
 
@@ -137,7 +137,7 @@ def test_a_sample_with_audio_has_a_player_and_a_bad_one_its_reason(tmp_path):
     wav = io.BytesIO()
     soundfile.write(wav, np.zeros(12 * 16000, dtype=np.int16), 16000, format="WAV")
     members = [("a.wav", wav.getvalue()), ("a.json", json.dumps({"caption": "A tone."}).encode())]
-    members += [("b.png", encode_picture(20, 20, "PNG")[:60]), ("b.json", json.dumps({"caption": "A hill."}).encode())]
+    members += [("b.png", encode_image(20, 20, "PNG")[:60]), ("b.json", json.dumps({"caption": "A hill."}).encode())]
     shards = str(write_tar(tmp_path / "s" / "a.tar", members))
     overrides = [f"data.shards={shards}", "data.demo=", "data.validation_shards=", "data.shuffle=false"]
     dataset = open_dataset(

@@ -11,8 +11,8 @@ from encoders.pretrained import (
     CLIP_STD,
     ConfigFile,
     Published,
+    image_values,
     part_of,
-    picture_values,
     preprocessor_config,
     tower_config,
     unread_norm,
@@ -84,8 +84,8 @@ def tower_values(file: ConfigFile) -> dict[str, Any]:
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """See `encoders.registry.Family.read`; of CLIP, or of its vision tower alone."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
-    pictures = picture_values(preprocessor, _PREPROCESSING, file.side("image_size"))
-    return {"family": "clip", **tower_values(file), **pictures}
+    images = image_values(preprocessor, _PREPROCESSING, file.side("image_size"))
+    return {"family": "clip", **tower_values(file), **images}
 
 
 def published(spec: ClipSpec) -> Published:

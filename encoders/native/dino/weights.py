@@ -16,7 +16,7 @@ from encoders.pretrained import (
     IMAGENET_STD,
     ConfigFile,
     Published,
-    picture_values,
+    image_values,
     preprocessor_config,
     tower_config,
     unread_norm,
@@ -112,7 +112,7 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     file.require(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     activation = GATED if file["use_swiglu_ffn"] else file.activation()
     side = file.side("image_size")
-    pictures = picture_values(preprocessor, _PREPROCESSING, side, any_size=True)
+    images = image_values(preprocessor, _PREPROCESSING, side, any_size=True)
     return {
         "family": "dinov2",
         "ffn_hidden_size": _ffn_size(file["hidden_size"], file["mlp_ratio"], activation),
@@ -120,7 +120,7 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
         "position_size": side // file.side("patch_size") * file.side("patch_size"),
         "register_tokens": file["num_register_tokens"] if with_registers else 0,
         **_values(file),
-        **pictures,
+        **images,
     }
 
 
@@ -134,7 +134,7 @@ def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[s
         if activation != "silu":
             raise EncoderError(f"config.json: hidden_act is {activation!r} with use_gated_mlp, only silu can be built")
         activation = GATED
-    pictures = picture_values(preprocessor, _PREPROCESSING_3, file.side("image_size"), any_size=True)
+    images = image_values(preprocessor, _PREPROCESSING_3, file.side("image_size"), any_size=True)
     return {
         "family": "dinov3",
         "ffn_hidden_size": file["intermediate_size"],
@@ -142,7 +142,7 @@ def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[s
         "rotary_base": file["rope_theta"],
         "register_tokens": file["num_register_tokens"],
         **_values(file),
-        **pictures,
+        **images,
     }
 
 

@@ -19,7 +19,7 @@ from encoders.staged import Size
 
 
 class Qwen3VisionTransformer(VisionTransformer):
-    """Pictures -> features per token of `merge` x `merge` patches, [rows, H * merge^2 + W * layers of deepstack], on
+    """Images -> features per token of `merge` x `merge` patches, [rows, H * merge^2 + W * layers of deepstack], on
     one stage."""
 
     spec: Qwen3VitSpec

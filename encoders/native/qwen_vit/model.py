@@ -1,7 +1,7 @@
 """The vision transformer of Qwen2.5-VL of Megatron-Core layers.
 
-Inside the layers the patches of a picture are ordered by window, within a window by token of the sequence (a square of
-`merge` x `merge` patches), so that windows are neighbours, those of one length too, and a token's patches. Pictures are
+Inside the layers the patches of an image are ordered by window, within a window by token of the sequence (a square of
+`merge` x `merge` patches), so that windows are neighbours, those of one length too, and a token's patches. Images are
 always in a packed row, whose documents they are, with windows inside of them.
 
 Shape suffixes as in `encoders.native.vit.model`.
@@ -21,12 +21,12 @@ from encoders.staged import Size
 
 
 class QwenVisionTransformer(VisionTransformer):
-    """Pictures -> features per token of `merge` x `merge` patches: what one pipeline stage has of it."""
+    """Images -> features per token of `merge` x `merge` patches: what one pipeline stage has of it."""
 
     spec: QwenVitSpec
 
     def _kept(self, size: Size) -> torch.Tensor:
-        # The place of a token among windows, by its place in the picture.
+        # The place of a token among windows, by its place in the image.
         rows, columns = self._grid(size)
         tokens = torch.argsort(_by_window(rows // self.merge, columns // self.merge, self._window))
         return (tokens[:, None] * self.merge**2 + torch.arange(self.merge**2)).flatten()

@@ -9,7 +9,7 @@ from encoders.pretrained import CLIP_MEAN, CLIP_STD
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 
 LONGEST = 200
-"""Most times that a picture may be longer than wide, or wider than long."""
+"""Most times that an image may be longer than wide, or wider than long."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class QwenVitSpec(PatchSpec):
         return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
 
     def window_tokens(self, rows: int, columns: int, merge: int) -> list[int]:
-        """Tokens in each window of a picture of `rows` x `columns` patches, row by row."""
+        """Tokens in each window of an image of `rows` x `columns` patches, row by row."""
         side = self.window_size // self.patch_size // merge
         heights, widths = (
             [min(side, count // merge - at) for at in range(0, count // merge, side)] for count in (rows, columns)
@@ -62,7 +62,7 @@ class QwenVitSpec(PatchSpec):
         return [height * width * merge**2 for height in heights for width in widths]
 
     def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
-        """Pairs of tokens of a picture that attend to each other, in a layer on average."""
+        """Pairs of tokens of an image that attend to each other, in a layer on average."""
         rows, columns = self.grid(height, width, merge)
         whole = len(self.full_attention)
         windows = sum(tokens**2 for tokens in self.window_tokens(rows, columns, merge))
@@ -93,7 +93,7 @@ class QwenVitSpec(PatchSpec):
 
 
 def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """(height, width) in pixels that a picture of `height` x `width` is resized to: the nearest multiples of `unit`;
+    """(height, width) in pixels that an image of `height` x `width` is resized to: the nearest multiples of `unit`;
     outside of the bounds both are scaled alike first.
 
     Args:
@@ -103,7 +103,7 @@ def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> t
         EncoderError: it is too long for its width, or does not fit the largest area with a token at its side.
     """
     if max(height, width) > LONGEST * min(height, width):
-        raise EncoderError(f"a picture of {height} x {width} pixels is more than {LONGEST} times longer than wide")
+        raise EncoderError(f"an image of {height} x {width} pixels is more than {LONGEST} times longer than wide")
     # Halves go to the even number, as in the published preprocessing.
     rows, columns = round(height / unit), round(width / unit)
     if rows * columns * unit**2 > most:
@@ -114,7 +114,7 @@ def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> t
         rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
     if not rows * columns or rows * columns * unit**2 > most:
         raise EncoderError(
-            f"a picture of {height} x {width} pixels becomes {rows * unit} x {columns * unit}, and encoder."
-            f"max_pixels is {most}: raise it, or leave the picture out"
+            f"an image of {height} x {width} pixels becomes {rows * unit} x {columns * unit}, and encoder."
+            f"max_pixels is {most}: raise it, or leave the image out"
         )
     return rows * unit, columns * unit

@@ -7,7 +7,7 @@ from encoders.base import GATED
 from encoders.errors import EncoderError
 from encoders.native.qwen_vit.spec import QwenVitSpec
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules
-from encoders.pretrained import CLIP_MEAN, CLIP_STD, ConfigFile, part_of, picture_values
+from encoders.pretrained import CLIP_MEAN, CLIP_STD, ConfigFile, image_values, part_of
 from encoders.weight_map import WeightMap, same, with_biases
 
 _LAYERS = LayerNames(
@@ -90,11 +90,11 @@ def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> di
     size = own["size"]
     pixels = {name: value for name, value in preprocessor.items() if name not in ("size", "do_center_crop")}
     square = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}  # of no effect
-    pictures = picture_values(pixels, _PREPROCESSING | square, 0, any_size=True)
+    images = image_values(pixels, _PREPROCESSING | square, 0, any_size=True)
     return {
         "min_pixels": own.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"],
         "max_pixels": own.get("max_pixels") or size.get("longest_edge") or size["max_pixels"],
-        **{name: pictures[name] for name in ("interpolation", "pixel_mean", "pixel_std")},
+        **{name: images[name] for name in ("interpolation", "pixel_mean", "pixel_std")},
     }
 
 

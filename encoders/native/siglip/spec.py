@@ -45,11 +45,11 @@ class Siglip2Spec(TowerSpec):
 
     @property
     def largest_area(self) -> int:
-        """Pixels of the largest picture that layers see."""
+        """Pixels of the largest image that layers see."""
         return self.max_patches * self.patch_size**2
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels in which the encoder gets a picture of `height` x `width`: scaled by the largest
+        """(height, width) in pixels in which the encoder gets an image of `height` x `width`: scaled by the largest
         factor with which its sides, rounded up to multiples of patch_size * merge, hold at most `max_patches`."""
         unit = self.patch_size * merge
         rows, columns = _largest_grid(height, width, unit, self.max_patches // merge**2)
@@ -59,11 +59,11 @@ class Siglip2Spec(TowerSpec):
         """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if self.resize != "native":
-            found.append(("resize", f"must be native, is {self.resize!r}: pictures of one size are family siglip"))
+            found.append(("resize", f"must be native, is {self.resize!r}: images of one size are family siglip"))
         if self.max_patches < 1:
             found.append(("max_patches", f"must be at least 1, is {self.max_patches}"))
         found += [
-            (name, f"is {getattr(self, name)}, and the size of pictures follows from max_patches: set it to 0")
+            (name, f"is {getattr(self, name)}, and the size of images follows from max_patches: set it to 0")
             for name in ("min_pixels", "max_pixels")
             if getattr(self, name)
         ]
@@ -79,10 +79,10 @@ class Siglip2Spec(TowerSpec):
 
 @lru_cache(maxsize=65536)
 def _largest_grid(height: int, width: int, unit: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of a picture, see `Siglip2Spec.input_size`.
+    """(rows, columns) of an image, see `Siglip2Spec.input_size`.
 
     The factor is found by bisection between 1e-6 and 100 to 1e-5, as the published preprocessing does: at another
-    precision some pictures get another grid.
+    precision some images get another grid.
     """
 
     def grid(scale: float) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from encoders.native.vit.weights import layer_rules, norm_rules, patch_rules, un
 from encoders.pretrained import (
     ConfigFile,
     Published,
+    image_values,
     part_of,
-    picture_values,
     pixel_keys,
     preprocessor_config,
     tower_config,
@@ -52,8 +52,8 @@ _NORM = "vision_model.post_layernorm"
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """See `encoders.registry.Family.read`; of SigLIP, or of its vision tower alone."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
-    pictures = picture_values(preprocessor, _PREPROCESSING, file.side("image_size"))
-    return {"family": "siglip", **tower_values(file), **pictures}
+    images = image_values(preprocessor, _PREPROCESSING, file.side("image_size"))
+    return {"family": "siglip", **tower_values(file), **images}
 
 
 def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> d
         defaults["patch_size"] = values["patch_size"]
     own = ConfigFile("preprocessor_config.json", preprocessor.get("image_processor") or preprocessor, defaults)
     own.require(patch_size=values["patch_size"])
-    pictures = picture_values({**preprocessor, "resample": own["resample"]}, defaults, 0, any_size=True)
-    picked = {name: pictures[name] for name in ("interpolation", "pixel_mean", "pixel_std")}
+    images = image_values({**preprocessor, "resample": own["resample"]}, defaults, 0, any_size=True)
+    picked = {name: images[name] for name in ("interpolation", "pixel_mean", "pixel_std")}
     sizes = {"image_size": side * values["patch_size"], "max_patches": own["max_num_patches"]}
     return {"family": "siglip2", **values, **sizes, **picked}
 
@@ -93,7 +93,7 @@ def published_native(spec: Siglip2Spec) -> Published:
 
 def weight_map(spec: SiglipSpec | Siglip2Spec | VisionSpec) -> WeightMap:
     """See `encoders.registry.Family.weight_map`."""
-    # NaFlex cuts pictures into patches before it embeds them: its weight is that of a linear layer.
+    # NaFlex cuts images into patches before it embeds them: its weight is that of a linear layer.
     linear = same("patch_embedding.weight", "embeddings.patch_embedding.weight", spec.hidden_size)
     rules = [
         *(with_biases([linear]) if spec.channels_last else patch_rules(spec, "embeddings.patch_embedding")),

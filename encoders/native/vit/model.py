@@ -2,8 +2,8 @@
 
 One class for all families that differ in nothing but what `PatchSpec` names.
 
-Shape suffixes: N pictures, C channels, P patches of all pictures, T tokens of one inside the encoder (class token,
-register tokens, patches), H hidden size, R rows: tokens of all pictures.
+Shape suffixes: N images, C channels, P patches of all images, T tokens of one inside the encoder (class token,
+register tokens, patches), H hidden size, R rows: tokens of all images.
 """
 
 import math
@@ -24,7 +24,7 @@ from encoders.staged import Size, StagedEncoder, to_device
 
 
 class VisionTransformer(StagedEncoder):
-    """Pictures -> features per patch, joined `merge` x `merge`: what one pipeline stage has of it."""
+    """Images -> features per patch, joined `merge` x `merge`: what one pipeline stage has of it."""
 
     spec: PatchSpec
 
@@ -34,27 +34,27 @@ class VisionTransformer(StagedEncoder):
         sizes: Sequence[Size] | None = None,
         hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What this stage makes of the pictures.
+        """What this stage makes of the images.
 
         Args:
-            pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each picture; of one that
+            pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each image; of one that
                 is cut into tiles [tiles, 3, height, width].
-            sizes: on later stages, and of pictures that are cut into tiles on all: (height, width) of each picture.
+            sizes: on later stages, and of images that are cut into tiles on all: (height, width) of each image.
             hidden_states: on later stages: what the stage before returned.
 
         Returns:
-            Rows of one picture after the other, and of its tiles. On the last stage features [N * P / merge^2, H *
+            Rows of one image after the other, and of its tiles. On the last stage features [N * P / merge^2, H *
             merge^2]; before it the tokens inside the encoder, [R, H].
         """
         if self.spec.is_tiled:
-            assert sizes, "how many tiles a picture has follows from its own size"
+            assert sizes, "how many tiles an image has follows from its own size"
             assert isinstance(self.spec, TowerSpec)
             tiles = sum(self.spec.tiling(*size).tiles for size in sizes)
             pixels = None if pixels is None else torch.cat(list(pixels))
             sizes = [(self.spec.image_size, self.spec.image_size)] * tiles
         elif not sizes:
-            assert pixels is not None, "the first stage gets pictures, the others their sizes"
-            sizes = [(picture.shape[-2], picture.shape[-1]) for picture in pixels]
+            assert pixels is not None, "the first stage gets images, the others their sizes"
+            sizes = [(image.shape[-2], image.shape[-1]) for image in pixels]
         return self._run(pixels, sizes, hidden_states)
 
     def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
@@ -77,13 +77,13 @@ class VisionTransformer(StagedEncoder):
         return {"rotary_pos_emb": to_device(torch.cat(angles)[:, None, None], next(self.parameters()).device)}
 
     def _angles(self, size: Size) -> torch.Tensor:
-        """Angles of rotary positions of a picture's tokens inside the encoder, [T, size of a head]."""
+        """Angles of rotary positions of an image's tokens inside the encoder, [T, size of a head]."""
         spec, grid = self.spec, self._grid(size)
         patches = relative_angles(spec.hidden_size // spec.num_attention_heads, spec.rotary_base, *grid)
         return F.pad(patches[self._order(grid)], (0, 0, spec.leading_tokens, 0))
 
     def _order(self, grid: Grid) -> torch.Tensor:
-        """Places in the picture, row by row, of the patches of a grid as they stand inside the encoder: those of a
+        """Places in the image, row by row, of the patches of a grid as they stand inside the encoder: those of a
         token are neighbours, tokens are row by row."""
         return token_by_token(*grid, self.merge)
 
@@ -107,9 +107,9 @@ class VisionTransformer(StagedEncoder):
         self.register_buffer("pixel_std", 255 * _channels(spec.pixel_std), persistent=False)
 
     def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
-        """Pictures, those of one size neighbours -> the input of the first layer, [R, H]."""
+        """Images, those of one size neighbours -> the input of the first layer, [R, H]."""
         grids = Counter(map(self._grid, sizes))
-        assert len(grids) == len(set(sizes)), "pictures of one grid are neighbours"
+        assert len(grids) == len(set(sizes)), "images of one grid are neighbours"
         hidden_PH = self.patch_embedding(self._patches(media, grids))
         class_H: torch.Tensor | None = self.class_token
         if self.position_embedding is not None:
@@ -124,11 +124,11 @@ class VisionTransformer(StagedEncoder):
         if leading:
             each = torch.cat(leading).expand(len(sizes), -1, -1)
             patches = hidden_PH.split([math.prod(grid) for grid in grids.elements()])
-            hidden_PH = torch.cat([part for picture in zip(each.unbind(), patches, strict=True) for part in picture])
+            hidden_PH = torch.cat([part for image in zip(each.unbind(), patches, strict=True) for part in image])
         return hidden_PH if self.pre_norm is None else self.pre_norm(hidden_PH)
 
     def _positions(self, learned_H: torch.Tensor, grids: Counter[Grid]) -> torch.Tensor:
-        """Positions of the patches of all pictures, so many of each grid, [P, H], from those of the grid that is
+        """Positions of the patches of all images, so many of each grid, [P, H], from those of the grid that is
         learned."""
         spec = self.spec
         options = (spec.position_grid, spec.position_resize, spec.position_antialias, spec.position_corners)
@@ -151,7 +151,7 @@ class VisionTransformer(StagedEncoder):
         return positions_PH.to(learned_H.dtype)
 
     def _grid(self, size: Sequence[int]) -> Grid:
-        """(rows, columns) of patches of a picture of `size` pixels, (height, width)."""
+        """(rows, columns) of patches of an image of `size` pixels, (height, width)."""
         return size[0] // self.spec.patch_size, size[1] // self.spec.patch_size
 
     def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Counter[Grid]) -> torch.Tensor:
@@ -162,7 +162,7 @@ class VisionTransformer(StagedEncoder):
         values_PCAA = (values_PCAA.float() - self.pixel_mean) / self.pixel_std
         if spec.channels_last:
             values_PCAA = values_PCAA.permute(0, 2, 3, 1)
-        if spec.patch_frames > 1:  # a still picture: P, C, frames, side, side
+        if spec.patch_frames > 1:  # a still image: P, C, frames, side, side
             values_PCAA = values_PCAA.unsqueeze(2).expand(-1, -1, spec.patch_frames, -1, -1)
         return values_PCAA.flatten(1).to(self.patch_embedding.weight.dtype)
 

@@ -1,4 +1,4 @@
-"""Sizes of transformers over the patches of pictures, and the arithmetic derived from them."""
+"""Sizes of transformers over the patches of images, and the arithmetic derived from them."""
 
 import math
 from dataclasses import dataclass
@@ -55,19 +55,19 @@ class PatchSpec(FixedKeys, LayeredSpec):
     """Standard deviation of red, green and blue, of pixels scaled to [0, 1]."""
 
     kind: ClassVar[str] = "image"
-    medium: ClassVar[str] = "picture"
+    medium: ClassVar[str] = "image"
     placeholder: ClassVar[str] = "<image>"
     resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native")
     """What `resize` may be."""
     rounded_pixels = True
     """Whether resized pixels are whole numbers, as in the published preprocessing of most families."""
     whole_patches = True
-    """Whether patches cover a picture; otherwise pixels that are left over at its right and lower edge are not read."""
+    """Whether patches cover an image; otherwise pixels that are left over at its right and lower edge are not read."""
     pre_norm = False
     """A norm in front of the first layer."""
     patch_bias = True
     patch_frames = 1
-    """How often a picture is repeated: the kernel over patches spans so many frames."""
+    """How often an image is repeated: the kernel over patches spans so many frames."""
     channels_last = False
     """Whether the values of a patch are in the order (row, column, channel), instead of (channel, row, column)."""
     class_token = False
@@ -98,7 +98,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
 
     @property
     def transform(self) -> ImageTransform:
-        """How a picture becomes one of `input_size`."""
+        """How an image becomes one of `input_size`."""
         edge = (self.shortest_edge or self.image_size) if self.resize == "crop" else 0
         return ImageTransform(self.interpolation, shortest_edge=edge, rounded=self.rounded_pixels)
 
@@ -110,24 +110,24 @@ class PatchSpec(FixedKeys, LayeredSpec):
 
     @property
     def leading_tokens(self) -> int:
-        """Tokens of each picture in front of its patches, inside the encoder."""
+        """Tokens of each image in front of its patches, inside the encoder."""
         return self.class_token + self.register_tokens
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of each picture in front of its patches, in the sequence."""
+        """Tokens of each image in front of its patches, in the sequence."""
         return int(self.keep_class_token)
 
     @property
     def largest_area(self) -> int:
-        """Pixels of the largest picture that layers see."""
+        """Pixels of the largest image that layers see."""
         return self.max_pixels or self.image_size**2
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels in which the encoder gets a picture of `height` x `width`.
+        """(height, width) in pixels in which the encoder gets an image of `height` x `width`.
 
         With resize native, sides are the nearest multiples of patch_size * merge; outside of the bounds both are scaled
-        alike first. A side is at least one multiple, so that a very long picture loses some of its length.
+        alike first. A side is at least one multiple, so that a very long image loses some of its length.
         """
         if self.resize != "native":
             return self.image_size, self.image_size
@@ -144,21 +144,21 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return rows * unit, columns * unit
 
     def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(rows, columns) of patches of a picture of `height` x `width` pixels, before it is resized."""
+        """(rows, columns) of patches of an image of `height` x `width` pixels, before it is resized."""
         height, width = self.input_size(height, width, merge)
         return height // self.patch_size, width // self.patch_size
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that a picture takes inside the encoder: patches, class and register tokens."""
+        """Tokens that an image takes inside the encoder: patches, class and register tokens."""
         return math.prod(self.grid(height, width, merge)) + self.leading_tokens
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that a picture takes in the sequence: patches / merge^2, and the class token where it is kept."""
+        """Tokens that an image takes in the sequence: patches / merge^2, and the class token where it is kept."""
         rows, columns = self.grid(height, width, merge)
         return (rows // merge) * (columns // merge) + self.kept_tokens
 
     def token_grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(rows, columns) of the tokens in the sequence that come of the patches of a picture."""
+        """(rows, columns) of the tokens in the sequence that come of the patches of an image."""
         rows, columns = self.grid(height, width, merge)
         return rows // merge, columns // merge
 
@@ -167,28 +167,28 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return merge**2
 
     def most_patches(self, merge: int = 1) -> int:
-        """Patches of the largest picture that layers see."""
+        """Patches of the largest image that layers see."""
         if self.resize != "native":
             return (self.image_size // self.patch_size) ** 2
         return self.largest_area // (self.patch_size * merge) ** 2 * merge**2
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest picture."""
+        """Tokens in the sequence of the largest image."""
         return self.most_patches(merge) // merge**2 + self.kept_tokens
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens inside the encoder of the largest picture."""
+        """Tokens inside the encoder of the largest image."""
         return self.most_patches(merge) + self.leading_tokens
 
     def patches_of(self, tokens: float, merge: int = 1) -> float:
-        """Patches of pictures that take `tokens` in the sequence, all together."""
+        """Patches of images that take `tokens` in the sequence, all together."""
         share = 1.0
-        if self.kept_tokens:  # then all pictures are alike, see `joint_faults`
+        if self.kept_tokens:  # then all images are alike, see `joint_faults`
             share = 1 - self.kept_tokens / self.most_tokens(merge)
         return tokens * share * self.joined(merge)
 
     def token_unit(self, merge: int = 1) -> int:
-        """What divides the number of tokens that any picture has inside the encoder."""
+        """What divides the number of tokens that any image has inside the encoder."""
         if self.resize != "native":
             return self.most_inner_tokens()
         return math.gcd(merge**2, self.leading_tokens)
@@ -215,7 +215,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return 3 * self.patch_frames * self.patch_size**2
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a picture is read, its patches and its tokens, in words."""
+        """How an image is read, its patches and its tokens, in words."""
         if self.resize != "native":
             pixels, side = f"{self.image_size} x {self.image_size} pixels", self.image_size // self.patch_size
             return pixels, f"{side} x {side} patches", f"{self.most_tokens(merge)}"
@@ -266,7 +266,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
             return found + [
                 (
                     name,
-                    f"is {value}, and with resize {self.resize} every picture has image_size {self.image_size}: set it "
+                    f"is {value}, and with resize {self.resize} every image has image_size {self.image_size}: set it "
                     "to 0",
                 )
                 for name, value in bounds.items()
@@ -309,7 +309,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
             return [
                 (
                     "encoder.keep_class_token",
-                    "a class token in the sequence needs pictures of one size and patches that are not joined, resize "
+                    "a class token in the sequence needs images of one size and patches that are not joined, resize "
                     f"is {self.resize} and projector.merge {merge}: set it to false",
                 )
             ]
@@ -317,7 +317,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
             return [
                 (
                     "encoder.max_pixels",
-                    f"the largest area is {self.largest_area} pixels, and a picture has at least {unit} x {unit} "
+                    f"the largest area is {self.largest_area} pixels, and an image has at least {unit} x {unit} "
                     f"(patch_size {self.patch_size} x projector.merge {merge}): raise it to {unit**2}",
                 )
             ]

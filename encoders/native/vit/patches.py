@@ -1,6 +1,6 @@
-"""Patches of pictures of any sizes: their order, and their pixels.
+"""Patches of images of any sizes: their order, and their pixels.
 
-Shape suffixes: N pictures, P patches of all pictures, C channels, R rows and L columns of patches, A side of a patch in
+Shape suffixes: N images, P patches of all images, C channels, R rows and L columns of patches, A side of a patch in
 pixels.
 """
 
@@ -12,43 +12,43 @@ import torch
 from encoders.staged import to_device
 
 Grid = tuple[int, int]
-"""(rows, columns) of the patches of a picture."""
+"""(rows, columns) of the patches of an image."""
 
 
 @lru_cache(maxsize=1024)
 def token_by_token(rows: int, columns: int, merge: int) -> torch.Tensor:
-    """Places in a picture, row by row, of its patches in the order of tokens: squares of `merge` x `merge` patches row
+    """Places in an image, row by row, of its patches in the order of tokens: squares of `merge` x `merge` patches row
     by row, and inside of each its patches row by row."""
     places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
     return places.transpose(1, 2).flatten()
 
 
 def gather_patches(
-    pictures: torch.Tensor | Sequence[torch.Tensor],
+    images: torch.Tensor | Sequence[torch.Tensor],
     grids: Mapping[Grid, int],
     orders: Mapping[Grid, torch.Tensor],
     side: int,
 ) -> torch.Tensor:
-    """Pixels of the patches of all pictures, [P, C, A, A], by operations whose number does not depend on the sizes.
+    """Pixels of the patches of all images, [P, C, A, A], by operations whose number does not depend on the sizes.
 
     Args:
-        pictures: [N, C, height, width], or [C, height, width] of each, those of one grid neighbours. Pixels at the
+        images: [N, C, height, width], or [C, height, width] of each, those of one grid neighbours. Pixels at the
             right and lower edge that make no whole patch are not read.
-        grids: how many pictures have each grid, in their order.
-        orders: places in a picture of each grid, row by row, of its patches in the order in which they are wanted.
+        grids: how many images have each grid, in their order.
+        orders: places in an image of each grid, row by row, of its patches in the order in which they are wanted.
         side: of a patch, in pixels.
     """
-    if isinstance(pictures, torch.Tensor):
+    if isinstance(images, torch.Tensor):
         ((rows, columns),) = grids
-        whole = pictures[..., : rows * side, : columns * side]
+        whole = images[..., : rows * side, : columns * side]
         lines_NCRALA = whole.unflatten(-1, (columns, side)).unflatten(-3, (rows, side))
         patches_NPCAA = lines_NCRALA.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-        return patches_NPCAA[:, to_device(orders[rows, columns], pictures.device)].flatten(0, 1)
-    channels = pictures[0].size(0)
+        return patches_NPCAA[:, to_device(orders[rows, columns], images.device)].flatten(0, 1)
+    channels = images[0].size(0)
     of_each = (grid for grid, count in grids.items() for _ in range(count))
-    cut = [one[:, : rows * side, : columns * side] for one, (rows, columns) in zip(pictures, of_each, strict=True)]
+    cut = [one[:, : rows * side, : columns * side] for one, (rows, columns) in zip(images, of_each, strict=True)]
     lines = torch.cat([one.reshape(-1, side) for one in cut])
-    # A line is `side` pixels of a row of a picture that are in one patch. Of each patch: number of its first one among
+    # A line is `side` pixels of a row of an image that are in one patch. Of each patch: number of its first one among
     # all lines, and how many lines there are from channel to channel and from row to row.
     first, plans = 0, []
     for (rows, columns), count in grids.items():

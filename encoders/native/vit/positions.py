@@ -10,7 +10,7 @@ from encoders.native.vit.patches import Grid
 
 
 class Taps(NamedTuple):
-    """What makes the position of each patch of a picture, row by row: a weighted sum of some of those learned."""
+    """What makes the position of each patch of an image, row by row: a weighted sum of some of those learned."""
 
     places: torch.Tensor
     """Of the learned ones in their grid, row by row: int64 [patches, taps]."""
@@ -27,10 +27,10 @@ def position_taps(
     antialias: bool = False,
     corners: bool = False,
 ) -> Taps:
-    """Positions of a picture of `rows` x `columns` patches, each at its place in the grid that was learned.
+    """Positions of an image of `rows` x `columns` patches, each at its place in the grid that was learned.
 
     Bicubic interpolation over the grid, as Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) do to read
-    larger pictures. Of the same grid each is the learned one.
+    larger images. Of the same grid each is the learned one.
 
     Args:
         learned: rows and columns of the grid that was learned.

@@ -1,7 +1,7 @@
-"""Pictures of any size as tiles of one size (AnyRes; LLaVA-NeXT, Liu et al. 2024; pooling as in LLaVA-OneVision, Li et
+"""Images of any size as tiles of one size (AnyRes; LLaVA-NeXT, Liu et al. 2024; pooling as in LLaVA-OneVision, Li et
 al. 2024, arXiv 2408.03326, section 4.1).
 
-A picture is read twice: whole, as one tile, and cut. To be cut it is resized to fit into one of several canvases and
+An image is read twice: whole, as one tile, and cut. To be cut it is resized to fit into one of several canvases and
 centred there. In the sequence its tile comes first; then the features of the canvas line by line, without those of
 the border alone, each line with a learned row behind it.
 """
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 UNCUT = (0, 0)
-"""Extent of a picture that is not cut, whatever its size."""
+"""Extent of an image that is not cut, whatever its size."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the features of a picture become its tokens. All counts are of features."""
+    """How the features of an image become its tokens. All counts are of features."""
 
     rows: int
     columns: int
@@ -31,7 +31,7 @@ class Tiling:
 
     @property
     def tiles(self) -> int:
-        """With that of the whole picture."""
+        """With that of the whole image."""
         return 1 + self.rows * self.columns
 
     @property
@@ -41,7 +41,7 @@ class Tiling:
 
     @property
     def tokens(self) -> int:
-        """In the sequence, learned rows included. One is behind a picture that is not cut."""
+        """In the sequence, learned rows included. One is behind an image that is not cut."""
         if not self.rows:
             return self.side**2 + 1
         rows, columns = self.pooled or self.inner
@@ -49,7 +49,7 @@ class Tiling:
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(height, width) in pixels of the canvas that keeps most pixels of a picture, and of those the one with the
+    """(height, width) in pixels of the canvas that keeps most pixels of an image, and of those the one with the
     smallest border; the first of several."""
     best, kept_most, least_waste = (0, 0), 0, math.inf
     for rows, columns in canvases:
@@ -64,14 +64,14 @@ def best_canvas(height: int, width: int, canvases: Sequence[Sequence[int]]) -> t
 def tiling(height: int, width: int, canvas: tuple[int, int], tile: int, side: int, most: int) -> Tiling:
     """
     Args:
-        height, width: of the picture, in pixels.
+        height, width: of the image, in pixels.
         canvas: (height, width) in pixels.
         tile: side of a tile in pixels; side: in features.
         most: tiles beyond whose features they are averaged; 0: they are not.
     """
     rows, columns = canvas[0] // tile, canvas[1] // tile
     high, wide = rows * side, columns * side
-    # Rounded to 7 places, as in the published models: elsewhere some pictures get another border.
+    # Rounded to 7 places, as in the published models: elsewhere some images get another border.
     if width / height > wide / high:
         top, left = (high - int(round(height * (wide / width), 7))) // 2, 0
     else:

@@ -1,4 +1,4 @@
-"""Sizes of published vision towers: a layer of them is read, and pictures may be cut into tiles."""
+"""Sizes of published vision towers: a layer of them is read, and images may be cut into tiles."""
 
 import math
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class TowerSpec(PatchSpec):
 
     @property
     def transform(self) -> ImageTransform:
-        """How a picture becomes one of `input_size`."""
+        """How an image becomes one of `input_size`."""
         if not self.is_tiled:
             return super().transform
         red, green, blue = (int(255 * mean) for mean in self.pixel_mean)
@@ -50,27 +50,27 @@ class TowerSpec(PatchSpec):
         """(height, width) in pixels of what is cut into tiles; `UNCUT` if nothing is.
 
         Raises:
-            EncoderError: a picture so long that nothing of it would be left.
+            EncoderError: an image so long that nothing of it would be left.
         """
         if (height, width) == UNCUT:
             return UNCUT
         found = best_canvas(height, width, self.grid_pinpoints)
         if found == UNCUT:
-            raise EncoderError(f"a picture of {height} x {width} pixels is too long for every one of grid_pinpoints")
+            raise EncoderError(f"an image of {height} x {width} pixels is too long for every one of grid_pinpoints")
         return found
 
     def tiling(self, height: int, width: int) -> Tiling:
-        """How a picture of `height` x `width` pixels is cut into tiles. Raises EncoderError as `canvas`."""
+        """How an image of `height` x `width` pixels is cut into tiles. Raises EncoderError as `canvas`."""
         canvas = self.canvas(height, width)
         if canvas == UNCUT:
             return Tiling(0, 0, self._side)
         found = tiling(height, width, canvas, self.image_size, self._side, self.max_tiles)
         if found.pooled and min(found.pooled) < 1:
-            raise EncoderError(f"a picture of {height} x {width} pixels is too long: no line of features would be left")
+            raise EncoderError(f"an image of {height} x {width} pixels is too long: no line of features would be left")
         return found
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """As in `PatchSpec`; with resize tiles the picture's own, from which its `tiling` follows."""
+        """As in `PatchSpec`; with resize tiles the image's own, from which its `tiling` follows."""
         if not self.is_tiled:
             return super().input_size(height, width, merge)
         self.tiling(height, width)
@@ -81,26 +81,26 @@ class TowerSpec(PatchSpec):
         return (self._side, self._side) if self.is_tiled else super().grid(height, width, merge)
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that a picture takes inside the encoder, of all tiles together."""
+        """Tokens that an image takes inside the encoder, of all tiles together."""
         tokens = super().inner_tokens(height, width, merge)
         return tokens * self.tiling(height, width).tiles if self.is_tiled else tokens
 
     def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
-        """Pairs of tokens of a picture that attend to each other: those of a tile, where there are tiles."""
+        """Pairs of tokens of an image that attend to each other: those of a tile, where there are tiles."""
         if not self.is_tiled:
             return super().attention_pairs(height, width, merge=merge)
         return self.inner_tokens(height, width) * self.token_unit()
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that a picture takes in the sequence."""
+        """Tokens that an image takes in the sequence."""
         return self.tiling(height, width).tokens if self.is_tiled else super().num_tokens(height, width, merge)
 
     def most_features(self, merge: int = 1) -> int:
-        """Features of the largest picture in front of the projector."""
+        """Features of the largest image in front of the projector."""
         return self._most_tiles * self._side**2 if self.is_tiled else self.most_tokens(merge)
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest picture; with resize tiles a bound of them."""
+        """Tokens in the sequence of the largest image; with resize tiles a bound of them."""
         if not self.is_tiled:
             return super().most_tokens(merge)
         tile, found = self._side**2, []
@@ -111,15 +111,15 @@ class TowerSpec(PatchSpec):
         return max(found)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens inside the encoder of the largest picture."""
+        """Tokens inside the encoder of the largest image."""
         return self._most_tiles * self.token_unit() if self.is_tiled else super().most_inner_tokens(merge)
 
     def token_unit(self, merge: int = 1) -> int:
-        """What divides the number of tokens that any picture has inside the encoder: with tiles, that of one."""
+        """What divides the number of tokens that any image has inside the encoder: with tiles, that of one."""
         return self._side**2 + self.leading_tokens if self.is_tiled else super().token_unit(merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a picture is read, its patches and its tokens, in words."""
+        """How an image is read, its patches and its tokens, in words."""
         if not self.is_tiled:
             return super().describe_input(merge)
         return (
@@ -156,7 +156,7 @@ class TowerSpec(PatchSpec):
                 ("projector.merge", f"is {merge}, and with encoder.resize tiles patches are not joined: set it to 1")
             ]
         if self.is_tiled and self.keep_class_token:
-            text = "a class token in the sequence needs pictures in one piece, resize is tiles: set it to false"
+            text = "a class token in the sequence needs images in one piece, resize is tiles: set it to false"
             return [("encoder.keep_class_token", text)]
         return super().joint_faults(merge)
 
@@ -167,6 +167,6 @@ class TowerSpec(PatchSpec):
 
     @property
     def _most_tiles(self) -> int:
-        """Tiles of the largest canvas, and that of the whole picture."""
+        """Tiles of the largest canvas, and that of the whole image."""
         areas: list[int] = [height * width for height, width in self.grid_pinpoints]
         return 1 + max(areas) // self.image_size**2

@@ -217,7 +217,7 @@ MAY_CHANGE_IN_A_NEW_RUN = MAY_CHANGE | {
     "rope_base",
     "rope_scaling",
 }
-"""Keys that a new run may set otherwise for the weights it begins with: larger pictures, longer texts."""
+"""Keys that a new run may set otherwise for the weights it begins with: larger images, longer texts."""
 
 SPECS = ("encoder", "projector", "llm")
 """Keys of a module that say what it is made of."""

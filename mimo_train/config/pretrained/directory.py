@@ -26,7 +26,7 @@ class Directory:
     config: dict[str, Any]
     """config.json."""
     preprocessor: dict[str, Any] = field(default_factory=dict)
-    """Of its pictures or clips; empty where it has none."""
+    """Of its images or clips; empty where it has none."""
 
     @property
     def model_type(self) -> str:
@@ -74,7 +74,7 @@ def read_directory(folder: str, key: str) -> Directory:
     if "model_type" not in config:
         what = "there is no config.json in it" if not config else "its config.json has no model_type"
         raise ConfigError([Fault(key, f"{folder} is no model of transformers, {what}")])
-    # Version 5 saves one file for text and pictures, with those of the pictures inside.
+    # Version 5 saves one file for text and images, with those of the images inside.
     processor = _read(path / "processor_config.json", key)
     inner = processor.get("image_processor") or processor.get("feature_extractor")
     return Directory(path, key, config, _read(path / "preprocessor_config.json", key) or inner or {})

@@ -327,7 +327,7 @@ def _placeholder(directory: Directory) -> dict[str, str]:
     number = composite.pad_id(directory.config)
     token = directory.token(number)
     if token is None:
-        text = f"{directory.folder}: config.json has {number} as the id of a picture's tokens, and its tokenizer none"
+        text = f"{directory.folder}: config.json has {number} as the id of an image's tokens, and its tokenizer none"
         raise ConfigError([Fault(directory.key, f"{text} of this id: copy the directory again")])
     return {**composite.placeholder, "pad": token}
 

@@ -180,7 +180,7 @@ class Answers:
 
 
 class Chat:
-    """One conversation. Every answer sees all turns before it, with their pictures and clips."""
+    """One conversation. Every answer sees all turns before it, with their images and clips."""
 
     def __init__(self, prompts: Prompts, answers: Answers, system: str = ""):
         """

@@ -24,13 +24,13 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.inputs import bounds_of, media_of, sampling_of
 
-NAMES = {"image": "picture", "video": "video", "audio": "clip"}
+NAMES = {"image": "image", "video": "video", "audio": "clip"}
 """Word for a file in messages, by its kind."""
 
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture, a video or a clip, as the modules that take it get it."""
+    """An image, a video or a clip, as the modules that take it get it."""
 
     kind: str
     tokens: list[tuple[int, int]]
@@ -40,11 +40,11 @@ class Medium:
     places: dict[str, Place]
     """By module: its tokens, and their grid for positions on three axes."""
     sizes: dict[str, tuple[int, int]]
-    """By module that cuts pictures into tiles: its own."""
+    """By module that cuts images into tiles: its own."""
     among_several: "Medium | None" = None
     """Itself in a conversation with several of the kind, where it is read in another way then."""
     frames: "tuple[Medium, ...]" = ()
-    """Pictures of a video, which has nothing else."""
+    """Images of a video, which has nothing else."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Prompts:
         self._places = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self._modules}
 
     def medium(self, kind: str, file: Path) -> Medium:
-        """Read a picture (`image`), a `video` or a clip (`audio`).
+        """Read an image (`image`), a `video` or a clip (`audio`).
 
         Raises:
             UserError: no module of the model takes this kind, or the file cannot be read.
@@ -105,10 +105,10 @@ class Prompts:
         readers = [item for item in self._modules if item.kind == "image"]
 
         def frames(together: int) -> tuple[Medium, ...]:
-            """As they are read among so many pictures."""
+            """As they are read among so many images."""
             own = {item.module: item.extents([(header.height, header.width)] * together)[0] for item in readers}
-            pictures = {item.module: self._pictures(item, raw, count, own[item.module]) for item in readers}
-            inputs = ({name: found[at] for name, found in pictures.items()} for at in range(count))
+            images = {item.module: self._images(item, raw, count, own[item.module]) for item in readers}
+            inputs = ({name: found[at] for name, found in images.items()} for at in range(count))
             return tuple(self._as_read("image", own, one) for one in inputs)
 
         found = frames(count)
@@ -116,7 +116,7 @@ class Prompts:
             found = (replace(found[0], among_several=frames(2)[0]),)
         return Medium("video", [], {}, {}, {}, frames=found)
 
-    def _pictures(self, item: Media, raw: bytes, count: int, extent: tuple[int, int]) -> list[torch.Tensor]:
+    def _images(self, item: Media, raw: bytes, count: int, extent: tuple[int, int]) -> list[torch.Tensor]:
         canvas = item.canvas(*extent) if item.canvas else None
         return decode_frames(raw, count, item.size(*extent), item.resize, canvas, self._bounds)
 
@@ -181,7 +181,7 @@ class Prompts:
 
 
 def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:
-    """The turns, and the media in the order of their places, with pictures in the place of videos."""
+    """The turns, and the media in the order of their places, with images in the place of videos."""
     given: dict[str, Iterator[Medium]] = {kind: iter([one for one in media if one.kind == kind]) for kind in NAMES}
     placed: list[Medium] = []
     written = []

@@ -1,4 +1,4 @@
-"""A page about the samples of a run, as training reads them: pictures, sounds, text with what is learned in colour, and
+"""A page about the samples of a run, as training reads them: images, sounds, text with what is learned in colour, and
 how long they are."""
 
 from __future__ import annotations

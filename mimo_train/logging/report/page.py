@@ -46,14 +46,14 @@ def render(page: object, template: str = "page.html.j2", styles: Sequence[str] =
 
 
 _SMALL_PIXELS = 128
-"""Pictures up to this width are enlarged without blurring."""
+"""Images up to this width are enlarged without blurring."""
 
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 _WORDS = {"question": "Question", "answer": "Answer", "truth": "Truth"}
 
 
 @dataclass(frozen=True)
-class Picture:
+class Image:
     """A PNG or JPEG in base64."""
 
     kind: str
@@ -65,7 +65,7 @@ class Picture:
 class Sample:
     """One sample; `clips` are WAV in base64, `words` (label, text), `correct` None where nobody has judged it."""
 
-    pictures: list[Picture]
+    images: list[Image]
     clips: list[str]
     words: list[tuple[str, str]]
     correct: bool | None
@@ -114,21 +114,21 @@ def shown_samples(path: Path) -> ShownSamples | None:
 def _sample(sample: dict[str, Any]) -> Sample:
     correct = sample.get("correct")
     return Sample(
-        pictures=list(_pictures(sample.get("images") or [])),
+        images=list(_images(sample.get("images") or [])),
         clips=[encoded for encoded in sample.get("clips") or [] if _decoded(encoded).startswith(b"RIFF")],
         words=[(label, str(sample[key])) for key, label in _WORDS.items() if sample.get(key) is not None],
         correct=None if correct is None else bool(correct),
     )
 
 
-def _pictures(encoded_pictures: list[str]) -> Iterator[Picture]:
-    for encoded in encoded_pictures:
+def _images(encoded_images: list[str]) -> Iterator[Image]:
+    for encoded in encoded_images:
         content = _decoded(encoded)
         kind = next((kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)), None)
         if kind is not None:
             # A PNG has its width in bytes 16 to 20 (PNG specification, IHDR chunk).
             small = kind == "image/png" and int.from_bytes(content[16:20], "big") <= _SMALL_PIXELS
-            yield Picture(kind, encoded, small)
+            yield Image(kind, encoded, small)
 
 
 def _decoded(encoded: str) -> bytes:

@@ -54,7 +54,7 @@ def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advic
     Args:
         run: without faults.
         vocab: rows of the embedding.
-        media_per_sample: pictures or clips in a sample, by encoder; 1 of those that are not named.
+        media_per_sample: images or clips in a sample, by encoder; 1 of those that are not named.
     """
     cfg = run.cfg
     if run.layout.world_size == 1 or cfg.launch.layouts:

@@ -65,9 +65,9 @@ def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Sam
         of = f" of {one.name}" if one.name else ""
         least = "" if shared.is_whole else "at least "
         report.warnings.append(
-            f"{one.key}: {least}{shared.samples:,} of {shared.of:,} held-out samples{of} have a picture or clip that "
+            f"{one.key}: {least}{shared.samples:,} of {shared.of:,} held-out samples{of} have an image or clip that "
             "is trained on, in another sample: their loss does not tell what the model makes of new ones; hold them "
-            "out by picture, with data.validation_shards"
+            "out by image, with data.validation_shards"
         )
 
 

@@ -150,7 +150,7 @@ def add_batch(report: Report, run: Run) -> None:
 
 
 def add_media(report: Report, cfg: ConfigContainer) -> None:
-    """Tokens that one picture and one clip take, for each encoder."""
+    """Tokens that one image and one clip take, for each encoder."""
     for medium in dict.fromkeys(module.encoder.medium for module in cfg.encoders.values()):
         rows = []
         for name, module in cfg.encoders.items():
@@ -160,7 +160,7 @@ def add_media(report: Report, cfg: ConfigContainer) -> None:
                 rows.append(
                     (name, read_as, patches, f"{module.projector.merge}", f"{tokens} of {cfg.data.sequence_length}")
                 )
-        inside = "patches" if medium == "picture" else "frames"
+        inside = "patches" if medium == "image" else "frames"
         header = ("module", "read as", inside, "merge", "tokens of data.sequence_length")
         report.tables.append(Table(f"One {medium}", header, rows))
     for name, module in cfg.encoders.items():
@@ -268,7 +268,7 @@ def flops_of_ranks(run: Run, vocab: int, media_per_sample: dict[str, float]) -> 
 
     Args:
         vocab: rows of the embedding.
-        media_per_sample: pictures or clips in a sample, by encoder; 1 of those that are not named.
+        media_per_sample: images or clips in a sample, by encoder; 1 of those that are not named.
     """
     flops_of: dict[range, dict[str, float]] = {}
     for name, module in run.layout.modules.items():

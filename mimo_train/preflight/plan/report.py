@@ -152,7 +152,7 @@ def _counts(request: Request) -> str:
     """A sentence about the sizes of microbatches."""
     if request.steps:
         return f"texts and media of microbatches as the data has them, in {len(request.steps)} steps spread over it"
-    return f"even counts: every row is as if full, every picture the largest ({request.even_since})"
+    return f"even counts: every row is as if full, every image the largest ({request.even_since})"
 
 
 def _rate(number: float) -> str:

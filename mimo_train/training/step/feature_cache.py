@@ -117,7 +117,7 @@ class Prefetcher:
 
 def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:
     """Hash of everything that an encoder's features depend on besides the sample: its weights as loaded, its spec
-    (picture size and pixel normalisation), how media are read, precision, kind of layers, the files of its classes.
+    (image size and pixel normalisation), how media are read, precision, kind of layers, the files of its classes.
     Collective over the module's tensor-parallel ranks.
 
     Each rank hashes its part of the weights, so the fingerprint depends on the tensor-parallel size.

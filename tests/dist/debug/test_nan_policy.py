@@ -14,7 +14,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
 
 SUSPECTS = range(24, 32)
-"""Samples of the last microbatch of step 2, of 16 samples; the first with a picture is spoiled."""
+"""Samples of the last microbatch of step 2, of 16 samples; the first with an image is spoiled."""
 
 PATCHES = "encoders.images.patch_embedding"
 """The first layer of the encoder."""
@@ -25,8 +25,8 @@ def vlm(digits, run_dir, layout: str, *overrides: str):
     return config("vlm_digits", run_dir, digits, f"layout={layout}", *sizes, *overrides)
 
 
-def _spoil_a_picture(bad: bool) -> None:
-    """All pictures are of floats from now on; of one sample, a pixel is NaN if `bad`."""
+def _spoil_a_image(bad: bool) -> None:
+    """All images are of floats from now on; of one sample, a pixel is NaN if `bad`."""
     from data.samples.dataset import Dataset
 
     read = Dataset.read_media
@@ -114,7 +114,7 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
             before[:] = weights()
 
     if fault in ("pixel", "float"):
-        _spoil_a_picture(bad=fault == "pixel")
+        _spoil_a_image(bad=fault == "pixel")
     before, message = [], ""
     run = Steps(cfg)
     state, iterator = run.state, run.session.data
@@ -157,7 +157,7 @@ def line_of(lines: list[str], what: str) -> str:
         ("images_dp2_language_dp2", ("train.micro_batch_size=4", "data.pad=sequence"), 1),
     ],
 )
-def test_a_spoiled_picture_is_named_with_its_sample(layout, overrides, microbatch, digits, tmp_path):
+def test_a_spoiled_image_is_named_with_its_sample(layout, overrides, microbatch, digits, tmp_path):
     cfg = vlm(digits, tmp_path / "run", layout, *overrides)
     lines, record, (number, shard, key) = failed(cfg, "pixel")
     sample = f"{Path(shard).name} {key} (number {number})"

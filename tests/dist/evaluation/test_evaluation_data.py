@@ -119,7 +119,7 @@ def test_a_function_gives_data_instead_on_every_rank_in_evaluation_mode(digits, 
     assert [(event.step, event.value) for event in events.Scalars("mine")] == [(2, 4.0), (3, 4.0)]
 
 
-def picture() -> bytes:
+def image() -> bytes:
     content = io.BytesIO()
     Image.new("RGB", (48, 32), "red").save(content, "PNG")
     return content.getvalue()
@@ -133,10 +133,10 @@ def turns(*texts: str) -> bytes:
 
 ODD = {
     "cut before its answer": (1, turns("<image>\n" + "q" * 500, "seven")),
-    "bad, with a place for its picture": (1, turns("<image> <image>\nWhat?", "seven")),
+    "bad, with a place for its image": (1, turns("<image> <image>\nWhat?", "seven")),
     "bad, without any token": (0, turns()),
-    "a picture in its answer": (2, turns("<image>\nWhat?", "like <image>")),
-    "a picture behind its answer": (2, turns("<image>\nWhat?", "seven", "<image>\nAnd this?")),
+    "an image in its answer": (2, turns("<image>\nWhat?", "like <image>")),
+    "an image behind its answer": (2, turns("<image>\nWhat?", "seven", "<image>\nAnd this?")),
 }
 
 
@@ -146,8 +146,8 @@ def odd(tmp_path) -> Path:
     whole = (1, turns("<image>\nWhat?", "seven"))
     samples = [whole, whole, *ODD.values(), *[whole] * 9]
     members = []
-    for key, (pictures, record) in enumerate(samples):
-        members += [(f"{key:03d}.{at}.png", picture()) for at in range(pictures)]
+    for key, (images, record) in enumerate(samples):
+        members += [(f"{key:03d}.{at}.png", image()) for at in range(images)]
         members.append((f"{key:03d}.json", record))
     return write_tar(tmp_path / "odd" / "a-000000.tar", members).parent
 

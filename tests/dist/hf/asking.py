@@ -1,4 +1,4 @@
-"""Questions about the pictures of shards, and the answers of `mimo-train generate` and of transformers."""
+"""Questions about the images of shards, and the answers of `mimo-train generate` and of transformers."""
 
 import io
 import json
@@ -14,7 +14,7 @@ MOST = 8
 
 
 def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[bytes]]]:
-    """(text of a turn, with <image> at the places of pictures; files of the pictures) of the first records."""
+    """(text of a turn, with <image> at the places of images; files of the images) of the first records."""
     members: dict[str, dict[str, bytes]] = {}
     for shard in sorted(shards.glob("*.tar")):
         with tarfile.open(shard) as archive:
@@ -57,8 +57,8 @@ def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) ->
     """Logits [rows, sequence, vocabulary] of our own model of a run or a directory, as float64 of NumPy.
 
     Args:
-        rows: ids, of one length; placeholders of a picture among them.
-        file: the picture of each row.
+        rows: ids, of one length; placeholders of an image among them.
+        file: the image of each row.
     """
     import torch
 
@@ -98,7 +98,7 @@ class Theirs(NamedTuple):
 
 
 def answers_of_transformers(base: Path, adapter: Path | None, asked: list, most: int = MOST) -> Theirs:
-    """Greedy answers of an exported directory, with the adapter of peft. Messages are those of a client: pictures, and
+    """Greedy answers of an exported directory, with the adapter of peft. Messages are those of a client: images, and
     texts without the line breaks of records."""
     import torch
     from PIL import Image
@@ -115,9 +115,9 @@ def answers_of_transformers(base: Path, adapter: Path | None, asked: list, most:
         found["adapter"] = stored.keys() ^ get_peft_model_state_dict(model).keys()
     prompts, answers, texts = [], [], []
     for text, files in asked:
-        pictures = iter(Image.open(io.BytesIO(file)).convert("RGB") for file in files)
+        images = iter(Image.open(io.BytesIO(file)).convert("RGB") for file in files)
         content = [
-            {"type": "image", "image": next(pictures)} if part.kind == "image" else {"type": "text", "text": part.text}
+            {"type": "image", "image": next(images)} if part.kind == "image" else {"type": "text", "text": part.text}
             for part in split_markers(text)
         ]
         inputs = processor.apply_chat_template(

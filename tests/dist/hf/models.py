@@ -26,9 +26,9 @@ def make_llava(folder: Path) -> None:
     from transformers import CLIPImageProcessor, CLIPVisionConfig, LlamaConfig
 
     side = TOWER["image_size"]
-    pictures = CLIPImageProcessor(size={"shortest_edge": side + 5}, crop_size={"height": side, "width": side})
+    images = CLIPImageProcessor(size={"shortest_edge": side + 5}, crop_size={"height": side, "width": side})
     own = {"vision_feature_layer": -2, "projector_hidden_act": "quick_gelu"}
-    _save_llava(CLIPVisionConfig(**TOWER), LlamaConfig(**LANGUAGE), pictures, 1, folder, **own)
+    _save_llava(CLIPVisionConfig(**TOWER), LlamaConfig(**LANGUAGE), images, 1, folder, **own)
 
 
 def make_llava_of_siglip(folder: Path) -> None:
@@ -36,10 +36,10 @@ def make_llava_of_siglip(folder: Path) -> None:
     from transformers import Qwen2Config, SiglipImageProcessor, SiglipVisionConfig
 
     side = TOWER["image_size"] + 2
-    pictures, tower = SiglipImageProcessor(size={"height": side, "width": side}), TOWER | {"image_size": side}
+    images, tower = SiglipImageProcessor(size={"height": side, "width": side}), TOWER | {"image_size": side}
     own = {"vision_feature_layer": [-1], "vision_feature_select_strategy": "full"}
     text = {name: value for name, value in LANGUAGE.items() if name != "head_dim"} | {"tie_word_embeddings": True}
-    _save_llava(SiglipVisionConfig(**tower), Qwen2Config(**text), pictures, 0, folder, **own)
+    _save_llava(SiglipVisionConfig(**tower), Qwen2Config(**text), images, 0, folder, **own)
 
 
 def make_llava_of_dinov2(folder: Path) -> None:
@@ -47,12 +47,12 @@ def make_llava_of_dinov2(folder: Path) -> None:
     from transformers import CLIPImageProcessor, Dinov2Config, LlamaConfig
 
     side = TOWER["image_size"]
-    pictures = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     sizes = {name: value for name, value in TOWER.items() if name != "intermediate_size"}
-    _save_llava(Dinov2Config(**sizes, mlp_ratio=2), LlamaConfig(**LANGUAGE), pictures, 1, folder)
+    _save_llava(Dinov2Config(**sizes, mlp_ratio=2), LlamaConfig(**LANGUAGE), images, 1, folder)
 
 
-def _save_llava(tower, text, pictures, class_tokens: int, folder: Path, **own) -> None:
+def _save_llava(tower, text, images, class_tokens: int, folder: Path, **own) -> None:
     from transformers import LlavaConfig, LlavaProcessor
 
     tokenizer = tokenizer_of_bytes("<image>")
@@ -60,7 +60,7 @@ def _save_llava(tower, text, pictures, class_tokens: int, folder: Path, **own) -
     config = LlavaConfig(**parts, **own, image_token_index=tokenizer.convert_tokens_to_ids("<image>"))
     _save("LlavaForConditionalGeneration", config, folder)
     kind = {"patch_size": tower.patch_size, "vision_feature_select_strategy": config.vision_feature_select_strategy}
-    LlavaProcessor(pictures, tokenizer, num_additional_image_tokens=class_tokens, **kind).save_pretrained(folder)
+    LlavaProcessor(images, tokenizer, num_additional_image_tokens=class_tokens, **kind).save_pretrained(folder)
 
 
 TOWER = {
@@ -74,7 +74,7 @@ LANGUAGE = {
 
 
 def make_gemma3():
-    """A Gemma 3 with pictures of odd sizes, whose language model has what its class has by default."""
+    """A Gemma 3 with images of odd sizes, whose language model has what its class has by default."""
     import torch
     import transformers
 

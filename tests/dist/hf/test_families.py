@@ -31,7 +31,7 @@ CASES = {
     "qwen3_moe, a dense layer": "bf16",
     "gemma2": "fp32",
     "gemma3": "bf16",
-    "gemma3 with pictures": "fp32",
+    "gemma3 with images": "fp32",
     "qwen2_5_vl": "fp32",
     "llava_next": "fp32",
 }

@@ -120,15 +120,15 @@ def test_the_updated_weights_are_those_of_transformers_which_reads_them(computed
     expected = computed["transformers"]
     ((wrong, logits, ids),) = run_ranks(_read, 1, tmp_path / "out", expected["ids"], expected["pixels"])
     assert wrong == [] and difference(logits, expected["after"]) < BOUND
-    assert ids == 36, "tokens of a picture, by the processor"
+    assert ids == 36, "tokens of an image, by the processor"
 
 
 def _read(folder: Path, ids: np.ndarray, pixels: np.ndarray) -> tuple[list[str], np.ndarray, int]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(folder)
-    picture = np.zeros((60, 90, 3), np.uint8)
-    tokens = processor(text="<image>?", images=picture)["input_ids"][0]
+    image = np.zeros((60, 90, 3), np.uint8)
+    tokens = processor(text="<image>?", images=image)["input_ids"][0]
     model, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(ids), pixel_values=torch.from_numpy(pixels)).logits

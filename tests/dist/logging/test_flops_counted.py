@@ -25,7 +25,7 @@ FROZEN = {
     },
     "patterns": {"images": ["*.mlp.*"], "language": ["*.self_attention.*"]},
 }
-SAMPLES, PICTURES = 3, 2
+SAMPLES, IMAGES = 3, 2
 
 
 def test_every_matrix_product_is_counted_forward_and_backward(tmp_path):
@@ -50,7 +50,7 @@ def test_every_matrix_product_is_counted_forward_and_backward(tmp_path):
 
 
 def products_of(cfg):
-    """The products of one sample and of one picture, with attention counted over all pairs of tokens: the kernel that
+    """The products of one sample and of one image, with attention counted over all pairs of tokens: the kernel that
     can be counted does not leave out what the causal mask hides."""
     from mimo_train.estimate.parameters import padded_vocab_size
     from mimo_train.inputs.inputs import tokenizer_of
@@ -60,9 +60,9 @@ def products_of(cfg):
     whole = 2 * length / (length + 1)
     size = module.encoder.image_size
     tokens = module.encoder.inner_tokens(size, size, module.projector.merge)
-    picture = Media(tokens - module.encoder.class_token, tokens, tokens**2)
+    image = Media(tokens - module.encoder.class_token, tokens, tokens**2)
     return {
-        "images": encoder_matmuls("images", module.encoder, module.projector, cfg.language.llm.hidden_size, picture),
+        "images": encoder_matmuls("images", module.encoder, module.projector, cfg.language.llm.hidden_size, image),
         "language": [replace(product, attention=product.attention * whole) for product in language],
     }
 
@@ -73,7 +73,7 @@ def expected(cfg, freeze) -> float:
     trained_images = not {"encoder", "projector"} <= set(freeze.get("images", []))
     images = count(products["images"], frozen["images"], upstream=False, recompute=cfg.recompute_of("images"))
     language = count(products["language"], frozen["language"], upstream=trained_images, recompute=cfg.train.recompute)
-    return PICTURES * images.hardware + SAMPLES * language.hardware
+    return IMAGES * images.hardware + SAMPLES * language.hardware
 
 
 def count_products(cfg):
@@ -109,12 +109,12 @@ def count_products(cfg):
 
 
 def make_batch(cfg, token):
-    """`SAMPLES` samples, `PICTURES` pictures in the first of them."""
+    """`SAMPLES` samples, `IMAGES` images in the first of them."""
     from encoders.base import num_tokens
 
     module, length = cfg.modules["images"], cfg.data.sequence_length
     size = module.encoder.image_size
-    rows = PICTURES * num_tokens(module.encoder, module.projector, size, size)
+    rows = IMAGES * num_tokens(module.encoder, module.projector, size, size)
     ids = torch.zeros(SAMPLES, length, dtype=torch.int64)
     ids[0, :rows] = token
     assert rows <= length
@@ -124,6 +124,6 @@ def make_batch(cfg, token):
         "labels": torch.zeros(SAMPLES, length, dtype=torch.int64),
         "loss_mask": torch.ones(SAMPLES, length),
         "modality_inputs": {
-            "images": {"images": {"pixels": torch.zeros(PICTURES, 3, size, size, dtype=torch.uint8)}},
+            "images": {"images": {"pixels": torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8)}},
         },
     }

@@ -38,17 +38,17 @@ PINPOINTS = [[TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
 PIXELS = {"min_pixels": 4 * PATCH**2, "max_pixels": 80 * PATCH**2}
 SAMPLES: list[tuple[list[Any], str]] = [
     (["what is ", (30, 50), " in front of ", (61, 25), " the other?"], "a small wall, and a long one"),
-    (["no picture: which digit is green?"], "three"),
+    (["no image: which digit is green?"], "three"),
     ([(70, 45), "read the digits"], "1 2 3"),
     (["both?", (13, 40), (40, 90)], "yes"),
 ]
-"""Parts of the question, pictures as (height, width), and the answer."""
+"""Parts of the question, images as (height, width), and the answer."""
 RATE, EPSILON, DECAY, CLIP = 0.01, 1e-3, 0.1, 0.7
 NEW_TOKENS = 6
 """Of the greedy answer to the first question."""
 
 
-def picture(height: int, width: int) -> Any:
+def image(height: int, width: int) -> Any:
     from PIL import Image
 
     shades = np.random.default_rng(height * width).integers(0, 256, (height // 4 + 1, width // 4 + 1, 3))
@@ -70,7 +70,7 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
         for at, (height, width) in enumerate(part for part in parts if isinstance(part, tuple)):
             file = io.BytesIO()
-            picture(height, width).save(file, "PNG")
+            image(height, width).save(file, "PNG")
             members.append((f"{number}.{at}.png", file.getvalue()))
     write_tar(folder / "samples.tar", members)
     return compute(model, folder / "model")
@@ -99,9 +99,9 @@ def hub_name(name: str, kind: str) -> str:
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
-def _pictures(parts: list[Any]) -> list[list[Any]] | None:
+def _images(parts: list[Any]) -> list[list[Any]] | None:
     """Of one sample, as the processors take those of a batch."""
-    found = [picture(*part) for part in parts if isinstance(part, tuple)]
+    found = [image(*part) for part in parts if isinstance(part, tuple)]
     return [found] if found else None
 
 
@@ -142,15 +142,15 @@ def _llava_processor(kind: str, tokenizer: Any, transformers: Any) -> Any:
     side = {"height": TILE, "width": TILE}
     own = {"tokenizer": tokenizer, "image_token": "<|image_pad|>", "chat_template": tokenizer.chat_template}
     if kind == "llava_next":
-        pictures = transformers.LlavaNextImageProcessor(
+        drawn_images = transformers.LlavaNextImageProcessor(
             size={"shortest_edge": TILE}, crop_size=side, image_grid_pinpoints=PINPOINTS
         )
         own |= {"patch_size": PATCH, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-        return transformers.LlavaNextProcessor(pictures, **own)
-    pictures = transformers.LlavaOnevisionImageProcessor(size=side, image_grid_pinpoints=PINPOINTS)
+        return transformers.LlavaNextProcessor(drawn_images, **own)
+    drawn_images = transformers.LlavaOnevisionImageProcessor(size=side, image_grid_pinpoints=PINPOINTS)
     own |= {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_1"}
     films = transformers.LlavaOnevisionVideoProcessor(size=side)
-    return transformers.LlavaOnevisionProcessor(pictures, video_processor=films, **own)
+    return transformers.LlavaOnevisionProcessor(drawn_images, video_processor=films, **own)
 
 
 def _processor(folder: Path, kind: str, transformers: Any) -> None:
@@ -166,13 +166,16 @@ def _processor(folder: Path, kind: str, transformers: Any) -> None:
         return
     (folder / "config.json").write_text(json.dumps(config))
     sizes = {"patch_size": PATCH, **PIXELS}
-    pictures, videos = transformers.Qwen2VLImageProcessor(**sizes), transformers.Qwen2VLVideoProcessor(patch_size=PATCH)
+    drawn_images, videos = (
+        transformers.Qwen2VLImageProcessor(**sizes),
+        transformers.Qwen2VLVideoProcessor(patch_size=PATCH),
+    )
     of_family = transformers.Qwen2_5_VLProcessor
     if kind == "qwen3_vl":
         halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-        pictures = transformers.Qwen2VLImageProcessor(**sizes, **halves)
+        drawn_images = transformers.Qwen2VLImageProcessor(**sizes, **halves)
         videos, of_family = transformers.Qwen3VLVideoProcessor(patch_size=PATCH), transformers.Qwen3VLProcessor
-    of_family(pictures, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)
+    of_family(drawn_images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)
 
 
 def compute(model: Any, folder: Path) -> dict[str, Any]:
@@ -188,9 +191,9 @@ def compute(model: Any, folder: Path) -> dict[str, Any]:
     total, count, marker = torch.zeros(()), 0, processor.tokenizer.encode("<|im_start|>assistant\n")
     for parts, answer in SAMPLES:
         question = [{"role": "user", "content": _content(parts)}]
-        pictures = _pictures(parts)
+        drawn_images = _images(parts)
         prompt = processor.apply_chat_template(question, add_generation_prompt=True)
-        batch = processor(text=prompt + answer + "<|im_end|>\n", images=pictures, return_tensors="pt")
+        batch = processor(text=prompt + answer + "<|im_end|>\n", images=drawn_images, return_tensors="pt")
         ids = batch["input_ids"]
         if hasattr(model.model, "get_rope_index"):
             positions, _ = model.model.get_rope_index(ids, batch["mm_token_type_ids"], batch.get("image_grid_thw"))
@@ -203,7 +206,7 @@ def compute(model: Any, folder: Path) -> dict[str, Any]:
         losses = torch.nn.functional.cross_entropy(logits[begin - 1 : -2], ids[0, begin:-1], reduction="sum")
         total, count = total + losses, count + ids.size(1) - 1 - begin
         if len(found["ids"]) == 1:
-            asked = processor(text=prompt, images=pictures, return_tensors="pt")
+            asked = processor(text=prompt, images=drawn_images, return_tensors="pt")
             answered = model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False)
             found["answer"] = answered[0, asked["input_ids"].size(1) :].tolist()
     (total / count).backward()
@@ -241,11 +244,11 @@ def logits_of(model: Any, folder: Path) -> list[np.ndarray]:
 
     processor, logits = AutoProcessor.from_pretrained(folder), []
     for parts, answer in SAMPLES:
-        pictures = _pictures(parts)
+        drawn_images = _images(parts)
         prompt = processor.apply_chat_template(
             [{"role": "user", "content": _content(parts)}], add_generation_prompt=True
         )
         with torch.no_grad():
-            batch = processor(text=prompt + answer + "<|im_end|>\n", images=pictures, return_tensors="pt")
+            batch = processor(text=prompt + answer + "<|im_end|>\n", images=drawn_images, return_tensors="pt")
             logits.append(model(**batch).logits[0].numpy())
     return logits

@@ -19,8 +19,8 @@ from tests.dist.models.composites import (
     SAMPLES,
     exported,
     hub_name,
+    image,
     make,
-    picture,
 )
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import Steps, whole
@@ -199,8 +199,8 @@ def answer(cfg, steps) -> list[int]:
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             if isinstance(part, tuple):
-                picture(*part).save(Path(folder) / "picture.png")
-                media.append(prompts.medium("image", Path(folder) / "picture.png"))
+                image(*part).save(Path(folder) / "image.png")
+                media.append(prompts.medium("image", Path(folder) / "image.png"))
     turn = Turn("user", tuple(Part("text", part) if isinstance(part, str) else Part("image", "") for part in parts))
     answers = Answers(cfg, Decoder(steps.pipeline), tokenizer, Sampler(Sampling()), NEW_TOKENS)
     found = answers(prompts.of_conversation([turn], media)).tokens

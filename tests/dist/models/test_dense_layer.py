@@ -34,7 +34,7 @@ RUNS = {
     "the demo": (),
     "few key heads, norms, windows, two kinds of angles, yarn": GEMMA,
     "biases, LayerNorm, no gate": (f"{LLM}bias=true", f"{LLM}normalization=LayerNorm", f"{LLM}activation=gelu"),
-    "pictures of all sizes": (f"{VIT}resize=native",),
+    "images of all sizes": (f"{VIT}resize=native",),
     "packed rows": ("data.pack=true", "train.micro_batch_size=1"),
     "learned positions, recomputed in bf16": ("train.recompute=full", "train.precision=bf16", f"{LLM}position=learned"),
 }

@@ -144,7 +144,7 @@ def _costs(cfg, steps: int) -> dict:
 
 
 MICROBATCHES = ("train.global_batch_size=16", "train.micro_batch_size=4")
-"""Four microbatches, each with pictures on every rank."""
+"""Four microbatches, each with images on every rank."""
 WHOLLY = "modules.images.freeze=[encoder, projector]"
 
 

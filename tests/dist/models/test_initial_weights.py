@@ -12,14 +12,14 @@ from tests.dist.runs import config
 UNTIED = ("modules.language.llm.tie_embeddings=false", "modules.language.llm.activation=swiglu")
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.tie_embeddings=false")
 SHARED_EXPERT = ("modules.language.llm.shared_expert_ffn_hidden_size=48",)
-PICTURES = ("modules.images.projector.resampler.latents=5", "train.precision=bf16")
+IMAGES = ("modules.images.projector.resampler.latents=5", "train.precision=bf16")
 LAYOUTS = {
     "gated, tp2 pp2": ("gpt_tiny", 4, UNTIED, ("modules.language.layout.tp=2", "modules.language.layout.pp=2")),
     "experts, etp2": ("gpt_tiny", 2, EXPERTS + SHARED_EXPERT,
                       ("modules.language.layout.tp=2", "modules.language.layout.sp=true",
                        "modules.language.layout.etp=2")),
     "experts, ep2": ("gpt_tiny", 2, EXPERTS, ("layout=language_ep2",)),
-    "pictures": ("vlm_digits", 4, PICTURES, ("placement.mode=disjoint", "modules.images.layout.tp=2",
+    "images": ("vlm_digits", 4, IMAGES, ("placement.mode=disjoint", "modules.images.layout.tp=2",
                                              "modules.language.layout.tp=2")),
 }  # fmt: skip
 

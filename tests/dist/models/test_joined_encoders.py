@@ -11,7 +11,7 @@ from tests.dist.runs import TINY, TOLERANCE, curve, largest_difference, train_on
 from tests.towers import TOWERS, publish
 
 FIRST, SECOND = "dinov2", "dinov3"
-"""Both read pictures of 42 x 42 pixels: with a class token alone, and with two registers beside it."""
+"""Both read images of 42 x 42 pixels: with a class token alone, and with two registers beside it."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def config(towers: dict, digits: Path, run_dir: Path, *overrides: str):
 
 
 def _features(cfg, media: torch.Tensor) -> list:
-    """Features of pictures, [rows, width], as an array."""
+    """Features of images, [rows, width], as an array."""
     from mimo_train.estimate.parameters import embedding_rows, encoder_parameters
     from mimo_train.hf.load import load_pretrained
     from mimo_train.layout.run import resolve

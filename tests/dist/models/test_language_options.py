@@ -1,4 +1,4 @@
-"""Options of families in a run with pictures: the layout changes no number, and a checkpoint has all of them."""
+"""Options of families in a run with images: the layout changes no number, and a checkpoint has all of them."""
 
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, largest_difference

@@ -54,7 +54,7 @@ DORA_LAYOUTS = {
 }
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=48")
 OF_ATTENTION = ("modules.language.lora.targets=[linear_qkv, linear_proj]",)
-PATCHES = "modules.images.encoder.patch_size=12"  # 16 in a picture, which sequence parallelism can divide
+PATCHES = "modules.images.encoder.patch_size=12"  # 16 in an image, which sequence parallelism can divide
 MODELS = {
     "gpt_tiny": (("layout=language_one", "modules.language.llm.num_layers=4", *LANGUAGE), GPT_LAYOUTS),
     "gpt_tiny, experts": (

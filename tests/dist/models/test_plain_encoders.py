@@ -100,13 +100,13 @@ def test_a_model_of_transformers_starts_with_its_weights_and_goes_on_without_its
 
 
 def _read_again(folder: Path) -> tuple[str, list[str], int, int]:
-    """Class, missing and unexpected weights, side of pictures, and how they are resized."""
+    """Class, missing and unexpected weights, side of images, and how they are resized."""
     from transformers import AutoImageProcessor, AutoModel
 
     model, found = AutoModel.from_pretrained(folder, output_loading_info=True)
-    pictures = AutoImageProcessor.from_pretrained(folder)
+    images = AutoImageProcessor.from_pretrained(folder)
     wrong = [*found["missing_keys"], *found["unexpected_keys"]]
-    return type(model).__name__, wrong, pictures.size["height"], int(pictures.resample)
+    return type(model).__name__, wrong, images.size["height"], int(images.resample)
 
 
 def first_weight(cfg) -> list[float]:

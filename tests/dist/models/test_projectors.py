@@ -16,7 +16,7 @@ from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_
 
 BOUND = 1e-5
 WIDTH, LANGUAGE_WIDTH, ROWS, COLUMNS = 12, 16, 4, 6
-"""Of features, of the language model; patches of a picture."""
+"""Of features, of the language model; patches of an image."""
 TEXT = {
     "model_type": "llama", "hidden_size": LANGUAGE_WIDTH, "intermediate_size": 20, "hidden_act": "silu",
     "num_attention_heads": 2, "num_key_value_heads": 2,

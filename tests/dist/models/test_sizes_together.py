@@ -58,8 +58,8 @@ def test_the_number_of_operations_does_not_grow_with_the_number_of_sizes():
         assert two.total() > 50 and two == four == sixteen, name
 
 
-def test_dropout_is_that_of_every_picture():
-    """Hidden states and attention drop in a packed row too, by the call of each picture; not in an evaluation."""
+def test_dropout_is_that_of_every_image():
+    """Hidden states and attention drop in a packed row too, by the call of each image; not in an evaluation."""
     (found,) = run_ranks(_with_dropout, 1)
     assert found == {"differ": True, "calls": {0.25}, "same in an evaluation": True}
 

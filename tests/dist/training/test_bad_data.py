@@ -29,12 +29,12 @@ def spoiled(digits: Path, folder: Path, spoil) -> Path:
     return folder
 
 
-def every_picture_from(number: int):
-    """Cuts the pictures of the samples from `number` on behind their header."""
+def every_image_from(number: int):
+    """Cuts the images of the samples from `number` on behind their header."""
 
     def spoil(name: str, content: bytes) -> bytes:
-        picture = name.endswith((".jpg", ".png"))
-        return content[: len(content) // 3] if picture and int(name.split(".")[0]) >= number else content
+        image = name.endswith((".jpg", ".png"))
+        return content[: len(content) // 3] if image and int(name.split(".")[0]) >= number else content
 
     return spoil
 
@@ -54,16 +54,16 @@ LAYOUTS = ("layout=one_process", "layout=two_processes", "layout=images_tp2_lang
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_corrupt_picture_ends_the_run_with_its_name(layout, digits, tmp_path):
-    demo = spoiled(digits, tmp_path / "demo", every_picture_from(0))
+def test_first_corrupt_image_ends_the_run_with_its_name(layout, digits, tmp_path):
+    demo = spoiled(digits, tmp_path / "demo", every_image_from(0))
     with pytest.raises(RankFailure, match=r"train-000000\.tar.*data\.max_bad_samples"):
         train_on_ranks(config("vlm_digits", tmp_path / "run", demo, layout, "train.iters=4"))
 
 
-def test_tolerated_corrupt_pictures_count_nowhere_at_any_layout(digits, tmp_path):
-    """The pictures of half the samples are corrupt. Only encoder ranks can see that, yet the loss of these samples
+def test_tolerated_corrupt_images_count_nowhere_at_any_layout(digits, tmp_path):
+    """The images of half the samples are corrupt. Only encoder ranks can see that, yet the loss of these samples
     counts on no rank: the numbers are those of one process, which sees everything."""
-    demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
+    demo = spoiled(digits, tmp_path / "demo", every_image_from(120))
     tolerant = ("train.iters=6", "data.max_bad_samples=1000")
     rows = dict.fromkeys(LAYOUTS, ()) | {LAYOUTS[-1]: ("data.pack=true", "data.pack_length=160")}
     lines = {
@@ -84,7 +84,7 @@ SOME = ("train.iters=6", "train.skip_iters=[2]", "train.log_interval=6", "data.m
 
 def test_every_bad_sample_counts_once_also_of_a_saved_interval_and_of_a_step_that_is_passed_over(digits, tmp_path):
     """One process finds them all by itself; the run's count over a resume is the same, and its file names each once."""
-    demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
+    demo = spoiled(digits, tmp_path / "demo", every_image_from(120))
     cfg = config("vlm_digits", tmp_path / "whole", demo, "layout=one_process", *SOME)
     (expected,) = run_ranks(_count_of_the_dataset, 1, cfg)
     assert expected > 10
@@ -112,7 +112,7 @@ def _count_of_the_dataset(cfg) -> int:
 
 def test_the_budget_of_a_run_names_a_sample_that_a_rank_knows(digits, tmp_path):
     """No rank finds more bad samples than are allowed, both together do."""
-    demo = spoiled(digits, tmp_path / "demo", every_picture_from(0))
+    demo = spoiled(digits, tmp_path / "demo", every_image_from(0))
     layout = ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.dp=2")
     allowed = ("data.max_bad_samples=12", "train.global_batch_size=16", "train.micro_batch_size=8", "train.iters=1")
     with pytest.raises(RankFailure, match=r"max_bad_samples: 1[3-6] bad samples, 12 allowed, for example .*train-0"):
@@ -121,7 +121,7 @@ def test_the_budget_of_a_run_names_a_sample_that_a_rank_knows(digits, tmp_path):
 
 def test_held_out_samples_have_one_budget_over_all_ranks(digits, tmp_path):
     """Two ranks read half of the samples each, and neither finds more bad ones than are allowed."""
-    demo = spoiled(digits, tmp_path / "demo", every_picture_from(0))
+    demo = spoiled(digits, tmp_path / "demo", every_image_from(0))
     layout = ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.dp=2")
     batch = ("train.global_batch_size=16", "train.micro_batch_size=8", "train.iters=1", "train.eval_samples=16")
     held_out = (f"data.validation_shards={demo}/train", *layout, *batch)
@@ -131,7 +131,7 @@ def test_held_out_samples_have_one_budget_over_all_ranks(digits, tmp_path):
         train_on_ranks(config("vlm_digits", tmp_path / "two", digits, *held_out, "data.max_bad_samples=12"))
 
 
-def test_placeholders_unlike_pictures_are_named_with_both_counts(digits, tmp_path):
+def test_placeholders_unlike_images_are_named_with_both_counts(digits, tmp_path):
     demo = spoiled(digits, tmp_path / "demo", one_placeholder_more)
     with pytest.raises(RankFailure, match=r"2 .*1|1 .*2"):
         train_on_ranks(config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=4"))
@@ -154,7 +154,7 @@ def test_missing_folder_is_named_with_its_key(tmp_path):
 
 
 def test_budget_ends_the_run_at_the_step_that_exceeds_it(digits, tmp_path):
-    demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
+    demo = spoiled(digits, tmp_path / "demo", every_image_from(120))
     cfg = config(
         "vlm_digits",
         tmp_path / "run",

@@ -17,7 +17,7 @@ from data.samples.frames import Sampling
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
 from tests.videos import make_video
 
@@ -25,7 +25,7 @@ from tests.videos import make_video
 def test_a_run_trains_on_what_was_built(tmp_path):
     records, question = [], "What is it?"
     for at in range(16):
-        (tmp_path / f"{at}.png").write_bytes(encode_picture(28, 28, "PNG", seed=at))
+        (tmp_path / f"{at}.png").write_bytes(encode_image(28, 28, "PNG", seed=at))
         records.append({"image": f"{at}.png" if at % 4 else ["0.png", f"{at}.png"], "caption": f"{at}"})
     (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     source = find_source(tmp_path / "records.jsonl", Columns({}, question))
@@ -39,9 +39,9 @@ def test_a_run_trains_on_what_was_built(tmp_path):
 
 def test_a_mixture_with_fields_of_one_source_is_one_of_plain_records(tmp_path):
     for at in range(8):
-        key, raw = f"{at:03d}", encode_picture(28, 28, "PNG", seed=at)
+        key, raw = f"{at:03d}", encode_image(28, 28, "PNG", seed=at)
         talk = [(f"{key}.png", raw), (f"{key}.json", chat("<image>\nWhich?", f"answer {at}"))]
-        other = [(f"{key}.png", encode_picture(20, 20, "PNG")), (f"{key}.right.png", raw)]
+        other = [(f"{key}.png", encode_image(20, 20, "PNG")), (f"{key}.right.png", raw)]
         other += [(f"{key}.json", json.dumps({"q": "Which?"}).encode()), (f"{key}.cls", f"answer {at}".encode())]
         write_tar(tmp_path / "talks" / f"{key}.tar", talk)
         write_tar(tmp_path / "labelled" / f"{key}.tar", other)
@@ -62,31 +62,31 @@ def test_a_mixture_with_fields_of_one_source_is_one_of_plain_records(tmp_path):
 pytest.importorskip("av")
 
 
-def pictures(video, key):
+def images(video, key):
     """What is read of a video, as numbered members."""
     count = Sampling(max_frames=3).count(parse_video_header_bytes(video).milliseconds)
-    for at, picture in enumerate(decode_video(video, count)):
+    for at, image in enumerate(decode_video(video, count)):
         raw = io.BytesIO()
-        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(raw, "PNG")
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(raw, "PNG")
         yield f"{key}.0.{at}.png", raw.getvalue()
 
 
-def test_a_run_on_videos_is_one_on_their_pictures_at_another_layout(tmp_path):
-    members = {"videos": [], "pictures": []}
+def test_a_run_on_videos_is_one_on_their_images_at_another_layout(tmp_path):
+    members = {"videos": [], "images": []}
     for at in range(8):
         key, rest = f"{at:03d}", []
         if at % 3:
-            video = make_video(pictures=5 + 10 * at, seed=at, key_every=8)
+            video = make_video(images=5 + 10 * at, seed=at, key_every=8)
             members["videos"].append((f"{key}.0.mp4", video))
-            members["pictures"] += pictures(video, key)
+            members["images"] += images(video, key)
         if at % 2:
-            rest.append((f"{key}.1.png", encode_picture(28, 28, "PNG", seed=at)))
+            rest.append((f"{key}.1.png", encode_image(28, 28, "PNG", seed=at)))
         marks = "<video>" * (at % 3 > 0) + "<image>" * (at % 2)
         for own in members.values():
             own += [*rest, (f"{key}.json", chat(f"{marks}q", f"answer {at}"))]
     changes = ("train.iters=2", "train.global_batch_size=8", "train.micro_batch_size=2", "data.video.max_frames=3")
     curves = []
-    for name, layout in (("videos", "images_dp1_language_dp2"), ("pictures", "one_process")):
+    for name, layout in (("videos", "images_dp1_language_dp2"), ("images", "one_process")):
         write_tar(tmp_path / name / "train" / "000.tar", members[name])
         changed = (*changes, f"layout={layout}", "data.shuffle=false")
         curves.append(curve(train_on_ranks(config("vlm_digits", tmp_path / f"run_{name}", tmp_path / name, *changed))))
@@ -95,12 +95,12 @@ def test_a_run_on_videos_is_one_on_their_pictures_at_another_layout(tmp_path):
         assert one == pytest.approx(other, rel=TOLERANCE)
 
 
-def _generate(folder: str, picture: str) -> tuple[int, str]:
+def _generate(folder: str, image: str) -> tuple[int, str]:
     from mimo_train.cli import main
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = main(["generate", folder, "--image", picture, "--prompt", "Which digit?", "--max-new-tokens", "3"])
+        code = main(["generate", folder, "--image", image, "--prompt", "Which digit?", "--max-new-tokens", "3"])
     return code, said.getvalue()
 
 
@@ -130,9 +130,9 @@ def test_a_run_with_the_tokenizers_own_template(digits, tmp_path):
     assert scores[0] == pytest.approx(scores[1], rel=TOLERANCE)
     shown = [json.loads((tmp_path / layout / "samples.json").read_text()) for layout in layouts]
     assert shown[0] == shown[1] and all(sample["truth"] and "<|" not in sample["truth"] for sample in shown[0])
-    picture = tmp_path / "picture.png"
-    picture.write_bytes(encode_picture(28, 28, "PNG"))
-    ((code, _),) = run_ranks(_generate, 1, str(tmp_path / "two_processes"), str(picture))
+    image = tmp_path / "image.png"
+    image.write_bytes(encode_image(28, 28, "PNG"))
+    ((code, _),) = run_ranks(_generate, 1, str(tmp_path / "two_processes"), str(image))
     assert code == 0
     with pytest.raises(RankFailure, match=r"data\.tokenizer: tokenizer, chat template.*are not those of checkpoint"):
         train_on_ranks(run("one_process", "train.iters=4", "data.chat_template=own"))

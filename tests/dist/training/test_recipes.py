@@ -12,7 +12,7 @@ from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.hf.models import make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import train_rank
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 TINY = ("train.iters=2", "train.global_batch_size=4", "train.micro_batch_size=2", "train.precision=fp32")
@@ -32,10 +32,8 @@ def make_clip(folder: Path) -> None:
 
     torch.manual_seed(2)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    pictures = {"image_size": 28, "patch_size": 14}
-    CLIPModel(CLIPConfig(text_config=sizes | {"vocab_size": 50}, vision_config=sizes | pictures)).save_pretrained(
-        folder
-    )
+    images = {"image_size": 28, "patch_size": 14}
+    CLIPModel(CLIPConfig(text_config=sizes | {"vocab_size": 50}, vision_config=sizes | images)).save_pretrained(folder)
     CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}).save_pretrained(folder)
 
 
@@ -48,14 +46,14 @@ def place(tmp_path_factory):
         (folder / media).mkdir()
         records = []
         for at in range(520):
-            (folder / media / f"{at}.jpg").write_bytes(encode_picture(20, 30, seed=at)) if at < 20 else None
+            (folder / media / f"{at}.jpg").write_bytes(encode_image(20, 30, seed=at)) if at < 20 else None
             asked, said = (
                 {"from": "human", "value": f"What is {at}?\n<image>"},
                 {"from": "gpt", "value": f"It is {number}."},
             )
             records.append({"id": str(at), "image": f"{at % 20}.jpg", "conversations": [asked, said]})
         (folder / name).write_text(json.dumps(records))
-    (folder / "photo.jpg").write_bytes(encode_picture(40, 30))
+    (folder / "photo.jpg").write_bytes(encode_image(40, 30))
     return folder
 
 

@@ -339,8 +339,8 @@ def test_the_command_to_try_next_can_be_pasted(tmp_path):
     sample = {"images": [""], "clips": [], "question": "It's?", "truth": "a"}
     (run.dir / "samples.json").write_text(json.dumps([sample]))
     words = shlex.split(train._try_it(run))[1:]
-    picture = str(run.dir / "held_out.png")
-    assert words == ["generate", str(run.dir), "--image", picture, "--prompt", "It's?"]
+    image = str(run.dir / "held_out.png")
+    assert words == ["generate", str(run.dir), "--image", image, "--prompt", "It's?"]
 
 
 def test_ranks_of_a_dry_run_without_one_are_refused(capsys):

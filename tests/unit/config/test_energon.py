@@ -13,7 +13,7 @@ from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError
 from mimo_train.inputs.inputs import build_dataset, tokenizer_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 
 VQA = {"sample_type": {"__module__": "megatron.energon", "__class__": "VQASample"}}
 VQA |= {"field_map": {"image": "jpg", "context": "json[question]", "answers": "json[answers][0]"}}
@@ -24,7 +24,7 @@ def energon(folder: Path, dataset=VQA, splits=None, exclude=(), samples=2) -> Pa
     """A dataset of four tars, two for training."""
     for at in range(4):
         record = json.dumps({"question": f"{folder.name} {at}?", "answers": ["Yes."]}).encode()
-        members = [(f"{n}.{end}", raw) for n in range(samples) for end, raw in (("jpg", PICTURE), ("json", record))]
+        members = [(f"{n}.{end}", raw) for n in range(samples) for end, raw in (("jpg", IMAGE), ("json", record))]
         write_tar(folder / "shards" / f"{at}.tar", members)
     splits = splits or {"train": ["shards/{0..1}.tar"], "val": ["shards/2.tar", "shards/3.tar"]}
     files = {"dataset.yaml": dataset, "split.yaml": {"split_parts": splits, "exclude": list(exclude)}}
@@ -35,7 +35,7 @@ def energon(folder: Path, dataset=VQA, splits=None, exclude=(), samples=2) -> Pa
     return folder
 
 
-PICTURE = encode_picture(16, 16)
+IMAGE = encode_image(16, 16)
 
 
 def metadataset(tmp_path: Path, train, name="mix.yaml") -> Path:

@@ -99,7 +99,7 @@ def ends() -> Iterator[None]:
     signal.signal(signal.SIGVTALRM, before)
 
 
-PICTURES = {
+IMAGES = {
     "clip_b16": "resampler64",
     "siglip_so400m_384": "mlp",
     "siglip2_so400m_naflex": "mlp",
@@ -112,7 +112,7 @@ OTHERS = (
     ("mixed_tiny", "llm@modules.language.llm=gpt_tiny_moe"),
     *(
         ("vlm_digits", f"encoder@modules.images.encoder={name}", f"projector@modules.images.projector={projector}")
-        for name, projector in PICTURES.items()
+        for name, projector in IMAGES.items()
     ),
     ("mixed_tiny", "encoder@modules.audio.encoder=qwen2_audio"),
 )

@@ -26,7 +26,7 @@ PINPOINTS = [[42, 84], [84, 84]]
 NEXT = {"model_type": "llava_next", "image_grid_pinpoints": PINPOINTS}
 ONEVISION = {"model_type": "llava_onevision", "image_grid_pinpoints": PINPOINTS, **SIGLIP}
 FULL = {"vision_feature_select_strategy": "full"}
-TOKENS = {"added_tokens": [{"id": 259, "content": "<picture>"}], "model": {"vocab": {"a": 0}}}
+TOKENS = {"added_tokens": [{"id": 259, "content": "<image>"}], "model": {"vocab": {"a": 0}}}
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_one_key_fills_all_modules(directory):
     )
     assert (projector.kind, projector.activation, projector.ffn_hidden_size) == ("mlp", "silu", 0)
     assert (cfg.llm.hidden_size, cfg.llm.vocab_size, cfg.llm.tie_embeddings) == (48, 300, False)
-    assert cfg.modules["images"].placeholder.pad == "<picture>"
+    assert cfg.modules["images"].placeholder.pad == "<image>"
     assert cfg.data.tokenizer == str(folder)
     assert {module.pretrained for module in cfg.modules.values()} == {str(folder)}
 
@@ -89,7 +89,7 @@ def test_layer_and_class_token(directory, changes, layer, class_token):
         ({"vision_feature_select_strategy": "cls"}, "is 'cls', must be default or full"),
         (SIGLIP, "has no class token: it would drop a patch"),
         ({"projector_hidden_act": "gelu_fast"}, "projector_hidden_act is 'gelu_fast'"),
-        ({"image_token_index": 7}, "has 7 as the id of a picture's tokens, and its tokenizer none"),
+        ({"image_token_index": 7}, "has 7 as the id of an image's tokens, and its tokenizer none"),
         ({"model_type": "llava_next_video"}, "is of family llava_next_video, which joins the features of a film's"),
         ({**NEXT, **FULL}, "is 'full', which keeps the class token, and features of tiles"),
         ({**NEXT, "use_image_newline_parameter": False}, "use_image_newline_parameter is False"),
@@ -135,10 +135,10 @@ def test_an_unsupported_model_of_several_parts_names_its_type_and_those_that_are
         load("vlm_digits", [f"{key}={folder}"])
 
 
-def test_pictures_that_are_padded_are_refused(directory):
+def test_images_that_are_padded_are_refused(directory):
     square = {"size": {"shortest_edge": 42}, "crop_size": {"height": 42, "width": 42}}
     folder = directory(preprocessor_config=square | {"do_pad": True})
-    assert "preprocessor_config.json: do_pad is True, and pictures are not padded here" in said(folder)
+    assert "preprocessor_config.json: do_pad is True, and images are not padded here" in said(folder)
     folder = directory(preprocessor_config=square | {"do_pad": False})
     assert load("vlm_digits", [f"pretrained={folder}"]).modules["images"].encoder.image_size == 42
 
@@ -231,7 +231,7 @@ def test_check_needs_no_torch(directory, tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "36 of" in result.stdout, "tokens of a picture"
+    assert "36 of" in result.stdout, "tokens of an image"
 
 
 def test_one_directory_of_all_modules_is_one(directory, tmp_path):

@@ -120,7 +120,7 @@ def test_sizes_and_tokens(name, tmp_path):
 
 
 OPEN = {"feature_layer", "final_norm", "keep_class_token", "grid_pinpoints", "max_tiles", "cut_several", "image_size"}
-"""Beside `CHOICES`: what is read of a tower, and how pictures are cut; `image_size` is a choice of some families, and
+"""Beside `CHOICES`: what is read of a tower, and how images are cut; `image_size` is a choice of some families, and
 of the others of a test of its own."""
 OTHER = {"normalization": "RMSNorm", "activation": "relu", "swiglu": "relu", "family": "vit", "position": "none"}
 

@@ -57,7 +57,7 @@ def test_a_run_extends_a_recipe_and_a_shipped_run_of_its_own_name(tmp_path):
     cfg = compose.load(str(tmp_path / "vlm_digits.yaml"))
     assert (cfg.train.iters, cfg.modules["images"].encoder.name) == (9, "vit_tiny")
     (tmp_path / "mine.yaml").write_text("defaults: [recipes/siglip2_qwen3, _self_]\ndata: {tokenizer: bytes}\n")
-    cfg = compose.load(str(tmp_path / "mine.yaml"), ["layout=pictures_8"])
+    cfg = compose.load(str(tmp_path / "mine.yaml"), ["layout=images_8"])
     assert (cfg.language.llm.name, cfg.data.tokenizer) == ("qwen3_4b", "bytes")
 
 

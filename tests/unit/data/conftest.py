@@ -8,7 +8,7 @@ import torch
 from data.pipeline import Dataset
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 from tests.unit.data.text.chat_templates import save_tokenizer
 
 
@@ -19,13 +19,13 @@ def one_thread():
 
 @pytest.fixture
 def small(tmp_path):
-    """Two shards, 13 samples: every third has no picture, sample 4 has two; picture n is filled with the value 10 n."""
+    """Two shards, 13 samples: every third has no image, sample 4 has two; image n is filled with the value 10 n."""
     folder = tmp_path / "small"
     folder.mkdir()
     members = []
     for n in range(13):
         count = 0 if n % 3 == 2 else 2 if n == 4 else 1
-        part = [(f"{n:04d}.{at}.png", encode_picture(20 + n, 16, "PNG", value=10 * n + at)) for at in range(count)]
+        part = [(f"{n:04d}.{at}.png", encode_image(20 + n, 16, "PNG", value=10 * n + at)) for at in range(count)]
         members.append([*part, (f"{n:04d}.json", chat("<image>" * count + f"q{n}", f"a{n}"))])
     write_tar(folder / "a-000000.tar", [entry for part in members[:6] for entry in part])
     write_tar(folder / "a-000001.tar", [entry for part in members[6:] for entry in part])

@@ -1,4 +1,4 @@
-"""Makers of small pictures, records and shards."""
+"""Makers of small images, records and shards."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from PIL import Image
 from data.pipeline import Media
 
 
-def encode_picture(height, width, kind="JPEG", value=None, seed=0, orientation=None):
+def encode_image(height, width, kind="JPEG", value=None, seed=0, orientation=None):
     if value is None:
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     else:

@@ -2,7 +2,7 @@
 the run that was never interrupted, in their order.
 
 A few runs, always the same; MIMO_RANDOM_DATA=2000 draws that many others. What is compared is what the batches hold:
-the key in each text and the colour of each picture, not the numbers of samples that say which they should be.
+the key in each text and the colour of each image, not the numbers of samples that say which they should be.
 """
 
 import os
@@ -28,7 +28,7 @@ from data.storage.url import Url
 from data.text.tokens import build_tokenizer
 from mimo_train.layout.batch import Batch
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 
 EXAMPLES = int(os.environ.get("MIMO_RANDOM_DATA", "0"))
 SIZES = {"a": 11, "b": 5, "c": 8}
@@ -120,9 +120,11 @@ def shards(tmp_path_factory) -> Iterator[tuple[Path, Path]]:
         members = []
         for n in range(size):
             colour, key = number * COLOURS, f"{source}{n:02d}"
-            pictures = [encode_picture(8 + n, 12, "PNG", value=colour)] * (number % 3)
-            members += [(f"{key}.{at}.png", picture) for at, picture in enumerate(pictures)]
-            members.append((f"{key}.json", chat("<image>" * len(pictures) + "?", f"[{key}]" + "." * (number * 7 % 23))))
+            drawn_images = [encode_image(8 + n, 12, "PNG", value=colour)] * (number % 3)
+            members += [(f"{key}.{at}.png", image) for at, image in enumerate(drawn_images)]
+            members.append(
+                (f"{key}.json", chat("<image>" * len(drawn_images) + "?", f"[{key}]" + "." * (number * 7 % 23)))
+            )
             number += 1
         cut = len(members) // 2 if source == "a" else len(members)
         cut -= next(back for back in range(len(members)) if members[cut - back - 1][0].endswith("json"))
@@ -135,7 +137,7 @@ def shards(tmp_path_factory) -> Iterator[tuple[Path, Path]]:
 
 
 def colour_of(key: str) -> int:
-    """What the pictures of a sample are filled with."""
+    """What the images of a sample are filled with."""
     before = {"a": 0, "b": SIZES["a"], "c": SIZES["a"] + SIZES["b"]}
     return (before[key[0]] + int(key[1:])) * COLOURS
 
@@ -180,15 +182,15 @@ def trained(data: Dataset, run: Run, start: Start, consumed: int) -> list[list[s
             ranks.append([next(loader) for _ in range(start.steps)])
     steps = []
     for of_ranks in zip(*ranks, strict=True):
-        texts, pictures = dict[int, str](), Counter[int]()
+        texts, drawn_images = dict[int, str](), Counter[int]()
         for reader, step in zip(readers, of_ranks, strict=True):
             assert (step.first_sample, step.size) == (consumed, batch.size_at(consumed))
             for microbatch in step.microbatches:
                 if reader.module == "images":
                     inner = microbatch["modality_inputs"]["images"]
-                    for picture in inner["images"]["pixels"] if inner else ():
-                        (colour,) = set(picture.flatten().tolist())
-                        pictures[colour] += 1
+                    for image in inner["images"]["pixels"] if inner else ():
+                        (colour,) = set(image.flatten().tolist())
+                        drawn_images[colour] += 1
                     continue
                 keys = [key for row in microbatch["input_ids"].tolist() for key in keys_in(row)]
                 numbers = microbatch["sample_numbers"].tolist()
@@ -196,13 +198,13 @@ def trained(data: Dataset, run: Run, start: Start, consumed: int) -> list[list[s
                 texts |= zip(numbers, keys, strict=True)
         keys = [key for _, key in sorted(texts.items())]
         assert sorted(texts) == list(range(consumed, consumed + batch.size_at(consumed)))
-        assert pictures == Counter(colour_of(key) for key in keys for _ in range(pictures_of(key)))
+        assert drawn_images == Counter(colour_of(key) for key in keys for _ in range(images_of(key)))
         consumed += batch.size_at(consumed)
         steps.append(keys)
     return steps
 
 
-def pictures_of(key: str) -> int:
+def images_of(key: str) -> int:
     return colour_of(key) // COLOURS % 3
 
 

@@ -50,7 +50,7 @@ def test_every_sample_is_good_and_fits(digits):
             text = data.text(number)
             tokens = data.token_counts(number)["images"]
             turns = text.labels[: text.length].tolist().count(end)
-            # Every answer fits; a held-out picture is asked about once, a training picture up to three times.
+            # Every answer fits; a held-out image is asked about once, a training image up to three times.
             assert turns in ((2,) if part == "held_out" else (2, 4, 6)) and text.length < 96
             answered = text.loss_mask.sum() - turns // 2
             last = len(data.prompt_and_truth(number)[1])
@@ -229,7 +229,7 @@ def with_bad_samples(tmp_path, small):
     broken.mkdir()
     for shard in small.glob("*.tar"):
         (broken / shard.name).write_bytes(shard.read_bytes())
-    members = [("x.jpg", b"no picture"), ("x.json", chat("<image>q", "a")), ("y.json", chat("q", "a")), ("z.png", b"")]
+    members = [("x.jpg", b"no image"), ("x.json", chat("<image>q", "a")), ("y.json", chat("q", "a")), ("z.png", b"")]
     write_tar(broken / "b.tar", members)
     (broken / "c.tar").write_bytes((small / "a-000000.tar").read_bytes()[:-10000])
     return broken

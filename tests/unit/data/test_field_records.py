@@ -10,14 +10,14 @@ from data.index.shards import find_shards
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from tests.tars import write_tar
-from tests.unit.data.build.helpers import ORDERED, build, found, picture
+from tests.unit.data.build.helpers import ORDERED, build, found, image
 
 
 def test_hidden_files_are_skipped_at_any_depth(tmp_path):
     names = ("._0.png", "0.png", "a/._0.png", "a/0.png", "a/b/.DS_Store", "a/b/._1.png", "a/b/1.png")
     members = []
     for name in names:
-        members.append((name, b"\0\5\x16\7" if "/." in f"/{name}" else picture(8)))
+        members.append((name, b"\0\5\x16\7" if "/." in f"/{name}" else image(8)))
         if name.endswith(("/0.png", "/1.png")) or name == "0.png":
             members.append((name.replace("png", "txt"), b"A hill."))
     shard = write_tar(tmp_path / "train" / "x.tar", members)
@@ -31,7 +31,7 @@ def test_hidden_files_are_skipped_at_any_depth(tmp_path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(raw)
     (folder / ".cache").mkdir()
-    (folder / ".cache" / "0.png").write_bytes(picture(8))
+    (folder / ".cache" / "0.png").write_bytes(image(8))
     (folder / "._records.jsonl").write_bytes(b"\0\5\x16\7")
     assert build(folder, tmp_path / "files").samples == {"train": 3}
 
@@ -47,7 +47,7 @@ def test_a_record_whose_download_failed_is_left_out_and_counted(tmp_path):
         parse_fields({"json": raw}, read_fields({"caption": "json[caption]"}), "7", {"image": 0})
     assert parse_record(raw, "json", "7", {"image": 1}).count("image") == 1
     good = json.dumps(FAILED | {"status": "success"}).encode()
-    tar = write_tar(tmp_path / "tars" / "0.tar", [("0.png", picture(8)), ("0.json", good), ("1.json", raw)])
+    tar = write_tar(tmp_path / "tars" / "0.tar", [("0.png", image(8)), ("0.json", good), ("1.json", raw)])
     tar.with_name("0_stats.json").write_text(json.dumps({"count": 2, "successes": 1}))
     for name, question in (("plain", ""), ("asked", "What is this?")):
         built = build(tar.parent, tmp_path / name, question=question)
@@ -62,7 +62,7 @@ def test_the_newline_at_the_end_of_a_text_file_is_not_trained(raw, text, tmp_pat
     fields = read_fields({"caption": "caption.txt"})
     assert parse_fields({"caption.txt": raw}, fields, "7", {"image": 1}).turns[-1].text == text
     assert parse_record(json.dumps({"caption": "A\n"}).encode(), "json", "7", {}).turns[-1].text == "A\n"
-    tar = write_tar(tmp_path / "0.tar", [("0.png", picture(8)), ("0.txt", raw)])
+    tar = write_tar(tmp_path / "0.tar", [("0.png", image(8)), ("0.txt", raw)])
     build(tar, tmp_path / "out", question="What?")
     ((_, record),) = found(tmp_path / "out" / "train")
     assert record["conversations"][1]["value"] == text

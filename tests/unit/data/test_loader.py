@@ -6,7 +6,7 @@ import torch
 from data.errors import TooManyBadSamples
 from data.pipeline import Batching, Reader, StepLoader
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 
 BOTH = (Reader("language", 0, 1), Reader("images", 0, 1))
 BATCHING = Batching(global_batch_size=8, microbatch_samples=4)
@@ -57,7 +57,7 @@ def test_a_step_holds_its_samples_in_order(dataset):
         assert microbatch["labels"].tolist() == [text.labels.tolist() for text in texts]
         assert microbatch["loss_mask"].tolist() == [text.loss_mask.tolist() for text in texts]
         assert microbatch["questions"] == [text.questions for text in texts]
-        expected = [picture for number in numbers for picture in data.media(number, "images")]
+        expected = [image for number in numbers for image in data.media(number, "images")]
         assert equal(pixels(microbatch), expected)
         assert step.token_counts["images"][at] == [data.token_counts(number)["images"] for number in numbers]
 
@@ -124,7 +124,7 @@ def test_balanced_readers_make_up_the_whole_and_share_the_work(dataset):
             shares = [sum(loads[: len(numbers[0])]), sum(loads[len(numbers[0]) :])]
             assert max(shares) <= max(sum(loads[: len(loads) // 2]), sum(loads[len(loads) // 2 :]))
             uneven += len(numbers[0]) != len(numbers[1])
-    assert uneven, "the demo has no microbatch whose pictures are not in the middle"
+    assert uneven, "the demo has no microbatch whose images are not in the middle"
 
 
 def test_each_rank_reads_only_its_members(dataset):
@@ -144,10 +144,10 @@ def test_a_rank_that_reads_nothing_still_gets_counts(dataset):
     assert [part["sample_numbers"].tolist() for part in step.microbatches] == [[], []]
 
 
-def test_microbatches_without_pictures_and_with_several_sizes(tmp_path, dataset):
+def test_microbatches_without_images_and_with_several_sizes(tmp_path, dataset):
     members = [(f"{n}.json", chat("q", "a")) for n in range(2)]
     for n, height in ((2, 10), (3, 30)):
-        members += [(f"{n}.png", encode_picture(height, 8, "PNG")), (f"{n}.json", chat("<image>q", "a"))]
+        members += [(f"{n}.png", encode_image(height, 8, "PNG")), (f"{n}.json", chat("<image>q", "a"))]
     shard = write_tar(tmp_path / "s.tar", members)
     native = images()
     native = type(native)("images", "image", "<image>", lambda height, width: 2, lambda height, width: (height, width))
@@ -160,8 +160,8 @@ def test_microbatches_without_pictures_and_with_several_sizes(tmp_path, dataset)
 
 
 def faulty(tmp_path, dataset, **options):
-    """16 samples; the picture of number 3 and the record of number 9 are broken."""
-    good, members = encode_picture(16, 16, seed=2), []
+    """16 samples; the image of number 3 and the record of number 9 are broken."""
+    good, members = encode_image(16, 16, seed=2), []
     for n in range(16):
         members.append((f"{n:02d}.jpg", good[: -len(good) // 8] if n == 3 else good))
         members.append((f"{n:02d}.json", b"{" if n == 9 else chat("<image>q", "a")))

@@ -13,7 +13,7 @@ import pytest
 from data.pipeline import Batching, Padding, Reader, Source, StepLoader
 from data.samples.text_lengths import TextLengths
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 
 BATCHES = int(os.environ.get("MIMO_SOAK_BATCHES", "300"))
 OF_OBJECTS, OF_ALL = 400_000, 16 << 20
@@ -46,12 +46,12 @@ def grown(data, batches, keep=lambda batch: None):
 
 @pytest.fixture
 def mixed(dataset, tmp_path):
-    """Two sources of four shards each, 80 samples with and without pictures of many sizes, some of them bad."""
+    """Two sources of four shards each, 80 samples with and without images of many sizes, some of them bad."""
     for shard in range(8):
         members = []
         for n in range(10):
             if n % 3:
-                members.append((f"{n}.jpg", encode_picture(16 + 3 * n, 20 + shard) if n != 7 else b"no picture"))
+                members.append((f"{n}.jpg", encode_image(16 + 3 * n, 20 + shard) if n != 7 else b"no image"))
             text = chat("<image>?" if n % 3 else "?", "word " * (n + shard))
             members.append((f"{n}.json", text if n != 6 else b"no record"))
         write_tar(tmp_path / f"source{shard % 2}" / f"s-{shard}.tar", members)

@@ -19,7 +19,7 @@ def built(module, spec, merge: int = 1, dtype: torch.dtype = torch.float32):
 
 @dataclass
 class AnySize(ConvSpec):
-    """Pictures of their own size."""
+    """Images of their own size."""
 
     def input_size(self, height, width, merge=1):
         return height, width
@@ -50,14 +50,14 @@ class AsFrames(torch.nn.Module):
         return waves.unflatten(1, (-1, 4))[..., :3]
 
 
-def test_pictures_of_several_sizes_keep_their_order_and_are_joined():
+def test_images_of_several_sizes_keep_their_order_and_are_joined():
     encoder, spec = built(Conv, AnySize(stride=16), merge=2), AnySize(stride=16)
     torch.manual_seed(1)
     sizes = [(32, 32), (64, 32), (32, 32)]
-    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
-    rows = encoder(pixels=pictures).split([spec.num_tokens(*size, merge=2) for size in sizes])
-    for picture, own in zip(pictures, rows, strict=True):
-        alone = encoder.model((picture[None] / 255 - 0.5) / 0.5)[0]  # row by row, two columns
+    images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
+    rows = encoder(pixels=images).split([spec.num_tokens(*size, merge=2) for size in sizes])
+    for image, own in zip(images, rows, strict=True):
+        alone = encoder.model((image[None] / 255 - 0.5) / 0.5)[0]  # row by row, two columns
         first = torch.cat([alone[0], alone[1], alone[2], alone[3]])
         assert torch.allclose(own[0], first, atol=1e-6)
 

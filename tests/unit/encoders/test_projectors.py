@@ -16,7 +16,7 @@ SEVEN = ResamplerSpec(
 )
 
 
-def test_a_resampler_makes_as_many_rows_of_any_picture():
+def test_a_resampler_makes_as_many_rows_of_any_image():
     native = VisionSpec(resize="native", image_size=64)
     for extent in ((16, 16), (64, 32), (500, 20)):
         assert num_tokens(native, ProjectorSpec(resampler=SEVEN), *extent) == 7
@@ -46,7 +46,7 @@ def test_parameters(spec, split, whole):
 def test_products_of_a_resampler():
     """Keys and values of all features and latents, the rest of the latents alone."""
     spec = ProjectorSpec(kind="linear", resampler=SEVEN)
-    media = Media(patches=30, tokens=30, latents=14)  # of two pictures
+    media = Media(patches=30, tokens=30, latents=14)  # of two images
     found = {one.name: one for one in encoder_matmuls("images", VisionSpec(), spec, 4, media)}
     layer = "input_projections.0.resampler.layers.1"
     assert found["input_projections.0.encoder.weight"].forward == 2 * 30 * 768 * 4

@@ -111,7 +111,7 @@ def test_a_scaled_branch_keeps_what_is_scaled():
     assert layer_activations(10, **sizes, scaled=True) - layer_activations(10, **sizes) == 10 * 2 * 8 * 4
 
 
-def test_windows_of_a_picture():
+def test_windows_of_a_image():
     """Of 5 x 3 tokens of four patches, in windows of 2 x 2 tokens."""
     assert QWEN.grid(70, 42, merge=2) == (10, 6)
     assert QWEN.window_tokens(10, 6, 2) == [16, 8, 16, 8, 8, 4]
@@ -130,14 +130,14 @@ def test_window_attention_is_attention_under_a_mask():
     from mimo_train.models.attention import WindowAttention
     from mimo_train.models.documents import documents_of_media
 
-    pictures, windows = torch.tensor([7, 5]), torch.tensor([3, 2, 2, 4, 1])
+    images, windows = torch.tensor([7, 5]), torch.tensor([3, 2, 2, 4, 1])
     query, key, value = torch.randn(3, 12, 1, 4, 5)
     layer = WindowAttention.__new__(WindowAttention)
     torch.nn.Module.__init__(layer)
     layer.is_causal, layer.softmax_scale, layer.dropout = False, None, 0.0
     layer.window, layer.softcap, layer.cp_group = 0, 0.0, None
-    packed = documents_of_media(pictures.tolist(), windows.tolist())
-    for layer.everywhere, lengths in ((False, windows), (True, pictures)):
+    packed = documents_of_media(images.tolist(), windows.tolist())
+    for layer.everywhere, lengths in ((False, windows), (True, images)):
         number = torch.arange(len(lengths)).repeat_interleave(lengths)
         mask = number[:, None] == number
         parts = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
@@ -169,7 +169,7 @@ def test_a_directory_without_a_preprocessor_is_read(kind):
     assert not spec.faults()
 
 
-def test_a_picture_has_at_least_one_patch():
-    """Pixels that make no whole patch are not read: of a picture below a patch, none."""
+def test_a_image_has_at_least_one_patch():
+    """Pixels that make no whole patch are not read: of an image below a patch, none."""
     assert not SiglipSpec(image_size=14, patch_size=14).faults()
     assert SiglipSpec(image_size=13, patch_size=14).faults() == [("patch_size", "14 is above image_size 13: lower it")]

@@ -174,7 +174,7 @@ def test_wrong_weights_are_named_with_both_shapes(tmp_path):
         ({}, "bicubic"),
     ],
 )
-def test_pictures_are_resized_as_the_directory_says(tmp_path, given, interpolation):
+def test_images_are_resized_as_the_directory_says(tmp_path, given, interpolation):
     config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
     path = saved(tmp_path, transformers.ViTModel(config), **PIXELS, size={"height": 32, "width": 32}, **given)
     spec = TransformersSpec(path=path)

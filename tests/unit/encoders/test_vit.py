@@ -1,4 +1,4 @@
-"""Sizes, tokens and positions of pictures that keep their aspect ratio."""
+"""Sizes, tokens and positions of images that keep their aspect ratio."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -45,12 +45,12 @@ def test_any_size_has_whole_tokens_and_no_more_than_the_most(height, width, merg
     spec = replace(NATIVE, min_pixels=min(1024, largest), max_pixels=largest)
     rows, columns = spec.grid(height, width, merge)
     assert rows % merge == columns % merge == 0 < rows * columns <= spec.most_patches(merge)
-    if min(height, width) >= merge * spec.patch_size:  # a thinner picture is made as thick as a token
+    if min(height, width) >= merge * spec.patch_size:  # a thinner image is made as thick as a token
         taller = spec.grid(2 * height, width, merge)
-        assert taller[0] * columns >= rows * taller[1], "a taller picture has a taller grid"
+        assert taller[0] * columns >= rows * taller[1], "a taller image has a taller grid"
 
 
-def test_fixed_pictures_are_as_they_were():
+def test_fixed_images_are_as_they_were():
     spec, projector = VisionSpec(image_size=48, patch_size=8), ProjectorSpec(merge=2)
     assert spec.input_size(7, 900, merge=projector.merge) == (48, 48)
     assert num_tokens(spec, projector, 7, 900) == 9 and spec.inner_tokens(7, 900, merge=projector.merge) == 36
@@ -72,7 +72,7 @@ def test_impossible_bounds_are_named(changes, field, numbers):
     assert [text for name, text in found if name == field and all(number in text for number in numbers)], found
 
 
-def test_a_largest_picture_has_room_for_one_token():
+def test_a_largest_image_has_room_for_one_token():
     ((field, text),) = joint_faults(replace(NATIVE, max_pixels=1200), ProjectorSpec(merge=5))
     assert field == "encoder.max_pixels" and "1200" in text and "1600" in text
     assert not joint_faults(NATIVE, ProjectorSpec(merge=5)), "the grid of positions need not be whole tokens"
@@ -118,15 +118,15 @@ def test_positions_are_those_of_interpolation(grid, method, antialias, corners):
         torch.testing.assert_close(found, expected[0].permute(1, 2, 0), rtol=0, atol=1e-6)
 
 
-def test_patches_of_pictures_of_several_sizes_by_their_order():
-    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in ((8, 12), (8, 12), (9, 4))]
-    grids = {(2, 3): 2, (2, 1): 1}  # of patches of 4 x 4; a line of the last picture is left over
+def test_patches_of_images_of_several_sizes_by_their_order():
+    images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in ((8, 12), (8, 12), (9, 4))]
+    grids = {(2, 3): 2, (2, 1): 1}  # of patches of 4 x 4; a line of the last image is left over
     orders = {(2, 3): torch.tensor([5, 0, 3, 1, 4, 2]), (2, 1): torch.tensor([1, 0])}
-    found = gather_patches(pictures, grids, orders, 4).split([6, 6, 2])
-    for picture, (rows, columns), patches in zip(pictures, ((2, 3), (2, 3), (2, 1)), found, strict=True):
-        expected = picture[:, : rows * 4].unflatten(1, (rows, 4)).unflatten(3, (columns, 4)).permute(1, 3, 0, 2, 4)
+    found = gather_patches(images, grids, orders, 4).split([6, 6, 2])
+    for image, (rows, columns), patches in zip(images, ((2, 3), (2, 3), (2, 1)), found, strict=True):
+        expected = image[:, : rows * 4].unflatten(1, (rows, 4)).unflatten(3, (columns, 4)).permute(1, 3, 0, 2, 4)
         assert torch.equal(patches, expected.flatten(0, 1)[orders[rows, columns]])
-    alike = torch.stack(pictures[:2])
+    alike = torch.stack(images[:2])
     assert torch.equal(gather_patches(alike, {(2, 3): 2}, orders, 4), torch.cat(found[:2]))
 
 
@@ -136,7 +136,7 @@ def test_patches_stand_token_by_token():
 
 
 class Doubled(torch.nn.Module):
-    """Stands for the layers: every token twice, plus the first of its picture, so that mixing pictures would show."""
+    """Stands for the layers: every token twice, plus the first of its image, so that mixing images would show."""
 
     def forward(self, hidden_SBH, attention_mask=None, packed_seq_params=None):
         if packed_seq_params is None:
@@ -144,7 +144,7 @@ class Doubled(torch.nn.Module):
         return torch.cat([2 * part + part[:1] for part in hidden_SBH.split(packed_seq_params)])
 
 
-def test_pictures_keep_their_order_and_do_not_mix():
+def test_images_keep_their_order_and_do_not_mix():
     from encoders.native.vit.model import VisionTransformer
 
     class Stage(VisionTransformer):
@@ -166,18 +166,16 @@ def test_pictures_keep_their_order_and_do_not_mix():
 
     torch.manual_seed(0)
     shapes = [(16, 32), (64, 64), (16, 32), (32, 16)]
-    pictures = [torch.randint(0, 256, (3, *shape), dtype=torch.uint8) for shape in shapes]
+    images = [torch.randint(0, 256, (3, *shape), dtype=torch.uint8) for shape in shapes]
     whole, first, last = Stage(True, True), Stage(True, False), Stage(False, True)
-    alone = torch.cat([whole(pixels=[picture]) for picture in pictures])
+    alone = torch.cat([whole(pixels=[image]) for image in images])
     assert alone.shape == (sum(height * width // 256 for height, width in shapes), 24)
-    torch.testing.assert_close(whole(pixels=pictures), alone)
-    between = first(pixels=pictures)
+    torch.testing.assert_close(whole(pixels=images), alone)
+    between = first(pixels=images)
     assert between.shape == (sum(height * width // 64 + 1 for height, width in shapes), 6)
     one_by_one = [
-        last(sizes=[shape], hidden_states=first(pixels=[each])) for shape, each in zip(shapes, pictures, strict=True)
+        last(sizes=[shape], hidden_states=first(pixels=[each])) for shape, each in zip(shapes, images, strict=True)
     ]
     torch.testing.assert_close(last(sizes=shapes, hidden_states=between), torch.cat(one_by_one))
-    same = torch.stack([pictures[0], pictures[2]])
-    torch.testing.assert_close(
-        first(pixels=same), torch.cat([first(pixels=[pictures[0]]), first(pixels=[pictures[2]])])
-    )
+    same = torch.stack([images[0], images[2]])
+    torch.testing.assert_close(first(pixels=same), torch.cat([first(pixels=[images[0]]), first(pixels=[images[2]])]))

@@ -14,13 +14,13 @@ from tests.unit.configs import changed, load
 DENSE = LlmSpec(
     num_layers=2, hidden_size=4, num_attention_heads=2, num_query_groups=1, ffn_hidden_size=8, activation="swiglu"
 )
-PICTURE = VisionSpec(
+IMAGE = VisionSpec(
     image_size=4, patch_size=2, hidden_size=2, num_layers=3, num_attention_heads=1, ffn_hidden_size=5, class_token=False
 )
 
 
 ONE = Media(4, 4, 16)
-"""One picture of 4 patches."""
+"""One image of 4 patches."""
 
 
 def forward(products: list[Matmul]) -> float:
@@ -81,15 +81,13 @@ def test_a_large_model_trains_for_about_six_flops_per_weight_and_token():
         (ProjectorSpec(kind="mlp", ffn_hidden_size=7, merge=2), 8 * 7 + 7 * 6, 1),
     ],
 )
-def test_a_picture_through_encoder_and_projector_by_hand(projector, weights, tokens):
+def test_a_image_through_encoder_and_projector_by_hand(projector, weights, tokens):
     # 4 patches of 12 numbers: 2*4*12*2 = 192. A layer: weights 4*4 + 2*2*5 = 36, 2*4*36 = 288; attention 4*16*2 = 128.
-    assert (
-        forward(encoder_matmuls("images", PICTURE, projector, 6, ONE)) == 192 + 3 * (288 + 128) + 2 * tokens * weights
-    )
+    assert forward(encoder_matmuls("images", IMAGE, projector, 6, ONE)) == 192 + 3 * (288 + 128) + 2 * tokens * weights
 
 
 def test_a_class_token_takes_part_in_the_layers_only():
-    spec = VisionSpec(**{**vars(PICTURE), "class_token": True})
+    spec = VisionSpec(**{**vars(IMAGE), "class_token": True})
     # 5 tokens in the layers: 2*5*36 = 360, attention 4*25*2 = 200; patches and projected tokens stay 4.
     products = encoder_matmuls("images", spec, ProjectorSpec(kind="linear"), 6, Media(4, 5, 25))
     assert forward(products) == 192 + 3 * (360 + 200) + 2 * 4 * 12
@@ -167,34 +165,34 @@ def test_experts_of_a_step_by_hand():
     assert flops["language"].model == expected, "two of six experts a token, however many a rank holds"
 
 
-EMBED, LAYER_PICTURE, CORE_PICTURE, PROJECT = 192, 3 * 288, 3 * 128, 2 * 4 * 48
+EMBED, LAYER_IMAGE, CORE_IMAGE, PROJECT = 192, 3 * 288, 3 * 128, 2 * 4 * 48
 
 
 @pytest.mark.parametrize(
     ("frozen", "expected"),
     [
         # The patches' product is the first: nothing asks for the gradient of the pixels.
-        ([], 2 * EMBED + 3 * (LAYER_PICTURE + CORE_PICTURE + PROJECT)),
-        (["encoders.*"], EMBED + LAYER_PICTURE + CORE_PICTURE + 3 * PROJECT),
-        (["input_projections.*"], 2 * EMBED + 3 * (LAYER_PICTURE + CORE_PICTURE) + 2 * PROJECT),
-        (["*"], EMBED + LAYER_PICTURE + CORE_PICTURE + PROJECT),
+        ([], 2 * EMBED + 3 * (LAYER_IMAGE + CORE_IMAGE + PROJECT)),
+        (["encoders.*"], EMBED + LAYER_IMAGE + CORE_IMAGE + 3 * PROJECT),
+        (["input_projections.*"], 2 * EMBED + 3 * (LAYER_IMAGE + CORE_IMAGE) + 2 * PROJECT),
+        (["*"], EMBED + LAYER_IMAGE + CORE_IMAGE + PROJECT),
     ],
 )
 def test_frozen_parts_of_an_encoder_module(frozen, expected):
-    products = encoder_matmuls("images", PICTURE, ProjectorSpec(kind="mlp"), 6, ONE)
+    products = encoder_matmuls("images", IMAGE, ProjectorSpec(kind="mlp"), 6, ONE)
     assert count(products, frozen, upstream=False).model == expected
 
 
-def test_a_step_counts_its_samples_and_the_pictures_that_are_there():
+def test_a_step_counts_its_samples_and_the_images_that_are_there():
     flops = StepFlops(load("vlm_digits"), vocab=384)
-    one = flops(texts={64: 1}, **pictures([[1]]), step=1)
-    step = flops(texts={64: 4}, **pictures([[0, 3], [1, 0]]), step=1)
+    one = flops(texts={64: 1}, **images([[1]]), step=1)
+    step = flops(texts={64: 4}, **images([[0, 3], [1, 0]]), step=1)
     assert step["language"].model == 4 * one["language"].model
     assert step["images"].model == 4 * one["images"].model > 0
-    assert flops(texts={64: 4}, **pictures([[0, 0], [0, 0]]), step=1)["images"] == Flops()
+    assert flops(texts={64: 4}, **images([[0, 0], [0, 0]]), step=1)["images"] == Flops()
 
 
-def test_pictures_of_a_step_count_as_each_alone():
+def test_images_of_a_step_count_as_each_alone():
     """Also of different sizes, with class tokens and merged: a 4 x 6 and a 2 x 2 grid of patches."""
     vision = {"encoder.class_token": True, "encoder.resize": "native", "projector.merge": 2}
     cfg = changed({f"modules.images.{key}": value for key, value in vision.items()})
@@ -212,8 +210,8 @@ def test_pictures_of_a_step_count_as_each_alone():
     assert step["images"].model == pytest.approx(alone, rel=1e-12)
 
 
-def pictures(numbers: list[list[int]]) -> dict:
-    """The data plan of so many pictures of 9 patches in every sample."""
+def images(numbers: list[list[int]]) -> dict:
+    """The data plan of so many images of 9 patches in every sample."""
     each = {"counts": 9, "loads": 9, "pairs": 81}
     return {name: {"images": [[value * number for number in part] for part in numbers]} for name, value in each.items()}
 
@@ -221,7 +219,7 @@ def pictures(numbers: list[list[int]]) -> dict:
 def test_freezing_ends_with_its_step_and_reaches_the_modules_behind():
     cfg = changed({"modules.images.freeze_until": {"encoder": 10, "projector": 10}, "modules.language.freeze": ["llm"]})
     flops = StepFlops(cfg, vocab=384)
-    before, after = (flops(texts={64: 1}, **pictures([[1]]), step=step) for step in (10, 11))
+    before, after = (flops(texts={64: 1}, **images([[1]]), step=step) for step in (10, 11))
     ratios = {name: after[name].model / before[name].model for name in before}
     assert 2.5 < ratios["images"] < 3 and 2 < ratios["language"] < 2.5
 

@@ -242,7 +242,7 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
     assert stage.memory == Memory(4 * parameters, 4 * parameters, 8 * parameters, 2 * layer, work)
 
 
-def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
+def test_memory_of_an_encoder_grows_with_images_and_shrinks_when_frozen():
     run = resolved("layout=images_dp2_language_dp1")
     (one,) = memory.stage_memory(run, "images", 384, media_per_sample=1.0)
     (two,) = memory.stage_memory(run, "images", 384, media_per_sample=2.0)

@@ -41,7 +41,7 @@ def test_joined_encoders_leave_by_our_names():
 def test_gemma_2_is_no_part_of_llava(tmp_path):
     """From its directory, or with its options; other families are."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "num_hidden_layers": 2}))
-    with pytest.raises(NoLlava, match="family gemma2 scales the features of pictures in LLaVA, and here it does not"):
+    with pytest.raises(NoLlava, match="family gemma2 scales the features of images in LLaVA, and here it does not"):
         llava(*composed(f"modules.language.pretrained={tmp_path}", "data.tokenizer=bytes"))
     with pytest.raises(NoLlava, match="transformers has no such language model: modules.language.llm"):
         llava(*composed("modules.language.llm.attention_softcap=50", "modules.language.llm.scale_embeddings=true"))
@@ -93,9 +93,9 @@ def test_what_is_written_of_an_encoder_is_read_as_the_same(family, values):
         ("whisper", {}, 1, "set key_bias=false, pad_clips=true$"),
         ("whisper", WHISPER | {"max_seconds": 2.5}, 1, "set max_seconds to whole seconds and whole frames of 320"),
         ("whisper", WHISPER, 7, "projector.merge is 7, and a clip is resized to a multiple of it"),
-        ("siglip2", {}, 2, "projector.merge is 2, and a picture is resized to a multiple of it"),
+        ("siglip2", {}, 2, "projector.merge is 2, and an image is resized to a multiple of it"),
         ("dinov2", {"ffn_hidden_size": 3000}, 1, "is 3000, .* whole multiples of hidden_size 768 .* set .*=3072"),
-        ("dinov3", {"resize": "native"}, 1, "resize is native, and transformers' class has pictures of one size"),
+        ("dinov3", {"resize": "native"}, 1, "resize is native, and transformers' class has images of one size"),
         ("qwen_audio", {}, 1, "transformers has no class for an encoder of family qwen_audio alone"),
     ],
 )

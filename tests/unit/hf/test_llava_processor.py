@@ -1,4 +1,4 @@
-"""The processor of an exported LLaVA has what it counts a picture's tokens by, whoever saved the source."""
+"""The processor of an exported LLaVA has what it counts an image's tokens by, whoever saved the source."""
 
 import json
 

@@ -14,7 +14,7 @@ SECOND = ("encoder@modules.details.encoder=vit_small", "projector@modules.detail
 
 @pytest.fixture
 def two_encoders():
-    """A run in which two modules read pictures."""
+    """A run in which two modules read images."""
     return load("vlm_digits", *SECOND, "placement.mode=shared", "data.sequence_length=128")
 
 
@@ -55,7 +55,7 @@ def test_check_takes_two_encoders_of_one_kind(two_encoders, capsys, tmp_path, mo
     assert config_faults(two_encoders) == []
     report = check(two_encoders)
     assert report.faults == []
-    tokens = next(table for table in report.tables if table.title == "One picture")
+    tokens = next(table for table in report.tables if table.title == "One image")
     assert {row[0]: row[-1] for row in tokens.rows} == {"images": "16 of 128", "details": "36 of 128"}
 
 

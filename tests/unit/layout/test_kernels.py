@@ -31,7 +31,7 @@ REFUSED = {
     "adapters": ((f"{LANGUAGE}lora.rank=4",), "modules.language.lora.rank is 4, and adapters require torch's"),
     "capped scores": ((f"{LANGUAGE}llm.attention_softcap=50",), "attention_softcap requires torch's attention"),
     "a window over cp": ((f"{LANGUAGE}llm.window=8", f"{LANGUAGE}layout.cp=2"), "llm.window with layout.cp 2"),
-    "windows of pictures": (("encoder@modules.images.encoder=qwen2_5_vl_vit", f"{IMAGES}projector.merge=2",
+    "windows of images": (("encoder@modules.images.encoder=qwen2_5_vl_vit", f"{IMAGES}projector.merge=2",
                              "data.sequence_length=2048"), "encoder has window attention"),
     "a width of experts": ((*MOE, f"{LANGUAGE}llm.expert_ffn_hidden_size=40"),
                            "llm.expert_ffn_hidden_size 40 over etp 1 is 40"),
@@ -95,8 +95,8 @@ def test_copies_of_weights_by_hand():
     assert fp8_weight_bytes(cfg, "language", 0, tp=2, stages=1) == 3 * layer  # 2 bytes over tp 2
     first = load("vlm_digits", *FP8, *sizes, "train.num_layers_at_start_in_bf16=1")
     assert [fp8_weight_bytes(first, "language", stage, tp=1, stages=2) for stage in (0, 1)] == [2 * layer] * 2
-    picture = 64 * (4 * 64) + 2 * 64 * 256
-    assert fp8_weight_bytes(cfg, "images", 0, tp=1, stages=1) == 2 * 3 * picture
+    image = 64 * (4 * 64) + 2 * 64 * 256
+    assert fp8_weight_bytes(cfg, "images", 0, tp=1, stages=1) == 2 * 3 * image
     assert fp8_weight_bytes(load("vlm_digits"), "images", 0, tp=1, stages=1) == 0
 
 

@@ -21,5 +21,5 @@ COMPOSITES: dict[str, Composite] = {
 }
 """By `model_type` of config.json."""
 
-UNREAD = {"llava_next_video": "joins the features of a film's pictures, which cannot be built"}
+UNREAD = {"llava_next_video": "joins the features of a film's images, which cannot be built"}
 """Why a model of several parts cannot be read, by `model_type`."""

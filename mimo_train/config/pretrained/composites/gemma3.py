@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures (Gemma Team 2025, arXiv 2503.19786), of which the language model alone is read."""
+"""Gemma 3 with images (Gemma Team 2025, arXiv 2503.19786), of which the language model alone is read."""
 
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES
@@ -8,5 +8,5 @@ GEMMA3 = Composite(
     "text_config",
     language_names=LANGUAGE_NAMES,
     absent={"text_config": {"model_type": "gemma3_text"}},
-    no_encoder="lets the tokens of a picture see each other, where attention here is causal",
+    no_encoder="lets the tokens of an image see each other, where attention here is causal",
 )

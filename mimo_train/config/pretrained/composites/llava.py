@@ -124,7 +124,7 @@ def _projector_weights(module: ModuleConfig, width: int) -> WeightMap:
 
 
 def pad_id(config: Mapping[str, Any]) -> int:
-    """Id of the token of a picture."""
+    """Id of the token of an image."""
     return config.get("image_token_id") or llava_file(config)["image_token_index"]
 
 
@@ -133,7 +133,7 @@ def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counting_keys(config: Mapping[str, Any], tower: Mapping[str, Any]) -> dict[str, Any]:
-    """By these the processor counts a picture's tokens; without `patch_size` it fails.
+    """By these the processor counts an image's tokens; without `patch_size` it fails.
 
     Args:
         tower: the vision tower's part of config.json.

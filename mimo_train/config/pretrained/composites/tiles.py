@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): LLaVA of pictures that are cut
+"""LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): LLaVA of images that are cut
 into tiles (`encoders.native.vit.tiles`)."""
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class _Kind:
     tower: Mapping[str, Any]
     language: str
     pools: bool = False
-    """Whether features are averaged (`vision_aspect_ratio`), and pictures of samples with several are not cut."""
+    """Whether features are averaged (`vision_aspect_ratio`), and images of samples with several are not cut."""
 
 
 _SIDES = range(384, 2305, 384)

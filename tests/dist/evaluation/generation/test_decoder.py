@@ -26,19 +26,19 @@ CAPPED = (
 )
 OWN_SIZES = ("encoder@modules.images.encoder=vit_tiny_native",)
 CASES = {
-    # config, pictures, data.sequence_length, changes
+    # config, images, data.sequence_length, changes
     "gpt_tiny": ("gpt_tiny", 0, 32, ()),
     "learned positions, grouped queries": ("gpt_tiny", 0, 32, ("modules.language.llm.position=learned", GROUPED)),
     "experts, full recompute": ("gpt_tiny", 0, 32, EXPERTS),
     "windows": ("gpt_tiny", 0, 32, WINDOWS),
     "windows, two ropes, capped scores and logits": ("gpt_tiny", 0, 32, CAPPED),
-    "a picture": ("vlm_digits", 1, 42, (GROUPED, "modules.language.llm.qk_norm=true")),
-    "three pictures, two encoders": ("vlm_digits", 3, 72, TWO_ENCODERS),
-    "pictures at their own sizes": ("vlm_digits", 2, 60, OWN_SIZES),
+    "an image": ("vlm_digits", 1, 42, (GROUPED, "modules.language.llm.qk_norm=true")),
+    "three images, two encoders": ("vlm_digits", 3, 72, TWO_ENCODERS),
+    "images at their own sizes": ("vlm_digits", 2, 60, OWN_SIZES),
 }
 
 
-def compared(cfg, pictures: int) -> tuple[float, list[int], list[int], int]:
+def compared(cfg, images: int) -> tuple[float, list[int], list[int], int]:
     """Greedy tokens to the end of the sequence: (largest difference of a step's logits, relative to their largest;
     tokens by full passes; tokens by `Answers`; length of the prompt)."""
     import tempfile
@@ -62,9 +62,9 @@ def compared(cfg, pictures: int) -> tuple[float, list[int], list[int], int]:
     assert not any(parameter.requires_grad for parameter in pipeline.model[0].parameters()), "no memory for gradients"
     prompts, decoder, predict = Prompts(run.cfg, tokenizer), Decoder(pipeline), PredictStep(pipeline)
     prompt = prompts.of_text("It was the")
-    if pictures:
+    if images:
         with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder) / f"{number}.png" for number in range(pictures)]
+            files = [Path(folder) / f"{number}.png" for number in range(images)]
             for number, file in enumerate(files):
                 colour = (80 * number, 255 - 80 * number, 40)
                 Image.linear_gradient("L").resize((30 + 8 * number, 30)).convert("RGB").point(
@@ -121,9 +121,9 @@ END_OF_TURN = 258
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_logits_are_those_of_full_passes(case, tmp_path):
-    name, pictures, length, overrides = CASES[case]
+    name, images, length, overrides = CASES[case]
     cfg = tiny(name, tmp_path, f"data.sequence_length={length}", *overrides)
-    ((largest, tokens, answered, prompt),) = run_ranks(compared, 1, cfg, pictures)
+    ((largest, tokens, answered, prompt),) = run_ranks(compared, 1, cfg, images)
     assert largest < 1e-5
     assert answered == until(tokens, END_OF_TURN) and len(set(tokens)) > 3
     assert len(tokens) == length - prompt > 12, prompt

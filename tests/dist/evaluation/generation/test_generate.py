@@ -13,7 +13,7 @@ MOST = 8
 
 
 def _trained(cfg) -> tuple[str, list[tuple[list[int], list, list[int]]]]:
-    """A checkpoint, and (prompt, pictures, greedy answer in the loop) of held-out samples."""
+    """A checkpoint, and (prompt, images, greedy answer in the loop) of held-out samples."""
     from mimo_train.evaluation.greedy import _prompt_length, greedy_answers
     from mimo_train.evaluation.held_out import _evaluating
     from tests.dist.steps import Steps
@@ -35,11 +35,11 @@ def _trained(cfg) -> tuple[str, list[tuple[list[int], list, list[int]]]]:
         answers = greedy_answers(run.pipeline, run.session.parts.tokenizer, iterator, MOST)
     iterator.close()
 
-    def pictures(number: int) -> list:
+    def images(number: int) -> list:
         # As arrays: tensors travel in memory that ends with this rank.
-        return [picture.numpy() for picture in held_out.dataset.media(number, "images")]
+        return [image.numpy() for image in held_out.dataset.media(number, "images")]
 
-    return str(folder), [(prompts[number], pictures(number), tokens) for number, tokens in answers]
+    return str(folder), [(prompts[number], images(number), tokens) for number, tokens in answers]
 
 
 def _answered(folder: str, questions: list) -> list[list[int]]:
@@ -63,8 +63,8 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     answers = Answers(run.cfg, Decoder(parts.pipeline), tokenizer, Sampler(Sampling()), MOST)
     (taker,) = media_of(run.cfg)
     place, found = tokenizer.placeholder_id("<image>"), []
-    for ids, pictures, _ in questions:
-        inputs = collate_media([torch.from_numpy(picture) for picture in pictures], taker.field)
+    for ids, images, _ in questions:
+        inputs = collate_media([torch.from_numpy(image) for image in images], taker.field)
         arguments = {"images": None if inputs is None else {"images": inputs}}
         found.append(answers(Prompt(ids, arguments, {"images": ids.count(place)})).tokens)
     return found
@@ -94,7 +94,7 @@ def test_answers_are_those_of_the_evaluation_in_the_loop(trained):
     folder, questions = trained
     (found,) = run_ranks(_answered, 1, folder, questions)
     assert found == [tokens for _, _, tokens in questions] and len(found) == 16
-    assert {len(pictures) for _, pictures, _ in questions} >= {0, 1}
+    assert {len(images) for _, images, _ in questions} >= {0, 1}
     assert len({tuple(tokens) for tokens in found}) > 4
 
 
@@ -110,13 +110,13 @@ def _command(arguments: list[str], lines: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def test_a_chat_keeps_turns_and_pictures_and_seeds_repeat_it(trained, tmp_path):
+def test_a_chat_keeps_turns_and_images_and_seeds_repeat_it(trained, tmp_path):
     from PIL import Image
 
     folder, _ = trained
-    picture = tmp_path / "picture.png"
-    Image.new("RGB", (60, 40), "red").save(picture)
-    lines = f"/image {picture}\nWhich?\nA?\n{'Is it one? ' * 9}\n"
+    image = tmp_path / "image.png"
+    Image.new("RGB", (60, 40), "red").save(image)
+    lines = f"/image {image}\nWhich?\nA?\n{'Is it one? ' * 9}\n"
     options = [folder, "--chat", "--max-new-tokens", "3"]
     drawn = [*options, "--temperature", "3", "--seed", "5"]
     ((code, out, err),) = run_ranks(_command, 1, options, lines)

@@ -1,5 +1,5 @@
 """Real steps on the CPU through the stand-in for Transformer Engine, in a process that has not imported Megatron-Core:
-prints the curve of each run as JSON. Arguments: the folder of the demo of pictures, a folder for runs."""
+prints the curve of each run as JSON. Arguments: the folder of the demo of images, a folder for runs."""
 
 import json
 import multiprocessing
@@ -14,8 +14,8 @@ PACKED = ("data.pack=true", "train.recompute=full")
 RUNS = {
     "none": ({}, ()),
     "both": ({"images": "tensorwise", "language": "blockwise"}, ()),
-    "pictures": ({"images": "tensorwise"}, ()),
-    f"pictures{STALE}": ({"images": "tensorwise"}, ()),
+    "images": ({"images": "tensorwise"}, ()),
+    f"images{STALE}": ({"images": "tensorwise"}, ()),
     f"text{STALE}": ({"language": "mxfp8"}, ()),
     "none, packed": ({}, PACKED[:1]),
     "both, packed, recomputed": ({"images": "mxfp8", "language": "tensorwise"}, PACKED[:2]),

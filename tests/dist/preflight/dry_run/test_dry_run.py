@@ -10,7 +10,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
-from tests.dist.stretched import stretch_pictures
+from tests.dist.stretched import stretch_images
 
 LANGUAGE, IMAGES = "modules.language.layout.", "modules.images.layout."
 HALF, FEW = "train.precision=bf16", "train.global_batch_size=32"
@@ -42,7 +42,7 @@ RUNS = {
                                            "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")),
     "replicated optimizer": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", "optim.distributed_optimizer=false", HALF)),
     "rerun": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", "train.rerun=validate_results")),
-    "native pictures in stages": ("vlm_digits", 2, ("encoder@modules.images.encoder=vit_tiny_native", f"{IMAGES}dp=2",
+    "native images in stages": ("vlm_digits", 2, ("encoder@modules.images.encoder=vit_tiny_native", f"{IMAGES}dp=2",
                                                     f"{IMAGES}pp=2", "modules.images.encoder.num_layers=2",
                                                     f"{LANGUAGE}dp=2", HALF)),
     "sequence parallel": ("gpt_tiny", 1, (f"{LANGUAGE}tp=2", f"{LANGUAGE}sp=true", HALF)),
@@ -96,12 +96,12 @@ def test_a_rank_trains_evaluates_and_saves_as_on_a_gpu(name, request, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is left where the run would write"
 
 
-def test_attention_inside_documents_and_pictures_is_counted_by_kernel_as_one_by_one(digits, tmp_path):
+def test_attention_inside_documents_and_images_is_counted_by_kernel_as_one_by_one(digits, tmp_path):
     """Two types of numbers of the same run: a kernel takes all documents at once, or each is a call."""
     native = ("encoder@modules.images.encoder=vit_tiny_native", "layout=one_process", "data.pack=true")
-    pictures, flops = stretch_pictures(digits, tmp_path / "pictures"), []
+    images, flops = stretch_images(digits, tmp_path / "images"), []
     for precision in ("bf16", "fp32"):
-        run = resolve(config("vlm_digits", tmp_path / "run", pictures, *native, f"train.precision={precision}"))
+        run = resolve(config("vlm_digits", tmp_path / "run", images, *native, f"train.precision={precision}"))
         (found,) = run_ranks(_dry, 1, run, 0)
         assert not hasattr(found, "what"), found.what + found.trace
         flops.append(found.flops)

@@ -39,14 +39,14 @@ def curves(digits, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "plain"),
-    [("both", "none"), ("pictures", "none"), ("both, packed, recomputed", "none, packed")],
+    [("both", "none"), ("images", "none"), ("both, packed, recomputed", "none, packed")],
 )
 def test_steps_with_fp8_that_rounds_nothing_are_those_without(curves, name, plain):
     assert len(curves[name]) == 10, "four steps and two evaluations"
     assert curves[name] == pytest.approx(curves[plain], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["pictures", "text"])
+@pytest.mark.parametrize("name", ["images", "text"])
 def test_copies_that_nobody_renews_are_seen_in_the_numbers(curves, name):
     """That the test above can fail. Megatron-Core renews those of the language model as a step begins."""
     stale = curves[f"{name}, copies of the first step"]

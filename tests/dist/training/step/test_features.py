@@ -36,7 +36,7 @@ def cached(folder: Path, *overrides: str) -> tuple[str, ...]:
 
 
 def _watched(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
-    """Curve, and by step the pictures that the encoder of this rank saw, and those that were read."""
+    """Curve, and by step the images that the encoder of this rank saw, and those that were read."""
     from data.samples.dataset import Dataset
     from encoders.native.vit.model import VisionTransformer
 
@@ -195,7 +195,7 @@ def test_prefetched_features_come_from_the_cache_too(few, tmp_path):
 
 
 def _evaluated_twice(cfg) -> tuple[dict, dict, list[int]]:
-    """Two evaluations, and the pictures that the encoder saw in each."""
+    """Two evaluations, and the images that the encoder saw in each."""
     from encoders.native.vit.model import VisionTransformer
 
     seen, forward = [], VisionTransformer.forward

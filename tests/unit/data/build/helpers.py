@@ -14,7 +14,7 @@ from data.index.catalogue import open_index
 from data.index.shards import find_shards
 from data.samples.verify import check_sample
 from data.storage.reader import ShardReader
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 
 TALK = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "Ein Hügel."}]
 TWO = [{"from": "human", "value": "<image><image>Which is larger?"}, {"from": "gpt", "value": "The second."}]
@@ -23,8 +23,8 @@ ORDERED = Settings(seed=None)
 ROOT = Path(__file__).parents[4]
 
 
-def picture(size):
-    return encode_picture(size, size, "PNG")
+def image(size):
+    return encode_image(size, size, "PNG")
 
 
 def clip(frames, kind="FLAC"):
@@ -37,7 +37,7 @@ def media_folder(tmp_path):
     folder = tmp_path / "media"
     (folder / "a").mkdir(parents=True)
     for name, size in (("a/one.PNG", 6), ("two.png", 8), ("three.png", 10)):
-        (folder / name).write_bytes(picture(size))
+        (folder / name).write_bytes(image(size))
     (folder / "one.flac").write_bytes(clip(800))
     return folder
 

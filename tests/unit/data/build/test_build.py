@@ -25,7 +25,7 @@ from tests.unit.data.build.helpers import (
     clip,
     found,
     media_folder,
-    picture,
+    image,
     written,
 )
 
@@ -74,7 +74,7 @@ BAD = [
 
 @pytest.mark.parametrize(("bad", "words"), BAD, ids=[words for _, words in BAD])
 def test_a_record_that_cannot_be_used_is_named_before_anything_is_written(bad, words, media, tmp_path):
-    (media / "cut.jpg").write_bytes(b"\xff\xd8 no picture")
+    (media / "cut.jpg").write_bytes(b"\xff\xd8 no image")
     file, out = written(tmp_path, [RECORDS[0], bad]), tmp_path / "out"
     with pytest.raises(DataError, match="1 of 2 records .* cannot be used; nothing was written.*\nrecord 1") as error:
         build(file, out, media=media)
@@ -180,7 +180,7 @@ def hugging_face(folder, table, features, name="data/train-00000-of-00001.parque
 
 
 FEATURES = {
-    "picture": {"_type": "Image"},
+    "image": {"_type": "Image"},
     "sound": {"_type": "Audio", "sampling_rate": 8000},
     "kind": {"_type": "ClassLabel", "names": ["cat", "dog"]},
     "others": {"_type": "List", "feature": {"_type": "ClassLabel", "names": ["cat", "dog"]}},
@@ -188,9 +188,9 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", ["data/train-00000-of-00002.parquet", "train/data-00000-of-00001.arrow"])
-def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
+def test_a_hugging_face_dataset_with_images_and_clips(name, media, tmp_path):
     table = {
-        "picture": [{"bytes": picture(5), "path": None}, {"bytes": None, "path": "a/one.PNG"}, None],
+        "image": [{"bytes": drawn_image(5), "path": None}, {"bytes": None, "path": "a/one.PNG"}, None],
         "sound": [None, None, {"bytes": clip(400, "WAV"), "path": "x.wav"}],
         "kind": [1, 0, 1],
         "others": [[1, 0], [], None],
@@ -210,7 +210,7 @@ def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
     asked = [(record["conversations"][0]["value"], record["conversations"][1]["value"]) for _, record in samples]
     assert asked == [("<image>\nWhat is it?", "dog"), ("<image>\nWhat is it?", "cat"), ("<audio>\nWhat is it?", "dog")]
     assert [record.get("others") for _, record in samples] == [["dog", "cat"], [], None]
-    assert samples[0][1]["at"] == "2024-01-02" and samples[1][1]["picture"] == "a/one.PNG"
+    assert samples[0][1]["at"] == "2024-01-02" and samples[1][1]["image"] == "a/one.PNG"
     with pytest.raises(DataError, match="--split none: .* has test, train"):
         build(folder, tmp_path / "other", split="none")
 
@@ -239,9 +239,9 @@ def test_folders_with_metadata_of_their_own_are_named(media, tmp_path):
     assert [extents for extents, _ in found(tmp_path / "out" / "train")] == [[6]]
 
 
-def test_pairs_of_user_and_assistant_and_lists_of_pictures(tmp_path):
+def test_pairs_of_user_and_assistant_and_lists_of_images(tmp_path):
     pair = {"user": "Which is larger?", "assistant": "Both.", "source": "x"}
-    table = {"images": [[{"bytes": picture(4), "path": None}, {"bytes": picture(4), "path": None}]], "texts": [[pair]]}
+    table = {"images": [[{"bytes": drawn_image(4), "path": None}, {"bytes": drawn_image(4), "path": None}]], "texts": [[pair]]}
     folder = hugging_face(tmp_path / "hf", table, {"images": [{"_type": "Image"}]})
     built = build(folder, tmp_path / "out")
     ((extents, record),) = found(tmp_path / "out" / "train")
@@ -250,11 +250,11 @@ def test_pairs_of_user_and_assistant_and_lists_of_pictures(tmp_path):
 
 
 def downloaded(tmp_path, caption="A hill."):
-    """Samples as img2dataset has them: the key, a picture, its caption and its record."""
+    """Samples as img2dataset has them: the key, an image, its caption and its record."""
     for number, said in enumerate((caption, None, "A lake.")):
         key = f"{number:09d}"
         record = {"caption": said, "url": "u", "key": key, "status": "success", "error_message": None}
-        yield key, picture(4 + number), said or "", json.dumps(record)
+        yield key, drawn_image(4 + number), said or "", json.dumps(record)
 
 
 def test_tars_of_img2dataset(tmp_path):

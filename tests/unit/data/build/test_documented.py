@@ -16,7 +16,7 @@ from mimo_train.cli import main
 from tests.indexed import texts, write_indexed
 from tests.tars import write_tar
 from tests.unit.config.test_energon import energon
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 from tests.unit.data.build.test_build import hugging_face
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
@@ -26,10 +26,10 @@ NUMBER = 4
 """Samples of every source."""
 
 
-def pictures(folder):
+def drawn_images(folder):
     folder.mkdir(parents=True)
     for at in range(NUMBER):
-        (folder / f"{at}.jpg").write_bytes(encode_picture(16, 16, seed=at))
+        (folder / f"{at}.jpg").write_bytes(encode_image(16, 16, seed=at))
 
 
 def table(file, rows, delimiter=","):
@@ -38,14 +38,14 @@ def table(file, rows, delimiter=","):
 
 
 def llava():
-    pictures(Path("images/coco"))
+    drawn_images(Path("images/coco"))
     turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A hill."}]
     records = [{"id": str(at), "image": f"coco/{at}.jpg", "conversations": turns} for at in range(NUMBER)]
     Path("llava.json").write_text(json.dumps(records))
 
 
 def photos():
-    pictures(Path("photos"))
+    drawn_images(Path("photos"))
     table("photos/photos.csv", [["path", "title"], *([f"{at}.jpg", f"Hill {at}"] for at in range(NUMBER))])
 
 
@@ -59,7 +59,7 @@ def clips():
 
 def pets():
     features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
-    images = [{"bytes": encode_picture(16, 16, "PNG"), "path": None}] * NUMBER
+    images = [{"bytes": encode_image(16, 16, "PNG"), "path": None}] * NUMBER
     for split in ("train", "test"):
         file = f"data/{split}-00000-of-00001.parquet"
         hugging_face(Path("pets"), {"image": images, "label": [0, 1] * (NUMBER // 2)}, features, file)
@@ -68,7 +68,7 @@ def pets():
 def shards(folder="shards", record=None):
     raw = json.dumps(record or {"caption": "A hill.", "key": "0"}).encode()
     members = [
-        (f"{at}.{end}", one) for at in range(NUMBER) for end, one in (("jpg", encode_picture(9, 9)), ("json", raw))
+        (f"{at}.{end}", one) for at in range(NUMBER) for end, one in (("jpg", encode_image(9, 9)), ("json", raw))
     ]
     write_tar(Path(folder) / "00000.tar", members)
 
@@ -79,7 +79,7 @@ def laion():
 
 
 def album():
-    pictures(Path("album/summer"))
+    drawn_images(Path("album/summer"))
     for at in range(NUMBER):
         Path(f"album/summer/{at}.txt").write_text("A hill.")
 
@@ -89,12 +89,12 @@ def corpus():
 
 
 SOURCES = {
-    "A LLaVA JSON and its pictures": llava,
-    "A CSV and its pictures": photos,
+    "A LLaVA JSON and its images": llava,
+    "A CSV and its images": photos,
     "Audio with transcripts": clips,
     "A Hugging Face dataset": pets,
     "Output of img2dataset": laion,
-    "Pictures beside captions": album,
+    "Images beside captions": album,
     "Texts": corpus,
     ".bin and .idx of Megatron-LM": lambda: write_indexed(Path("corpus_text_document"), texts(1000, longest=300)),
     "WebDataset shards": shards,

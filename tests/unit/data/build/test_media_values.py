@@ -14,10 +14,10 @@ from data.media.decode import decode_audio
 from data.storage.reader import ShardReader
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.build.helpers import TALK, build, clip, found, media_folder, picture, written
+from tests.unit.data.build.helpers import TALK, build, clip, found, media_folder, image, written
 from tests.unit.data.build.test_build import hugging_face
 
-PNG = base64.b64encode(picture(8)).decode()
+PNG = base64.b64encode(image(8)).decode()
 FLAC = base64.b64encode(clip(800)).decode()
 URI = f"data:image/png;base64,{PNG}"
 WAVE = np.linspace(-1, 1, 800, dtype=np.float32)
@@ -42,7 +42,7 @@ def asked(*parts):
         ("images", [["two.png", "a/one.PNG"], ["three.png"]], [[8, 6], [10]]),
         ("image", [PNG, URI], [[8], [8]]),
         ("image", ["\n".join([PNG[:60], PNG[60:]]), URI], [[8], [8]]),
-        ("image", [{"bytes": picture(8), "path": None}, {"bytes": None, "path": "two.png"}], [[8], [8]]),
+        ("image", [{"bytes": image(8), "path": None}, {"bytes": None, "path": "two.png"}], [[8], [8]]),
         ("audio", [ARRAY, ARRAY], [[8000], [8000]]),
         ("sound", [ARRAY, ARRAY], [[8000], [8000]]),
     ],
@@ -107,7 +107,7 @@ def test_typed_parts_keep_the_order_of_media_and_may_repeat_a_column(media, tmp_
 
 
 def test_typed_parts_of_a_table_are_taken(media, tmp_path):
-    part = {"type": "image", "image": {"bytes": picture(8), "path": None}, "text": None}
+    part = {"type": "image", "image": {"bytes": image(8), "path": None}, "text": None}
     text = {"type": "text", "image": None, "text": "What?"}
     turns = [{"role": "user", "content": [part, text]}, {"role": "assistant", "content": [text]}]
     build(hugging_face(tmp_path / "table", {"messages": [turns]}, {}), tmp_path / "out")
@@ -165,7 +165,7 @@ def test_a_table_of_addresses_is_an_error(tmp_path):
         build(tar, tmp_path / "out", columns={"image": "url"})
     with pytest.raises(DataError, match="--media .*: the media of .*x.tar are files"):
         build(tar, tmp_path / "out", media=tmp_path)
-    folder = hugging_face(tmp_path / "table", {"blob": [None, picture(8)], "caption": ["A.", "B."]}, {})
+    folder = hugging_face(tmp_path / "table", {"blob": [None, image(8)], "caption": ["A.", "B."]}, {})
     with pytest.raises(DataError, match="'blob' holds files .png. that are not read. Give --columns image=blob"):
         build(folder, tmp_path / "out")
 

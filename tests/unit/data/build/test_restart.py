@@ -22,7 +22,7 @@ from tests.unit.data.build.helpers import (
     clip,
     found,
     media_folder,
-    picture,
+    image,
     written,
 )
 
@@ -106,7 +106,7 @@ def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypat
     file, write_shards = written(tmp_path, RECORDS), module._write_shards
 
     def change(*given):
-        (media / "two.png").write_bytes(picture(9))
+        (media / "two.png").write_bytes(image(9))
         write_shards(*given)
 
     monkeypatch.setattr(module, "_write_shards", change)

@@ -19,7 +19,7 @@ from data.index.shard_index import MEMBER, SAMPLE, pack_keys
 from data.index.shards import find_shards
 from data.storage.files import ShardVersion
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def folder(tmp_path):
         members = []
         for at in range(n + 1):
             members += [
-                (f"{n}{at}.png", encode_picture(8 + n, 9 + at, "PNG")),
+                (f"{n}{at}.png", encode_image(8 + n, 9 + at, "PNG")),
                 (f"{n}{at}.json", chat("<image>?", "!")),
             ]
         write_tar(tmp_path / "shards" / f"s-{n}.tar", members)

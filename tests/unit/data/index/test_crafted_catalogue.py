@@ -15,7 +15,7 @@ from data.index.folder_file import catalogue_path
 from data.index.shard_index import MEMBER, SAMPLE
 from data.index.shards import find_shards
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 NUMBERS = [-1, 0, 1, 3, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**31), -(2**63)]
 VALUES = [None, True, -1, 1.5, "", "x", [], {}, [[]], ["x"], [[[], [], []]], {"0": 1}]
@@ -25,8 +25,8 @@ HEAD = 256
 @pytest.fixture
 def shards(tmp_path):
     for number in range(3):
-        picture = encode_picture(8, 8 + number, "PNG")
-        members = [("a.json", chat("?", "!")), ("a.png", picture), ("b.txt", b"text"), ("c.jpg", b"x")]
+        image = encode_image(8, 8 + number, "PNG")
+        members = [("a.json", chat("?", "!")), ("a.png", image), ("b.txt", b"text"), ("c.jpg", b"x")]
         write_tar(tmp_path / f"s{number}.tar", members)
     return find_shards(str(tmp_path))
 

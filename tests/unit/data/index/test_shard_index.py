@@ -15,14 +15,14 @@ from data.index.indexing import build_index
 from data.index.shards import find_shards
 from tests.disk_faults import disk_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 
 TEXT = b'{"text": "hello"}'
 
 
 @pytest.fixture
 def shard(tmp_path):
-    members = [("d/a.jpg", encode_picture(30, 20)), ("d/a.json", TEXT), ("d/b.PNG", encode_picture(8, 9, "PNG"))]
+    members = [("d/a.jpg", encode_image(30, 20)), ("d/a.json", TEXT), ("d/b.PNG", encode_image(8, 9, "PNG"))]
     return write_tar(tmp_path / "x-000000.tar", [*members, ("d/b.txt", b"a caption")])
 
 
@@ -30,10 +30,10 @@ def test_rows_keys_and_bytes_agree_with_the_tar(shard):
     index = open_index(shard)
     assert [index.key(row) for row in range(len(index))] == ["d/a", "d/b"]
     raw = shard.read_bytes()
-    (picture, record), (second, caption) = index.members(0), index.members(1)
+    (image, record), (second, caption) = index.members(0), index.members(1)
     assert raw[record.offset : record.offset + record.size] == TEXT
     assert raw[caption.offset : caption.offset + caption.size] == b"a caption"
-    assert (picture.extension, picture.kind, picture.height, picture.width) == ("jpg", "image", 30, 20)
+    assert (image.extension, image.kind, image.height, image.width) == ("jpg", "image", 30, 20)
     assert (second.extension, second.height, second.width) == ("png", 8, 9)
     assert [index.record(row) for row in (0, 1)] == [1, 1]
     assert [index.bad_reason(row) for row in (0, 1)] == [None, None]
@@ -199,14 +199,14 @@ def test_samples_without_a_usable_record_are_bad(tmp_path):
     assert index.members(1)[index.record(1)].extension == "json"
 
 
-def test_pictures_without_a_header_and_audio_are_measured(tmp_path):
+def test_images_without_a_header_and_audio_are_measured(tmp_path):
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as clip:
         clip.setparams((2, 2, 8000, 0, "NONE", ""))
         clip.writeframes(np.zeros((123, 2), dtype=np.int16).tobytes())
     members = [("a.jpg", b"broken"), ("a.wav", buffer.getvalue()), ("a.flac", b"broken"), ("a.txt", b"x")]
-    picture, clip, broken, _ = build_index(write_tar(tmp_path / "m.tar", members)).members(0)
-    assert (picture.height, picture.width) == (0, 0)
+    image, clip, broken, _ = build_index(write_tar(tmp_path / "m.tar", members)).members(0)
+    assert (image.height, image.width) == (0, 0)
     assert (clip.kind, clip.frames, clip.rate) == ("audio", 123, 8000)
     assert (broken.frames, broken.rate) == (0, 0)
 

@@ -1,5 +1,5 @@
-"""Headers of pictures whose bytes are damaged: the parser never raises and always ends, and what it promises is what
-the decoder yields, or the picture is bad."""
+"""Headers of images whose bytes are damaged: the parser never raises and always ends, and what it promises is what
+the decoder yields, or the image is bad."""
 
 import io
 import struct
@@ -13,10 +13,10 @@ from PIL import Image, ImageOps
 from data.errors import DecodeError
 from data.media.decode import decode_image_file
 from data.media.headers import parse_header, parse_header_bytes
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 
-PICTURES = [
-    encode_picture(12, 31, kind, seed=3, orientation=orientation)
+IMAGES = [
+    encode_image(12, 31, kind, seed=3, orientation=orientation)
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP")
     for orientation in ((None, 6) if kind in ("JPEG", "PNG", "WEBP") else (None,))
 ]
@@ -26,8 +26,8 @@ MOST_PIXELS = 1 << 20
 
 @st.composite
 def damaged(draw) -> bytes:
-    """A picture with some bytes changed, put in, or cut off; mostly near its header, where the sizes are."""
-    raw = bytearray(draw(st.sampled_from(PICTURES)))
+    """An image with some bytes changed, put in, or cut off; mostly near its header, where the sizes are."""
+    raw = bytearray(draw(st.sampled_from(IMAGES)))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.one_of(st.integers(0, 80), st.integers(0, len(raw) - 1))) % max(len(raw), 1)
         how = draw(st.sampled_from(["change", "insert", "cut out"]))
@@ -58,19 +58,19 @@ def test_a_header_is_found_or_not_whatever_the_bytes_are(raw):
 
 @given(raw=damaged())
 @settings(max_examples=400)
-def test_a_picture_has_the_size_that_its_header_promises_or_is_bad(raw):
+def test_a_image_has_the_size_that_its_header_promises_or_is_bad(raw):
     header = parse_header_bytes(raw)
     assume(header is None or header.height * header.width <= MOST_PIXELS)
     try:
-        picture = decode_image_file(raw)
+        image = decode_image_file(raw)
     except DecodeError:
         return
-    assert header is not None and tuple(picture.shape) == (3, header.height, header.width)
+    assert header is not None and tuple(image.shape) == (3, header.height, header.width)
 
 
 @pytest.mark.parametrize(("kind", "mark", "behind"), [("JPEG", b"\xff\xc0\x00\x11\x08", 2), ("PNG", b"IHDR", 4)])
-def test_a_picture_without_any_pixel_has_no_header(kind, mark, behind):
-    raw = encode_picture(12, 31, kind)
+def test_a_image_without_any_pixel_has_no_header(kind, mark, behind):
+    raw = encode_image(12, 31, kind)
     at = raw.index(mark) + len(mark)
     assert parse_header_bytes(raw) is not None
     assert parse_header_bytes(raw[:at] + bytes(behind) + raw[at + behind :]) is None
@@ -82,11 +82,11 @@ def test_a_long_run_of_marker_bytes_ends(raw):
 
 
 def test_header_behind_large_segments_and_of_broken_files():
-    plain = encode_picture(7, 9)
+    plain = encode_image(7, 9)
     padded = plain[:2] + (b"\xff\xe2\xff\xff" + b"x" * 0xFFFD) * 3 + plain[2:]
     assert parse_header_bytes(padded)[1:3] == (7, 9)
     for kind in ("GIF", "BMP"):
-        assert parse_header_bytes(encode_picture(7, 9, kind))[1:3] == (7, 9)
+        assert parse_header_bytes(encode_image(7, 9, kind))[1:3] == (7, 9)
     for raw in (b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"hello", b"RIFFxxxxWEBP", b"\x89PNG\r\n\x1a\n", b"GIF89a"):
         assert parse_header_bytes(raw) is None
     for cut in range(len(plain)):  # never an exception, whatever is missing
@@ -108,12 +108,12 @@ def xmp(value: object, form: str = 'tiff:Orientation="{}"/>') -> bytes:
 
 
 def jpeg(*blocks: bytes) -> bytes:
-    raw = encode_picture(12, 31)
+    raw = encode_image(12, 31)
     return raw[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", len(one) + 2) + one for one in blocks) + raw[2:]
 
 
 def png(*chunks: tuple[bytes, bytes], behind: bool = False) -> bytes:
-    raw = encode_picture(12, 31, "PNG")
+    raw = encode_image(12, 31, "PNG")
     own = b"".join(
         struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
         for name, content in chunks

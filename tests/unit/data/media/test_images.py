@@ -16,40 +16,40 @@ from data.errors import DecodeError, MissingLibrary
 from data.media import decode
 from data.media.decode import decode_image_file, decode_resized
 from data.media.headers import parse_header_bytes
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_upright_and_of_the_indexed_size(kind, orientation):
+def test_images_are_upright_and_of_the_indexed_size(kind, orientation):
     exif = orientation if kind in ("JPEG", "PNG", "WEBP") else None
-    raw = encode_picture(12, 31, kind, orientation=exif)
-    picture = decode_image_file(raw)
+    raw = encode_image(12, 31, kind, orientation=exif)
+    image = decode_image_file(raw)
     header = parse_header_bytes(raw)
-    assert picture.dtype == torch.uint8 and tuple(picture.shape) == (3, header.height, header.width)
+    assert image.dtype == torch.uint8 and tuple(image.shape) == (3, header.height, header.width)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).convert("RGB"))
-    assert np.abs(picture.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
+    assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
     if kind in ("JPEG", "PNG"):
         data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        assert torch.equal(picture, decode_image(data, mode=ImageReadMode.RGB, apply_exif_orientation=True))
+        assert torch.equal(image, decode_image(data, mode=ImageReadMode.RGB, apply_exif_orientation=True))
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "I;16", "1"])
 def test_other_colour_modes_become_rgb(mode):
-    picture = Image.fromarray(np.full((6, 5, 3), 200, dtype=np.uint8))
+    image = Image.fromarray(np.full((6, 5, 3), 200, dtype=np.uint8))
     if mode == "I;16":
-        picture = Image.fromarray(np.full((6, 5), 200 * 257, dtype=np.uint16))
+        image = Image.fromarray(np.full((6, 5), 200 * 257, dtype=np.uint16))
     else:
-        picture = picture.convert(mode)
+        image = image.convert(mode)
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG" if mode == "CMYK" else "PNG")
+    image.save(buffer, "JPEG" if mode == "CMYK" else "PNG")
     decoded = decode_image_file(buffer.getvalue())
     assert decoded.dtype == torch.uint8 and tuple(decoded.shape) == (3, 6, 5)
     assert abs(decoded.float().mean() - 200) < (60 if mode == "1" else 4)
 
 
 def test_resize_is_bicubic_with_antialiasing():
-    raw = encode_picture(90, 60, "PNG", seed=3)
+    raw = encode_image(90, 60, "PNG", seed=3)
     ours = decode_resized(raw, 30, 40)
     pillow = np.asarray(Image.open(io.BytesIO(raw)).resize((40, 30), Image.Resampling.BICUBIC))
     assert tuple(ours.shape) == (3, 30, 40) and ours.is_contiguous()
@@ -59,13 +59,13 @@ def test_resize_is_bicubic_with_antialiasing():
 
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_pictures_are_decoded_and_resized_as_by_torchvision(interpolation, capability, monkeypatch):
+def test_images_are_decoded_and_resized_as_by_torchvision(interpolation, capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     for kind, size in (("JPEG", (90, 61)), ("PNG", (7, 33)), ("PNG", (1, 1))):
-        raw = torch.frombuffer(bytearray(encode_picture(*size, kind, seed=3)), dtype=torch.uint8)
-        picture = decode.decode_with_torchvision(raw)
-        assert torch.equal(picture, decode_image(raw, mode=ImageReadMode.RGB))
-        for given in (picture, picture.contiguous()):
+        raw = torch.frombuffer(bytearray(encode_image(*size, kind, seed=3)), dtype=torch.uint8)
+        image = decode.decode_with_torchvision(raw)
+        assert torch.equal(image, decode_image(raw, mode=ImageReadMode.RGB))
+        for given in (image, image.contiguous()):
             for height, width in ((30, 40), (120, 60), (size[0], 50)):
                 theirs = transforms.resize(given, [height, width], transforms.InterpolationMode(interpolation))
                 ours = decode.resize_image(given, height, width, interpolation)
@@ -81,20 +81,20 @@ def test_sixteen_bits_become_eight_as_by_torchvision():
     assert torch.equal(decode_image_file(buffer.getvalue()), theirs)
 
 
-def test_broken_pictures_are_decode_errors():
-    good = encode_picture(40, 40)
-    for raw in (b"", b"text", good[: len(good) // 3], encode_picture(40, 40, "PNG")[:200]):
+def test_broken_images_are_decode_errors():
+    good = encode_image(40, 40)
+    for raw in (b"", b"text", good[: len(good) // 3], encode_image(40, 40, "PNG")[:200]):
         with pytest.raises(DecodeError, match=f"{len(raw)} bytes"):
             decode_image_file(raw)
 
 
-def test_of_moving_pictures_the_first_frame_is_read():
-    first, second = (Image.open(io.BytesIO(encode_picture(9, 14, "PNG", value=value))) for value in (10, 240))
+def test_of_moving_images_the_first_frame_is_read():
+    first, second = (Image.open(io.BytesIO(encode_image(9, 14, "PNG", value=value))) for value in (10, 240))
     for kind, options in (("WEBP", {"lossless": True}), ("GIF", {})):
         buffer = io.BytesIO()
         first.save(buffer, kind, save_all=True, append_images=[second], **options)
-        picture = decode_image_file(buffer.getvalue())
-        assert tuple(picture.shape) == (3, 9, 14) and (picture == 10).all()
+        image = decode_image_file(buffer.getvalue())
+        assert tuple(image.shape) == (3, 9, 14) and (image == 10).all()
 
 
 @pytest.mark.parametrize(
@@ -102,25 +102,25 @@ def test_of_moving_pictures_the_first_frame_is_read():
     [("JPEG2000", None), *((kind, value) for kind in ("TIFF", "AVIF") for value in (None, 1, 3, 6, 8))],
 )
 def test_formats_of_pillow_are_upright_and_of_the_indexed_size(kind, orientation):
-    raw = encode_picture(12, 31, kind, seed=2, orientation=orientation)
-    header, picture = parse_header_bytes(raw), decode_image_file(raw)
-    assert tuple(picture.shape) == (3, header.height, header.width)
+    raw = encode_image(12, 31, kind, seed=2, orientation=orientation)
+    header, image = parse_header_bytes(raw), decode_image_file(raw)
+    assert tuple(image.shape) == (3, header.height, header.width)
     assert header.height == (31 if (orientation or 1) >= 5 else 12)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).convert("RGB"))
-    assert np.array_equal(picture.permute(1, 2, 0).numpy(), expected)
+    assert np.array_equal(image.permute(1, 2, 0).numpy(), expected)
 
 
-def save(picture: Image.Image, kind: str, **options) -> bytes:
+def save(image: Image.Image, kind: str, **options) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG2000"])
 def test_shades_of_16_bits_keep_their_brightness(kind):
     grey = np.linspace(0, 65535, 48).astype(np.uint16).reshape(6, 8)
-    picture = decode_image_file(save(Image.fromarray(grey), kind)).numpy()
-    assert np.abs(picture - grey / 257).max() <= 1
+    image = decode_image_file(save(Image.fromarray(grey), kind)).numpy()
+    assert np.abs(image - grey / 257).max() <= 1
 
 
 def test_pixels_without_a_known_range_are_bad():
@@ -161,10 +161,10 @@ def test_transparent_pixels_take_the_colour_behind(kind, options):
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF"])
 def test_a_colour_of_a_palette_that_is_transparent_takes_the_colour_behind(kind):
-    picture = Image.new("P", (6, 4), 1)
-    picture.putpalette([0, 0, 0, 9, 9, 200])
-    picture.putpixel((0, 0), 0)
-    raw = save(picture, kind, transparency=0)
+    image = Image.new("P", (6, 4), 1)
+    image.putpalette([0, 0, 0, 9, 9, 200])
+    image.putpixel((0, 0), 0)
+    raw = save(image, kind, transparency=0)
     found = decode_image_file(raw)
     assert found[:, 0, 0].tolist() == [255] * 3 and found[:, 2, 2].tolist() == [9, 9, 200]
 
@@ -172,16 +172,16 @@ def test_a_colour_of_a_palette_that_is_transparent_takes_the_colour_behind(kind)
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
 def test_without_transparency_pixels_are_those_of_before(kind, mode):
-    picture = Image.open(io.BytesIO(encode_picture(20, 30, "PNG", seed=5))).convert(mode)
-    raw = save(picture, kind, **({"lossless": True} if kind == "WEBP" else {}))
+    image = Image.open(io.BytesIO(encode_image(20, 30, "PNG", seed=5))).convert(mode)
+    raw = save(image, kind, **({"lossless": True} if kind == "WEBP" else {}))
     assert torch.equal(decode_image_file(raw), decode_image_file(raw, background=None))
-    assert np.array_equal(decode_image_file(raw).permute(1, 2, 0), np.asarray(picture.convert("RGB")))
+    assert np.array_equal(decode_image_file(raw).permute(1, 2, 0), np.asarray(image.convert("RGB")))
 
 
-def heic(picture: Image.Image, **options) -> bytes:
+def heic(image: Image.Image, **options) -> bytes:
     pillow_heif = pytest.importorskip("pillow_heif")
     buffer = io.BytesIO()
-    pillow_heif.from_pillow(picture).save(buffer, quality=-1, **options)
+    pillow_heif.from_pillow(image).save(buffer, quality=-1, **options)
     return buffer.getvalue()
 
 
@@ -196,9 +196,9 @@ def test_heic_is_upright_and_of_the_indexed_size(angle):
         raw[at : at + 5] = b"irot" + bytes([angle])
         at = raw.index(b"\x05\x84", raw.index(b"ipma"))
         raw[at : at + 2] = b"\x84\x05"
-    header, picture = parse_header_bytes(bytes(raw)), decode_image_file(bytes(raw))
-    assert (header.height, header.width) == tuple(picture.shape[1:]) == ((50, 31) if angle % 2 else (31, 50))
-    assert torch.equal(picture, torch.rot90(plain, angle, (1, 2)))
+    header, image = parse_header_bytes(bytes(raw)), decode_image_file(bytes(raw))
+    assert (header.height, header.width) == tuple(image.shape[1:]) == ((50, 31) if angle % 2 else (31, 50))
+    assert torch.equal(image, torch.rot90(plain, angle, (1, 2)))
     for cut in (0, 20, 200, len(raw) - 1):
         assert parse_header_bytes(bytes(raw[:cut])) is None
         with pytest.raises(DecodeError):
@@ -218,8 +218,8 @@ def test_heic_that_is_transparent_lies_or_is_damaged():
         for _ in range(draw.choice([1, 6, 60])):
             broken[draw.randrange(len(raw))] = draw.randrange(256)
         try:
-            picture, header = decode_image_file(bytes(broken)), parse_header_bytes(bytes(broken))
-            assert tuple(picture.shape[1:]) == (header.height, header.width)
+            image, header = decode_image_file(bytes(broken)), parse_header_bytes(bytes(broken))
+            assert tuple(image.shape[1:]) == (header.height, header.width)
         except DecodeError:
             pass
 

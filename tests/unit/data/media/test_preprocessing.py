@@ -18,13 +18,13 @@ from encoders.pretrained import preprocessor_config
 from encoders.registry import FAMILIES
 
 SIZES = [(97, 131), (300, 61), (48, 48), (230, 517)]
-"""(height, width) of pictures."""
+"""(height, width) of images."""
 
 CLIP = {"image_size": 56, "patch_size": 14}
 CROP = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 
 
-def picture(height: int, width: int) -> bytes:
+def image(height: int, width: int) -> bytes:
     """A PNG file of smooth shades with noise."""
     rows, columns = np.mgrid[0:height, 0:width]
     shades = np.stack([rows * 255 / height, columns * 255 / width, (rows + columns) % 256], axis=-1)
@@ -80,7 +80,7 @@ def patches_of(pixels: torch.Tensor, spec: PatchSpec) -> torch.Tensor:
 def test_squares(processor, options, model_type, config, size):
     import transformers
 
-    processor, raw = getattr(transformers, processor)(**options), picture(*size)
+    processor, raw = getattr(transformers, processor)(**options), image(*size)
     pixels = processor(Image.open(io.BytesIO(raw)), return_tensors="pt").pixel_values[0]
     spec = spec_of(model_type, config, processor.to_dict())
     assert spec.input_size(*size) == tuple(pixels.shape[1:])
@@ -91,7 +91,7 @@ def test_squares(processor, options, model_type, config, size):
 def test_dinov3_keeps_fractions_of_pixels(size, tmp_path):
     import transformers
 
-    processor, raw = transformers.DINOv3ViTImageProcessor(size={"height": 64, "width": 64}), picture(*size)
+    processor, raw = transformers.DINOv3ViTImageProcessor(size={"height": 64, "width": 64}), image(*size)
     pixels = processor(Image.open(io.BytesIO(raw)), return_tensors="pt").pixel_values[0]
     spec = spec_of("dinov3_vit", {"image_size": 64, "patch_size": 16}, processor.to_dict())
     torch.testing.assert_close(ours(spec, raw, size, 1), patches_of(pixels, spec), rtol=0, atol=1e-5)
@@ -104,7 +104,7 @@ def test_dinov3_keeps_fractions_of_pixels(size, tmp_path):
 def test_siglip2(size):
     import transformers
 
-    processor, raw = transformers.Siglip2ImageProcessor(max_num_patches=50), picture(*size)
+    processor, raw = transformers.Siglip2ImageProcessor(max_num_patches=50), image(*size)
     found = processor(Image.open(io.BytesIO(raw)), return_tensors="pt")
     spec = spec_of("siglip2_vision_model", {}, processor.to_dict())
     assert spec.grid(*size) == tuple(found.spatial_shapes[0].tolist())
@@ -123,7 +123,7 @@ def test_qwen(model_type, options, size):
     import transformers
 
     processor = transformers.Qwen2VLImageProcessor(min_pixels=4000, max_pixels=40000, **options)
-    raw = picture(*size)
+    raw = image(*size)
     found = processor(Image.open(io.BytesIO(raw)), return_tensors="pt")
     spec = spec_of(model_type, {}, processor.to_dict())
     rows, columns = spec.grid(*size, merge=2)
@@ -181,7 +181,7 @@ SIDE_384 = {"size": {"height": 384, "width": 384}}
     ],
 )
 def test_the_difference_to_pillow_is_what_the_docs_say(processor, options, model_type, config, size, most, mean):
-    """Of a picture of noise, in steps of 1/255: docs/pretrained.md."""
+    """Of an image of noise, in steps of 1/255: docs/pretrained.md."""
     import transformers
 
     processor, raw = getattr(transformers, processor)(**options, **PLAIN), noise(*size)
@@ -193,7 +193,7 @@ def test_the_difference_to_pillow_is_what_the_docs_say(processor, options, model
         difference = (own - found.pixel_values).abs() * 255
     else:
         difference = (ours(spec, raw, size, 1) - patches_of(found.pixel_values[0], spec)).abs() * 255
-    # Equal pictures would be no proof that the two were compared.
+    # Equal images would be no proof that the two were compared.
     assert 0.5 < difference.max() < most + 0.5
     assert 1e-4 < difference.mean() < mean
 

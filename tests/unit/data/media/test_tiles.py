@@ -1,4 +1,4 @@
-"""Tiles of pictures, and the tokens that they take, are those of transformers' image processors and processors."""
+"""Tiles of images, and the tokens that they take, are those of transformers' image processors and processors."""
 
 import io
 
@@ -12,11 +12,11 @@ from encoders.native.clip.spec import ClipSpec
 from encoders.native.siglip.spec import SiglipSpec
 from encoders.native.vit.tiles import UNCUT
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
-from tests.unit.data.media.test_preprocessing import embedder, picture
+from tests.unit.data.media.test_preprocessing import embedder, image
 
 PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 SIZES = [(97, 131), (300, 61), (56, 56), (113, 517), (40, 41), (61, 55), (224, 223), (1000, 30)]
-"""(height, width) of pictures."""
+"""(height, width) of images."""
 SQUARES = [[56 * rows, 56 * columns] for rows in range(1, 5) for columns in range(1, 5)]
 
 
@@ -24,22 +24,22 @@ def next_case():
     from transformers import LlavaNextImageProcessor, LlavaNextProcessor
 
     side = {"height": 56, "width": 56}
-    pictures = LlavaNextImageProcessor(size={"shortest_edge": 56}, crop_size=side, image_grid_pinpoints=PINPOINTS)
-    pixels = {"pixel_mean": pictures.image_mean, "pixel_std": pictures.image_std}
+    images = LlavaNextImageProcessor(size={"shortest_edge": 56}, crop_size=side, image_grid_pinpoints=PINPOINTS)
+    pixels = {"pixel_mean": images.image_mean, "pixel_std": images.image_std}
     spec = ClipSpec(resize="tiles", image_size=56, patch_size=7, grid_pinpoints=PINPOINTS, **pixels)
-    return spec, pictures, LlavaNextProcessor, {"patch_size": 7, "num_additional_image_tokens": 1}
+    return spec, images, LlavaNextProcessor, {"patch_size": 7, "num_additional_image_tokens": 1}
 
 
 def onevision_case():
     from transformers import LlavaOnevisionImageProcessor, LlavaOnevisionProcessor
 
     size = {"height": 56, "width": 56}
-    pictures = LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=SQUARES, image_mean=[0.5, 0.4, 0.3])
+    images = LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=SQUARES, image_mean=[0.5, 0.4, 0.3])
     # 8 patches of 6 pixels, and 8 pixels that are not read.
-    pixels = {"pixel_mean": pictures.image_mean, "pixel_std": pictures.image_std, "image_size": 56, "patch_size": 6}
+    pixels = {"pixel_mean": images.image_mean, "pixel_std": images.image_std, "image_size": 56, "patch_size": 6}
     spec = SiglipSpec(resize="tiles", grid_pinpoints=SQUARES, max_tiles=3, cut_several=False, **pixels)
     own = {"num_image_tokens": 81, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_3"}
-    return spec, pictures, LlavaOnevisionProcessor, own
+    return spec, images, LlavaOnevisionProcessor, own
 
 
 def normalised(spec, tiles: torch.Tensor) -> torch.Tensor:
@@ -49,16 +49,16 @@ def normalised(spec, tiles: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [next_case, onevision_case])
 def test_pixels_and_tokens(case):
-    spec, pictures, processor, options = case()
+    spec, images, processor, options = case()
     counter = processor.__new__(processor)
-    counter.image_processor, counter.vision_feature_select_strategy = pictures, "default"
+    counter.image_processor, counter.vision_feature_select_strategy = images, "default"
     for name, value in options.items():
         setattr(counter, name, value)
     resize = Resize(tile=56, background=spec.transform.background)
     pooled, cut = 0, set()
     for size in SIZES:
-        raw = picture(*size)
-        found = pictures(Image.open(io.BytesIO(raw)), return_tensors="pt")
+        raw = image(*size)
+        found = images(Image.open(io.BytesIO(raw)), return_tensors="pt")
         tiles = decode_tiles(raw, spec.canvas(*size), resize)
         assert torch.equal(normalised(spec, tiles), found.pixel_values[0]), size
         tiling = spec.tiling(*size)
@@ -75,10 +75,10 @@ def test_pixels_and_tokens(case):
     assert {(True, False), (False, True), (False, False)} <= cut and bool(pooled) == bool(spec.max_tiles)
 
 
-def test_of_several_pictures_each_is_a_square():
-    spec, pictures, _, _ = onevision_case()
-    raws = [picture(*size) for size in SIZES[:2]]
-    found = pictures([[Image.open(io.BytesIO(raw)) for raw in raws]], return_tensors="pt").pixel_values
+def test_of_several_images_each_is_a_square():
+    spec, images, _, _ = onevision_case()
+    raws = [image(*size) for size in SIZES[:2]]
+    found = images([[Image.open(io.BytesIO(raw)) for raw in raws]], return_tensors="pt").pixel_values
     resize = Resize(tile=56, background=spec.transform.background)
     for raw, theirs in zip(raws, found, strict=True):
         assert torch.equal(normalised(spec, decode_tiles(raw, spec.canvas(*UNCUT), resize)), theirs)

@@ -1,4 +1,4 @@
-"""Videos are as many pictures as `data.video` says: which, in which order, and what of them is bad."""
+"""Videos are as many images as `data.video` says: which, in which order, and what of them is bad."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from data.records.members import read_fields
 from data.samples.frames import Sampling
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 from tests.videos import STEP, make_video
 
 av = pytest.importorskip("av")
@@ -28,7 +28,7 @@ TWO = Sampling(frames_per_second=1.0, max_frames=2)
 
 
 def shown(raw, count, bounds=None):
-    """Which of the pictures of `make_video` are read."""
+    """Which of the images of `make_video` are read."""
     return [round(float(one.float().mean()) / STEP) for one in decode_video(raw, count, bounds or Bounds())]
 
 
@@ -43,18 +43,18 @@ def shown(raw, count, bounds=None):
         ("mkv", "libx264"),
     ],
 )
-def test_pictures_are_those_in_the_middle_of_equal_parts(kind, codec):
+def test_images_are_those_in_the_middle_of_equal_parts(kind, codec):
     raw = make_video(kind, codec)
     header = parse_video_header_bytes(raw)
     assert (header.height, header.width, header.milliseconds, header.turns) == (48, 64, 3000, 0)
     assert shown(raw, 1) == [15] and shown(raw, 3) == [5, 15, 25] and shown(raw, 6) == [2, 7, 12, 17, 22, 27]
     # More than it has: each comes several times.
     assert shown(raw, 60) == [at // 2 for at in range(60)]
-    (picture,) = decode_video(raw, 1)
-    assert picture.dtype == torch.uint8 and tuple(picture.shape) == (3, 48, 64)
+    (image,) = decode_video(raw, 1)
+    assert image.dtype == torch.uint8 and tuple(image.shape) == (3, 48, 64)
 
 
-def test_the_number_of_pictures_follows_from_length_and_config():
+def test_the_number_of_images_follows_from_length_and_config():
     sampling = Sampling(frames_per_second=2.0, max_frames=5)
     lengths = [1, 499, 500, 999, 1000, 2499, 2500, 60_000, 2**31 - 1]
     assert [sampling.count(one) for one in lengths] == [1, 1, 1, 1, 2, 4, 5, 5, 5]
@@ -65,10 +65,10 @@ def test_the_number_of_pictures_follows_from_length_and_config():
 
 
 def test_only_what_is_needed_is_decoded():
-    raw = make_video(pictures=120, key_every=10)
+    raw = make_video(frames_as_images=120, key_every=10)
     few = Bounds(video_pixels=22 * 48 * 64)
     assert [at % 32 for at in (30, 90)] == shown(raw, 2, few)
-    without = make_video(pictures=120, key_every=1000)
+    without = make_video(frames_as_images=120, key_every=1000)
     with pytest.raises(DecodeError, match=r"pixels are decoded: 70656, above data\.bounds\.video_pixels 67584"):
         shown(without, 2, few)
 
@@ -153,9 +153,9 @@ def test_lists_of_other_files_are_not_opened(raw):
         ({"pixels": 3000}, r"48 x 64 pixels are 3072, above data\.bounds\.pixels 3000"),
         ({"seconds": 2.5}, r"its length in seconds is 3, above data\.bounds\.seconds 2\.5"),
         ({"video_bytes": 1000}, r"its bytes are \d+, above data\.bounds\.video_bytes 1000"),
-        ({"video_frames": 29}, r"its pictures are 30, above data\.bounds\.video_frames 29"),
+        ({"video_frames": 29}, r"its images are 30, above data\.bounds\.video_frames 29"),
         ({"video_pixels": 9000}, r"pixels are decoded: 9216, above data\.bounds\.video_pixels 9000"),
-        ({"placeholders": 1}, r"its pictures and clips are 2, above data\.bounds\.placeholders 1"),
+        ({"placeholders": 1}, r"its images and clips are 2, above data\.bounds\.placeholders 1"),
     ],
 )
 def test_what_is_above_a_bound_is_bad_with_its_number(bound, said, dataset, tmp_path):
@@ -169,13 +169,13 @@ def test_what_is_above_a_bound_is_bad_with_its_number(bound, said, dataset, tmp_
     assert data.plan_step(0, 1).tokens["images"].tolist() == [0 if by_index else 8]
 
 
-def test_a_video_is_its_pictures_in_every_part_of_a_sample(dataset, tmp_path):
-    still, film = encode_picture(20, 30, "PNG", value=7), make_video()
+def test_a_video_is_its_images_in_every_part_of_a_sample(dataset, tmp_path):
+    still, film = encode_image(20, 30, "PNG", value=7), make_video()
     samples = [
         [("a.mp4", film), ("a.json", chat("<video>\nq", "a"))],
         [("b.0.png", still), ("b.1.mp4", film), ("b.json", chat("see <image> and <video>?", "a"))],
         [("c.mp4", film), ("c.png", still), ("c.json", chat("<video>then<image>", "a"))],
-        [("d.0.mp4", film), ("d.1.mp4", make_video(pictures=10)), ("d.txt", b"two films")],
+        [("d.0.mp4", film), ("d.1.mp4", make_video(frames_as_images=10)), ("d.txt", b"two films")],
         [("e.0.png", still), ("e.1.png", still), ("e.2.png", still), ("e.json", chat("<image>or<video>", "a"))],
         [("f.webm", make_video("webm", "libvpx")), ("f.json", json.dumps({"messages": TYPED}).encode())],
     ]
@@ -187,10 +187,10 @@ def test_a_video_is_its_pictures_in_every_part_of_a_sample(dataset, tmp_path):
     for number, count in enumerate(counts):
         sample, bad = data.read_text(number)
         assert bad is None, bad
-        pictures, bad = data.read_media(number, "images")
-        assert bad is None and len(pictures) == count
+        frames_as_images, bad = data.read_media(number, "images")
+        assert bad is None and len(frames_as_images) == count
         assert (sample.input_ids == data.tokenizer.placeholder_id("<image>")).sum() == 4 * count
-        found = [round(float(one.float().mean()) / STEP) for one in pictures]
+        found = [round(float(one.float().mean()) / STEP) for one in frames_as_images]
         assert found == [round(7 / STEP) if value is None else value for value in grey[number]]
         assert step.tokens["images"][number] == data.token_counts(number)["images"] == 4 * count
         assert data.length_of(0, number) == sample.length
@@ -224,20 +224,20 @@ TYPED = [
     ],
 )
 def test_videos_that_do_not_fit_their_record_are_bad(names, asked, said, dataset, tmp_path):
-    media = [(f"k.{name}", encode_picture(8, 8, "PNG") if "png" in name else make_video()) for name in names]
+    media = [(f"k.{name}", encode_image(8, 8, "PNG") if "png" in name else make_video()) for name in names]
     path = write_tar(tmp_path / "s.tar", [*media, ("k.json", chat(asked, "a"))])
     bad = dataset(path, sampling=TWO).read_text(0)[1]
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(bad.reason)
 
 
-def test_a_run_without_pictures_takes_no_video(dataset, tmp_path):
+def test_a_run_without_images_takes_no_video(dataset, tmp_path):
     path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
     assert "1 video member, but no module" in dataset(path, media=(), max_bad_samples=1).read_text(0)[1].reason
 
 
 def test_fields_say_which_videos_are_read(dataset, tmp_path):
-    members = [("k.mp4", make_video()), ("k.jpg", encode_picture(8, 8)), ("k.json", chat("<image>q", "a"))]
+    members = [("k.mp4", make_video()), ("k.jpg", encode_image(8, 8)), ("k.json", chat("<image>q", "a"))]
     path = write_tar(tmp_path / "s.tar", members)
     data = dataset(path, fields=read_fields({"conversations": "json[conversations]", "image": "jpg"}))
     assert data.read_text(0)[1] is None and len(data.read_media(0, "images")[0]) == 1

@@ -20,10 +20,10 @@ def text(samples: int, seed: int) -> np.ndarray:
 
 
 def mixed(samples: int, seed: int) -> np.ndarray:
-    """Tokens of texts with 0 to 4 pictures of many sizes."""
+    """Tokens of texts with 0 to 4 images of many sizes."""
     draw = np.random.default_rng(seed)
-    pictures = draw.choice([0, 1, 2, 4], samples, p=[0.2, 0.6, 0.15, 0.05])
-    sizes = [draw.choice([144, 196, 256, 324, 400, 484, 576], each).sum() for each in pictures]
+    images = draw.choice([0, 1, 2, 4], samples, p=[0.2, 0.6, 0.15, 0.05])
+    sizes = [draw.choice([144, 196, 256, 324, 400, 484, 576], each).sum() for each in images]
     return np.minimum(text(samples, seed + 1000) + np.array(sizes), 2048)
 
 

@@ -18,7 +18,7 @@ from data.samples.media_spec import Media
 from data.samples.sample_meta import SampleTable
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 
 @settings(max_examples=40, deadline=None)
@@ -36,13 +36,13 @@ def test_rows_of_a_large_order_are_those_of_its_samples():
 
 
 def odd_samples(folder):
-    """Pictures of several sizes and numbers, and every kind of sample that is bad by the index."""
+    """Images of several sizes and numbers, and every kind of sample that is bad by the index."""
     members = []
     for n in range(40):
         sizes = [(10 + 7 * (n % 5), 8 + n % 3)] * (n % 4) + [(12, 30)] * (n % 7 == 0)
-        members += [(f"{n:03d}.{at}.png", encode_picture(*size, "PNG")) for at, size in enumerate(sizes)]
+        members += [(f"{n:03d}.{at}.png", encode_image(*size, "PNG")) for at, size in enumerate(sizes)]
         if n % 11 == 0:
-            members.append((f"{n:03d}.9.jpg", b"no picture"))
+            members.append((f"{n:03d}.9.jpg", b"no image"))
         if n % 13 != 5:
             members.append((f"{n:03d}.json", chat("<image>" * len(sizes) + "q", "a" * (200 if n == 17 else 3))))
     write_tar(folder / "a-000000.tar", members[: len(members) // 2])

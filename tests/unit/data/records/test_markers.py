@@ -41,7 +41,7 @@ def parts(question: str, media: dict[str, int], answer: str = "a", form: str = "
 def test_they_are_places_of_media_where_they_stand(kind, marker, form):
     media = {"image": 0, "audio": 0, kind: 1}
     if kind == "video":
-        # Its pictures, of which the sample has one.
+        # Its images, of which the sample has one.
         media, kind = {"image": 1}, "image"
         marker = marker.replace("<Video>", "<|video_pad|>")
         raw = json.dumps(record(f"what is {marker}\nthis?", form=form)).encode()
@@ -53,7 +53,7 @@ def test_they_are_places_of_media_where_they_stand(kind, marker, form):
 
 def test_words_between_two_markers_are_kept():
     assert parts("<image>what is it</image>", {"image": 1}) == (Part("image"), Part("text", "what is it</image>"))
-    assert parts("<image>my pictures/a 1.jpg</image>\nq", {"image": 1}) == (Part("image"), Part("text", "q"))
+    assert parts("<image>my images/a 1.jpg</image>\nq", {"image": 1}) == (Part("image"), Part("text", "q"))
     with pytest.raises(RecordError, match="0 image placeholders, but the sample has 1"):
         parts("<img>what is it</img>", {"image": 1})
 

@@ -9,11 +9,11 @@ from data.errors import DataError
 from data.index.catalogue import open_index
 from data.records.members import NO_FIELDS, arrange, named_unread, read_fields, unread
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 
 def read(names, fields=NO_FIELDS):
-    """Extensions of the pictures that are read, in order."""
+    """Extensions of the images that are read, in order."""
     found = arrange(tuple(names), fields)
     return [names[place] for place, kind in zip(found.order, found.kinds, strict=True) if kind == "image"]
 
@@ -31,7 +31,7 @@ def read(names, fields=NO_FIELDS):
         (["1.jpg", "jpg"], ["1.jpg", "jpg"]),
     ],
 )
-def test_numbered_pictures_are_in_the_order_of_their_numbers_and_named_ones_beside_others_are_not_read(names, expected):
+def test_numbered_images_are_in_the_order_of_their_numbers_and_named_ones_beside_others_are_not_read(names, expected):
     assert read(names) == expected
 
 
@@ -56,18 +56,18 @@ def shard(folder, *samples):
     return write_tar(folder / "s.tar", [member for sample in samples for member in sample])
 
 
-def pictures(key, names, record):
-    own = [(f"{key}.{name}", encode_picture(8, 8, "PNG", value=10 * at)) for at, name in enumerate(names)]
+def images(key, names, record):
+    own = [(f"{key}.{name}", encode_image(8, 8, "PNG", value=10 * at)) for at, name in enumerate(names)]
     return [*own, (f"{key}.json", record if isinstance(record, bytes) else json.dumps(record).encode())]
 
 
-def test_the_dataset_reads_pictures_in_that_order(tmp_path, dataset):
+def test_the_dataset_reads_images_in_that_order(tmp_path, dataset):
     ask = chat("<image><image><image>q", "a")
-    data = dataset(shard(tmp_path, pictures("k", ["1.png", "10.png", "2.png"], ask)), shuffle=False)
-    assert [int(picture[0, 0, 0]) for picture in data.media(0, "images")] == [0, 20, 10]
+    data = dataset(shard(tmp_path, images("k", ["1.png", "10.png", "2.png"], ask)), shuffle=False)
+    assert [int(image[0, 0, 0]) for image in data.media(0, "images")] == [0, 20, 10]
     one = {"fields": read_fields({"image": ["10.png"]})}
-    data = dataset(shard(tmp_path, pictures("k", ["1.png", "10.png", "2.png"], chat("<image>q", "a"))), **one)
-    assert [int(picture[0, 0, 0]) for picture in data.media(0, "images")] == [10]
+    data = dataset(shard(tmp_path, images("k", ["1.png", "10.png", "2.png"], chat("<image>q", "a"))), **one)
+    assert [int(image[0, 0, 0]) for image in data.media(0, "images")] == [10]
     assert data.read_text(0)[1] is None
 
 
@@ -89,7 +89,7 @@ TALK = {"conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt"
 def test_a_record_that_refers_to_what_is_not_read_is_bad(names, more, said, tmp_path, dataset, capsys):
     from mimo_train.cli import main
 
-    path = shard(tmp_path, pictures("k", names, TALK | more))
+    path = shard(tmp_path, images("k", names, TALK | more))
     bad = dataset(path, max_bad_samples=1).read_text(0)[1]
     if said is None:
         assert bad is None and main(["shards", "verify", str(path)]) == 0
@@ -102,7 +102,7 @@ def test_a_record_that_refers_to_what_is_not_read_is_bad(names, more, said, tmp_
 def test_files_of_a_record_in_another_order_than_the_members_are_bad(tmp_path, dataset):
     talk = {"conversations": [{"from": "human", "value": "<image><image>q"}, {"from": "gpt", "value": "a"}]}
     for files, said in ((["k.b.png", "k.a.png"], "in another order"), (["a.png", "b.png"], None)):
-        path = shard(tmp_path, pictures("k", ["a.png", "b.png"], talk | {"image": files}))
+        path = shard(tmp_path, images("k", ["a.png", "b.png"], talk | {"image": files}))
         bad = dataset(path).read_text(0)[1]
         assert (bad is None) if said is None else said in bad.reason
 
@@ -125,7 +125,7 @@ def test_fields_that_cannot_be_are_named(given, said):
 
 
 def test_an_index_with_fields_has_other_records_and_the_same_members(tmp_path):
-    sample = [("k.jpg", encode_picture(8, 8)), ("k.json", b"{"), ("k.cls", b"3"), ("l.json", b"{}")]
+    sample = [("k.jpg", encode_image(8, 8)), ("k.json", b"{"), ("k.cls", b"3"), ("l.json", b"{}")]
     index = open_index(write_tar(tmp_path / "s.tar", sample))
     own = index.with_fields(read_fields({"label": "cls"}))
     assert [index.members(0)[index.record(0)].extension, own.members(0)[own.record(0)].extension] == ["json", "cls"]
@@ -135,13 +135,13 @@ def test_an_index_with_fields_has_other_records_and_the_same_members(tmp_path):
 
 
 def test_a_record_of_other_names_is_bad_with_the_key_that_names_them(tmp_path, dataset):
-    reason = dataset(shard(tmp_path, pictures("k", ["png"], {"prose": "A cat."}))).read_text(0)[1].reason
+    reason = dataset(shard(tmp_path, images("k", ["png"], {"prose": "A cat."}))).read_text(0)[1].reason
     assert "it has ['prose']; data.fields says what else is read, such as data.fields.caption=json[KEY]" in reason
 
 
 @pytest.mark.parametrize("record", [{"caption": None}, {"caption": " \n"}])
 def test_captions_that_are_null_have_no_loss_where_the_config_says_so(record, tmp_path, dataset):
-    path = shard(tmp_path, pictures("k", ["png"], record))
+    path = shard(tmp_path, images("k", ["png"], record))
     if record["caption"] is None:
         reason = dataset(path).read_text(0)[1].reason
         assert "caption is null" in reason and "; data.null_captions=skip takes" in reason

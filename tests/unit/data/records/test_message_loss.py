@@ -135,7 +135,7 @@ def test_a_record_whose_turns_are_all_excluded_has_no_loss():
 
 
 def test_questions_of_every_learned_turn_stand_where_its_labels_begin(saved):
-    """Also where a picture takes several tokens, in front of an answer and inside one."""
+    """Also where an image takes several tokens, in front of an answer and inside one."""
     tokenizer = build_tokenizer(saved(QWEN_VL), ["<image>"])
     image = tokenizer.placeholder_id("<image>")
     talk = [("user", "<image>a"), ("assistant", "one"), ("user", "b"), ("assistant", "<image>two")]

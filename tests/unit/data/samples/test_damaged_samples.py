@@ -26,7 +26,7 @@ from data.samples.sample_meta import SampleTable
 from data.storage import files as retry
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 
 TIGHT = Bounds(pixels=400, seconds=1.0, sample_rate=9000, record_bytes=200, record_depth=4, turns=2, placeholders=1)
 
@@ -43,8 +43,8 @@ def enlarged(raw: bytes) -> bytes:
     return raw[: at + 5] + b"\xff\xff\xff\xff" + raw[at + 9 :]
 
 
-def test_a_picture_that_claims_to_be_huge_is_bad_by_the_index_and_by_the_decoder(dataset, tmp_path):
-    bomb = enlarged(encode_picture(20, 20))
+def test_a_image_that_claims_to_be_huge_is_bad_by_the_index_and_by_the_decoder(dataset, tmp_path):
+    bomb = enlarged(encode_image(20, 20))
     said = r"65535 x 65535 pixels are 4294836225, above data\.bounds\.pixels 100000000"
     with pytest.raises(DecodeError, match=said):
         decode_image_file(bomb)
@@ -56,20 +56,20 @@ def test_a_picture_that_claims_to_be_huge_is_bad_by_the_index_and_by_the_decoder
     assert data.bad_samples.latest.reason.startswith("member .jpg: 65535 x 65535 pixels")
 
 
-def test_a_strip_of_pixels_does_not_become_a_huge_picture_on_its_way(dataset, tmp_path):
+def test_a_strip_of_pixels_does_not_become_a_huge_image_on_its_way(dataset, tmp_path):
     square = Resize(tile=16)
     cut, tiled = replace(images(), resize=Resize(shortest_edge=16)), replace(images(), resize=square, cut_several=False)
-    bounds, strip, raw = Bounds(pixels=2000), (1, 100), encode_picture(1, 100, "PNG")
+    bounds, strip, raw = Bounds(pixels=2000), (1, 100), encode_image(1, 100, "PNG")
     resized = "read as a part of 16 x 1600 pixels, these are 25600, above data.bounds.pixels 2000"
     around = "read as a part of 100 x 100 pixels, these are 10000, above data.bounds.pixels 2000"
     with pytest.raises(DecodeError, match=resized):
         decode_resized(raw, 16, 16, cut.resize, bounds)
     with pytest.raises(DecodeError, match=around):
         decode_tiles(raw, (0, 0), square, bounds)
-    for number, (media, pictures, said) in enumerate([(cut, 1, resized), (tiled, 2, around)]):
+    for number, (media, drawn_images, said) in enumerate([(cut, 1, resized), (tiled, 2, around)]):
         folder = tmp_path / str(number)
-        members = [(f"a.{at}.png", raw) for at in range(pictures)]
-        write_tar(folder / "s.tar", [*members, ("a.json", chat("<image>" * pictures, "a"))])
+        members = [(f"a.{at}.png", raw) for at in range(drawn_images)]
+        write_tar(folder / "s.tar", [*members, ("a.json", chat("<image>" * drawn_images, "a"))])
         data = dataset(folder, media=(media,), bounds=bounds, max_bad_samples=1)
         _, bad = data.read_text(0)
         assert bad.reason == f"member .0.png: {said}"
@@ -81,13 +81,13 @@ def test_a_strip_of_pixels_does_not_become_a_huge_picture_on_its_way(dataset, tm
     ("members", "records", "said"),
     [
         (
-            [("0.png", encode_picture(21, 20, "PNG"))],
+            [("0.png", encode_image(21, 20, "PNG"))],
             chat("<image>", "a"),
             "pixels are 420, above data.bounds.pixels 400",
         ),
         ([("0.wav", clip(9001))], chat("<audio>", "a"), "rate in Hz is 9001, above the limit of 9000"),
         ([("0.wav", clip(8000, 1.5))], chat("<audio>", "a"), "seconds is 1.5, above data.bounds.seconds 1"),
-        ([("0.png", encode_picture(9, 9, "PNG"))] * 2, chat("q", "a"), "clips are 2, above data.bounds.placeholders 1"),
+        ([("0.png", encode_image(9, 9, "PNG"))] * 2, chat("q", "a"), "clips are 2, above data.bounds.placeholders 1"),
         ([], chat("q" * 200, "a"), "bytes are 282, above data.bounds.record_bytes 200"),
         ([], b'{"messages": [{"role": "user", "content": [[[[["x"]]]]]}]}', "lists and objects inside each other"),
         ([], json.dumps({"messages": [{"role": "user", "content": ""}] * 3}).encode(), "its turns are 3, above"),
@@ -264,7 +264,7 @@ def test_records_of_any_kind_are_conversations_or_bad():
 def test_media_of_any_bytes_are_decoded_or_bad():
     """Bytes of small files changed at random, most of them in the headers."""
     draw, kinds = random.Random(0), ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-    files = [(decode_image_file, encode_picture(9, 7, kind)) for kind in kinds]
+    files = [(decode_image_file, encode_image(9, 7, kind)) for kind in kinds]
     files += [(lambda raw: decode_audio(raw, 8000), clip(8000, 0.01, kind)) for kind in ("WAV", "FLAC", "AIFF")]
     bad = 0
     for _ in range(600):

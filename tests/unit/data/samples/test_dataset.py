@@ -21,7 +21,7 @@ from mimo_train.evaluation.predictions import shown_media
 from mimo_train.preflight.check import verify_run as module
 from tests.tars import write_tar
 from tests.unit.configs import load
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 
 
 def counts_of(data):
@@ -35,11 +35,13 @@ def test_text_media_and_counts_of_one_sample_agree(dataset):
     placeholder = data.tokenizer.placeholder_id("<image>")
     for number in range(26):
         n = number % 13
-        text, pictures = data.text(number), data.media(number, "images")
+        text, drawn_images = data.text(number), data.media(number, "images")
         assert data.locate(number)[1] == f"{n:04d}" and text.number == number
-        assert (text.input_ids == placeholder).sum() == data.token_counts(number)["images"] == 4 * len(pictures)
-        assert [picture.float().mean().item() for picture in pictures] == [10 * n + at for at in range(len(pictures))]
-        assert all(picture.dtype == torch.uint8 and tuple(picture.shape) == (3, 16, 16) for picture in pictures)
+        assert (text.input_ids == placeholder).sum() == data.token_counts(number)["images"] == 4 * len(drawn_images)
+        assert [image.float().mean().item() for image in drawn_images] == [
+            10 * n + at for at in range(len(drawn_images))
+        ]
+        assert all(image.dtype == torch.uint8 and tuple(image.shape) == (3, 16, 16) for image in drawn_images)
         assert data.prompt_and_truth(number) == (f"q{n}", f"a{n}")
         assert data.tokenizer.decode(text.labels[text.loss_mask == 1]) == f"a{n}"
     assert data.bad_samples.count == 0
@@ -74,7 +76,7 @@ def test_sizes_from_the_index_reach_the_module(dataset):
     assert set(seen) == {(24, 16)} and data.token_counts(4) == {"images": 4}
 
 
-def test_two_modules_take_each_picture(dataset):
+def test_two_modules_take_each_image(dataset):
     modules = (images(), images(side=8, tokens=2, module="dino", placeholder="<dino>"))
     data = dataset(media=modules, shuffle=False)
     assert data.token_counts(4) == {"images": 8, "dino": 4}
@@ -101,9 +103,9 @@ def test_audio_module(tmp_path):
 
 def test_blind_gives_zeros_and_reads_no_pixels(dataset):
     data = dataset(blind=True, shuffle=False)
-    pictures = data.media(4, "images")
-    assert [tuple(item.shape) for item in pictures] == [(3, 16, 16)] * 2
-    assert not any(item.any() for item in pictures) and not data.reader.bytes_read
+    drawn_images = data.media(4, "images")
+    assert [tuple(item.shape) for item in drawn_images] == [(3, 16, 16)] * 2
+    assert not any(item.any() for item in drawn_images) and not data.reader.bytes_read
     seeing = dataset(shuffle=False)
     assert (data.text(4).input_ids == seeing.text(4).input_ids).all() and counts_of(data) == counts_of(seeing)
 
@@ -157,16 +159,16 @@ def test_no_sample_at_all(tmp_path):
 
 def damaged_shard(folder):
     """Samples a to h; all but `a` are bad, each in its own way."""
-    good = encode_picture(20, 20, seed=1)
+    good = encode_image(20, 20, seed=1)
     huge = b"".join([b"<image>"] * 7)
     members = [("a.jpg", good), ("a.json", chat("<image>q", "a"))]
     members += [("b.jpg", good[: len(good) * 3 // 4]), ("b.json", chat("<image>q", "b"))]  # header whole, pixels cut
     members += [("c.jpg", good), ("c.json", b'{"conversations": [')]
     members += [("d.jpg", good), ("d.json", chat("<image><image>q", "d"))]
     members += [("e.jpg", good)]
-    members += [("f.jpg", b"no picture at all"), ("f.json", chat("<image>q", "f"))]
+    members += [("f.jpg", b"no image at all"), ("f.json", chat("<image>q", "f"))]
     members += [(f"g.{n}.jpg", good) for n in range(7)] + [("g.json", chat(huge.decode(), "g"))]
-    members += [("h.jpg", encode_picture(20, 3)), ("h.json", chat("<image>q", "h"))]
+    members += [("h.jpg", encode_image(20, 3)), ("h.json", chat("<image>q", "h"))]
     return write_tar(folder / "bad-000000.tar", members)
 
 
@@ -206,16 +208,16 @@ def test_stand_ins_keep_the_shapes_and_carry_no_loss(damaged, number, caplog):
     with caplog.at_level(logging.WARNING):
         text = data.text(number)
         assert data.is_bad(number) == (found_by != "media")
-        pictures = data.media(number, "images")
+        drawn_images = data.media(number, "images")
         data.media(number, "images")
         data.text(number)
     assert data.is_bad(number) and data.bad_samples.count == 1
     assert (text.input_ids == data.tokenizer.placeholder_id("<image>")).sum() == tokens
-    assert [tuple(picture.shape) for picture in pictures] == [(3, 16, 16)] * (tokens // 4)
+    assert [tuple(image.shape) for image in drawn_images] == [(3, 16, 16)] * (tokens // 4)
     if found_by != "media":
         assert not text.loss_mask.any()
     if found_by != "text":
-        assert not any(picture.any() for picture in pictures)
+        assert not any(image.any() for image in drawn_images)
     (record,) = caplog.records
     assert "bad-000000.tar" in record.message and f"key {key!r}" in record.message and re.search(reason, record.message)
 
@@ -258,7 +260,7 @@ def test_reports_of_bad_samples_are_empty(damaged):
     assert damaged(max_bad_samples=9).prompt_and_truth(2) == ("", "")
 
 
-def test_picture_records_without_a_picture_module_say_so(small):
+def test_image_records_without_a_image_module_say_so(small):
     data = Dataset(small, tokenizer=build_tokenizer("bytes"), sequence_length=24, shuffle=False)
     with pytest.raises(TooManyBadSamples, match="1 image.*no module of this run"):
         data.text(0)

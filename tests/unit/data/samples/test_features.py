@@ -25,7 +25,7 @@ def looked_up(data, lookup) -> list:
     return steps(data, limit=1)[0].microbatches
 
 
-def test_pictures_of_known_samples_are_neither_read_nor_in_the_batch(dataset):
+def test_images_of_known_samples_are_neither_read_nor_in_the_batch(dataset):
     whole = steps(dataset(shuffle=False), limit=1)[0].microbatches
     data, read = dataset(shuffle=False), []
     data.read_media = lambda number, module, read_media=data.read_media: (
@@ -34,7 +34,7 @@ def test_pictures_of_known_samples_are_neither_read_nor_in_the_batch(dataset):
     known = Known(data.identity(1), data.identity(4))
     batches = looked_up(data, known)
     assert [len(pixels(batch)) for batch in whole] == [3, 4]
-    # Sample 4 has two pictures.
+    # Sample 4 has two images.
     assert equal(pixels(batches[0]), [pixels(whole[0])[index] for index in (0, 2)])
     assert equal(pixels(batches[1]), pixels(whole[1])[2:])
     assert not {1, 4} & set(read) and {0, 3, 6, 7} <= set(read)
@@ -42,10 +42,10 @@ def test_pictures_of_known_samples_are_neither_read_nor_in_the_batch(dataset):
     assert [(sample.number, sample.rows, sample.features is not None) for sample in first + second] == [
         (0, 4, False), (1, 4, True), (3, 4, False), (4, 8, True), (6, 4, False), (7, 4, False)
     ]  # fmt: skip
-    assert len(set(known.asked)) == len(known.asked) == 6, "samples without pictures are not looked up"
+    assert len(set(known.asked)) == len(known.asked) == 6, "samples without images are not looked up"
 
 
-def test_a_microbatch_of_known_samples_has_no_pixels_and_one_without_pictures_nothing(dataset):
+def test_a_microbatch_of_known_samples_has_no_pixels_and_one_without_images_nothing(dataset):
     data = dataset(shuffle=False)
     for batch in looked_up(data, Known("")):
         assert set(batch["modality_inputs"]["images"]["images"]) == {MEDIA}

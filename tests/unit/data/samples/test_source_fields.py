@@ -14,20 +14,20 @@ from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict
 from mimo_train.inputs.inputs import OneShard, build_dataset, held_out_sets, tokenizer_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 LABELS = {"label": "cls", "question": "json[q]", "image": ["right.png", "left.png"]}
 
 
 @pytest.fixture
 def folders(tmp_path):
-    """LLaVA records, and samples with a label and two named pictures."""
-    picture = encode_picture(16, 16, "PNG", value=200)
-    talks = [[(f"{at}.png", picture), (f"{at}.json", chat("<image>q", f"a{at}"))] for at in range(3)]
+    """LLaVA records, and samples with a label and two named images."""
+    image = encode_image(16, 16, "PNG", value=200)
+    talks = [[(f"{at}.png", image), (f"{at}.json", chat("<image>q", f"a{at}"))] for at in range(3)]
     labelled = [
         [
-            (f"{at}.left.png", encode_picture(16, 16, "PNG", value=at)),
-            (f"{at}.right.png", encode_picture(16, 16, "PNG", value=100 + at)),
+            (f"{at}.left.png", encode_image(16, 16, "PNG", value=at)),
+            (f"{at}.right.png", encode_image(16, 16, "PNG", value=100 + at)),
             (f"{at}.json", json.dumps({"q": "which?"}).encode()),
             (f"{at}.cls", f"{at}".encode()),
         ]
@@ -47,10 +47,10 @@ def test_each_source_is_read_by_its_own_fields(folders, dataset):
         sample, bad = data.read_text(number)
         assert bad is None, bad
         asked.add(data.prompt_and_truth(number))
-        pictures = [int(one[0, 0, 0]) for one in data.media(number, "images")]
+        images = [int(one[0, 0, 0]) for one in data.media(number, "images")]
         truth = int(data.prompt_and_truth(number)[1].removeprefix("a"))
-        assert pictures == ([100 + truth, truth] if source else [200])
-        assert step.tokens["images"][number] == 4 * len(pictures)
+        assert images == ([100 + truth, truth] if source else [200])
+        assert step.tokens["images"][number] == 4 * len(images)
         assert data.meta(number).fields == (read_fields(LABELS) if source else read_fields({}))
     assert asked == {*(("q", f"a{at}") for at in range(3)), *(("which?", str(at)) for at in range(5))}
     (first, _), (second, _) = data.lengths_keys()
@@ -71,7 +71,7 @@ def test_one_shard_in_two_sources_is_counted_and_read_as_each_says(folders, data
     assert data.lengths.tolist() == [data.length_of(shard, row) for shard in (0, 1) for row in range(5)]
     assert {*data.lengths[:5]} != {*data.lengths[5:]}
     assert {data.prompt_and_truth(number)[1] for number in range(10)} == {*"01234", "which?"}
-    assert len({data.identity(number) for number in range(10)}) == 5  # the picture is the same
+    assert len({data.identity(number) for number in range(10)}) == 5  # the image is the same
 
 
 def run(folders, *more):

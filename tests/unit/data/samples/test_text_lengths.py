@@ -13,17 +13,17 @@ from data.samples.text_lengths import TextLengths, _count_shard
 from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import OneShard
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_picture, images
+from tests.unit.data.helpers import chat, encode_image, images
 
 
 @pytest.fixture
 def shards(tmp_path):
-    """Two shards of six samples: texts of 1 to 45 letters, two with a picture, one whose record cannot be read."""
+    """Two shards of six samples: texts of 1 to 45 letters, two with an image, one whose record cannot be read."""
     members = []
     for n in range(12):
-        picture = [(f"{n:02d}.png", encode_picture(16, 16, "PNG"))] if n in (2, 9) else []
-        text = b"{" if n == 5 else chat("<image>" * len(picture) + "q", "a" * (1 + 4 * n))
-        members.append([*picture, (f"{n:02d}.json", text)])
+        image = [(f"{n:02d}.png", encode_image(16, 16, "PNG"))] if n in (2, 9) else []
+        text = b"{" if n == 5 else chat("<image>" * len(image) + "q", "a" * (1 + 4 * n))
+        members.append([*image, (f"{n:02d}.json", text)])
     folder = tmp_path / "shards"
     folder.mkdir()
     for at in range(2):

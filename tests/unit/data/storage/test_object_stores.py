@@ -36,7 +36,7 @@ def test_a_web_server_is_asked_for_what_was_written():
 
 
 def test_beyond_the_end_of_an_object_is_nothing(monkeypatch):
-    """Where headers of a damaged picture point to, as in a file."""
+    """Where headers of a damaged image point to, as in a file."""
     monkeypatch.setattr(files, "_FIRST_PAUSE", 0.0)
     with serving({"a.tar": CONTENT}) as server:
         whole = WholeObject(Url.parse(server.url("right", "a.tar")), retries=0)

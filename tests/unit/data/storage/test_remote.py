@@ -230,7 +230,7 @@ def test_shards_are_found(remote, small, server):
 
 
 def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, monkeypatch):
-    """Tokens, pictures, fingerprint: as from files. The index is kept, and a changed shard is noticed."""
+    """Tokens, images, fingerprint: as from files. The index is kept, and a changed shard is noticed."""
     import torch
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))

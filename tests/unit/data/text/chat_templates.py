@@ -61,7 +61,7 @@ GEMMA = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
 """
-"""As Gemma 3: no system role, the role model, pictures by a mark that is not their pad."""
+"""As Gemma 3: no system role, the role model, images by a mark that is not their pad."""
 
 TOOLS = """
 {%- if messages[0].role == 'system' -%}{%- set system = messages[0].content -%}
@@ -137,7 +137,7 @@ LLAVA = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}
 """
-"""As LLaVA-1.5: lists of parts only, pictures first, nothing that ends a turn."""
+"""As LLaVA-1.5: lists of parts only, images first, nothing that ends a turn."""
 
 SPECIAL = {
     CHATML: ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -152,7 +152,7 @@ SPECIAL[QWEN_VL] = [*SPECIAL[CHATML], *VISION]
 ENDS = {LLAMA: "<|eot_id|>", GEMMA: "<eos>", LLAVA: "</s>"}
 BEGINS = {LLAMA: "<|begin_of_text|>", GEMMA: "<bos>", LLAVA: "<s>"}
 
-TEXTS = ["which digit is green in the picture", "read the digits from left to right please", "it is three: 3"]
+TEXTS = ["which digit is green in the image", "read the digits from left to right please", "it is three: 3"]
 
 
 def marked(template: str) -> str:

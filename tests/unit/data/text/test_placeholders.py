@@ -1,4 +1,4 @@
-"""Pictures and clips in a chat template: the placeholders that it makes of them."""
+"""Images and clips in a chat template: the placeholders that it makes of them."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from data.pipeline import Dataset
 from data.text.placeholders import Placeholder, axis_positions
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_picture, images
+from tests.unit.data.helpers import encode_image, images
 from tests.unit.data.text.chat_templates import (
     CHATML,
     GEMMA,
@@ -109,7 +109,7 @@ def test_two_modules_of_a_kind_follow_each_other(saved):
 
 
 def test_a_mark_that_is_not_the_pad(saved):
-    """As Gemma's processor: its text, tokenized whole, with as many pads as the picture takes."""
+    """As Gemma's processor: its text, tokenized whole, with as many pads as the image takes."""
     tokenizer = build_tokenizer(saved(GEMMA), ["<image>"])
     image = tokenizer.placeholder_id("<image>")
     record = messages([("user", "<image>\nq"), ("assistant", "a")])
@@ -141,7 +141,7 @@ def test_a_template_of_texts_gets_the_placeholder_in_the_text(saved):
         assert f"user:\n{text}q<|im_end|>" in shown_media(own, record, media, image=2)
 
 
-def test_a_template_that_separates_pictures_itself(saved):
+def test_a_template_that_separates_images_itself(saved):
     """It writes the line break that a LLaVA record has next to the marker."""
     tokenizer = build_tokenizer(saved(LLAVA), ["<image>"])
     image = tokenizer.placeholder_id("<image>")
@@ -153,7 +153,7 @@ def test_a_template_that_separates_pictures_itself(saved):
     assert "no token that ends an answer" in note
 
 
-def test_a_template_without_a_place_for_a_picture(saved, tmp_path):
+def test_a_template_without_a_place_for_a_image(saved, tmp_path):
     (tmp_path / "chat.jinja").write_text(
         LLAVA.replace("message.content | selectattr('type', 'equalto', 'image')", "[]")
     )
@@ -177,10 +177,10 @@ def test_a_template_without_a_place_for_a_picture(saved, tmp_path):
         tokenizer.template.encode(parse(messages([("user", "q"), ("assistant", "<image>")]), image=1), media)
 
 
-def test_a_sample_with_a_picture_from_a_shard(saved, tmp_path):
+def test_a_sample_with_a_image_from_a_shard(saved, tmp_path):
     record = {"conversations": [{"from": "human", "value": "<image>\nq"}, {"from": "gpt", "value": "three"}]}
     shard = write_tar(
-        tmp_path / "s.tar", [("a.png", encode_picture(8, 8, "PNG")), ("a.json", json.dumps(record).encode())]
+        tmp_path / "s.tar", [("a.png", encode_image(8, 8, "PNG")), ("a.json", json.dumps(record).encode())]
     )
     tokenizer = build_tokenizer(saved(QWEN_VL), ["<image>"])
     data = Dataset(shard, tokenizer=tokenizer, sequence_length=48, media=[images(tokens=5)])
@@ -191,7 +191,7 @@ def test_a_sample_with_a_picture_from_a_shard(saved, tmp_path):
         Dataset(shard, tokenizer=tokenizer, sequence_length=8, media=[images(tokens=5)]).text(0)
 
 
-PICTURE, CLIP = 50, 51
+IMAGE, CLIP = 50, 51
 
 
 def positions(ids, media) -> list[list[int]]:
@@ -202,18 +202,18 @@ def test_text_has_the_same_on_all_axes():
     assert positions([7, 8, 9], {}) == [[0, 1, 2]] * 3
 
 
-def test_text_goes_on_behind_the_longer_side_of_a_picture():
-    ids = [7, *[PICTURE] * 6, 8, 9]
-    assert positions(ids, {PICTURE: [(6, (2, 3))]}) == [
+def test_text_goes_on_behind_the_longer_side_of_a_image():
+    ids = [7, *[IMAGE] * 6, 8, 9]
+    assert positions(ids, {IMAGE: [(6, (2, 3))]}) == [
         [0, 1, 1, 1, 1, 1, 1, 4, 5],
         [0, 1, 1, 1, 2, 2, 2, 4, 5],
         [0, 1, 2, 3, 1, 2, 3, 4, 5],
     ]
 
 
-def test_pictures_at_both_ends_and_side_by_side():
-    ids = [*[PICTURE] * 2, *[PICTURE] * 3, 7, PICTURE]
-    assert positions(ids, {PICTURE: [(2, (2, 1)), (3, (1, 3)), (1, (1, 1))]}) == [
+def test_images_at_both_ends_and_side_by_side():
+    ids = [*[IMAGE] * 2, *[IMAGE] * 3, 7, IMAGE]
+    assert positions(ids, {IMAGE: [(2, (2, 1)), (3, (1, 3)), (1, (1, 1))]}) == [
         [0, 0, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 5, 6],
         [0, 0, 2, 3, 4, 5, 6],
@@ -221,6 +221,6 @@ def test_pictures_at_both_ends_and_side_by_side():
 
 
 def test_what_forms_no_grid_counts_like_text():
-    ids = [CLIP, CLIP, PICTURE, PICTURE, PICTURE, 7]
-    media = {PICTURE: [(1, None), (2, (1, 2))], CLIP: [(2, None)]}
+    ids = [CLIP, CLIP, IMAGE, IMAGE, IMAGE, 7]
+    media = {IMAGE: [(1, None), (2, (1, 2))], CLIP: [(2, None)]}
     assert positions(ids, media) == [[0, 1, 2, 3, 3, 5], [0, 1, 2, 3, 3, 5], [0, 1, 2, 3, 4, 5]]

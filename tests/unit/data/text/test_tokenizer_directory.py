@@ -18,7 +18,7 @@ QWEN2_VL = """{% set image_count = namespace(value=0) %}{% for message in messag
 You are a helpful assistant.<|im_end|>
 {% endif %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}<|im_end|>
-{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Image {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""  # noqa: E501
 PUBLISHED = {"llava-1.5": LLAVA_15, "llava-onevision": LLAVA_ONEVISION, "qwen2-vl": QWEN2_VL}
@@ -51,7 +51,7 @@ def save_pretokenized(folder, kind: str):
 
 
 def records(question: str, answer: str):
-    """The same two turns about a picture in every form of a record."""
+    """The same two turns about an image in every form of a record."""
     for human in (f"<image>\n{question}", f"<image>{question}", f"{question}\n<image>"):
         yield {"conversations": [{"from": "human", "value": human}, {"from": "gpt", "value": answer}]}
         yield {"messages": [{"role": "user", "content": human}, {"role": "assistant", "content": answer}]}
@@ -155,7 +155,7 @@ def test_a_template_of_a_directory(name, placeholder, tmp_path):
     require_equal(ours, exported(ours, source, tmp_path / "out"))
 
 
-def test_two_modules_that_read_the_same_pictures(tmp_path):
+def test_two_modules_that_read_the_same_images(tmp_path):
     """The export's template writes a pad of each."""
     source = save_pretokenized(tmp_path / "source", "qwen")
     details = Placeholder("<image:details>", "image", start="[", end="]")

@@ -58,7 +58,7 @@ def prompts():
 
 
 @pytest.fixture
-def picture(tmp_path):
+def image(tmp_path):
     def make(colour: str) -> Path:
         path = tmp_path / f"{colour}.png"
         Image.new("RGB", (30, 20), colour).save(path)
@@ -67,12 +67,12 @@ def picture(tmp_path):
     return make
 
 
-def test_turns_and_media_stay_in_a_conversation(prompts, picture):
+def test_turns_and_media_stay_in_a_conversation(prompts, image):
     decoder, said = Scripted("red", "blue and green", "no"), []
     chat = Chat(prompts, answers_of(decoder), "Be brief.")
-    chat.attached = [prompts.medium("image", picture("red"))]
+    chat.attached = [prompts.medium("image", image("red"))]
     assert chat.say("Colour?", said.append).text == "red"
-    chat.attached = [prompts.medium("image", picture(colour)) for colour in ("blue", "lime")]
+    chat.attached = [prompts.medium("image", image(colour)) for colour in ("blue", "lime")]
     chat.say("<image>And<image>?", said.append)
     chat.say("Sure?", said.append)
     assert "".join(said) == "redblue and greenno"
@@ -92,27 +92,27 @@ def test_turns_and_media_stay_in_a_conversation(prompts, picture):
         assert prompt.ids == encode_prompt(turns[: 2 * index + 2], TOKENIZER, media)
         assert prompt.rows == {"images": shown * count}
     (pixels,) = decoder.prompts[2].inputs["images"]["images"].values()
-    # Red, blue, lime: the channels of the pictures in the order of their places.
+    # Red, blue, lime: the channels of the images in the order of their places.
     assert pixels[:, :, 0, 0].tolist() == [[255, 0, 0], [0, 0, 255], [0, 255, 0]]
 
 
-def test_a_reset_forgets_turns_media_and_what_is_attached(prompts, picture):
+def test_a_reset_forgets_turns_media_and_what_is_attached(prompts, image):
     decoder = Scripted("a", "b")
     chat = Chat(prompts, answers_of(decoder))
-    chat.attached = [prompts.medium("image", picture("red"))]
+    chat.attached = [prompts.medium("image", image("red"))]
     chat.say("One?")
-    chat.attached = [prompts.medium("image", picture("red"))]
+    chat.attached = [prompts.medium("image", image("red"))]
     chat.reset()
     chat.say("Two?")
     assert decoder.prompts[1].ids == encode_prompt([Turn("user", (Part("text", "Two?"),))], TOKENIZER, {})
     assert decoder.prompts[1].inputs == {"images": None}
 
 
-def test_a_message_that_fails_is_forgotten(prompts, picture):
+def test_a_message_that_fails_is_forgotten(prompts, image):
     decoder = Scripted("a", "b")
     chat = Chat(prompts, answers_of(decoder))
     chat.say("One?")
-    chat.attached = [prompts.medium("image", picture("red"))]
+    chat.attached = [prompts.medium("image", image("red"))]
     with pytest.raises(UserError, match=r"leaves no room .* data.sequence_length 120"):
         chat.say("x" * 200)
     chat.say("Two?")
@@ -122,33 +122,33 @@ def test_a_message_that_fails_is_forgotten(prompts, picture):
 @pytest.mark.parametrize(
     ("text", "media", "said"),
     [
-        ("<image> <image>?", 1, "2 <image>, and 1 picture"),
-        ("<image>?", 0, "1 <image>, and 0 picture"),
+        ("<image> <image>?", 1, "2 <image>, and 1 image"),
+        ("<image>?", 0, "1 <image>, and 0 image"),
         ("<image> <audio>?", 1, "1 <audio>, and 0 clip"),
         ("<image> <video>?", 1, "1 <video>, and 0 video"),
     ],
 )
-def test_marks_without_media_are_named(text, media, said, prompts, picture):
+def test_marks_without_media_are_named(text, media, said, prompts, image):
     with pytest.raises(UserError, match=said):
-        user_turn(text, [prompts.medium("image", picture("red"))] * media)
+        user_turn(text, [prompts.medium("image", image("red"))] * media)
 
 
-def test_what_a_user_says_is_what_a_record_says(prompts, picture):
+def test_what_a_user_says_is_what_a_record_says(prompts, image):
     """The same turn, in the same pieces."""
-    media = [prompts.medium("image", picture(colour)) for colour in ("red", "blue")]
+    media = [prompts.medium("image", image(colour)) for colour in ("red", "blue")]
     for text, marked in (("Which?", "<image>\n<image>\nWhich?"), ("<image>or<image>?", "<image>or<image>?")):
         assert user_turn(text, media).parts == split_markers(marked)
     # Of a model that was trained on captions, nothing is asked.
     assert user_turn("", media).parts == parse_record(b"a cat", "txt", "k", {"image": 2}).turns[0].parts
 
 
-def test_files_that_cannot_be_used_are_named(prompts, picture, tmp_path):
-    damaged, empty = picture("red"), tmp_path / "empty.png"
+def test_files_that_cannot_be_used_are_named(prompts, image, tmp_path):
+    damaged, empty = image("red"), tmp_path / "empty.png"
     damaged.write_bytes(damaged.read_bytes()[:40])
     empty.touch()
     with pytest.raises(UserError, match=r"none\.png: No such file"):
         prompts.medium("image", tmp_path / "none.png")
-    with pytest.raises(UserError, match=r"empty\.png \(0 bytes\) has no readable header of a picture"):
+    with pytest.raises(UserError, match=r"empty\.png \(0 bytes\) has no readable header of an image"):
         prompts.medium("image", empty)
     with pytest.raises(DecodeError, match="cannot decode 40 bytes"):
         prompts.medium("image", damaged)
@@ -176,11 +176,11 @@ def test_placeholders_that_a_model_writes_ask_for_no_features(prompts):
     assert answer.text == "a" and decoder.fed == [TOKENIZER.pad_id, ord("a")]
 
 
-def test_a_conversation_goes_on_after_errors_and_an_interrupt(prompts, picture, capsys):
+def test_a_conversation_goes_on_after_errors_and_an_interrupt(prompts, image, capsys):
     decoder = Scripted("ja", "so\3", "gut")
     lines = [
         "/image nowhere.png",
-        f'/image "{picture("red")}"',
+        f'/image "{image("red")}"',
         "",
         "One?\n",
         "/dance",
@@ -204,10 +204,10 @@ def test_an_interrupt_ends_what_is_no_conversation(prompts):
         answers_of(Scripted("so\3"))(prompts.of_text("Hello"))
 
 
-def test_a_video_is_its_pictures_where_it_is_marked(prompts, picture, tmp_path):
+def test_a_video_is_its_images_where_it_is_marked(prompts, image, tmp_path):
     pytest.importorskip("av")
     (tmp_path / "film.mp4").write_bytes(make_video())
-    film, still = prompts.medium("video", tmp_path / "film.mp4"), prompts.medium("image", picture("red"))
+    film, still = prompts.medium("video", tmp_path / "film.mp4"), prompts.medium("image", image("red"))
     assert len(film.frames) == 3  # a second each
     turn = user_turn("Is <image> in <video>?", [film, still])
     own = prompts.of_conversation([turn], [film, still])

@@ -9,7 +9,7 @@ from tests.unit.logging.report.parsed_page import ParsedPage
 PNG = base64.b64encode(
     base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 ).decode()
-"""A picture of one pixel."""
+"""An image of one pixel."""
 
 
 def write_metrics(run_dir, steps=40, evaluations=True, loss=lambda step: 5 / step):

@@ -1,4 +1,4 @@
-"""A page about samples: what is learned, what is a picture, what is heard; and nothing of a caption is markup."""
+"""A page about samples: what is learned, what is an image, what is heard; and nothing of a caption is markup."""
 
 import json
 
@@ -9,7 +9,7 @@ import soundfile
 from mimo_train.cli import main
 from mimo_train.logging.report.data_page import length_bins, token_runs
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_picture
+from tests.unit.data.helpers import encode_image
 from tests.unit.logging.report.parsed_page import ParsedPage
 
 EVIL = "</span></style><script src='http://example.org/x.js'>alert(1)</script>&amp;"
@@ -20,11 +20,11 @@ def shards(tmp_path):
     sound = tmp_path / "a.wav"
     soundfile.write(sound, np.zeros(1600, dtype=np.int16), 16000)
     members = [
-        ("a.png", encode_picture(16, 16, "PNG")),
+        ("a.png", encode_image(16, 16, "PNG")),
         ("a.json", json.dumps({"caption": f"A hill. {EVIL}"}).encode()),
         ("b.wav", sound.read_bytes()),
         ("b.json", json.dumps({"caption": "A tone."}).encode()),
-        ("c.png", b"no picture"),
+        ("c.png", b"no image"),
         ("c.json", json.dumps({"caption": EVIL}).encode()),
     ]
     return write_tar(tmp_path / "s" / "a.tar", members)

@@ -121,7 +121,7 @@ def test_no_name_and_no_text_becomes_markup(tmp_path):
     (run_dir / "samples.json").write_text(json.dumps([sample]))
     page = report(run_dir, resolve(cfg))
     assert page.words.count("http://example.org/x.js") >= 9 and "&amp;" in page.words
-    assert [image["alt"] for image in page.all("img")] == [f"held-out picture to the question: {evil}"]
+    assert [image["alt"] for image in page.all("img")] == [f"held-out image to the question: {evil}"]
     assert not page.all("audio")
 
 
@@ -134,7 +134,7 @@ def test_the_page_forbids_the_browser_to_fetch(tmp_path, vlm):
 def test_a_leak_is_found():
     for leak in (
         "<script>x()</script>",
-        '<img src="picture.png">',
+        '<img src="image.png">',
         '<a href="//example.org"></a>',
         '<p onclick="x()"></p>',
         '<p style="background:url(x)"></p>',

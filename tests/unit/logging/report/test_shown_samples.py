@@ -20,20 +20,20 @@ def test_samples_are_marked_in_words_and_their_text_is_escaped(tmp_path, vlm):
     page = report(tmp_path, vlm)
     images = page.all("img")
     assert [image["src"].split(";")[0] for image in images] == ["data:image/png", "data:image/jpeg", "data:image/png"]
-    assert images[0]["alt"] == 'held-out picture to the question: Is 1 < 2? "yes"'
+    assert images[0]["alt"] == 'held-out image to the question: Is 1 < 2? "yes"'
     assert all("onerror" not in image for image in images) and not page.all("b")
     assert page.text.count("✓ right") == 1 and page.text.count("✗ wrong") == 1
     assert "1 of these 2 are right." in page.text
     assert [len(page.all("li", state)) for state in ("sample", "right", "wrong")] == [3, 1, 1]
 
 
-def test_small_pictures_are_enlarged_without_blurring(tmp_path, vlm):
+def test_small_images_are_enlarged_without_blurring(tmp_path, vlm):
     wide = base64.b64decode(PNG)
     wide = base64.b64encode(wide[:16] + (129).to_bytes(4, "big") + wide[20:]).decode()
     (tmp_path / "samples.json").write_text(json.dumps([{"images": [PNG, wide, JPEG]}]))
     page = report(tmp_path, vlm)
     assert ["class" in image for image in page.all("img")] == [True, False, False]
-    assert {image["alt"] for image in page.all("img")} == {"held-out picture"}
+    assert {image["alt"] for image in page.all("img")} == {"held-out image"}
     assert len(page.all("div", "many")) == 1
 
 

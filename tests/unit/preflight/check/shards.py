@@ -17,14 +17,14 @@ from mimo_train.hf.parts import pretrained_parts
 from tests.tars import write_tar
 
 
-def picture(width: int = 20, height: int = 20) -> bytes:
+def image(width: int = 20, height: int = 20) -> bytes:
     raw = io.BytesIO()
     Image.new("RGB", (width, height), (200, 30, 30)).save(raw, "PNG")
     return raw.getvalue()
 
 
 def heic() -> bytes:
-    """A picture whose header is read here, and which pillow-heif decodes."""
+    """An image whose header is read here, and which pillow-heif decodes."""
     library, raw = pytest.importorskip("pillow_heif"), io.BytesIO()
     library.from_pillow(Image.new("RGB", (64, 64), (200, 30, 30))).save(raw)
     return raw.getvalue()
@@ -41,10 +41,10 @@ def shard(path: Path, *members: tuple[str, bytes]) -> Path:
 
 
 def sound(count: int = 4) -> list[tuple[str, bytes]]:
-    """Samples of 32 tokens: begin, 2 role markers, 16 of the picture, 6 of text, seven, 2 ends. 6 carry loss."""
+    """Samples of 32 tokens: begin, 2 role markers, 16 of the image, 6 of text, seven, 2 ends. 6 carry loss."""
     members = []
     for at in range(count):
-        members += [(f"{at:04d}.png", picture()), (f"{at:04d}.json", record("<image>\nWhat?"))]
+        members += [(f"{at:04d}.png", image()), (f"{at:04d}.json", record("<image>\nWhat?"))]
     return members
 
 

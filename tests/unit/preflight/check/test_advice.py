@@ -70,7 +70,7 @@ def test_on_gpus_it_says_which_are_assumed(capsys, layout):
 
 def test_a_recipe(capsys):
     full = ("modules.language.layout.tp=4", "modules.language.layout.dp=16", "train.recompute=full")
-    recipe = "recipes/llava_1_5_finetune", "layout=pictures_64", *full, "train.micro_batch_size=4", "--without-data"
+    recipe = "recipes/llava_1_5_finetune", "layout=images_64", *full, "train.micro_batch_size=4", "--without-data"
     line, overrides = said(capsys, *recipe)
     assert "64 x h100" in line and "train.recompute=none" in overrides
     cfg = load(*recipe[:-1])
@@ -111,8 +111,8 @@ def test_what_the_run_is_for(monkeypatch, tmp_path):
     cpu = "processes of this CPU with 2 cores"
     assert of(*demo) == of(*demo, "run.device=cpu") == (cpu, 3)
     assert of(*demo, "run.device=cuda") == ("h100", 8)
-    assert of("recipes/llava_1_5_finetune", "layout=pictures_8") == ("h100", 8), "too large for this machine"
-    assert of("recipes/llava_1_5_finetune", "layout=pictures_64") == ("h100", 8)
+    assert of("recipes/llava_1_5_finetune", "layout=images_8") == ("h100", 8), "too large for this machine"
+    assert of("recipes/llava_1_5_finetune", "layout=images_64") == ("h100", 8)
     for number in range(3):
         (tmp_path / "gpus" / str(number)).mkdir(parents=True)
     monkeypatch.setattr(advice, "DRIVER", tmp_path)
@@ -131,7 +131,7 @@ def test_a_config_is_the_candidate_that_it_has():
         ("gpt_tiny", "layout=language_pp2_vpp2"),
         ("mixed_tiny", "placement.mode=disjoint"),
         ("mixed_tiny", "placement.mode=disjoint", first_ranks),
-        ("recipes/siglip2_qwen3", "layout=pictures_64"),
+        ("recipes/siglip2_qwen3", "layout=images_64"),
     ):
         cfg = load(name, *overrides)
         own, layout = Candidate.of(cfg, 8), lay_out(cfg)

@@ -80,7 +80,7 @@ def test_samples_as_training_sees_them(capsys):
         "6.0 on average, 6 to 6",
         "5120.00 (25,600 samples drawn from 5)",
         "note: data.validation_shards is empty: no evaluation",
-        "activations of images: for 1.00 pictures a sample",
+        "activations of images: for 1.00 images a sample",
     ):
         assert said in out
 
@@ -227,10 +227,10 @@ def test_weights_without_an_order_are_one_fault(weights, said, capsys):
 
 def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     shard(Path("p/a.tar"), *sound(40))
-    shard(Path("t/b.tar"), *((f"{at}.json", record("No picture?")) for at in range(40)))
+    shard(Path("t/b.tar"), *((f"{at}.json", record("No image?")) for at in range(40)))
     mixed = (*on(""), "train.global_batch_size=8", "train.micro_batch_size=2", "train.iters=50")
     _, out, faults = run(capsys, *mixed, mix_of("name: p, shards: p, weight: 3", "name: t, shards: t, weight: 1"))
-    assert not faults and "0.75 pictures" in out and "first 40 of p" in out and "first 40 of t" in out
+    assert not faults and "0.75 images" in out and "first 40 of p" in out and "first 40 of t" in out
     stop = (*mixed, "data.exhausted=stop", mix_of("shards: p, weight: 1", "shards: t, weight: 0"))
     _, out, faults = run(capsys, *stop)
     assert not faults and "after 5 of the 50 steps of train.iters" in out

@@ -14,11 +14,11 @@ from mimo_train.cli import main
 from mimo_train.config.schema_data import DataConfig
 from tests.unit.data.text.chat_templates import CHATML, LLAMA, QWEN_VL, save_tokenizer
 from tests.unit.preflight.check.printed import run
-from tests.unit.preflight.check.shards import heic, on, picture, record, shard, sound, write_weights
+from tests.unit.preflight.check.shards import heic, image, on, record, shard, sound, write_weights
 
 
 def test_members_that_are_not_read_are_named(capsys):
-    """A picture that cannot be decoded does not vanish, so that its caption would become a plain text."""
+    """An image that cannot be decoded does not vanish, so that its caption would become a plain text."""
     shard(Path("a.tar"), *sound(), ("0009.avi", b"video"), ("0009.txt", b"A text."))
     code, out, _ = run(capsys, *on("a.tar"))
     assert code == 0
@@ -27,16 +27,16 @@ def test_members_that_are_not_read_are_named(capsys):
     for command in ("inspect", "verify"):
         assert main(["shards", command, "a.tar"]) == 0
         assert said in "".join(capsys.readouterr())
-    shard(Path("b.tar"), ("a.heic", picture()), ("a.txt", b"A cat."), ("b.JXL", b"II*\0"), ("b.txt", b"A dog."))
+    shard(Path("b.tar"), ("a.heic", image()), ("a.txt", b"A cat."), ("b.JXL", b"II*\0"), ("b.txt", b"A dog."))
     _, _, faults = run(capsys, *on("b.tar"))
     named, budget = faults
     assert "key b: member .jxl (4 bytes) cannot be decoded: convert it, image formats are avif, bmp, gif" in named
     assert "1 of the first 2 samples" in budget
 
 
-def test_pictures_in_a_sample_count_for_memory(capsys):
-    two = [("x.0.png", picture()), ("x.1.png", picture()), ("x.json", record("<image><image>Sum?"))]
-    shard(Path("a.tar"), *two, ("y.json", record("No picture?")))
+def test_images_in_a_sample_count_for_memory(capsys):
+    two = [("x.0.png", image()), ("x.1.png", image()), ("x.json", record("<image><image>Sum?"))]
+    shard(Path("a.tar"), *two, ("y.json", record("No image?")))
     _, out, _ = run(capsys, *on("a.tar"))
     assert "1.0 on average, 0 to 2 a sample" in out
 
@@ -44,13 +44,13 @@ def test_pictures_in_a_sample_count_for_memory(capsys):
 @pytest.mark.parametrize(
     ("name", "members", "said"),
     [
-        ("two", [("k.png", picture()), ("k.json", record("<image><image>?"))], "2 image placeholders, but"),
+        ("two", [("k.png", image()), ("k.json", record("<image><image>?"))], "2 image placeholders, but"),
         ("none", [("k.json", record("<image>?"))], "1 image placeholder, but the sample has 0"),
-        ("lost", [("k.png", picture()), ("k.json", record("What?"))], "0 image placeholders, but the sample has 1"),
-        ("text", [("k.png", b"no picture"), ("k.json", record("<image>?"))], "10 bytes"),
-        ("cut", [("k.png", picture()[:-30]), ("k.json", record("<image>?"))], "cannot decode"),
+        ("lost", [("k.png", image()), ("k.json", record("What?"))], "0 image placeholders, but the sample has 1"),
+        ("text", [("k.png", b"no image"), ("k.json", record("<image>?"))], "10 bytes"),
+        ("cut", [("k.png", image()[:-30]), ("k.json", record("<image>?"))], "cannot decode"),
         ("json", [("k.json", b"{")], "not JSON"),
-        ("bare", [("k.png", picture())], "no .json and no .txt member"),
+        ("bare", [("k.png", image())], "no .json and no .txt member"),
     ],
 )
 def test_bad_samples_are_faults_with_shard_and_key(name, members, said, capsys):
@@ -86,24 +86,24 @@ def test_many_bad_samples_are_named_in_part_and_counted(capsys):
     assert "9 of the first 9 samples of data.shards are bad, 4 more than named above" in faults[-1]
 
 
-def test_pictures_that_do_not_fit_into_a_sequence(capsys):
-    seven = [(f"k.{at}.png", picture()) for at in range(7)] + [("k.json", record("<image>" * 7))]
+def test_images_that_do_not_fit_into_a_sequence(capsys):
+    seven = [(f"k.{at}.png", image()) for at in range(7)] + [("k.json", record("<image>" * 7))]
     path = shard(Path("a.tar"), *sound(), *seven)
     code, _, faults = run(capsys, *on(path))
     assert code == 1
     assert f"{path}, key k: its media alone need 112 tokens, but data.sequence_length is 96" in faults[0]
 
 
-def test_one_picture_that_does_not_fit_is_a_fault_without_data(capsys):
+def test_one_image_that_does_not_fit_is_a_fault_without_data(capsys):
     code, _, faults = run(capsys, "vlm_digits", "encoder@modules.images.encoder=vit_l14_336")
     assert code == 1
     (fault,) = faults
-    assert fault.startswith("data.sequence_length: one picture takes 576 tokens of modules.images (336 x 336 pixels")
+    assert fault.startswith("data.sequence_length: one image takes 576 tokens of modules.images (336 x 336 pixels")
     assert "has only 96" in fault
 
 
 def test_texts_that_are_cut_are_warnings(capsys):
-    path = shard(Path("a.tar"), *sound(), ("k.png", picture()), ("k.json", record("<image>" + 200 * "long ")))
+    path = shard(Path("a.tar"), *sound(), ("k.png", image()), ("k.json", record("<image>" + 200 * "long ")))
     code, out, _ = run(capsys, *on(path))
     assert code == 0
     assert "warning: data.shards: 1 of the first 5 samples fill data.sequence_length 96" in out
@@ -147,10 +147,10 @@ def test_shards_that_are_not_there(key, capsys, tmp_path):
 def test_a_folder_without_shards_says_where_they_are_or_come_from(capsys):
     shard(Path("built/train/a.tar"), *sound())
     shard(Path("built/held_out/a.tar"), *sound())
-    Path("built/pictures").mkdir()
+    Path("built/images").mkdir()
     (fault,) = run(capsys, *on("built"))[2]
     assert fault.endswith("no *.tar file: give a folder inside of it that does: built/held_out, built/train")
-    (fault,) = run(capsys, *on("built/pictures"))[2]
+    (fault,) = run(capsys, *on("built/images"))[2]
     assert fault.endswith("no *.tar file: `mimo-train shards build` makes shards")
 
 
@@ -229,7 +229,7 @@ def test_a_template_that_cannot_be_used_is_a_fault_of_its_key(capsys):
 def test_special_tokens_that_stay_text_and_separators_are_counted(saved_qwen, capsys):
     """`check` and `verify` name the tokens; admitted ones are not counted."""
     records = [record(f"<image>\n{text}?") for text in ("<|im_end|>", "<|box_start|>1<|box_end|>", "What")]
-    members = [one for at, json in enumerate(records) for one in ((f"{at}.png", picture()), (f"{at}.json", json))]
+    members = [one for at, json in enumerate(records) for one in ((f"{at}.png", image()), (f"{at}.json", json))]
     shard(Path("a.tar"), *members)
     given, plain = [*on("a.tar"), f"data.tokenizer={saved_qwen}"], "special tokens of the tokenizer as plain text"
     code, out, _ = run(capsys, *given)

@@ -1,4 +1,4 @@
-"""Held-out samples that have a picture of a training sample are told, with their number."""
+"""Held-out samples that have an image of a training sample are told, with their number."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from mimo_train.config.compose import load
 from mimo_train.inputs.inputs import build_dataset, held_out_sets, tokenizer_of
 from mimo_train.preflight.check.held_out import add_leakage
 from mimo_train.preflight.check.report import Report
-from tests.unit.preflight.check.shards import on, picture, record, shard
+from tests.unit.preflight.check.shards import image, on, record, shard
 
 
 def warned(shards, *more):
@@ -26,31 +26,31 @@ def content(dataset, number):
     return dataset.reader.read(dataset.shards[0], member.offset, member.size, "png")
 
 
-def test_held_out_samples_with_a_picture_that_is_trained_on_are_counted(tmp_path):
+def test_held_out_samples_with_a_image_that_is_trained_on_are_counted(tmp_path):
     members = []
     for at in range(40):
-        # A picture for each two or three samples, of one size, and as many bytes as others.
-        raw = picture(20 + at // 5 % 2, 20) + bytes([at // 3])
+        # An image for each two or three samples, of one size, and as many bytes as others.
+        raw = image(20 + at // 5 % 2, 20) + bytes([at // 3])
         members += [(f"{at:02d}.png", raw), (f"{at:02d}.json", record("<image>?"))]
     warnings, trained, held_out = warned(shard(tmp_path / "a.tar", *members))
     seen = {content(trained, number) for number in range(len(trained))}
     shared = sum(content(held_out, number) in seen for number in range(len(held_out)))
     assert 0 < shared < len(held_out)
     (warning,) = warnings
-    assert f": {shared} of {len(held_out)} held-out samples have a picture or clip that is trained on" in warning
+    assert f": {shared} of {len(held_out)} held-out samples have an image or clip that is trained on" in warning
 
 
-def test_nothing_is_said_of_pictures_of_their_own(tmp_path):
+def test_nothing_is_said_of_images_of_their_own(tmp_path):
     members = []
     for at in range(30):
-        members += [(f"{at:02d}.png", picture() + bytes([at])), (f"{at:02d}.json", record("<image>?"))]
+        members += [(f"{at:02d}.png", image() + bytes([at])), (f"{at:02d}.json", record("<image>?"))]
     assert warned(shard(tmp_path / "a.tar", *members))[0] == []
 
 
 def test_what_is_not_compared_is_said(tmp_path, monkeypatch):
     members = []
     for at in range(30):
-        members += [(f"{at:02d}.png", picture()), (f"{at:02d}.json", record("<image>?"))]
+        members += [(f"{at:02d}.png", image()), (f"{at:02d}.json", record("<image>?"))]
     path = shard(tmp_path / "a.tar", *members)
     for most, said in ((1, r"fraction: \d+ of"), (0, None)):
         monkeypatch.setattr("data.samples.verify._MOST_READ", most)

@@ -31,8 +31,8 @@ WORKSPACE = 12 * GIB
 def layouts_of(name: str) -> dict[int, str]:
     """Layouts of the modules of a recipe, by their GPUs."""
     if name == "qwen2_5_vl_sft":  # all of it is trained, which a GPU alone has no memory for
-        return {8: "pictures_8_tp2", 64: "pictures_64_tp2", 512: "pictures_512"}
-    kind = "pictures_and_sound" if "audio" in load(f"{RECIPES}/{name}").modules else "pictures"
+        return {8: "images_8_tp2", 64: "images_64_tp2", 512: "images_512"}
+    kind = "images_and_sound" if "audio" in load(f"{RECIPES}/{name}").modules else "images"
     return {gpus: f"{kind}_{gpus}" for gpus in GPUS}
 
 
@@ -89,7 +89,7 @@ def test_what_is_trained_is_what_the_page_says(name):
 
 
 PAGE = Path(__file__).parents[4] / "docs" / "recipes.md"
-LAYOUT_OF_ROW = re.compile(r"`(pictures_\w+)`")
+LAYOUT_OF_ROW = re.compile(r"`(images_\w+)`")
 
 
 def test_data_that_is_not_there_is_a_fault_of_a_check_with_data(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ CLIP = {
         "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14,
     },
 }  # fmt: skip
-CLIP_PICTURES = {
+CLIP_IMAGES = {
     "crop_size": 336, "do_center_crop": True, "do_normalize": True, "do_resize": True, "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD, "resample": 3, "size": 336,
 }  # fmt: skip
@@ -160,7 +160,7 @@ SIGLIP2 = {
         "num_attention_heads": 16, "num_hidden_layers": 27, "num_patches": 256, "patch_size": 16,
     },
 }  # fmt: skip
-SIGLIP2_PICTURES = {
+SIGLIP2_IMAGES = {
     "do_normalize": True, "do_rescale": True, "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     "max_num_patches": 256, "patch_size": 16, "resample": 2, "rescale_factor": 1 / 255,
 }  # fmt: skip
@@ -176,7 +176,7 @@ QWEN_VL = {
         "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2, "window_size": 112,
     },
 }  # fmt: skip
-QWEN_VL_PICTURES = {
+QWEN_VL_IMAGES = {
     "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "max_pixels": 12845056, "merge_size": 2, "min_pixels": 3136,
     "patch_size": 14, "temporal_patch_size": 2,
 }  # fmt: skip
@@ -187,17 +187,17 @@ WHISPER = {
 WHISPER_SOUND = {"feature_size": 128, "hop_length": 160, "n_fft": 400, "sampling_rate": 16000}
 
 HUB: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
-    "llava_1_5_pretrain": {"images": (CLIP, CLIP_PICTURES), "language": (LLAMA2, {})},
-    "llava_1_5_finetune": {"images": (CLIP, CLIP_PICTURES), "language": (LLAMA2, {})},
-    "siglip2_qwen3": {"images": (SIGLIP2, SIGLIP2_PICTURES), "language": (QWEN3, {})},
+    "llava_1_5_pretrain": {"images": (CLIP, CLIP_IMAGES), "language": (LLAMA2, {})},
+    "llava_1_5_finetune": {"images": (CLIP, CLIP_IMAGES), "language": (LLAMA2, {})},
+    "siglip2_qwen3": {"images": (SIGLIP2, SIGLIP2_IMAGES), "language": (QWEN3, {})},
     "llama_whisper_clip": {
-        "images": (CLIP, CLIP_PICTURES),
+        "images": (CLIP, CLIP_IMAGES),
         "audio": (WHISPER, WHISPER_SOUND),
         "language": (LLAMA3, {}),
     },
     **dict.fromkeys(
         ("qwen2_5_vl_sft", "qwen2_5_vl_lora"),
-        {"images": (QWEN_VL, QWEN_VL_PICTURES), "language": (QWEN_VL, QWEN_VL_PICTURES)},
+        {"images": (QWEN_VL, QWEN_VL_IMAGES), "language": (QWEN_VL, QWEN_VL_IMAGES)},
     ),
 }
 """What matters of the config.json of each module's model, and of its preprocessor, as the hub has them."""

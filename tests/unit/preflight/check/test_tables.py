@@ -72,7 +72,7 @@ def of_language(cfg) -> tuple[float, float]:
 
 
 def of_encoder(cfg, forward_only: bool = False) -> tuple[float, float, float]:
-    """FLOPs of a picture through the embedding of patches, whose input needs no gradient, one layer, the projector."""
+    """FLOPs of an image through the embedding of patches, whose input needs no gradient, one layer, the projector."""
     encoder, projector = cfg.modules["images"].encoder, cfg.modules["images"].projector
     patches, hidden, width = 16, encoder.hidden_size, cfg.llm.hidden_size
     embedding = 2 * patches * 3 * encoder.patch_size**2 * hidden
@@ -122,7 +122,7 @@ def test_what_is_frozen_adapted_or_computed_again():
         ("gpt_tiny", ["layout=language_pp2_vpp2"]),
         ("gpt_tiny", ["llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2"]),
         ("mixed_tiny", ["placement.mode=disjoint"]),
-        ("recipes/qwen2_5_vl_lora", ["layout=pictures_64", "data.tokenizer=bytes"]),
+        ("recipes/qwen2_5_vl_lora", ["layout=images_64", "data.tokenizer=bytes"]),
     ],
 )
 def test_ranks_together_do_the_work_of_all_modules(name, overrides):
@@ -214,6 +214,6 @@ def test_without_layouts_there_is_no_table(capsys):
 
 def test_without_data_neither_weights_nor_tokenizer_need_be_here(capfd):
     absent = "modules.language.pretrained=/models/vicuna"
-    overrides = [absent, "launch.layouts={1: ''}", "layout=pictures_8"]
+    overrides = [absent, "launch.layouts={1: ''}", "layout=images_8"]
     assert main("recipes/llava_1_5_finetune", overrides, without_data=True) == 0
     assert f"notice: {absent.replace('=', ': ')} is not on this machine" in capfd.readouterr().err

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mimo_train.cli import main
-from tests.unit.preflight.check.shards import on, picture, record, shard, sound
+from tests.unit.preflight.check.shards import image, on, record, shard, sound
 
 
 def verify(capsys, *arguments):
@@ -13,8 +13,8 @@ def verify(capsys, *arguments):
 
 
 def test_what_a_run_would_refuse_is_bad_though_every_file_is_whole(capsys):
-    members = [*sound(70), ("0100.png", picture()), ("0100.json", record("<image>\n" + "why? " * 4))]
-    members += [("0101.png", picture()), ("0101.txt", b"A square."), ("0101.npy", b"x")]
+    members = [*sound(70), ("0100.png", image()), ("0100.json", record("<image>\n" + "why? " * 4))]
+    members += [("0101.png", image()), ("0101.txt", b"A square."), ("0101.npy", b"x")]
     path = shard(Path("a.tar"), *members)
     assert main(["shards", "verify", "a.tar"]) == 0
     capsys.readouterr()
@@ -39,7 +39,7 @@ def test_a_reason_with_numbers_of_other_lengths_is_counted_as_one(capsys):
 
 
 def test_every_sample_of_every_source_is_read_and_the_bad_ones_of_all_count(capsys):
-    large, small = sound(5), [("0100.txt", b"A circle."), ("0101.txt", b"A square."), ("0101.png", b"no picture")]
+    large, small = sound(5), [("0100.txt", b"A circle."), ("0101.txt", b"A square."), ("0101.png", b"no image")]
     shard(Path("large.tar"), *large)
     shard(Path("small.tar"), *small)
     mix = "[{shards: large.tar, weight: 1, name: large}, {shards: small.tar, weight: 9, name: small}]"

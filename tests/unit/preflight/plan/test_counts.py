@@ -14,15 +14,15 @@ from mimo_train.preflight.plan.predict import Predictor
 from mimo_train.preflight.plan.search import Request, plan
 from tests.tars import write_tar
 from tests.unit.configs import load
-from tests.unit.data.helpers import chat, encode_picture
+from tests.unit.data.helpers import chat, encode_image
 
 ROWS, MEDIA = 384, {"images": 1.0}
 BATCH = ("train.global_batch_size=16", "train.micro_batch_size=2", "data.sequence_length=128")
 
 
-def step_of(cfg, lengths: list[int], pictures: list[int]) -> KnownStep:
-    """A step whose samples have so many tokens, and so many pictures of the largest size."""
-    module, number = cfg.modules["images"], np.array(pictures, dtype=np.int64)
+def step_of(cfg, lengths: list[int], drawn_images: list[int]) -> KnownStep:
+    """A step whose samples have so many tokens, and so many images of the largest size."""
+    module, number = cfg.modules["images"], np.array(drawn_images, dtype=np.int64)
     tokens = module.encoder.most_inner_tokens(module.projector.merge)
     rows = module.encoder.most_tokens(module.projector.merge)
     found = {"tokens": rows, "loads": tokens, "pairs": tokens**2}
@@ -47,17 +47,17 @@ def test_the_largest_samples_are_what_costs_are_of(pad):
         assert loads[name].total == pytest.approx(4)
 
 
-def test_texts_and_pictures_count_as_they_are():
+def test_texts_and_images_count_as_they_are():
     cfg = load("vlm_digits", *BATCH, "data.pad=microbatch", "modules.language.layout.dp=1")
-    lengths, pictures = [16 * (1 + at % 8) for at in range(16)], [at % 3 for at in range(16)]
-    (loads,) = Counts(cfg, ROWS, MEDIA, [step_of(cfg, lengths, pictures)]).loads(candidate(cfg, dp=1))
+    lengths, drawn_images = [16 * (1 + at % 8) for at in range(16)], [at % 3 for at in range(16)]
+    (loads,) = Counts(cfg, ROWS, MEDIA, [step_of(cfg, lengths, drawn_images)]).loads(candidate(cfg, dp=1))
     assert len(loads["language"].shares) == len(loads["images"].shares) == 8
     # The longest first, two of a length in a microbatch.
     flops = StepFlops(cfg, ROWS)
     of_rows = [flops.of_texts({16 * rows: 2}, AT_THE_END).hardware for rows in range(8, 0, -1)]
     assert loads["language"].shares == pytest.approx([own / of_rows[0] for own in of_rows])
     in_order = np.argsort(-np.array(lengths), kind="stable")
-    in_pairs = np.array(pictures)[in_order].reshape(8, 2).sum(axis=1) / 2
+    in_pairs = np.array(drawn_images)[in_order].reshape(8, 2).sum(axis=1) / 2
     assert loads["images"].shares == pytest.approx(in_pairs.tolist())
     assert padding_of(cfg) is not None
 
@@ -66,7 +66,7 @@ def test_the_data_parallel_rank_with_the_most_counts():
     cfg = load("vlm_digits", *BATCH, "data.pad=sequence", "modules.language.layout.dp=2")
     step = step_of(cfg, [128] * 16, [3, 0, 0, 0] * 4)
     (loads,) = Counts(cfg, ROWS, MEDIA, [step]).loads(candidate(cfg, shared=False, dp=4))
-    assert loads["images"].shares == (3.0,) * 4, "a rank has one sample of each microbatch, the first always pictures"
+    assert loads["images"].shares == (3.0,) * 4, "a rank has one sample of each microbatch, the first always images"
     cfg.modules["images"].balance = "patches"
     (loads,) = Counts(cfg, ROWS, {"images": 3.0}, [step]).loads(candidate(cfg, shared=False, dp=2))
     assert loads["images"].total == pytest.approx(4 * 3 / 6)
@@ -108,7 +108,7 @@ def test_the_bound_of_several_steps_is_below_what_is_predicted_of_them(rows):
 def shards(folder, texts: list[str]):
     members = []
     for number, text in enumerate(texts):
-        members += [(f"{number:03d}.png", encode_picture(8, 8)), (f"{number:03d}.json", chat("<image>?", text))]
+        members += [(f"{number:03d}.png", encode_image(8, 8)), (f"{number:03d}.json", chat("<image>?", text))]
     write_tar(folder / "s-000000.tar", members)
     return folder
 
