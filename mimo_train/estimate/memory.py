@@ -1,8 +1,7 @@
 """Estimates of memory per rank, from sizes alone.
 
-Counted: weights, gradients, optimizer states, activations for the backward pass, and the work at the fullest moment
-(formulas: `mimo_train.estimate.activations`). Not counted: the CUDA context, buffers of NCCL, workspaces of kernels,
-fragmentation. Every position of a text counts as learned, and every row as full.
+Counted: weights, gradients, optimizer states, activations, and the work at the fullest moment (formulas:
+`mimo_train.estimate.activations`), of full rows. Not counted: the CUDA context, buffers of NCCL, fragmentation.
 """
 
 import math
