@@ -1,1 +1,1 @@
-"""What only a CPU runs: the stand-in for CUDA, and fast paths behind `run.cpu_kernels`."""
+"""Code that runs only on a CPU: the CPU backend that replaces CUDA, and the fast paths of `run.cpu_kernels`."""

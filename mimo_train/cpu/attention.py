@@ -1,8 +1,8 @@
 """Rotary causal attention over short rows on a CPU, which keeps its probabilities for the backward pass.
 
-Torch's fused kernel takes 32 queries of one head at a time, and computes their scores again in the backward pass. Here
-a block of queries of all heads is one batched product with the keys that it sees. All results are contiguous, because
-torch multiplies others one head after the other.
+Torch's fused kernel takes 32 queries of one head at a time, and recomputes their scores in the backward pass. Here a
+block of queries of all heads is one batched matmul with the keys that it sees. All results are contiguous, because
+torch multiplies other tensors one head at a time.
 
 Shape suffixes: S positions, B batch, N heads, E a head's query, its key and its value, D head dimension, M heads of
 all rows (B * N), Q queries of a block, K keys that they see.
@@ -18,8 +18,8 @@ from mimo_train.estimate.activations import BLOCK, KEPT_SCORES
 
 
 def supports(hidden_SBH: torch.Tensor) -> bool:
-    """True if `rotary_attention` is meant for these hidden states: fp32 on a CPU, of a number of positions at which it
-    is faster and its probabilities are a small part of what a layer keeps."""
+    """True if `rotary_attention` supports these hidden states: fp32 on a CPU. Their number of positions must be one at
+    which it is faster and its probabilities are a small part of a layer's memory."""
     return (
         hidden_SBH.device.type == "cpu"
         and hidden_SBH.dtype == torch.float32
@@ -45,13 +45,13 @@ def rotary_attention(
 
 
 class _RotaryAttention(torch.autograd.Function):
-    """Rotates, and joins gradients, where the parts are contiguous; the scale is in the rotation of the queries."""
+    """Rotates and joins gradients where the parts are contiguous. The rotation of the queries includes the scale."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         mixed_SBNED, cos, sin, scale = arguments
         positions, rows, heads, _, width = mixed_SBNED.shape
-        # Of queries and of keys: [2, 1 or B, 1, S, D].
+        # For queries and keys: [2, 1 or B, 1, S, D].
         cos, sin = (torch.stack([each * scale, each]).permute(0, 2, 3, 1, 4).contiguous() for each in (cos, sin))
         parts = mixed_SBNED.permute(3, 1, 2, 0, 4).contiguous()
         _rotate(parts[:2], cos, sin)
@@ -76,7 +76,6 @@ class _RotaryAttention(torch.autograd.Function):
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate in place."""
     swapped = heads.roll(heads.size(-1) // 2, dims=-1)
     heads.mul_(cos).addcmul_(swapped, sin)
 

@@ -1,8 +1,8 @@
-"""A stand-in for CUDA that lets unmodified Megatron-Core 0.19.2 run on CPU processes over gloo.
+"""The CPU backend runs unmodified Megatron-Core 0.19.2 in CPU processes over gloo.
 
 Megatron-Core names CUDA devices, streams and the NCCL backend in its code (schedules.py:749, mimo/optimizer.py:65,
-clip_grads.py:174, bridge_communicator.py:199, ...). `StandIn` implements those calls on the CPU. A CUDA call without a
-stand-in raises `MissingStandIn` with its name and caller.
+clip_grads.py:174, bridge_communicator.py:199, ...). `StandIn` implements those calls on the CPU. Other CUDA calls raise
+`MissingStandIn` with their name and caller.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ CPU = torch.device("cpu")
 
 
 class MissingStandIn(RuntimeError):
-    """A torch.cuda function was called on a CPU run and there is no stand-in for it."""
+    """A CPU run called a torch.cuda function that the CPU backend does not implement."""
 
 
 class StandIn:
-    """Every replacement, in one place; made once per process, before Megatron-Core is used."""
+    """All replacements in one place; made once per process, before Megatron-Core is used."""
 
     def __init__(self) -> None:
         self._replace_factories()
@@ -38,13 +38,13 @@ class StandIn:
         # Megatron-Core compiles small fusions for the GPU; on the CPU each would start a C++ compiler.
         if "torch._dynamo" in sys.modules:
             torch.compiler.set_stance("force_eager")
-        else:  # torch's compiler, which is slow to import, is told when there is something to compile
+        else:  # torch's compiler is slow to import, so its stance is set at the first compilation
             torch.compile = _eager(torch.compile)
 
     @staticmethod
     def _replace_factories() -> None:
-        """Every function that takes a device, once. A `TorchFunctionMode` would run in every call of torch, 3,300
-        times in a step of the demo."""
+        """Replace every function that takes a device, once. A `TorchFunctionMode` would run in every call of torch,
+        3,300 times in a step of the demo."""
         # `with torch.device(...)` looks for the originals, which the replacements call, in a set that is made once.
         constructors = {id(function) for function in _device_constructors()}
         factories = [name for name, function in vars(torch).items() if id(function) in constructors]
@@ -74,7 +74,7 @@ class StandIn:
             "get_rng_state": lambda device="cuda": torch.get_rng_state(),
             "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
             "manual_seed": torch.default_generator.manual_seed,
-            # torch.manual_seed, which has seeded the CPU already, calls it.
+            # torch.manual_seed calls it after seeding the CPU.
             "manual_seed_all": _without_effect(),
             "FloatTensor": torch.FloatTensor,
             "HalfTensor": torch.HalfTensor,
@@ -105,7 +105,7 @@ class StandIn:
 
     @staticmethod
     def _replace_moe_split_sizes() -> None:
-        # token_dispatcher.py:927-943: all-to-all wants lists of numbers; CPU tensors were passed through as tensors.
+        # token_dispatcher.py:927-943: all-to-all requires lists of numbers; CPU tensors were passed through as tensors.
         from megatron.core.transformer.moe import token_dispatcher
 
         original = token_dispatcher.maybe_move_tensor_to_cpu
@@ -118,13 +118,13 @@ class StandIn:
 
 
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
-"""Each has a `*_like`, which takes a device too."""
+"""Functions that have a `*_like`, which takes a device too."""
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-"""Methods of tensors that take a device."""
+"""Tensor methods that take a device."""
 
 
 def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory`, which makes its tensor on the CPU and unpinned where CUDA or pinned memory is asked for."""
+    """Return `factory` with CUDA devices replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
             if device is not None and _is_cuda(device):
                 kwargs["device"] = CPU
             if kwargs.get("pin_memory"):
-                # rope_utils.py:62: pinned, so that the copy to the GPU need not be waited for.
+                # rope_utils.py:62 pins memory so that the host need not wait for the copy to the GPU.
                 kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
 
@@ -141,7 +141,7 @@ def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _to_the_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`Tensor.to`, for which CUDA is the CPU."""
+    """Return `Tensor.to` with CUDA devices replaced by the CPU."""
 
     @functools.wraps(to)
     def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -155,12 +155,12 @@ def _to_the_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _with_names_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`: clip_grads.py:174 and distrib_optimizer.py:401 compare with the names of CUDA's tensor types."""
+    """Return `Tensor.type` with CUDA type names, which clip_grads.py:174 and distrib_optimizer.py:401 compare."""
 
     @functools.wraps(type_of)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
-            # Under a TorchFunctionMode torch calls this very function once more, by its name.
+            # Under a TorchFunctionMode torch calls this function once more, by its name.
             return f"torch.cuda.{type_of(self).rpartition('.')[2]}"
         if args and isinstance(args[0], str):
             args = (args[0].replace("torch.cuda.", "torch."), *args[1:])
@@ -170,7 +170,7 @@ def _with_names_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether `device` names a CUDA device: 'cuda', 'cuda:1', torch.device('cuda'), or an index."""
+    """True if `device` names a CUDA device: 'cuda', 'cuda:1', torch.device('cuda'), or an index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -179,7 +179,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class Stream:
-    """A stream of a device that runs everything at once, in order."""
+    """A stream that runs everything at once, in order."""
 
     cuda_stream = 0
     device = CPU
@@ -200,41 +200,41 @@ class Stream:
         return None
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """An event that has happened."""
+        """Return a completed event."""
         return event or Event()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Event:
-    """An event on such a stream: it has always happened."""
+    """A completed event on such a stream."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
 
     def record(self, stream: object = None) -> None:
-        """Has happened."""
+        """Return at once."""
 
     def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def query(self) -> bool:
-        """Has happened."""
+        """Return True."""
         return True
 
 
 def _eager(compiler: Callable) -> Callable:
-    """`torch.compile`, which forces what is compiled to run eagerly from its first call on."""
+    """Return `torch.compile` that switches to eager execution at its first call."""
 
     @functools.wraps(compiler)
     def compile_(*args: Any, **options: Any) -> Any:
@@ -247,8 +247,8 @@ def _eager(compiler: Callable) -> Callable:
 
 
 def _without_effect() -> Callable[..., None]:
-    """For a function that has no effect on a CPU. Each is another: torch.compile, which Megatron-Core imports, tells
-    the functions of torch apart by identity."""
+    """Return a function that does nothing. Each is a new object: torch.compile, which Megatron-Core imports,
+    distinguishes functions of torch by identity."""
     return lambda *args, **kwargs: None
 
 
@@ -317,7 +317,7 @@ def _of_unequal_parts(original: Callable) -> Callable:
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Options of malloc.h."""
 _OPTIONS = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 2**26}
-"""Bytes that may be free before some are returned, and that a heap allocates ahead."""
+"""Bytes that may be free before some are returned, and bytes that a heap allocates ahead."""
 _LARGEST, _LARGEST_BEFORE = 2**30, 2**25
 """Bytes of the largest piece that the heap serves: now, and before glibc 2.35."""
 _USER_VARIABLES = (
@@ -333,10 +333,10 @@ def keep_freed_memory() -> bool:
     """Let this process keep the memory that its tensors free.
 
     glibc (2.36) returns memory to the system as soon as much of it is free at the end of its heap, and large pieces at
-    once. A step frees nearly all that it has allocated, so that the pages of every step would be made and cleared anew.
+    once. A step frees nearly all that it allocates, so every step would map and clear its pages anew.
 
     Returns:
-        False without glibc, or where the environment sets options of its `malloc`.
+        False without glibc, or if the environment sets options of its `malloc`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in _USER_VARIABLES):

@@ -1,7 +1,7 @@
-"""Gradients are summed in the buffer that ranks reduce.
+"""Gradient accumulation in the buffer that ranks reduce.
 
-Megatron-Core's DistributedDataParallel writes each gradient to its own memory, and adds it to the buffer in a hook of
-every parameter (0.19.2, distributed_data_parallel.py:475). On a CPU, where weights and buffer have one type and the
+Megatron-Core's DistributedDataParallel writes each gradient to its own memory, and a hook of every parameter adds it to
+the buffer (0.19.2, distributed_data_parallel.py:475). On a CPU, where weights and buffer have one type and the
 reduction waits for the last microbatch, autograd adds to the buffer itself.
 """
 
@@ -13,10 +13,10 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 class InPlaceGradients(DistributedDataParallel):
-    """Megatron-Core's wrapper, where the `grad` of a parameter that `sums_in_place` is its part of the buffer."""
+    """Megatron-Core's wrapper, in which the `grad` of a parameter that `sums_in_place` is its part of the buffer."""
 
     def zero_grad_buffer(self) -> None:
-        """Start a step. An optimizer that removes gradients of parameters does so before."""
+        """Start a step. An optimizer that removes gradients of parameters must do so before."""
         super().zero_grad_buffer()
         for parameter in self.params_with_grad:
             if self.sums_in_place(parameter):
@@ -34,7 +34,7 @@ class InPlaceGradients(DistributedDataParallel):
         original = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:
-            # The optimizer, or a user's code, may have removed the gradient.
+            # The optimizer or user code may have removed the gradient.
             if param.grad is None or param.grad is not _buffer_part(param):
                 original(*unused)
 

@@ -1,8 +1,8 @@
 """RMSNorm and cross-entropy on a CPU, in fewer passes over their inputs.
 
-Torch 2.11 has no kernel of RMSNorm there: it composes seven operations, and the backward pass of each of them, in
-twenty passes over the hidden states. Megatron-Core 0.19.2 (tensor_parallel/cross_entropy.py) makes five passes over the
-logits, because ranks may have parts of the vocabulary.
+Torch 2.11 has no CPU kernel of RMSNorm: it composes seven operations, which take twenty passes over the hidden states
+with their backward. Megatron-Core 0.19.2 (tensor_parallel/cross_entropy.py) makes five passes over the logits, because
+ranks may have parts of the vocabulary.
 
 Shape suffixes: H hidden size, T all other dimensions as one, N tokens, V vocabulary.
 """
@@ -18,7 +18,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, computed by `rms_norm`."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., H] over the last dimension."""
+        """Normalize [..., H] over the last dimension."""
         return rms_norm(inputs, self.weight, self.eps)
 
 
@@ -64,16 +64,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def supports_cross_entropy(logits: torch.Tensor, tp_group: torch.distributed.ProcessGroup) -> bool:
-    """True if `cross_entropy` is meant for these logits: on a CPU, of the whole vocabulary."""
+    """True if `cross_entropy` supports these logits: on a CPU, with the whole vocabulary."""
     return logits.device.type == "cpu" and tp_group.size() == 1
 
 
 def cross_entropy(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Return the losses [N] in nats, fp32.
-
-    A label outside of the vocabulary gives the loss of the most likely token, with the gradient of its normalisation
-    alone, as in Megatron-Core. The gradient uses the memory of logits in fp32, and backward runs once.
-    """
+    """Return the losses [N] in nats, fp32. A label outside of the vocabulary gives the loss of the most likely token,
+    with the gradient of its normalization alone, as in Megatron-Core. The gradient reuses the memory of fp32 logits, so
+    backward runs once."""
     losses: torch.Tensor = _CrossEntropy.apply(logits_NV, labels_N)
     return losses
 
@@ -83,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         logits_NV = logits_NV.float()
         is_token_N = (labels_N >= 0) & (labels_N < logits_NV.size(1))
-        # The kernel reads all of a row before it writes.
+        # The kernel reads a whole row before it writes.
         log_p_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
         labels_N1 = labels_N.where(is_token_N, 0).unsqueeze(1)
         losses_N = -log_p_NV.gather(1, labels_N1).squeeze(1).where(is_token_N, log_p_NV.amax(1))

@@ -1,1 +1,1 @@
-"""Optimizer and learning-rate schedule of every module."""
+"""The optimizer and learning-rate schedule of every module."""

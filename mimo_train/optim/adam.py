@@ -1,9 +1,9 @@
 """AdamW with the conventions of Transformer Engine's FusedAdam, for machines without it.
 
-Megatron-Core 0.19.2 falls back to `torch.optim.AdamW`, whose state does not fit its distributed optimizer: one `step`
-tensor per parameter where a number per group is expected (distrib_optimizer.py:838 fails before the first step, :1223
-misses it in reshardable checkpoints, :1032 makes all parameters share one tensor that is then incremented once for
-each). With `step` an int in the param group, none of the special cases applies.
+Megatron-Core 0.19.2 falls back to `torch.optim.AdamW`, whose state does not fit its distributed optimizer. It has one
+`step` tensor per parameter instead of one number per group: distrib_optimizer.py:838 fails before the first step, :1223
+misses it in reshardable checkpoints, and :1032 makes all parameters share one tensor that each increments. With `step`
+an int in the param group, none of the special cases applies.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 
 def _as_written[F: Callable](method: F) -> F:
-    """A method of torch's optimizer without what keeps the compiler out of it."""
+    """Return a method of torch's optimizer without the wrapper that keeps the compiler out of it."""
     return method.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -28,8 +28,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
         betas: decay rates of the moments.
         eps: added to the denominator.
         weight_decay: decoupled decay.
-        adam_w_mode: must be true; Adam with L2 regularisation is not offered.
-        capturable: must be false; steps are not recorded in CUDA graphs.
+        adam_w_mode: must be true; Adam with L2 regularization is not supported.
+        capturable: must be false; CUDA graphs are not supported.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class GroupStepAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
         self._scale = 1.0
 
-    # Torch 2.11 imports its compiler at the first call of these, to keep it out of them: a tenth of a small run's
-    # start. Here nobody compiles an optimizer.
+    # Torch 2.11 imports its compiler at the first call of these, a tenth of a small run's start. Nobody compiles an
+    # optimizer here.
     add_param_group = _as_written(torch.optim.Optimizer.add_param_group)
     zero_grad = _as_written(torch.optim.Optimizer.zero_grad)
     state_dict = _as_written(torch.optim.Optimizer.state_dict)
     load_state_dict = _as_written(torch.optim.Optimizer.load_state_dict)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients by this in the next step, which reads and writes them once for all."""
+        """Multiply the gradients by `factor` in the next step, without another pass over them."""
         assert factor > 0, factor
         self._scale = factor
 
@@ -68,7 +68,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 continue
             group["step"] += 1
             states = [self._state_of(parameter) for parameter in parameters]
-            # Filled on the device: a copy of a number would wait for all that is queued.
+            # Filled on the device: copying a number would wait for all queued work.
             device = parameters[0].device
             step = torch.full((), float(group["step"]), device=device)
             torch._fused_adamw_(
@@ -97,7 +97,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Make it Megatron-Core's Adam where neither Transformer Engine nor Apex is installed."""
+    """Make `GroupStepAdamW` Megatron-Core's Adam if neither Transformer Engine nor Apex is installed."""
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False

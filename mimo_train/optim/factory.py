@@ -1,4 +1,4 @@
-"""One Megatron-Core optimizer per module under one `ModuleOptimizer`."""
+"""Builds one Megatron-Core optimizer per module under one `ModuleOptimizer`."""
 
 from functools import partial
 
@@ -28,10 +28,10 @@ from mimo_train.parallel.groups import RunGroups
 
 
 def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: RunGroups) -> ModuleOptimizer:
-    """The run's optimizer: each module has its own, with its settings; clip groups may span modules.
+    """Return the run's optimizer: each module has its own, with its settings. Clip groups may span modules.
 
-    A plain GPT is the case of one module. Ranks hold the optimizers of their modules; states are sharded over the
-    module's data-parallel ranks, or whole on each of them (`optim.distributed_optimizer`).
+    A plain GPT has one module. Ranks hold the optimizers of their modules. States are sharded over the module's
+    data-parallel ranks, or whole on each of them (`optim.distributed_optimizer`).
 
     Raises:
         UserError: an entry of `modules.NAME.freeze_until` matches no parameter.
@@ -73,11 +73,9 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
 
 
 def _join_gathering_of_groups() -> None:
-    """Take part in building the optimizer of a module that this rank does not train.
-
-    Megatron-Core 0.19.2 aligns parameter groups over all ranks of the world, not over those of the module
-    (optimizer/__init__.py:364, called for dense and for expert parameters): a rank that does not join hangs the others.
-    """
+    """Take part in building the optimizer of a module that this rank does not train. Megatron-Core 0.19.2 aligns
+    parameter groups over all ranks of the world, not over the module's (optimizer/__init__.py:364, called for dense and
+    for expert parameters). A rank that does not join hangs the others."""
     for _ in ("dense", "expert"):
         dist.all_gather_object([None] * dist.get_world_size(), [])
 
@@ -104,7 +102,7 @@ def _optimizer_config(cfg: ConfigContainer, optim: OptimConfig) -> OptimizerConf
 def _group_overrides(
     cfg: ConfigContainer, name: str, config: OptimizerConfig, releases: dict[torch.nn.Parameter, int]
 ) -> dict:
-    """Settings of parameter groups in a module: no decay of vectors, the projector's rate, the step of release."""
+    """Return the settings of parameter groups: no decay of vectors, the projector's rate, the release step."""
     overrides = get_standard_config_overrides(config)
     projector_lr = cfg.modules[name].optim.projector_lr
     if projector_lr is not None:
@@ -137,8 +135,8 @@ def _grad_scaler(cfg: ConfigContainer) -> MegatronGradScaler | None:
 
 
 def _replica_groups(pgs: ProcessGroupCollection | None) -> ProcessGroupCollection | None:
-    """The groups that distinguish replicas of the optimizer's state. For checkpoints Megatron-Core 0.19.2 uses the
-    ranks in tp, pp and dp (mimo/optimizer.py:339), which are equal on context-parallel ranks, so dp includes cp
+    """Return the groups that distinguish replicas of the optimizer's state. For checkpoints Megatron-Core 0.19.2 uses
+    the ranks in tp, pp and dp (mimo/optimizer.py:339). These are equal on context-parallel ranks, so dp includes cp
     here."""
     if pgs is None:
         return None

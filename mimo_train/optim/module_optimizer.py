@@ -1,8 +1,6 @@
-"""The optimizer of all modules: clip groups, the guard against numbers that are not finite, loss scaling, stages.
-
-Megatron-Core's `MimoOptimizer.step` makes three reductions over all ranks, one more for every module, and waits for
-the device after each. Here norms, overflows and counts of zeros travel in one sum and come to the host in one copy.
-"""
+"""The optimizer of all modules: clip groups, the check for non-finite gradients, loss scaling, freeze stages.
+Megatron-Core's `MimoOptimizer.step` makes three reductions over all ranks and one more for every module, and waits for
+the device after each. Here norms, overflows and counts of zeros share one reduction and one copy to the host."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from mimo_train.models.parameter_norms import squares_of
 from mimo_train.optim.adam import GroupStepAdamW
 
 _LEAST_NORM = 1e-6
-"""Added to a norm that is divided by, as Megatron-Core adds it (clip_grads.py:179)."""
+"""Added to a norm before dividing by it, as in Megatron-Core (clip_grads.py:179)."""
 
 RELEASE = "release"
 """Key of a parameter group: the step from which it is trained (`modules.NAME.freeze_until`)."""
@@ -31,18 +29,18 @@ RELEASE = "release"
 
 @dataclass(frozen=True)
 class GradNorms:
-    """L2 norms of the gradients of a step over all ranks, before clipping; the same on every rank."""
+    """L2 norms of a step's gradients over all ranks, before clipping; the same on every rank."""
 
     squares: dict[str, float]
     """Square of the norm by module."""
     has_overflow: bool = False
-    """True if loss scaling has found a gradient that is not finite."""
+    """True if loss scaling found a gradient that is not finite."""
     num_zeros: int | None = None
     """Number of gradient elements that are zero; None unless they are counted."""
 
     @property
     def total(self) -> float:
-        """The norm over all modules; inf or nan if a gradient is not finite anywhere."""
+        """The norm over all modules; inf or nan if any gradient is not finite."""
         norm = math.sqrt(sum(self.squares.values()))
         return math.inf if self.has_overflow and math.isfinite(norm) else norm
 
@@ -58,7 +56,7 @@ class ModuleOptimizer(MimoOptimizer):
     Attributes:
         updates: optimizer steps made, without skipped iterations; the same on every rank.
         module_grad_norms: L2 norm of the gradient of every trained module in the last step, before clipping.
-        releases: the step from which parameters of this rank are trained that are not from the first on.
+        releases: the step from which a parameter of this rank is trained, if it is frozen at first.
         before_update: called before a step changes weights and states.
         grad_scaler: scales the loss of fp16, else None. One for all modules: separate scales would diverge, since
             Megatron-Core updates a module's scaler by the overflows of that module alone.
@@ -75,15 +73,14 @@ class ModuleOptimizer(MimoOptimizer):
         releases: dict[torch.nn.Parameter, int],
         device: torch.device,
     ):
-        """
-        Args:
-            infos: by module; this rank's optimizers.
-            config: of the run.
-            clip_grads: largest gradient norm of each trained module that is clipped separately, None for those that are
-                clipped together by `config.clip_grad`; 0 does not clip.
-            chunks: this rank's wrapped chunks of all modules.
-            releases: the step from which each parameter of this rank is trained, where that is not the first.
-            device: device of the numbers that ranks exchange.
+        """Args:
+        infos: by module; this rank's optimizers.
+        config: of the run.
+        clip_grads: largest gradient norm of each trained module that is clipped separately; None for modules that
+            `config.clip_grad` clips together. 0 does not clip.
+        chunks: this rank's wrapped chunks of all modules.
+        releases: the step from which a parameter of this rank is trained, if it is frozen at first.
+        device: device of the numbers that ranks exchange.
         """
         super().__init__(infos, config)
         self.updates = 0
@@ -108,12 +105,14 @@ class ModuleOptimizer(MimoOptimizer):
             config.no_sync_func = self._no_sync
 
     def step(self) -> tuple[bool, float, int | None]:
-        """Clip and update every module, unless a gradient is not finite anywhere.
+        """Clip and update every module, unless a gradient is not finite.
 
         Returns:
-            (whether weights were updated, gradient norm over all modules before clipping, number of zeros in the
-            gradient if `config.log_num_zeros_in_grad`, else None). The same on every rank. Without an update the norm
-            is inf or nan, and weights and states are as they were.
+            (True if weights were updated, gradient norm over all modules before clipping, number of zeros in the
+            gradient if
+            `config.log_num_zeros_in_grad`, else None). The same on every rank. Without an update the norm is inf or
+            nan, and
+            weights and states are unchanged.
         """
         norms, _ = self.reduce_norms()
         self.clip(norms)
@@ -122,11 +121,12 @@ class ModuleOptimizer(MimoOptimizer):
 
     @torch.no_grad()
     def reduce_norms(self, sums: torch.Tensor | None = None) -> tuple[GradNorms, list[float]]:
-        """Bring the gradients to the optimizers, without the loss scale, and sum their squares over all ranks: one
-        message, and the one copy to the host that the host waits for in a step.
+        """Unscale the gradients, and sum their squares over all ranks in one message.
+
+        The host waits for one copy in a step, which is made here.
 
         Args:
-            sums: numbers on the device, the same on every rank, that come to the host with this copy.
+            sums: numbers on the device, the same on every rank, that share this copy to the host.
 
         Returns:
             (the norms, `sums` on the host).
@@ -143,7 +143,7 @@ class ModuleOptimizer(MimoOptimizer):
 
     @torch.no_grad()
     def clip(self, norms: GradNorms) -> None:
-        """Scale the gradients of every clip group down to its largest norm; nothing if a gradient is not finite."""
+        """Scale the gradients of every clip group down to its largest norm. Do nothing if a gradient is not finite."""
         if not norms.is_finite:
             return
         squares = norms.squares
@@ -160,7 +160,7 @@ class ModuleOptimizer(MimoOptimizer):
         """Update all weights, and adapt the loss scale of fp16.
 
         Returns:
-            False if a gradient is not finite anywhere: weights and states are as they were.
+            False if a gradient is not finite: weights and states are unchanged.
         """
         if self.grad_scaler is not None:
             self.grad_scaler.update(not norms.is_finite)
@@ -176,16 +176,13 @@ class ModuleOptimizer(MimoOptimizer):
         return torch.ones(1, device=self._device) if self.grad_scaler is None else self.grad_scaler.scale
 
     def release(self, step: int) -> None:
-        """Train the parameter groups of this step from now on, as if their first update was the optimizer's first.
-
-        Their moments are zero, so Adam's correction of the bias must count from here.
-        """
+        """Train the parameter groups of this step from now on, as if the optimizer started here. Their moments are
+        zero, so Adam's bias correction must count from here."""
         self._updates_before.setdefault(step, self.updates)
         self._set_group_steps()
 
     def plain_state(self) -> dict[str, Any]:
-        """Return the state in a checkpoint besides master copies and moments: the same on every rank, and plain
-        values for JSON."""
+        """Return the checkpoint state besides master copies and moments, as JSON values; the same on every rank."""
         state: dict[str, Any] = {
             "updates": self.updates,
             "updates_before": sorted(self._updates_before.items()),
@@ -196,10 +193,10 @@ class ModuleOptimizer(MimoOptimizer):
         return state
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
-        """Load what `plain_state` gave. Learning rate, decay and other settings remain those of the config.
+        """Load the result of `plain_state`. Learning rate, decay and other settings remain those of the config.
 
         Raises:
-            TypeError, KeyError: it is none of `plain_state`.
+            TypeError, KeyError: `state` is not a result of `plain_state`.
         """
         if type(state["updates"]) is not int:
             raise TypeError(f"updates is {state['updates']!r}")
@@ -210,7 +207,7 @@ class ModuleOptimizer(MimoOptimizer):
             self.grad_scaler.load_state_dict(state["grad_scaler"] | {"scale": scale})
 
     def inner(self, info: ModuleOptimizerInfo | None = None) -> Iterator[MegatronOptimizer]:
-        """The optimizers of dense and of expert parameters, of one module or of all."""
+        """Yield the optimizers of dense and of expert parameters, of one module or of all."""
         for each in self.module_infos.values() if info is None else (info,):
             if each.optimizer is not None:
                 yield from each.optimizer.chained_optimizers
@@ -229,7 +226,7 @@ class ModuleOptimizer(MimoOptimizer):
             group["step"] = 0 if self._waits(group) else self.updates - self._updates_before[group.get(RELEASE, 0)]
 
     def _collect_gradients(self) -> torch.Tensor:
-        """Bring the reduced gradients to the parameters of the optimizers, without the loss scale.
+        """Copy the reduced gradients to the optimizers' parameters, without the loss scale.
 
         Returns:
             [1], above 0 if a gradient of this rank is not finite; only checked with loss scaling.
@@ -248,12 +245,9 @@ class ModuleOptimizer(MimoOptimizer):
         return overflow
 
     def _local_squares(self, names: list[str], overflow: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the message, float64: the squares of the gradients of each module of `names`, the
-        overflows, and the zeros if they are counted.
-
-        Every shard of a gradient counts on one rank, so that the sum over the world of their squares is the square of
-        the module's norm, as Megatron-Core sums it over the module's ranks.
-        """
+        """Return this rank's part of the message, float64: squared gradient norms of `names`, overflows, zeros if
+        counted. Every shard of a gradient counts on one rank. The sum over the world is therefore the square of the
+        module's norm, as Megatron-Core sums it over the module's ranks."""
         message = torch.zeros(len(names) + 2, dtype=torch.float64, device=self._device)
         for index, name in enumerate(names):
             info = self.module_infos[name]
@@ -272,7 +266,7 @@ class ModuleOptimizer(MimoOptimizer):
         return message
 
     def _counts(self, optimizer: MegatronOptimizer, info: ModuleOptimizerInfo) -> bool:
-        """True if this rank's gradients count: all shards do, of whole gradients those of the first replica."""
+        """True if this rank's gradients count: all shards do; whole gradients count on the first replica."""
         if self.config.use_distributed_optimizer:
             return True
         are_experts = any(group["is_expert_parallel"] for group in optimizer.param_groups)
@@ -288,13 +282,13 @@ class ModuleOptimizer(MimoOptimizer):
 
 
 def on_host(numbers: torch.Tensor) -> list[float]:
-    """Numbers of the device, which the host waits for: once a step, since what is not finite must not be applied."""
+    """Copy numbers to the host and wait for them: once a step, because updates need finite gradients."""
     return numbers.tolist()
 
 
 def _scale_gradients(optimizer: MegatronOptimizer, factor: float) -> None:
-    """In place, or by the update itself. Without Transformer Engine, Megatron-Core 0.19.2 writes a copy of each
-    gradient and copies it back (utils.py:1337)."""
+    """Scale gradients in place, or in the update itself. Without Transformer Engine, Megatron-Core 0.19.2 writes a copy
+    of each gradient and copies it back (utils.py:1337)."""
     if isinstance(optimizer.optimizer, GroupStepAdamW):
         optimizer.optimizer.scale_gradients(factor)
     elif gradients := [each.grad for each in optimizer.get_parameters() if each.grad is not None]:

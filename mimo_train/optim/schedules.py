@@ -1,4 +1,4 @@
-"""Changes with the step: a learning-rate schedule per module, and the stages of `modules.NAME.freeze_until`."""
+"""Changes by step: a learning-rate schedule per module, and the stages of `modules.NAME.freeze_until`."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -33,11 +33,8 @@ def is_frozen(name: str, cfg: ConfigContainer) -> bool:
 
 
 class ModuleSchedulers:
-    """The learning-rate schedules of all trained modules, stepped together.
-
-    A schedule is a function of the steps done and the config, so every rank has those of all modules, also of modules
-    on other ranks: the logging rank can log them without communication.
-    """
+    """The learning-rate schedules of all trained modules, stepped together. A schedule depends only on the steps done
+    and the config. Every rank has those of all modules, so the logging rank needs no communication."""
 
     def __init__(self, cfg: ConfigContainer, optimizer: ModuleOptimizer):
         self.num_steps = 0
@@ -48,19 +45,19 @@ class ModuleSchedulers:
                 continue
             optim, projector_lr = module_optim(cfg, name), cfg.modules[name].optim.projector_lr
             self._by_module[name] = _scheduler(cfg, optim, info.optimizer or _NoParameters())
-            # Of a group that sets neither, Megatron-Core takes both rates from the schedule.
+            # Megatron-Core takes both rates from the schedule if a group sets neither.
             self._logged[name] = (name, {})
             if projector_lr is not None:
                 self._logged[f"{name}.projector"] = (name, {"max_lr": projector_lr})
 
     def step(self, increment: int = 1) -> None:
-        """Move on by `increment` optimizer steps."""
+        """Advance by `increment` optimizer steps."""
         self.num_steps += increment
         for scheduler in self._by_module.values():
             scheduler.step(increment=increment)
 
     def learning_rates(self) -> dict[str, float]:
-        """Learning rate of the next optimizer step, by module, and by NAME.projector where that has its own."""
+        """Return the learning rate of the next step by module, and by NAME.projector if the projector has its own."""
         return {key: self._by_module[name].get_lr(group) for key, (name, group) in self._logged.items()}
 
     def state_dict(self) -> dict[str, int]:
@@ -68,14 +65,14 @@ class ModuleSchedulers:
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move every schedule to the step of a checkpoint. Raises TypeError where that is no whole number."""
+        """Move every schedule to the step of a checkpoint. Raise TypeError if it is not an integer."""
         if type(state["num_steps"]) is not int:
             raise TypeError(f"num_steps is {state['num_steps']!r}")
         self.step(state["num_steps"] - self.num_steps)
 
 
 class _NoParameters:
-    """Takes the place of the optimizer when the module's parameters are on other ranks."""
+    """Replaces the optimizer when the module's parameters are on other ranks."""
 
     param_groups = ()
 
@@ -101,17 +98,14 @@ def _scheduler(
 
 
 class FreezeStages:
-    """Freezes parameters until their step.
-
-    Until then they require no gradient, so nothing is computed for them in backward; their part of the gradient buffer
-    stays zero, and the optimizer does not change them. The learning rate follows the run's steps: a part that is
-    released late starts with the rate of that step, without its own warm-up.
-    """
+    """Freezes parameters until their step. Until then they require no gradient, and the optimizer does not change them.
+    The learning rate follows the run's steps: a part that is released late starts at the rate of that step, without its
+    own warm-up."""
 
     def __init__(
         self, cfg: ConfigContainer, optimizer: ModuleOptimizer, on_step: Callable[[int], None] = lambda step: None
     ):
-        """Freeze what the first step does not train; `apply` releases it, also in a resumed run.
+        """Freeze the parameters that the first step does not train. `apply` releases them, also in a resumed run.
 
         Args:
             on_step: called at the start of every step, with the steps done.
@@ -138,7 +132,7 @@ class FreezeStages:
 
 
 class GradientNeeds:
-    """From which step on each stage of each module that gives features needs gradients; the same on every rank."""
+    """The step from which each stage of each source module needs gradients; the same on every rank."""
 
     def __init__(
         self,
@@ -151,7 +145,7 @@ class GradientNeeds:
 
         Args:
             modules: the chunks of the modules of this rank.
-            releases: the step from which parameters are trained that are not from the first on.
+            releases: the step from which a parameter is trained, if it is frozen at first.
         """
         local: dict[tuple[str, int, bool], int] = {}
         sources = {edge.source for edge in layout.edges}
@@ -171,7 +165,7 @@ class GradientNeeds:
         self._stages = {name: layout.modules[name].pp for name in layout.modules if name in sources}
 
     def at(self, step: int) -> dict[str, Needs]:
-        """Which sources need gradients after `step` steps."""
+        """Return the gradient needs of each source after `step` steps."""
         trained = {place for place, first in self._first_steps.items() if first <= step}
         return {
             name: Needs(

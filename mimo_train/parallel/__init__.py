@@ -1,1 +1,1 @@
-"""Communication between ranks: devices, process groups, bridges between modules, the sum of a step."""
+"""Communication between ranks: devices, process groups, bridges between modules, metric reduction."""

@@ -1,13 +1,11 @@
-"""Collectives: each is recorded, those of a single rank return at once, and errors are agreed on.
+"""Collectives: record each one, skip those of single-rank groups, and agree on errors.
 
-Messages of torch's process groups go through the flight recorder, those of Megatron-Core too. torch 2.11 has a recorder
-of its own, but for gloo it has no messages between two ranks, and its file is a pickle; `Work` takes no attributes, so
-that works are known by their identity.
+Messages of torch's and Megatron-Core's process groups go through the flight recorder. torch 2.11 has its own recorder,
+but it has no point-to-point messages for gloo, and its file is a pickle. `Work` takes no attributes, so works are
+identified by `id`.
 
-A layout with tp, dp or pp of 1 has a group for it all the same, and Megatron-Core 0.19.2 sums over it: with one process
-12 times in a step of the demo. The result of one rank is its input: there is nothing to send or to record.
-
-The methods of torch's classes are replaced once in a process.
+A layout with tp, dp or pp of 1 still has a group for it, and Megatron-Core 0.19.2 reduces over that group, 12 times in
+a step of the demo with one process. The methods of torch's classes are replaced once per process.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,25 +21,25 @@ from mimo_train.flight.file_format import EQUAL_BYTES, OPERATIONS, RECEIVE, SEND
 from mimo_train.flight.recorder import RECORDER, Channel
 
 MOST_WORKS = 4096
-"""Works that nobody waits for are forgotten when there are so many."""
+"""Forget all pending works at this number, because nobody waits for some."""
 
 _DIRECTIONS = {"send": SEND, "recv": RECEIVE, "recv_anysource": RECEIVE}
 
 
 class _Messages:
-    """What is known of groups and of messages on their way."""
+    """The groups, and the messages on their way."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Process groups are made anew, under the names of the old ones."""
+        """Forget everything. New process groups reuse the names of the old ones."""
         self.channels: dict[tuple[str, int, int], Channel] = {}
         self.works: dict[int, tuple[Channel, int, int]] = {}
         self._groups: dict[str, tuple[int, list[int]]] = {}
 
     def channel(self, group: Any, peer: int, direction: int) -> Channel:
-        """The channel to a rank of a group (numbered in the group), -1 for its collectives."""
+        """Return the channel to a rank of a group (numbered in the group); -1 is for its collectives."""
         name = group.group_name
         key = (name, peer, direction)
         channel = self.channels.get(key)
@@ -61,7 +59,7 @@ _has_recorder: list[bool] = []
 
 
 def record_messages() -> None:
-    """Record the messages of process groups that are made from now on; those of earlier ones are forgotten."""
+    """Record the messages of process groups that are made from now on. Forget earlier ones."""
     _messages.clear()
     RECORDER.forget_messages()
     if _has_recorder:
@@ -114,10 +112,10 @@ def _bytes(arguments: tuple) -> int:
 
 
 _SAME_REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
-"""Of one operand they are the operand; `PREMUL_SUM` is not."""
+"""Reductions that return a single operand unchanged; `PREMUL_SUM` does not."""
 
 _IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "barrier")
-"""Operations whose result is in the tensors that they are given."""
+"""Operations that write their result into their input tensors."""
 
 _INTO_FIRST = (
     "_allgather_base",
@@ -125,25 +123,25 @@ _INTO_FIRST = (
     "allgather_into_tensor_coalesced",
     "reduce_scatter_tensor_coalesced",
 )
-"""Operations of outputs and inputs of equal sizes: a tensor of each, or lists."""
+"""Operations with outputs and inputs of equal sizes: one tensor each, or lists."""
 
 _has_single_rank: list[bool] = []
 
 
 class Done(dist.Work):
-    """The work of an operation that is over."""
+    """The work of a completed operation."""
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        """There is nothing to wait for."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
 
 def return_at_once() -> None:
-    """Let the collectives of one rank return at once, in all process groups."""
+    """Skip collectives on single-rank groups, in all process groups."""
     if _has_single_rank:
         return
     _has_single_rank.append(True)
@@ -166,26 +164,28 @@ def _unless_alone(original: Callable, copies: bool) -> Callable:
 
 
 def _is_same(arguments: tuple) -> bool:
-    """Whether an operation with these options gives what it gets."""
+    """True if an operation with these options returns its input."""
     operation = getattr(arguments[-1], "reduceOp", None) if arguments else None
-    # Not `in`, which asks the members: only the operation of an option knows that it equals one of them.
+    # `in` would compare in the other direction: only the option's operation equals a member.
     return operation is None or any(operation == same for same in _SAME_REDUCTIONS)
 
 
 @contextmanager
 def agreed(told: Any = None) -> Iterator[list[Any]]:
-    """A block without collectives in which any rank may raise a UserError or DataError; at its end, all ranks do.
-    Collective: one gathering of messages. Other errors are ours, and are not waited with.
+    """Run a block without collectives in which any rank may raise a UserError or DataError; then all ranks raise.
+
+    Collective: one all-gather of objects. Other errors are bugs, and are raised at once.
 
     Args:
-        told: what this rank tells the others with the same message.
+        told: value that this rank sends with the same message.
 
     Yields:
-        A list that holds, behind the block, what every rank has told, in their order.
+        A list that holds the values of all ranks after the block, in rank order.
 
     Raises:
-        UserError, DataError: a rank has raised one; the lowest such rank raises its own, the others a `PeersError` with
-            its text.
+        UserError, DataError: a rank has raised one. The lowest such rank raises its own; the others raise a
+            `PeersError`
+            with its text.
     """
     own: UserError | DataError | None = None
     everyones: list[Any] = []

@@ -1,7 +1,7 @@
-"""Context parallelism of the language model: the part of a sequence on each rank, and how parts are gathered.
+"""Context parallelism of the language model: the part of a sequence on each rank, and how to gather the parts.
 
-A sequence of S tokens is cut in 2 cp chunks; rank r has chunks r and 2 cp - 1 - r, one early and one late, so that
-causal attention is equal work on every rank (Megatron-Core's order, `get_batch_on_this_cp_rank`).
+A sequence of S tokens is cut in 2 cp chunks. Rank r has chunks r and 2 cp - 1 - r, so causal attention is equal work
+on every rank (Megatron-Core's order, `get_batch_on_this_cp_rank`).
 
 Shape suffixes: B batch, S sequence, C = S / cp positions of one rank.
 """
@@ -17,8 +17,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 
 def own_part(batch: dict[str, Any], cp_group: dist.ProcessGroup) -> dict[str, Any]:
-    """This rank's part [B, C, ...] of every tensor [B, S, ...] of a microbatch; other values, such as
-    sample numbers, are unchanged."""
+    """Return a microbatch with this rank's part [B, C, ...] of every tensor [B, S, ...]. Other values are unchanged."""
     if cp_group.size() == 1:
         return batch
     whole = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
@@ -26,10 +25,8 @@ def own_part(batch: dict[str, Any], cp_group: dist.ProcessGroup) -> dict[str, An
 
 
 def own_places(chosen_BS: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """Where a mask is not 0, as places in the part [B * C] of a context-parallel rank, ascending, int64 [places].
-
-    On the host, where their number is known without waiting for a device.
-    """
+    """Return the offsets in a context-parallel rank's part [B * C] where a mask is not 0: ascending int64 on the host.
+    On the host their number is known without waiting for a device."""
     batch, length = chosen_BS.shape
     if ranks > 1:
         chunks_BXC = chosen_BS.view(batch, 2 * ranks, length // (2 * ranks))
@@ -38,13 +35,13 @@ def own_places(chosen_BS: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Numbers of the two chunks that a rank has."""
+    """Return the numbers of a rank's two chunks."""
     return rank, 2 * ranks - 1 - rank
 
 
 def gather_sequence(part_C: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole sequence [S, ...] in its order, from the parts [C, ...] of all ranks; the gradient of each part is the
-    sum of what all ranks have for it."""
+    """Return the whole sequence [S, ...] in order, from the parts [C, ...] of all ranks. The gradient of each part is
+    summed over all ranks."""
     ranks = cp_group.size()
     if ranks == 1:
         return part_C
@@ -55,5 +52,5 @@ def gather_sequence(part_C: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.
 
 
 def sum_gradients(whole: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
-    """`whole` unchanged; every rank has it and uses a part of it, so its gradient is the sum over the ranks."""
+    """Return `whole` unchanged, with its gradient summed over the ranks: each rank uses a part of it."""
     return whole if cp_group.size() == 1 else copy_to_tensor_model_parallel_region(whole, group=cp_group)

@@ -1,7 +1,5 @@
-"""The device of a process: CUDA, or the CPU with a stand-in for CUDA. The only file that distinguishes the two.
-
-A CUDA run is left untouched; on a CPU run, `install("cpu")` installs the stand-in, once per process.
-"""
+"""The device of a process: CUDA, or the CPU backend that replaces it. Only this file distinguishes the two. A CUDA run
+is left untouched. On a CPU run, `install("cpu")` installs the CPU backend, once per process."""
 
 import os
 import random
@@ -24,34 +22,34 @@ from mimo_train.config.errors import UserError
 from mimo_train.cpu.backend import CPU, StandIn, keep_freed_memory
 
 _stand_ins: list[StandIn] = []
-"""The process's stand-in; it changes other modules for the whole process, so there is one at most."""
+"""The process's CPU backend. It changes other modules for the whole process, so there is at most one."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The device of a process, and what there is to say about it."""
+    """The device of a process, and a remark on the choice."""
 
     kind: str
     """cuda or cpu."""
     index: int = 0
-    """Of the CUDA device."""
+    """Index of the CUDA device."""
     remark: str = ""
-    """Why `auto` is the CPU where there is a CUDA device."""
+    """The reason why `auto` chose the CPU although there is a CUDA device."""
 
 
 def choose(requested: str, processes: int = 1, local_rank: int = 0) -> Choice:
-    """`auto`, `cuda` or `cpu` -> the device of this process; auto is CUDA where every process gets a device.
+    """Return the device of this process. `auto` is CUDA if every process gets a device.
 
-    Processes see all devices of their machine, and each takes that of its number; or each sees one, its own, as SLURM's
-    `--gpus-per-task` gives them. Processes of torchrun have one environment, and see the same one.
+    Each process sees all devices of its machine and takes the one with its number, or sees only its own device (SLURM's
+    `--gpus-per-task`). Processes of torchrun share one environment, so a single visible device is the same one.
 
     Args:
-        requested: `run.device`.
-        processes: processes of the run on this machine; NCCL wants a device for each.
+        requested: `run.device`: `auto`, `cuda` or `cpu`.
+        processes: processes of the run on this machine; NCCL requires a device for each.
         local_rank: number of this process among them.
 
     Raises:
-        UserError: `run.device` is unknown, or asks for CUDA where there are not enough devices.
+        UserError: `run.device` is unknown, or requires CUDA and there are not enough devices.
     """
     if requested not in ("auto", "cuda", "cpu"):
         raise UserError(f"run.device: must be auto, cuda or cpu, is {requested!r}")
@@ -78,7 +76,7 @@ def _too_few(processes: int, available: int) -> str:
 
 
 def _own_device() -> bool:
-    """Whether whoever started this process has given it one device, and others theirs."""
+    """True if the launcher gave this process one device, and other processes theirs."""
     visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     return len(visible) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
 
@@ -86,10 +84,9 @@ def _own_device() -> bool:
 def install(kind: str, index: int = 0, *, cpu_kernels: bool = False) -> torch.device:
     """Prepare this process for `kind` (`cuda` or `cpu`) and return its device.
 
-    For `cpu` the stand-in is installed, once per process; for `cuda` the device of this index is selected.
-
     Args:
-        cpu_kernels: `run.cpu_kernels`; on the CPU, whether the process keeps the memory that it frees.
+        index: the CUDA device to select.
+        cpu_kernels: `run.cpu_kernels`; on the CPU, True keeps the memory that the process frees.
     """
     if kind == "cuda":
         torch.cuda.set_device(index)
@@ -102,18 +99,18 @@ def install(kind: str, index: int = 0, *, cpu_kernels: bool = False) -> torch.de
 
 
 def identity(device: torch.device) -> str:
-    """What tells a CUDA device from all others; empty for the CPU."""
+    """Return the UUID of a CUDA device; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def remarks(layout_overlaps: bool) -> Iterator[str]:
-    """What in the environment of a CUDA process costs speed or memory; `scripts/launch.sh` sets both.
+    """Yield the environment settings of a CUDA process that cost speed or memory; `scripts/launch.sh` sets both.
 
     Args:
-        layout_overlaps: whether a module sends inside its layers while it computes: tensor or context parallel.
+        layout_overlaps: True if a module is tensor or context parallel, so that it communicates inside its layers.
     """
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    # Later architectures do not need it (NVIDIA's notes to Megatron-Core's `--sequence-parallel`).
+    # Later architectures do not need it (NVIDIA's notes on Megatron-Core's `--sequence-parallel`).
     if layout_overlaps and connections != "1" and torch.cuda.get_device_capability()[0] < 10:
         yield (
             f"CUDA_DEVICE_MAX_CONNECTIONS is {connections or 'not set'}: with 1, messages of tensor and context "
@@ -127,19 +124,19 @@ def remarks(layout_overlaps: bool) -> Iterator[str]:
 
 
 def backend(kind: str) -> str:
-    """Backends of the world's group: tensors of either device, and objects, can be communicated."""
+    """Return the backends of the world's group, which communicates tensors of either device and objects."""
     return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
 
 
 def backend_of_groups() -> str | None:
-    """The backend of all other groups; None is the world's. With NCCL alone none has a mesh of gloo's connections
-    beside it; the few objects that they exchange travel as tensors of the device."""
+    """Return the backend of all other groups; None is the world's. With NCCL alone, no group has a mesh of gloo
+    connections. The few objects they exchange travel as device tensors."""
     return "nccl" if current().type == "cuda" else None
 
 
 def init_process_group(kind: str, timeout_minutes: float, store: torch.distributed.Store | None = None) -> None:
-    """Join the processes of the run by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or over
-    `store`. No `device_id` is bound (see `mimo_train.parallel.groups`)."""
+    """Join the processes of the run over `store`, or by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT). No `device_id` is bound (see `mimo_train.parallel.groups`)."""
     torch.distributed.init_process_group(
         backend(kind),
         store=store,
@@ -151,12 +148,13 @@ def init_process_group(kind: str, timeout_minutes: float, store: torch.distribut
 
 
 def meeting() -> torch.distributed.Store:
-    """The store by which the processes of the run have met."""
+    """Return the store of the run's rendezvous."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def get_rng_state() -> dict[str, Any]:
-    """State of every generator of this process: Python, NumPy, torch, the device's, Megatron-Core's tracker."""
+    """Return the state of every generator of this process: Python, NumPy, torch, the device, Megatron-Core's
+    tracker."""
     from megatron.core import tensor_parallel
 
     host = torch.get_rng_state()
@@ -181,7 +179,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in its dicts and lists on `device`."""
+    """Return `value` with every tensor in its dicts and lists on `device`."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else _copied(value, device)
     if isinstance(value, dict):
@@ -192,56 +190,56 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def tensor(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`torch.tensor` on a device, for whose copy the host does not wait."""
+    """Return `torch.tensor` on a device; the host does not wait for the copy."""
     return _copied(torch.tensor(numbers, dtype=dtype), device)
 
 
 def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on another device; the host waits for one from memory that is not pinned, behind all that is queued."""
+    """Copy to another device. Pinned memory, since the host would wait for a copy from other memory."""
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
 
 
 def current() -> torch.device:
-    """The device of this process."""
+    """Return the device of this process."""
     return CPU if _stand_ins or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
 
 
 def name(device: torch.device) -> str:
-    """The product name of a CUDA device; empty for the CPU."""
+    """Return the product name of a CUDA device; empty for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def timing_event() -> torch.cuda.Event:
-    """An event on the current stream that takes the device's time."""
+    """Return an event on the current stream that records the device's time."""
     return torch.cuda.Event(enable_timing=True)
 
 
 class SideCopies:
-    """Copies to the host beside what the device computes; on the CPU they are made at once.
+    """Copies to the host that run alongside computation on the device. On the CPU they are made at once.
 
     Args:
-        event: recorded behind the last of them.
+        event: recorded after the last copy.
     """
 
     def __init__(self, event: torch.cuda.Event | None = None):
         self._event = event
 
     def wait(self) -> None:
-        """Until they are made; from any thread."""
+        """Wait until the copies are made. Callable from any thread."""
         if self._event is not None:
             self._event.synchronize()
 
     def hold(self) -> None:
-        """Let the current stream wait for them, before it changes what they read."""
+        """Let the current stream wait for the copies before it changes what they read."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
 
 @contextmanager
 def side_copies() -> Iterator[SideCopies]:
-    """Copies that are enqueued in the block are made on a stream of their own, after what the current one does."""
+    """Run the copies that are enqueued in the block on their own stream, after the current stream's work."""
     if current().type != "cuda":
         yield SideCopies()
         return
@@ -258,7 +256,7 @@ def _side_stream() -> torch.cuda.Stream:
 
 
 def memory_statistics() -> dict[str, Any] | None:
-    """Statistics of the CUDA allocator; None in a process that does not use CUDA."""
+    """Return statistics of the CUDA allocator; None in a process that does not use CUDA."""
     # A CPU run on a machine with a GPU has CUDA but does not use it.
     return torch.cuda.memory_stats() if torch.cuda.is_initialized() else None
 
@@ -286,7 +284,7 @@ def start_cuda_profiler() -> None:
 
 
 def stop_cuda_profiler() -> None:
-    """End that range."""
+    """End the range that `start_cuda_profiler` started."""
     torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
 
 
@@ -294,7 +292,7 @@ REFUSED = ("wandb", "torch.utils.tensorboard")
 
 
 class _Refusal(MetaPathFinder):
-    """Reports the modules of `REFUSED` as not installed."""
+    """A finder that reports the modules of `REFUSED` as not installed."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname in REFUSED:
@@ -303,15 +301,16 @@ class _Refusal(MetaPathFinder):
 
 @contextmanager
 def light_imports(device: str) -> Iterator[None]:
-    """Import Megatron-Core in this block without what a run does not use of it.
+    """Import Megatron-Core in this block without its parts that a run does not use.
 
-    Megatron-Core 0.19.2 imports wandb and TensorBoard for timers that report to them, and compiles its small fusions
-    where they are defined, which imports torch's compiler; on the CPU they run eagerly. Together they take a third of
-    the time until a run's first step. After the block everything is as released.
+    Megatron-Core 0.19.2 imports wandb and TensorBoard for its timers. It also compiles its small fusions where they are
+    defined, which imports torch's compiler. Together they take a third of the time until a run's first step. The block
+    restores everything at its end.
 
     Args:
-        device: `run.device`; what is defined in the block is not compiled with `cpu`, nor with `auto` where torch finds
-            no CUDA.
+        device: `run.device`. Functions defined in the block stay uncompiled with `cpu`, and with `auto` if torch finds
+            no
+            CUDA.
     """
     refusal, compiler = _Refusal(), torch.compile
     sys.meta_path.insert(0, refusal)

@@ -1,13 +1,13 @@
-"""The process groups of one rank: it makes those that it belongs to and no others, each once.
+"""The process groups of one rank. A rank makes only the groups that it belongs to, each once.
 
-With torch's default a rank calls `new_group` for every group of the run, 10,872 times at 2,176 ranks, and joins a
-collective over the world for each. Here groups are made with `use_local_synchronization`, by their members alone, so
-that the number of calls and of messages does not grow with the world. That excludes a `device_id` bound to the world's
-group: NCCL would then split every group off the world's communicator, which waits for all ranks (torch 2.11,
-distributed_c10d.py:1977-1997).
+By default in torch a rank calls `new_group` for every group of the run, 10,872 times at 2,176 ranks, and joins a
+collective over the world for each. Here members alone make a group (`use_local_synchronization`), so the number of
+calls
+does not grow with the world. This excludes a `device_id` bound to the world's group: NCCL would split every group off
+the world's communicator, which waits for all ranks (torch 2.11, distributed_c10d.py:1977-1997).
 
-Members of groups that overlap must make them in one order. Every rank goes through the same list of axes, whose groups
-are disjoint, and makes its own in passing.
+Members of overlapping groups must make them in one order. Every rank goes through the same list of axes, whose groups
+are disjoint, and makes its own.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ from mimo_train.parallel import device
 LAYERS = "layers"
 """Messages inside layers: tensor, context and expert parallel."""
 GRADIENTS = "gradients"
-"""Sums of gradients and norms, which may run beside those of the layers."""
+"""Reductions of gradients and norms, which may run alongside those of the layers."""
 STAGES = "stages"
 """Messages between the stages of one module."""
 EMBEDDING = "embedding"
-"""The sum of gradients of weights that the first stage and the last one share."""
+"""The reduction of gradients of weights that the first and the last stage share."""
 BRIDGE = "bridge"
 """Messages between modules."""
 
@@ -47,10 +47,10 @@ _BETWEEN_TWO = (STAGES, BRIDGE)
 class OwnGroups:
     """Makes this rank's groups.
 
-    Groups of the same ranks are one where they serve the same purpose of the same owner. Others are kept apart: a
-    communicator of NCCL runs its messages in the order in which they were issued, and a send waits for its receiver, so
-    that two uses of one would have to be issued in one order on all ranks. None is the world's, which belongs to the
-    sum of a step.
+    Groups of the same ranks are shared only if owner and purpose are equal. NCCL runs the messages of a communicator in
+    the order in which they are issued, and a send waits for its receiver. Two uses of one communicator would therefore
+    have
+    to be issued in one order on all ranks. The world's group is never reused: it belongs to the metric reduction.
 
     Attributes:
         made: ranks of every group that was made, in order.
@@ -63,14 +63,14 @@ class OwnGroups:
         self._backend = device.backend_of_groups()
 
     def of(self, ranks: Sequence[int], owner: str, purpose: str, description: str) -> dist.ProcessGroup:
-        """The group of `ranks`, of which this rank is one; collective over them.
+        """Return the group of `ranks`, which include this rank. Collective over them.
 
         Args:
-            owner: the module, or the edge between two.
-            description: for the flight recorder's reports; that of the first use names a group.
+            owner: the module, or the edge between two modules.
+            description: name in the flight recorder's reports; the first use sets it.
         """
         assert dist.get_rank() in ranks, (dist.get_rank(), ranks)
-        # All groups of this rank alone are one: nobody else could issue in another order.
+        # All single-rank groups are one: no other rank could issue messages in another order.
         key = ("", "", tuple(ranks)) if len(ranks) == 1 else (owner, purpose, tuple(ranks))
         if key not in self._groups:
             self.made.append(tuple(ranks))
@@ -83,26 +83,29 @@ class OwnGroups:
                     group_desc=description if len(ranks) > 1 else "this rank alone",
                 )
             if len(ranks) > 1 and purpose in _BETWEEN_TWO:
-                # A communicator of NCCL begins with its first message, for which all its ranks must come, and not all
-                # of them take part in the first one between two (torch's `batch_isend_irecv`).
+                # A communicator of NCCL starts with its first message, which needs all its ranks. A point-to-point
+                # message
+                # (torch's `batch_isend_irecv`) does not involve all of them.
                 dist.all_reduce(torch.zeros(1, device=device.current()), group=group)
             self._groups[key] = group
         return self._groups[key]
 
 
 def limit_waits(minutes: float) -> None:
-    """Let collectives of every group of this process wait for so long from now on. With gloo (torch 2.11) a message
-    between two ranks waits for as long as when its group was made."""
+    """Set the timeout of collectives of every group of this process from now on. With gloo (torch 2.11) a
+    point-to-point message keeps the timeout its group was made with."""
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Names the group that is made in the block: members meet under its name. torch 2.11 takes the number of groups
-    that a rank has into the name of one with local synchronisation (`_hash_ranks_to_str`), which is another one on
-    members that are in other groups besides: they would wait for each other. In a process that sets up several runs,
-    one after the other, all members have made as many groups of this name."""
+    """Name the group that is made in the block: members meet under its name.
+
+    torch 2.11 includes the number of a rank's groups in the name of a group with local synchronization
+    (`_hash_ranks_to_str`). This number differs between members that are in different other groups, so they would wait
+    forever. The name has a counter, because one process may set up several runs in turn.
+    """
     original = distributed_c10d._process_group_name
     taken = {*distributed_c10d._world.pg_names.values()}
     names = (hashlib.sha256(f"{name}, {number}".encode()).hexdigest() for number in itertools.count())
@@ -115,8 +118,8 @@ def _named(name: str) -> Iterator[None]:
 
 
 class OwnGrid(HyperCommGrid):
-    """A grid of ranks with this rank's groups. That of Megatron-Core 0.19.2 makes every group of an axis on every rank
-    (`new_subgroups_by_enumeration`, hyper_comm_grid.py)."""
+    """A grid of ranks with this rank's groups only. Megatron-Core 0.19.2's grid makes every group of an axis on every
+    rank (`new_subgroups_by_enumeration`, hyper_comm_grid.py)."""
 
     def __init__(self, shape: list[int], axes: list[str], rank_offset: int, name: str, own: OwnGroups):
         super().__init__(shape, axes, rank_offset=rank_offset)
@@ -126,43 +129,43 @@ class OwnGrid(HyperCommGrid):
     def create_pg(
         self, dims: str | list[str], *, view: str | None = None, purpose: str = LAYERS
     ) -> dist.ProcessGroup | None:
-        """This rank's group along `dims`; None where it is not in the grid."""
+        """Make this rank's group along `dims`; return None if it is not in the grid."""
         dims = [dims] if isinstance(dims, str) else dims
         rank = dist.get_rank()
         ranks = next((each for each in self.get_rank_enum(dims, view=view) if rank in each), None)
         group = self._own.of(ranks, self._name, purpose, f"{self._name} {'-'.join(dims)}") if ranks else None
-        # The names of axes are different in all views, but for those that the views share.
+        # Views have different axis names, except for the axes that they share.
         self._of_axes[frozenset(dims)] = group
         return group
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup | None:
-        """The group that `create_pg` has made.
+        """Return the group that `create_pg` made.
 
         Raises:
-            KeyError: it has made none.
+            KeyError: it made none.
         """
         return self._of_axes[frozenset([dims] if isinstance(dims, str) else dims)]
 
 
 EXPERT_VIEW = "expert"
-"""Name of the grid's second factorisation; Megatron-Core's MIMO optimizer looks it up (mimo/optimizer.py)."""
+"""Name of the grid's second factorization; Megatron-Core's MIMO optimizer looks it up (mimo/optimizer.py)."""
 
 
 @dataclass
 class RunGroups:
-    """Grids of all modules, and this rank's process groups."""
+    """The grids of all modules, and this rank's process groups."""
 
     grids: dict[str, HyperCommGrid]
     collections: dict[str, ProcessGroupCollection]
     """Process groups of the modules on this rank."""
     bridges: dict[Edge, dist.ProcessGroup]
-    """Of the edges on which this rank gives or takes features."""
+    """Groups of the edges on which this rank sends or receives features."""
     made: tuple[tuple[int, ...], ...]
-    """Ranks of each group that this rank has made, in order."""
+    """Ranks of each group that this rank made, in order."""
 
     @property
     def multi_module(self) -> MultiModuleProcessGroupCollection:
-        """This rank's collections in the form that Megatron-Core's schedules take for several modules."""
+        """This rank's collections in the form that Megatron-Core's multi-module schedules take."""
         return MultiModuleProcessGroupCollection(
             module_pgs=self.collections,
             language_model_module_name=LANGUAGE if LANGUAGE in self.collections else None,
@@ -170,20 +173,21 @@ class RunGroups:
 
 
 def build_groups(layout: RunLayout, timeout_minutes: float = RunConfig.timeout_minutes) -> RunGroups:
-    """Make this rank's process groups of a run; collective over the ranks of each.
+    """Make this rank's process groups of a run. Collective over the ranks of each group.
 
     Args:
-        timeout_minutes: `run.timeout_minutes`. A group of gloo that is given none waits for 30 minutes, whatever the
-            processes met with.
+        timeout_minutes: `run.timeout_minutes`. Without it, gloo groups wait for 30 minutes, whatever the timeout of the
+            rendezvous.
     """
     own = OwnGroups(timedelta(minutes=timeout_minutes))
     grids, collections = {}, {}
     for name, module in layout.modules.items():
         grids[name] = grid = _build_grid(module, own)
         if grid.is_current_rank_in_grid():
-            # Only a language model shares weights between stages: Megatron-Core looks for them where there is a group.
-            # For an encoder it is a group of this rank alone, like cp: for None, Megatron-Core 0.19.2 uses the group
-            # in its global state (finalize_model_grads.py:190), which on shared ranks is the language model's.
+            # Only a language model shares weights between stages: Megatron-Core looks for them if there is a group.
+            # An encoder gets a single-rank group, like cp. For None, Megatron-Core 0.19.2 uses the group in its global
+            # state
+            # (finalize_model_grads.py:190), which on shared ranks is the language model's.
             embedding = _embedding_groups(grid, own) if name == LANGUAGE else 2 * (grid.get_pg("cp"),)
             collections[name] = _collect(grid, *embedding)
     bridges = dict(_bridges(layout, own))
@@ -228,7 +232,8 @@ def _build_grid(module: ModuleLayout, own: OwnGroups) -> OwnGrid:
 
 
 def _embedding_groups(grid: HyperCommGrid, own: OwnGroups) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Groups of the first and last stage (shared embedding weights) and of the first stage (position embeddings)."""
+    """Return the groups of the first and last stage (embedding weights) and of the first stage (position
+    embeddings)."""
     rank = dist.get_rank()
     stages = next(stages for stages in grid.get_rank_enum("pp") if rank in stages)
     ends = sorted({stages[0], stages[-1]})
@@ -238,11 +243,13 @@ def _embedding_groups(grid: HyperCommGrid, own: OwnGroups) -> tuple[dist.Process
 
 
 def _bridges(layout: RunLayout, own: OwnGroups) -> Iterator[tuple[Edge, dist.ProcessGroup]]:
-    """Groups of the ranks of an edge: the source's last stage and the destination's first.
+    """Yield the groups of the ranks of an edge: the source's last stage and the destination's first stage.
 
-    Over gloo none, which is the world's: nothing else refers to that one, so that a rank that fails closes its
-    connections as it is destroyed, and nobody waits for it. gloo aborts no message of a group (torch 2.11), and an
-    in-process restart would wait for those who wait for this rank.
+    Over gloo there are none: bridges use the world's group. Nothing else refers to that group, so a rank that fails
+    closes
+    its connections and no rank waits for it. gloo aborts no message of other groups (torch 2.11), and an in-process
+    restart
+    would wait forever.
     """
     for edge in layout.edges:
         source, destination = layout.modules[edge.source], layout.modules[edge.destination]
@@ -280,7 +287,7 @@ def _collect(
         tp_ep_pp=expert("expt_tp", "ep", "pp"),
         intra_dist_opt=base("tp", "cp", "dp", "pp"),
     )
-    # Without weight rematerialisation groups (GTP) and partial optimizer instances these equal their plain twins.
+    # Without weight rematerialization groups (GTP) and partial optimizer instances these equal the plain groups.
     pgs.dp_cp_gtp_remat = pgs.intra_dp_cp = pgs.dp_cp
     pgs.expt_dp_gtp_remat = pgs.intra_expt_dp = pgs.expt_dp
     pgs.tp_ep_pp_with_egtp_remat = pgs.tp_ep_pp
@@ -288,7 +295,7 @@ def _collect(
 
 
 def _bridge_parallel_state(pgs: ProcessGroupCollection) -> None:
-    """Set this rank's groups for the parts of Megatron-Core 0.19.2 that still read its global state; we never do."""
+    """Set this rank's groups in the global state, which parts of Megatron-Core 0.19.2 still read."""
     state = parallel_state
     state._TENSOR_MODEL_PARALLEL_GROUP = pgs.tp
     state._PIPELINE_MODEL_PARALLEL_GROUP = pgs.pp

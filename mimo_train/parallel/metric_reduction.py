@@ -1,4 +1,4 @@
-"""The all-reduce of a step's numbers: everything that ranks must agree on is summed in one message."""
+"""The all-reduce of a step's metrics: one message sums all numbers that ranks must agree on."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,18 +8,18 @@ import torch.distributed as dist
 from mimo_train.parallel import device as devices
 
 LocalPart = torch.Tensor | Sequence[float] | None
-"""This rank's numbers: a tensor, or numbers on the host, padded with zeros at the end; None is all zeros."""
+"""This rank's numbers: a tensor or host numbers, padded with zeros at the end; None is all zeros."""
 
 
 def reduce_metrics(parts: Mapping[str, tuple[int, LocalPart]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Sum named lists of numbers over all ranks in one message. Collective; the host waits for nothing.
+    """Sum named lists of numbers over all ranks in one message. Collective; the host does not wait.
 
     Args:
         parts: {name: (length, this rank's numbers)}; the same names and lengths in the same order on every rank.
-        device: where the sums are wanted.
+        device: device of the sums.
 
     Returns:
-        {name: sum over ranks, float64 [length] on `device`}. Whole numbers up to 2^53 stay exact.
+        {name: sum over ranks, float64 [length] on `device`}. Integers up to 2^53 stay exact.
     """
     runs: list[torch.Tensor | list[float]] = []
     for name, (length, part) in parts.items():
@@ -29,7 +29,7 @@ def reduce_metrics(parts: Mapping[str, tuple[int, LocalPart]], device: torch.dev
             runs.append(part.reshape(-1).to(device, torch.float64))
             part = None
         on_host = [*(part or ()), *[0.0] * (length - numbers)]
-        # Adjacent numbers on the host are copied to the device together.
+        # Copy adjacent host numbers to the device together.
         if runs and isinstance(runs[-1], list):
             runs[-1] += on_host
         elif on_host:

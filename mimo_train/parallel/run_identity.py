@@ -1,4 +1,4 @@
-"""At set-up: whether all ranks were started for the same run, and see the same folder. Imports nothing of a model."""
+"""Set-up checks that all ranks were started for the same run and see the same folder."""
 
 import copy
 import hashlib
@@ -20,36 +20,36 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.parallel.collectives import agreed
 
 LISTED = 5
-"""Keys that a message lists."""
+"""Maximum number of keys in a message."""
 
 LONGEST_SIGHT = 70.0
-"""Seconds that a rank on another host waits for a file of rank 0: network file systems may keep what they knew of a
-folder for a minute (`acdirmax` of NFS)."""
+"""Seconds that a rank on another host waits for a file of rank 0. NFS may cache a folder's listing for a minute
+(`acdirmax`)."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank tells the others when it starts."""
+    """The facts that a rank tells the others when it starts."""
 
     config: str
-    """Hash of what the config says to all."""
+    """Hash of the shared part of the config."""
     host: str = field(default_factory=socket.gethostname)
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random; that of rank 0 stands in the lock of `run.dir`."""
+    """A random tag; rank 0 writes its own into the lock of `run.dir`."""
     device: str = ""
-    """What tells its CUDA device from all others."""
+    """UUID of this rank's CUDA device."""
 
     @classmethod
     def of(cls, cfg: ConfigContainer, device: str = "") -> "Start":
-        """That of this process."""
+        """Return the start of this process."""
         return cls(hashlib.sha256(json.dumps(_said_to_all(cfg), sort_keys=True).encode()).hexdigest(), device=device)
 
 
 def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
-    """Collective over all ranks.
+    """Check that all ranks have one config. Collective over all ranks.
 
     Raises:
-        ConfigError: a rank was started with another config than rank 0; with the keys and both values.
+        ConfigError: a rank was started with another config than rank 0. It names the keys and both values.
     """
     other = next((rank for rank, start in enumerate(starts) if start.config != starts[0].config), None)
     if other is None:
@@ -75,9 +75,11 @@ def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
 
 
 def require_own_devices(starts: Sequence[Start]) -> None:
-    """
+    """Check that no two ranks share a CUDA device.
+
     Raises:
-        UserError: two ranks have the same CUDA device, which NCCL would refuse in its first message. The same on all.
+        UserError: two ranks have the same CUDA device, which NCCL would reject in its first message. Raised on all
+            ranks.
     """
     first: dict[str, int] = {}
     for rank, start in enumerate(starts):
@@ -90,14 +92,14 @@ def require_own_devices(starts: Sequence[Start]) -> None:
 
 
 def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LONGEST_SIGHT) -> None:
-    """Every rank looks for a file that rank 0 has just written. Collective over all ranks.
+    """Check that every rank sees a file that rank 0 has just written. Collective over all ranks.
 
     Args:
-        file: the lock of `run.dir`, with the mark of rank 0 in it.
+        file: the lock of `run.dir`, with the tag of rank 0 in it.
         patience: seconds that a rank on another host than rank 0 waits for it.
 
     Raises:
-        UserError: a rank does not see it, so that its part of a checkpoint would be lost.
+        UserError: a rank does not see it, so its part of a checkpoint would be lost.
     """
     if len(starts) == 1:
         return
@@ -131,7 +133,7 @@ def _sees(file: Path, mark: str, patience: float) -> bool:
 
 
 def _said_to_all(cfg: ConfigContainer) -> dict[str, Any]:
-    """The config without folders that may be another one on each node: caches."""
+    """Return the config without folders that may differ between nodes: caches."""
     plain = copy.deepcopy(to_dict(cfg))
     plain["data"]["cache_dir"] = ""
     for module in plain["modules"].values():

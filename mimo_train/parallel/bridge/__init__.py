@@ -1,2 +1,1 @@
-"""Transfer of features between modules and of their gradients back: shapes, routes, and the communicators of the
-pipeline schedule."""
+"""Transfer features between modules and their gradients back: shapes, routes and pipeline communicators."""

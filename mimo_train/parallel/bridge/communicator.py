@@ -1,4 +1,4 @@
-"""The communicators of the pipeline schedule: between stages of one module, and over all modules in the pipeline."""
+"""The communicators of the pipeline schedule: between stages of one module, and between modules."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,15 @@ from mimo_train.parallel.bridge.shapes import StepShapes, Turns, features_width
 from mimo_train.parallel.groups import RunGroups
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]
-"""From the stage before, from the one behind, and handles of messages that are still on their way."""
+"""The tensors from the previous and the following stage, and the handles of pending messages."""
 
 
 class TimedP2PCommunicator(P2PCommunicator):
     """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`.
 
     Args:
-        rows: shapes of what stages of the language model exchange, which Megatron-Core takes to be those of whole
-            sequences in every microbatch; None where they are those, or are exchanged first.
+        rows: shapes that stages of the language model exchange. None if every microbatch has whole sequences, as
+            Megatron-Core assumes, or if stages exchange shapes first.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TimedP2PCommunicator(P2PCommunicator):
         self._step, self._counts = -1, {FORWARD: 0, BACKWARD: 0}
 
     def _communicate(self, *arguments: Any, **options: Any) -> Received:
-        # Every send and receive starts here, and completes here unless communication overlaps with computation.
+        # Every send and receive starts here. It also completes here, unless communication overlaps computation.
         self._tell(options)
         if self._rows is not None and self._rows.are_planned and (options["recv_prev"] or options["recv_next"]):
             assert not (options["recv_prev"] and options["recv_next"]), "each direction is received apart"
@@ -59,7 +59,7 @@ class TimedP2PCommunicator(P2PCommunicator):
         return previous, following, handles
 
     def _tell(self, options: dict[str, Any]) -> None:
-        """Tell the flight recorder what this exchange is: microbatches of a direction follow each other."""
+        """Tell the flight recorder the place, direction and microbatch of this exchange."""
         if RECORDER.step != self._step:
             self._step, self._counts = RECORDER.step, {FORWARD: 0, BACKWARD: 0}
         forward = options.get("recv_prev") or options.get("tensor_send_next") is not None
@@ -69,33 +69,31 @@ class TimedP2PCommunicator(P2PCommunicator):
 
 
 class _TimedHandle:
-    """A pending message, whose wait is timed as `pipeline_wait`."""
+    """A pending message whose wait is timed as `pipeline_wait`."""
 
     def __init__(self, handle: dist.Work, watch: Watch):
         self._handle, self._watch = handle, watch
 
     def wait(self) -> None:
-        """Wait until the message has arrived, or may be overwritten."""
+        """Wait until the message has arrived, or until its buffer may be overwritten."""
         with self._watch("pipeline_wait"):
             self._handle.wait()
 
 
 class TextShapes:
-    """Shapes [S / cp (/ tp with sequence parallel), B, H] of what a stage of the language model receives, one after the
-    other, in microbatches that are each as long as the plan of the step says.
+    """The shapes [S / cp (/ tp with sequence parallel), B, H] of the messages that a language-model stage receives.
 
-    A stage receives microbatches in the order in which its neighbour sends them, which is that of the schedule: with
-    several chunks a stage, each chunk of a group of microbatches in turn (`get_schedule_table`). The first stage gets
-    nothing for its first chunk, and the last stage no gradient for its last, which come last in that order backward.
+    A stage receives microbatches in the order of the schedule. With several chunks a stage, each chunk of a group of
+    microbatches takes its turn (`get_schedule_table`). The first stage receives no activation for its first chunk. The
+    last stage receives no gradient for its last chunk.
     """
 
     def __init__(
         self, module: ModuleLayout, replica: int, stage: int, hidden_size: int, shapes: StepShapes, group: int
     ):
-        """
-        Args:
-            replica: data-parallel rank of this stage.
-            group: microbatches that one chunk takes before the next does; any where stages have one chunk.
+        """Args:
+        replica: data-parallel rank of this stage.
+        group: microbatches that one chunk takes before the next chunk does; unused if stages have one chunk.
         """
         self._module, self._replica, self._hidden, self._shapes = module, replica, hidden_size, shapes
         self._stage, self._group = stage, group
@@ -104,11 +102,11 @@ class TextShapes:
 
     @property
     def are_planned(self) -> bool:
-        """Whether the data says how long microbatches are; those of an iterator of somebody else are whole ones."""
+        """True if the data gives the length of each microbatch. Other iterators yield whole sequences."""
         return bool(self._shapes.texts)
 
     def next(self, forward: bool) -> tuple[int, int, int]:
-        """Of the next activation from the previous stage, or of the next gradient from the following one."""
+        """Return the shape of the next activation (forward) or of the next gradient (backward)."""
         if self._step != self._shapes.step:
             self._step = self._shapes.step
             self._orders = {direction: self._order(direction) for direction in (True, False)}
@@ -119,18 +117,18 @@ class TextShapes:
     def _order(self, forward: bool) -> Iterator[int]:
         chunks, microbatches = self._module.vpp, len(self._shapes.texts)
         table = get_schedule_table(microbatches, chunks, self._group)
-        # Round the pipeline, from its last stage to its first one, goes what is not for the loss.
+        # Messages from the last stage round to the first skip the chunk at the end of the pipeline.
         around = self._stage == (0 if forward else self._module.pp - 1)
         return iter([microbatch for microbatch, chunk in table if not around or chunk < chunks - 1])
 
 
 class ModuleStages(TimedP2PCommunicator):
-    """Between the stages of one of several modules. Schedules of several modules exchange shapes before every message
-    (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here shapes are known in advance.
+    """The communicator between the stages of one of several modules, without a shape exchange before every message.
 
-    The language model's stages exchange [S / cp (/ tp with sequence parallel), B, H]; an encoder's [rows, H], where
-    rows are the tokens inside the encoder of this rank's samples. Empty tensors are not sent, and no gradient goes
-    to an encoder's stage that needs none.
+    Megatron-Core 0.19.2 exchanges shapes in multi-module schedules (`variable_seq_lengths`,
+    p2p_communication.py:322). Here shapes are known in advance. The language model's stages exchange
+    [S / cp (/ tp with sequence parallel), B, H]. An encoder's stages exchange [rows, H], where rows are the tokens of
+    this rank's samples inside the encoder. Empty tensors are not sent, nor are gradients to stages that need none.
     """
 
     def __init__(
@@ -186,13 +184,13 @@ class ModuleStages(TimedP2PCommunicator):
         )  # fmt: skip
 
     def _next_shape(self, forward: bool) -> tuple[int, ...]:
-        """Shape of the next activation from the previous stage, or of the next gradient from the following one."""
+        """Return the shape of the next activation (forward) or of the next gradient (backward)."""
         if self._module.name == LANGUAGE:
             return self._texts.next(forward)
         microbatch = self._turns.forward() if forward else self._turns.backward()
         first, last = self._shapes.spans(self._module, microbatch)[self._replica]
         rows = sum(self._shapes.loads[self._module.name][microbatch][first:last])
-        # Two dimensions travel as three, the last of size 1 (multimodule_communicator.py, _prepare_tensor_for_comm).
+        # Two dimensions are sent as three, the last of size 1 (multimodule_communicator.py, _prepare_tensor_for_comm).
         return rows, self._hidden, 1
 
 
@@ -201,8 +199,7 @@ def _rows_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class ModuleCommunicator(MultiModulePipelineCommunicator):
-    """Megatron-Core's communicator over `DisjointBridge` and `ModuleStages` instead of its own, for the modules that
-    are stages of the pipeline."""
+    """Megatron-Core's communicator for the modules in the pipeline, with `DisjointBridge` and `ModuleStages`."""
 
     def __init__(
         self,
@@ -214,10 +211,9 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         on_device: torch.device,
         watch: Watch = not_timed,
     ):
-        """
-        Args:
-            hidden_sizes: of every module's layers.
-            watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
+        """Args:
+        hidden_sizes: hidden size of every module's layers.
+        watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
         """
         self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
         self._device, self._bridges = on_device, groups.bridges
@@ -225,9 +221,11 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
 
     @property
     def current_stage(self) -> int:
-        """Stage of this rank, counted from the end of the pipeline; the number of warm-up microbatches follows from it.
-        Megatron-Core 0.19.2 counts a module's stages from 0 (multimodule_communicator.py:246-277): a module with fewer
-        stages than another would run further ahead than their common destination consumes, and both would deadlock."""
+        """This rank's stage, counted from the end of the pipeline. It determines the number of warm-up microbatches.
+
+        Megatron-Core 0.19.2 counts a module's stages from 0 (multimodule_communicator.py:246-277). A module with fewer
+        stages than another would then run further ahead than their destination consumes, and both would deadlock.
+        """
         name, info = next(iter(self.rank_module_map.items()))
         return self.total_stages - stages_to_end(self._run.layout, name, info.pp_rank)
 
@@ -261,7 +259,8 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
 
 
 def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig) -> tuple:
-    """Arguments of `MultiModulePipelineCommunicator`: grids, topology, config, dimension names and counts."""
+    """Return the arguments of `MultiModulePipelineCommunicator`: grids, topology, config, dimension names and
+    counts."""
     topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}
     for edge in layout.disjoint_edges:
         topology[edge.source].append(edge.destination)

@@ -1,15 +1,16 @@
-"""Bridges: features go along an edge from the source's ranks to the destination's first stage, and gradients back.
+"""Bridges send features from the source's last stage to the destination's first stage, and gradients back.
 
-Megatron-Core 0.19.2's `BridgeCommunicator` exchanges shapes before every transfer (bridge_communicator.py:864-980),
-launches a reduction for each debug message even when it is not printed (:428, 434, 512, ...), needs data-parallel
-sizes that divide each other, no context parallelism (:105-116), and cannot return gradients of unequal parts to
-several encoder replicas (mimo/model/base.py:528-558); its `ColocatedBridgeCommunicator`, for modules on the same ranks,
-needs equal counts in every sample, one stage and no context parallelism (colocated_communicator.py:47-50, 118-154).
-The bridges here take the number of rows of every sample from the data index: they support any pair of data-parallel
+Megatron-Core 0.19.2's `BridgeCommunicator` exchanges shapes before every transfer (bridge_communicator.py:864-980) and
+reduces once per debug message, even when it is not printed (:428, 434, 512, ...). It requires data-parallel sizes that
+divide each other and no context parallelism (:105-116). It cannot return gradients of unequal parts to several encoder
+replicas (mimo/model/base.py:528-558). Its `ColocatedBridgeCommunicator`, for modules on the same ranks, requires equal
+counts in every sample, one stage and no context parallelism (colocated_communicator.py:47-50, 118-154).
+
+The bridges here read the number of rows of every sample from the data index. They support any pair of data-parallel
 sizes and any counts, zero included, with one batch of sends and receives per transfer.
 
-Rows are features of one microbatch, [rows, hidden], in sample order. Every rank of a replica of the source's last stage
-holds all rows of the replica's samples, and so does every rank of a replica of the destination's first stage.
+Rows are the features of one microbatch, [rows, hidden], in sample order. Every rank of a replica holds all rows of the
+replica's samples, on the source's last stage and on the destination's first stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,22 +37,22 @@ from mimo_train.parallel.bridge.shapes import (
 )
 
 Watch = Callable[[str], AbstractContextManager]
-"""Times a `with` block, by name (see `mimo_train.logging.stopwatch`)."""
+"""A function that times a `with` block by name (see `mimo_train.logging.stopwatch`)."""
 
 
 def not_timed(name: str) -> AbstractContextManager:
-    """The watch that measures nothing."""
+    """Measure nothing."""
     return nullcontext()
 
 
 class Bridge:
-    """Routes of feature rows along one edge, and the exchange itself.
+    """The routes of feature rows along one edge, and the exchange itself.
 
     Args:
-        edge: from the module that gives features to the one that takes them.
+        edge: source and destination module.
         shapes: rows of every sample of the current step.
-        hidden_size: width of a row, that of the destination.
-        group: of the ranks of this edge; None on a rank that neither gives nor takes.
+        hidden_size: width of a row, which is the destination's.
+        group: the ranks of this edge; None on a rank that neither sends nor receives.
         watch: times the exchange as `bridge_wait`.
 
     Attributes:
@@ -86,13 +87,11 @@ class Bridge:
         self.while_waiting: Callable[[], None] | None = None
 
     def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
-        """Rows that the source sends."""
         RECORDER.at(self._name, FORWARD, microbatch)
         peers = self._spans_of_destination(self._forward_to, microbatch)
         return self._give(features, self._source_span(microbatch), peers, microbatch)
 
     def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        """Buffer for the rows that the destination receives."""
         RECORDER.at(self._name, FORWARD, microbatch)
         peers = self._spans_of_source(self._forward_from, microbatch)
         return self._take(self._destination_span(microbatch), peers, microbatch)
@@ -131,7 +130,7 @@ class Bridge:
     def _exchange(
         self, given: list[tuple[torch.Tensor, Part]], taken: torch.Tensor | None = None, parts: Sequence[Part] = ()
     ) -> None:
-        """Send the parts in `given` and fill `taken`, in one batch; parts for this rank itself are copied."""
+        """Send the parts in `given` and fill `taken`, in one batch. Copy the parts that stay on this rank."""
         operations = [
             dist.P2POp(dist.isend, rows, part.peer, self._group) for rows, part in given if part.peer != self._rank
         ]
@@ -146,7 +145,7 @@ class Bridge:
                 operations.append(dist.P2POp(dist.irecv, room, part.peer, self._group))
         works = dist.batch_isend_irecv(operations) if operations else ()
         if self.while_waiting:
-            # Also if this rank exchanges nothing: the function may be collective over a replica's ranks.
+            # Called even if this rank exchanges nothing: the function may be collective over a replica's ranks.
             self.while_waiting()
         if works:
             with self._watch("bridge_wait"):
@@ -175,21 +174,21 @@ class Bridge:
 
 
 class DisjointBridge(Bridge):
-    """An edge between modules on different ranks: messages between the steps of a pipeline schedule.
+    """An edge between modules on different ranks, whose messages are sent between the steps of a pipeline schedule.
 
     Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. If nothing in the source
-    needs a gradient, none is sent or received. The received features require one nevertheless, because the schedule
-    retains the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
+    needs a gradient, none is sent. The received features still require one, because the schedule retains the gradients
+    of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
     """
 
     def __init__(self, edge: Edge, grids: dict[str, HyperCommGrid], *arguments: Any):
-        """`arguments`: those of `Bridge` after the edge."""
+        """`arguments`: the arguments of `Bridge` after the edge."""
         super().__init__(edge, *arguments)
         self.src_module_name, self.dest_module_name = edge.source, edge.destination
         self.src_grid, self.dest_grid = grids[edge.source], grids[edge.destination]
 
     def is_current_rank_in_grid(self, grid: HyperCommGrid) -> bool:
-        """Whether this rank belongs to `grid`."""
+        """True if this rank belongs to `grid`."""
         return grid.is_current_rank_in_grid()
 
     def send_forward(self, features: torch.Tensor) -> None:
@@ -203,17 +202,17 @@ class DisjointBridge(Bridge):
         return features.requires_grad_()
 
     def send_backward(self, gradient: torch.Tensor | None) -> None:
-        """Send the gradient of the features received for the oldest microbatch without one; None means zeros."""
+        """Send the gradient of the oldest received features without one; None means zeros."""
         self._exchange(self._next_given_backward(gradient))
 
     def recv_backward(self) -> torch.Tensor | None:
-        """Receive the gradient of this rank's features of the oldest microbatch without one, [rows, hidden]."""
+        """Receive the gradient [rows, hidden] of the oldest sent features without one."""
         gradient, parts = self._next_taken_backward()
         self._exchange([], gradient, parts)
         return gradient
 
     def send_forward_recv_backward(self, features: torch.Tensor) -> torch.Tensor | None:
-        """`send_forward` and `recv_backward` in one batch."""
+        """Combine `send_forward` and `recv_backward` in one batch."""
         given = self._give_forward(features, self._turns.forward())
         gradient, parts = self._next_taken_backward()
         self._exchange(given, gradient, parts)
@@ -225,13 +224,13 @@ class DisjointBridge(Bridge):
         return self._give_backward(gradient, self._turns.backward())
 
     def _next_taken_backward(self) -> tuple[torch.Tensor | None, list[Part]]:
-        """None where nothing of the source needs a gradient: the schedule then has no backward pass for it."""
+        """Return None if nothing of the source needs a gradient: the schedule then skips its backward pass."""
         if not self._shapes.features_need_gradient(self.source.name):
             return None, []
         return self._take_backward(self._turns.backward())
 
     def send_backward_recv_forward(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        """`send_backward` and `recv_forward` in one batch."""
+        """Combine `send_backward` and `recv_forward` in one batch."""
         given = self._next_given_backward(gradient)
         features, parts = self._take_forward(self._turns.forward())
         self._exchange(given, features, parts)
@@ -239,23 +238,23 @@ class DisjointBridge(Bridge):
 
 
 class SharedBridge(Bridge):
-    """An edge whose source is on the ranks of the destination's first stage: redistributes features inside the forward
-    pass, and their gradients in the backward pass. Collective over these ranks."""
+    """An edge whose source is on the ranks of the destination's first stage. Collective over these ranks. Redistributes
+    features inside the forward pass, and their gradients in the backward pass."""
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Features of the giving replica's samples of the next microbatch, [rows, hidden] -> those of the taking
-        replica's samples."""
+        """Redistribute the next microbatch's features [rows, hidden] from this rank's source samples to its destination
+        samples."""
         return _Redistribute.apply(features, self, self._turns.forward())
 
     def to_destination(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
-        """The exchange of the forward pass, without autograd."""
+        """Exchange features in the forward pass, without autograd."""
         given = self._give_forward(features, microbatch)
         taken, parts = self._take_forward(microbatch)
         self._exchange(given, taken, parts)
         return taken
 
     def to_source(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
-        """The exchange of the backward pass."""
+        """Exchange gradients in the backward pass."""
         given = self._give_backward(gradient, microbatch)
         taken, parts = self._take_backward(microbatch)
         self._exchange(given, taken, parts)
@@ -274,5 +273,5 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _replica_of(replicas: Sequence[range]) -> dict[int, int]:
-    """Rank -> number of its replica."""
+    """Return {rank: number of its replica}."""
     return {rank: replica for replica, members in enumerate(replicas) for rank in members}
