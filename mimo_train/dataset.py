@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sample of a run. L is its number of tokens, without padding."""
+    """One sample of a run; L is its number of tokens, without padding."""
 
     number: int
-    """In the order of the run, or of the held-out set."""
+    """Number in the order of the run, or of the held-out set."""
     shard: str
     key: str
     input_ids: torch.Tensor
@@ -36,14 +36,14 @@ class Sample:
     labels: torch.Tensor
     """int64 [L], the token after each position."""
     loss_mask: torch.Tensor
-    """float32 [L], the weight of each label's loss; 0 where none is learned."""
+    """float32 [L], the weight of each label's loss; 0 where nothing is learned."""
     position_ids: torch.Tensor
     """int64 [L], or [3, L] for models with positions on three axes."""
     media: Mapping[str, Sequence[torch.Tensor]]
-    """Module -> its inputs: images [3, height, width] or [tiles, 3, side, side], uint8 (float32 from 0 to 255 if the
-    encoder's preprocessing does not round), audio float32 [samples]."""
+    """Inputs by module. Images: uint8 [3, height, width] or [tiles, 3, side, side], float32 from 0 to 255 if the
+    encoder's preprocessing does not round. Audio: float32 [samples]."""
     bad: str = ""
-    """Why the sample cannot be read; training then reads this stand-in, whose loss is 0 everywhere."""
+    """Why the sample cannot be read; empty if it can. Training reads this substitute, whose loss is 0 everywhere."""
 
     def __repr__(self) -> str:
         media = "".join(f", {len(items)} for {module}" for module, items in self.media.items())
@@ -56,10 +56,10 @@ class Sample:
 
 
 class RunDataset:
-    """The samples of a run, or of one of its held-out sets: a sequence that reads a sample when it is indexed.
+    """The samples of a run, or of one of its held-out sets; reads a sample when it is indexed.
 
-    Index i is the sample number. Training samples have no end: `len` is one epoch, and larger numbers continue with the
-    next epoch. Reading a bad sample raises nothing and counts nowhere.
+    Index i is the sample number. `len` is one epoch; larger numbers of training samples continue with the next epoch.
+    Reading a bad sample raises no error and is not counted.
 
     Attributes:
         samples: the dataset that training reads.
@@ -155,7 +155,7 @@ def open_dataset(
 ) -> RunDataset:
     """Open the samples of a run in its order, without a model and without process groups.
 
-    Shards are indexed, and a missing demo is made, as training does.
+    Indexes the shards and makes a missing demo, as training does.
 
     Args:
         config: a shipped name such as `vlm_digits`, a YAML file, or a config.

@@ -1,9 +1,8 @@
 """Finds the microbatch, direction, module, rank and layer where a non-finite value originates.
 
-The step's microbatches are rerun one at a time. Forward hooks check the inputs and outputs of every layer, and hooks on
-these tensors check their gradients. Full-backward hooks on layers are not used, because they make the output of a layer
-a view, which Megatron-Core 0.19.2 refuses between pipeline stages (schedules.py,
-deallocate_output_tensor).
+The step's microbatches are rerun one at a time, with forward hooks on every layer and gradient hooks on its inputs and
+outputs. Full-backward hooks turn a layer's output into a view, which Megatron-Core 0.19.2 rejects between pipeline
+stages (schedules.py, deallocate_output_tensor).
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ class Place:
     module: str
     stage: int
     layer: str
-    """Its name, as returned by `layers_of`; empty for the loss function."""
+    """Name from `layers_of`; empty for the loss function."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class Sighting:
     """True if the layer's weights are finite."""
     rank: int
     depth: int = 0
-    """Layers of this rank before it. With context parallelism a value that originates on one rank reaches the others
-    in a later layer, by attention."""
+    """Number of layers of this rank before it. With context parallelism, attention carries a value to other ranks in a
+    later layer."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin that the ranks agreed on."""
+    """The origin that all ranks agreed on."""
 
     microbatch: int
     direction: str
@@ -79,10 +78,10 @@ class Origin:
 def bisect(
     forward_backward: Callable[[StepIterator, int], None], pipeline: Pipeline, losses: StepLosses, data: StepIterator
 ) -> Origin | None:
-    """Run the microbatches of the current step one at a time, until one has a non-finite value. Collective.
+    """Run the microbatches of the current step one at a time until one has a non-finite value. Collective.
 
     Returns:
-        The same on every rank; None if every microbatch alone is finite.
+        The origin, equal on all ranks; None if every microbatch alone is finite.
     """
     # The interleaved schedule needs as many microbatches as stages: repeat the same one.
     language = pipeline.layout.language
@@ -124,10 +123,10 @@ class LayerHooks:
             handle.remove()
 
     def first(self, bad_loss: bool) -> Sighting | None:
-        """The first value of this rank that was not finite, or None.
+        """Return the first non-finite value of this rank, or None.
 
         Args:
-            bad_loss: whether a loss of this rank was not finite.
+            bad_loss: a loss of this rank is not finite.
         """
         if self._forward:
             # At the origin the layer's input is finite; an input of the module may be bad before any layer.
@@ -147,7 +146,7 @@ class LayerHooks:
         return self._first_weight()
 
     def _first_weight(self) -> Sighting | None:
-        """The last layer, which is the first in backward, that holds a gradient of weights that is not finite."""
+        """Return the last layer, the first in backward, whose weights have a non-finite gradient."""
         bad = bad_gradients(self._model)
         for place in reversed(self._layers):
             if any(name.startswith(f"{place.layer}.") for name in bad.get(place.module, ())):
@@ -175,7 +174,7 @@ class LayerHooks:
 
 
 def _values(tree: Any) -> list[torch.Tensor]:
-    """Floating-point tensors that layers exchange, without weights that are passed to a layer."""
+    """Return the floating-point tensors that layers exchange, without weights passed to a layer."""
     return [
         leaf
         for leaf in tree_leaves(tree)
@@ -184,8 +183,8 @@ def _values(tree: Any) -> list[torch.Tensor]:
 
 
 def _origin(microbatch: int, sightings: list[Sighting], modules: list[str]) -> Origin:
-    """The first sighting in the order of a microbatch: forward from encoders through the language model's stages, the
-    loss, and back. Ranks that share a layer agree, except that only some may hold bad weights or the origin."""
+    """Return the first sighting in the order of a microbatch: encoders, stages of the language model, loss, and back.
+    Ranks that share a layer agree, but only some of them may have the bad weights or the origin."""
 
     def order(sighting: Sighting) -> tuple:
         direction = (FORWARD, LOSS, BACKWARD).index(sighting.direction)

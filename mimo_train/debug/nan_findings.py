@@ -1,7 +1,7 @@
-"""Non-finite values after a bad step: gradients, weights, losses and inputs, with their ranks and samples.
+"""Non-finite gradients, weights, losses and inputs after a bad step, with their ranks and samples.
 
-Non-finite values spread: one image makes the loss of its microbatch and every gradient NaN. So inputs and weights are
-checked too: if they are at fault, they identify the module. Otherwise, `train.on_nan=bisect` finds the origin.
+One bad image makes the loss of its microbatch and every gradient NaN. So inputs and weights are checked too: they
+identify the module. Otherwise `train.on_nan=bisect` finds the origin.
 """
 
 import math
@@ -21,13 +21,13 @@ from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.schedule import Pipeline
 
 NAMES = 3
-"""Most parameter names that a message gives for a module and rank."""
+"""Most parameter names in a message, for a module and rank."""
 
 PLACES = 4
-"""Most modules, ranks and microbatches that a message gives for a kind of finding; the replay file has all."""
+"""Most modules, ranks and microbatches in a message, for a kind of finding; the replay file lists all."""
 
 SAMPLES = 8
-"""Most samples that a message gives for a microbatch and rank."""
+"""Most samples in a message, for a microbatch and rank."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class BadTensors:
-    """Parameters of a module on a rank whose gradients or weights are not finite: how many, and a few names."""
+    """A module's parameters on a rank with non-finite gradients or weights: their number and a few names."""
 
     module: str
     rank: int
@@ -57,13 +57,13 @@ class BadTensors:
 
 @dataclass(frozen=True)
 class BadMicrobatch:
-    """A rank's part of a microbatch whose loss or input is not finite, and its samples."""
+    """A rank's part of a microbatch with a non-finite loss or input, and its samples."""
 
     module: str
     rank: int
     microbatch: int
     values: dict[str, str]
-    """Losses by name, or the name of the input with the word `input`."""
+    """Values of losses by name; for an input its name, with the word `input`."""
     samples: list[Sample]
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class BadMicrobatch:
 
 @dataclass
 class Findings:
-    """The non-finite values. Gradients are those after the sum over data-parallel ranks; losses are each rank's own."""
+    """The non-finite values. Gradients are summed over data-parallel ranks; losses are each rank's own."""
 
     gradients: list[BadTensors] = field(default_factory=list)
     weights: list[BadTensors] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Findings:
     inputs: list[BadMicrobatch] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """A line for each kind, causes first."""
+        """Yield a line for each kind, causes first."""
         for what in ("inputs", "weights", "losses", "gradients"):
             if places := getattr(self, what):
                 yield f"{what} not finite: " + _some([str(place) for place in places[:PLACES]], len(places), "; ")
@@ -91,7 +91,7 @@ class Findings:
 
 
 def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findings:
-    """Check the last step, and exchange the findings with all ranks. Collective; the same on every rank."""
+    """Check the last step on all ranks and return the same findings on each. Collective."""
     local = Findings(
         _on_this_rank(bad_gradients(pipeline.model)),
         _on_this_rank(bad_weights(pipeline.model)),
@@ -106,7 +106,7 @@ def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findin
 
 
 def bad_gradients(model: list) -> dict[str, list[str]]:
-    """Names of this rank's parameters whose gradients are not finite, by module."""
+    """Return the names of this rank's parameters with non-finite gradients, by module."""
     gradients = {}
     for module, parameters in _parameters(model).items():
         gradients[module] = {
@@ -118,12 +118,12 @@ def bad_gradients(model: list) -> dict[str, list[str]]:
 
 
 def bad_weights(model: list) -> dict[str, list[str]]:
-    """Names of this rank's parameters that are not finite, by module."""
+    """Return the names of this rank's non-finite parameters, by module."""
     return _bad_names(_parameters(model))
 
 
 def bad_losses(losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
-    """Losses of this rank that are not finite, with the samples of its part of their microbatches."""
+    """Return the non-finite losses of this rank, with the samples of its part of their microbatches."""
     microbatches = []
     for microbatch, report in enumerate(losses.reports):
         sums = dict(zip(report, torch.stack([value[0] for value in report.values()]).tolist(), strict=True))
@@ -135,13 +135,12 @@ def bad_losses(losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """For each tensor, whether all its values are finite; one copy to the host."""
+    """For each tensor, return True if all its values are finite; one copy to the host."""
     flags = [tensor.detach().isfinite().all() for tensor in tensors]
     return torch.stack(flags).tolist() if flags else []
 
 
 def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
-    """Non-finite images or clips that this rank read, with their samples."""
     sizes = data.dataset.input_sizes
     for microbatch, batch in enumerate(data.current.microbatches):
         for module, inputs in batch.get("modality_inputs", {}).items():
@@ -150,9 +149,9 @@ def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
             known = {sample.number for sample in media.samples if sample.features is not None} if media else ()
             for name, values in tensors.items():
                 if not isinstance(values[0], torch.Tensor):
-                    continue  # later stages of an encoder have sizes alone
+                    continue  # later stages of an encoder have only sizes
                 numbers = data.current.numbers[microbatch][module]
-                # One item for each image or clip that was read, in the order of the samples.
+                # One item for each image or audio clip that was read, in the order of the samples.
                 owners = [number for number in numbers if number not in known for _ in sizes(number, module)]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
@@ -166,7 +165,7 @@ def _samples(data: StepIterator, numbers: Iterable[int]) -> list[Sample]:
 
 
 def _parameters(model: list) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters of this rank by module and global name; local names of different chunks may be equal."""
+    """Return the parameters by module and global name; local names of different chunks may be equal."""
     return {
         module: {name: parameter for chunk in chunks for name, parameter in global_names(chunk).items()}
         for module, chunks in modules_of(model).items()
@@ -190,6 +189,5 @@ def _counted(number: int) -> str:
 
 
 def _some(names: list[str], number: int, between: str = ", ") -> str:
-    """The names, which are the first of `number`."""
     more = f" and {number - len(names)} more" if number > len(names) else ""
     return between.join(names) + more

@@ -1,4 +1,4 @@
-"""Handling of a step with a non-finite gradient: `train.on_nan`, and the replay of the step.
+"""The policy `train.on_nan` for a step with a non-finite gradient, and the replay of the step.
 
 The optimizer has updated nothing, and every rank has the same norm, so all ranks act alike without communication.
 """
@@ -26,7 +26,7 @@ from mimo_train.training.step.schedule import Pipeline
 from mimo_train.training.step.state import GlobalState, StepResult
 
 MOST_IN_A_ROW = 10
-"""Bad steps in a row after which `train.on_nan=skip` ends the run: a fault in every step is not caused by samples."""
+"""Bad steps in a row after which `train.on_nan=skip` ends the run: samples are not the cause then."""
 
 
 class NonFiniteStep(UserError):
@@ -34,10 +34,10 @@ class NonFiniteStep(UserError):
 
 
 class NanPolicy:
-    """Checks the steps of a loop. A good step costs neither a message nor a copy from the device.
+    """Checks the steps of a loop. A good step costs no message and no copy from the device.
 
     Attributes:
-        forward_backward: runs microbatches of the step, called as (data, their number); for `train.on_nan=bisect`.
+        forward_backward: called as (data, number of microbatches) by `train.on_nan=bisect`.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class NanPolicy:
         self._scale: torch.Tensor | None = None
 
     def start_step(self) -> None:
-        """Record the state that a replay needs and a step changes: the generators, and the loss scale."""
+        """Record what a step changes and a replay needs: the random generators and the loss scale."""
         self._generators = device.get_rng_state()
         if isinstance(self._optimizer.grad_scaler, DynamicGradScaler):
-            # An update replaces this tensor by a new one.
+            # The scaler replaces this tensor at an update.
             self._scale = self._optimizer.grad_scaler.scale
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Apply `train.on_nan` if the step was bad. Collective in that case.
+        """Apply `train.on_nan` if the step was bad; collective in that case.
 
         Raises:
             NonFiniteStep: by raise and bisect; by skip at the tenth bad step in a row.
@@ -78,7 +78,7 @@ class NanPolicy:
             self._bad_step(result.grad_norm, data)
 
     def _scale_was_lowered(self) -> bool:
-        """True if fp16 lowered its loss scale, which is not a fault; at the smallest scale it is."""
+        """True if fp16 lowered its loss scale, which is not a fault unless the scale is the smallest."""
         scaler = self._optimizer.grad_scaler
         return isinstance(scaler, DynamicGradScaler) and bool(self._scale > scaler.min_scale)
 
@@ -136,12 +136,12 @@ def write_replay(
 
     Args:
         norms: gradient norm of each module.
-        origin: what bisecting found, if it was asked for.
+        origin: result of bisecting, if the policy is bisect.
         checkpoint: folder of the state before the step.
 
     Returns:
-        The file, and the command that repeats the step and bisects it. Its run has its own folder, keeps the learning
-        rates, and ends after this one step.
+        The file, and the command that repeats the step and bisects it. That run has its own folder, keeps the learning
+            rates, and ends after this one step.
     """
     step, folder, current = state.train_state.step + 1, state.run_dir / FOLDER, data.current
     file, config = folder / f"step_{step:08d}.json", folder / f"step_{step:08d}.yaml"
@@ -152,7 +152,7 @@ def write_replay(
         f"train.exit_interval={step}",
     ]
     if state.cfg.checkpoint.dir:
-        overrides.append("checkpoint.dir=")  # its checkpoints are none of the run
+        overrides.append("checkpoint.dir=")  # its checkpoints do not belong to the run
     if state.cfg.run.inprocess_restarts:
         # A run with restarts resumes from its newest checkpoint, not from a chosen one.
         overrides.append("run.inprocess_restarts=0")

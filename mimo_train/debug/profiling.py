@@ -1,6 +1,6 @@
 """Profilers on chosen steps and ranks: torch's, NVIDIA's nsys, and the history of the CUDA allocator.
 
-They write into `run.dir`/profile/rank_N. A run that ends before `profiling.step_end` keeps what it has recorded.
+They write to `run.dir`/profile/rank_N. A run that ends before `profiling.step_end` keeps what it recorded.
 """
 
 from pathlib import Path
@@ -18,8 +18,8 @@ from mimo_train.parallel import device
 
 
 class NsysCapture:
-    """The range that `nsys profile --capture-range=cudaProfilerApi` records. Inside it CUDA's profiler runs, and NVTX
-    ranges name the operators of torch and the functions that Megatron-Core marks."""
+    """The range that `nsys profile --capture-range=cudaProfilerApi` records. NVTX ranges name torch's operators and the
+    functions that Megatron-Core marks."""
 
     def __init__(self) -> None:
         self._ranges = torch.autograd.profiler.emit_nvtx()
@@ -48,7 +48,7 @@ class StepProfiler:
     """
 
     def __init__(self, cfg: ConfigContainer, run_dir: Path, kind: str):
-        """Created before the model, so that the allocator's history includes it.
+        """Create it before the model, so that the allocator's history includes the model.
 
         Args:
             kind: the run's device, cuda or cpu.
@@ -61,7 +61,7 @@ class StepProfiler:
             raise ConfigError(faults)
         self._cfg, self._folder = cfg.profiling, folder_of_rank(run_dir)
         self._records = records(cfg.profiling)
-        # On a CPU run the profiler would warn that there is no GPU.
+        # With the CUDA activity the profiler would warn on a CPU run.
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
         self._first_step = self._step = 0
         self.torch: profile | None = None
@@ -76,10 +76,8 @@ class StepProfiler:
         return self._nvtx if self._nvtx is not None and self._nvtx.is_open else None
 
     def before_step(self, step: int) -> None:
-        """Start the profilers at the first chosen step, or mark the step in a running recording.
-
-        A run that resumes within the chosen steps records the rest of them.
-        """
+        """Start the profilers at the first chosen step, or mark the step in a running recording. A run that resumes
+        within the chosen steps records the rest of them."""
         self._step = step
         if self.torch is not None:
             self.torch.step()
@@ -108,7 +106,7 @@ class StepProfiler:
                 write_memory_snapshot(self._folder, step)
 
     def close(self) -> None:
-        """Stop active profilers: the run has ended, or failed, before `profiling.step_end`."""
+        """Stop active profilers of a run that ended or failed before `profiling.step_end`."""
         self._end()
         if self._has_history and 0 < self._step < self._cfg.step_end:
             write_memory_snapshot(self._folder, self._step)

@@ -1,12 +1,13 @@
-"""Repeated steps: Megatron-Core's rerun state machine distinguishes hardware faults from bad numbers of the run.
+"""Repeated steps: Megatron-Core's rerun state machine tells hardware faults from bad numbers of the run.
 
 With `train.rerun=validate_results` the loss of every microbatch is checked. If one is not finite, or ten times the
 largest seen, all ranks rerun the step before the update:
 
-- another loss, that was only too large: a transient fault; the step continues with the result of the rerun;
-- another loss, that was not finite: the run ends with exit code 17, and resumes from its newest checkpoint;
-- the same loss again, not finite: a checkpoint is saved, and the run ends with exit code 16; restarted on another
-  machine it repeats the step there, and reports whether the device or the run is at fault.
+- the loss was too large and differs in the rerun: a transient fault; the step continues with the new result;
+- the loss was not finite and differs in the rerun: the run ends with exit code 17 and resumes from its newest
+  checkpoint;
+- the loss is not finite again: the run saves a checkpoint and ends with exit code 16; restarted on another machine it
+  repeats the step there, and reports if the device or the run is at fault.
 
 With any `train.rerun`, the weights of data-parallel replicas are compared before a checkpoint is saved.
 """
@@ -33,8 +34,8 @@ SPIKE_SAMPLES = 100
 
 
 class Rerun:
-    """Runs the forward and backward passes of a step as often as the state machine requires. Costs nothing if disabled;
-    otherwise every loss is copied to the host, and ranks synchronise once or twice per step."""
+    """Runs the forward and backward passes of a step as often as the state machine requires. If enabled, it copies
+    every loss to the host, and ranks synchronise once or twice per step."""
 
     def __init__(self, mode: str, report_interval: int = 1):
         """
@@ -45,7 +46,7 @@ class Rerun:
         self._machine = None
         if mode == RerunMode.DISABLED:
             return
-        # The state machine itself omits the tracker of tensor-parallel generators, which dropout uses.
+        # The state machine omits the tracker of tensor-parallel generators, which dropout uses.
         self._machine = RerunStateMachine(device.get_rng_state, device.set_rng_state, RerunMode(mode))
         RerunStateMachine.REPORTING_INTERVAL_ITERATIONS = report_interval
         _show_messages(logging.INFO if mode == RerunMode.REPORT_DETERMINISM_STATS else logging.WARNING)
@@ -60,7 +61,7 @@ class Rerun:
             yield
 
     def verdict(self) -> tuple[bool, bool, int]:
-        """(whether to save a checkpoint, whether to end, exit code) after a step's runs."""
+        """Return (save a checkpoint, end the run, exit code) after a step's runs."""
         return (False, False, 0) if self._machine is None else self._machine.should_checkpoint_and_exit()
 
     def validate(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> None:
@@ -83,7 +84,7 @@ class Rerun:
         machine.validate_result(loss, large, "the loss is suddenly large", fatal=False)
 
     def state_dict(self, data_iterator: Any) -> dict[str, Any] | None:
-        """This rank's state for repeating the step after a restart; None if no step is to be repeated."""
+        """Return this rank's state for repeating the step after a restart; None if no step is to be repeated."""
         if self._machine is None:
             return None
         state = self._machine.state_dict(_Replay(data_iterator), "torch_dist")
@@ -92,14 +93,13 @@ class Rerun:
         return {**state, "sharded": state["sharded"].data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Repeat the step that a checkpoint was saved for, if the mode is still the same."""
+        """Repeat the step of the checkpoint if the mode is still the same."""
         if self._machine is not None and self._machine.mode == state["mode"]:
             self._machine.load_state_dict(state)
 
 
 class _Replay(RerunDataIterator):
-    """Adapts a `StepIterator` to the state machine: it can rewind the microbatches of a step, and the position in the
-    data is the number of consumed samples."""
+    """Adapts a `StepIterator` to the state machine, which can rewind the microbatches of a step."""
 
     def rewind(self) -> None:
         self.iterable.rewind()
@@ -115,7 +115,7 @@ class _Replay(RerunDataIterator):
 
 
 def _show_messages(level: int) -> None:
-    """Show the state machine's messages on standard error; the rest of Megatron-Core is silenced."""
+    """Show the state machine's messages on standard error; Megatron-Core's others stay silent."""
     logger = logging.getLogger(rerun_state_machine.__name__)
     logger.setLevel(level)
     if not logger.handlers:
@@ -145,11 +145,10 @@ def require_equal_replicas(model: list[MegatronModule], step: int) -> None:
 
 
 def _equal_on_replicas(chunk: torch.nn.Module) -> bool:
-    """True if the ranks that hold the same weights of a model chunk hold the same values: those of other samples and,
-    with context parallelism, of other parts of a sequence. Collective over these ranks.
+    """True if all ranks that hold the same weights of a model chunk have equal values. Collective over these ranks.
 
-    Megatron-Core 0.19.2's comparison (utils.py:891) asks its global state for the ranks: those of one module of
-    several, without context-parallel ones.
+    Megatron-Core 0.19.2's comparison (utils.py:891) takes the ranks from its global state: one module only, and no
+    context-parallel ranks.
     """
     pgs, equal = get_attr_wrapped_model(chunk, "pg_collection"), True
     for is_expert, replicas in ((False, pgs.dp_cp), (True, pgs.expt_dp)):

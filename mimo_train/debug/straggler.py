@@ -22,19 +22,19 @@ class Spread:
 
     @property
     def slowest_over_median(self) -> float:
-        """1 where all ranks are equally fast; nan where none has computed."""
+        """Slowest over median: 1 if all ranks are equally fast, NaN if none has computed."""
         return self.slowest / self.median if self.median > 0 else float("nan")
 
 
 class StragglerTimer(AbstractContextManager[Any]):
-    """Turns the compute times collected on the logging rank into values for the log and a line for the console.
+    """Turns compute times, collected on the logging rank, into values for the log and a line for the console.
 
-    Only compute time counts, not the time that a rank waits for others. As a context manager it changes nothing, for
-    code that wraps its work in Megatron-Core's `StragglerDetector`.
+    Compute time excludes waiting for other ranks. As a context manager it does nothing: it replaces Megatron-Core's
+    `StragglerDetector` in ported code.
     """
 
     def __init__(self, layout: RunLayout, console: Console):
-        """`console` is silent on ranks that do not log; they observe no times."""
+        """Take the run's console, which is silent on ranks that do not log; these observe no times."""
         self._layout, self._console = layout, console
         self._spreads: dict[str, Spread] = {}
         self._seconds, self._flops, self._steps = 0.0, 0.0, 1
@@ -50,8 +50,8 @@ class StragglerTimer(AbstractContextManager[Any]):
 
         Args:
             seconds: {rank: seconds of forward and backward computation in the interval}, all ranks of the run.
-            steps: of the interval.
-            flops: of all ranks, over the interval.
+            steps: steps of the interval.
+            flops: FLOPs of all ranks over the interval.
 
         Returns:
             {`straggler/<module>/slowest_rank`, `straggler/<module>/slowest_over_median`} of every module.
@@ -68,7 +68,7 @@ class StragglerTimer(AbstractContextManager[Any]):
         return values
 
     def report(self) -> None:
-        """Print the times last observed, once, and the rate at which the devices compute while they do."""
+        """Print the times last observed, once, and the rate at which the devices compute."""
         if not self._spreads:
             return
         parts = [f"{name} {_described(spread, self._steps)}" for name, spread in self._spreads.items()]

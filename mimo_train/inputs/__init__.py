@@ -1,1 +1,1 @@
-"""The tokenizer and the datasets of a run, from its config."""
+"""Build the tokenizer and the datasets of a run from its config."""

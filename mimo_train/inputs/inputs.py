@@ -1,5 +1,5 @@
-"""Config -> tokenizer and datasets: what the encoders need of a sample, where the samples are. No Megatron-Core here,
-so that `mimo-train check` reads samples exactly as training does."""
+"""Build the tokenizer and the datasets from the config. `mimo-train check` reads samples with the same code as
+training."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
-    """The placeholder of each encoder module's features: for the first module of a kind that of the kind, such as
-    `<image>`; for further ones one with the module's name, such as `<image:details>`. The tokenizer has its tokens."""
+    """Return the placeholder of each encoder module's features. The first module of a kind has the kind's, such as
+    `<image>`; further ones have their name in it, such as `<image:details>`."""
     taken: dict[str, str] = {}
     for name, module in cfg.encoders.items():
         own = module.encoder.placeholder
@@ -38,7 +38,7 @@ def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
 
 
 def media_of(cfg: ConfigContainer) -> list[Media]:
-    """What every encoder module needs of a sample, in the order of the config."""
+    """Return what every encoder module needs of a sample, in the order of the config."""
     from data.pipeline import Media, Resize
 
     placeholders = placeholders_of(cfg)
@@ -61,7 +61,7 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
 
 
 def tokenizer_of(cfg: ConfigContainer) -> Any:
-    """The run's tokenizer, with a placeholder for every encoder module.
+    """Return the run's tokenizer, with a placeholder for every encoder module.
 
     Raises:
         DataError: `data.tokenizer` cannot be loaded, or its chat template cannot be used.
@@ -84,11 +84,11 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
 
 
 def has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer: Tokenizer) -> bool:
-    """Whether a directory of a pretrained model has a tokenizer, and that of the run is not it."""
+    """True if the directory of a pretrained model has a tokenizer that differs from the run's."""
     from data.text.tokens import build_tokenizer
 
     source = directory.folder
-    # Of some families transformers makes an empty tokenizer where there is none.
+    # For some families transformers returns an empty tokenizer if the directory has none.
     if not directory.has_tokenizer or Path(cfg.data.tokenizer).resolve() == source.resolve():
         return False
     try:
@@ -99,22 +99,22 @@ def has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer:
 
 
 def bounds_of(cfg: ConfigContainer) -> Bounds:
-    """`data.bounds`, as the data path takes them."""
+    """Return `data.bounds` in the form of the data path."""
     return Bounds(**asdict(cfg.data.bounds))
 
 
 def sampling_of(cfg: ConfigContainer) -> Sampling:
-    """`data.video`, as the data path takes it."""
+    """Return `data.video` in the form of the data path."""
     return Sampling(**asdict(cfg.data.video))
 
 
 def fields_of(cfg: ConfigContainer, source: Source) -> Fields:
-    """`data.fields` of a source, as the data path takes them."""
+    """Return the fields of a source, by default `data.fields`, in the form of the data path."""
     return _fields(cfg.data.fields, "data.fields") if source.fields is None else source.fields
 
 
 def _fields(given: Mapping[str, Any], key: str) -> Fields:
-    """Those of a config; with faults there none."""
+    """Return the fields of a config; none if they have faults."""
     try:
         return read_fields(given, key)
     except DataError:
@@ -126,14 +126,14 @@ class HeldOutSet:
     """A held-out set of a run."""
 
     name: str
-    """In metrics, `eval/NAME/loss`; empty: `eval/loss`."""
+    """Name in metrics, `eval/NAME/loss`; empty: `eval/loss`."""
     key: str
-    """Of the config, that it comes from."""
+    """Config key that defines it."""
     source: Source
     fraction: float = 0.0
-    """Of `source` that it is, where that is trained on too."""
+    """Held-out fraction of `source`; 0 if `source` is not trained on."""
     is_test: bool = False
-    """True if it is evaluated after the last step only, as `test/loss`."""
+    """True if it is evaluated only after the last step, as `test/loss`."""
 
     @property
     def prefix(self) -> str:
@@ -144,7 +144,7 @@ class HeldOutSet:
 
 
 def training_sources(cfg: ConfigContainer) -> list[Source]:
-    """Where the training samples are from: the sources of `data.mix`, or one without a name."""
+    """Return the sources of `data.mix`, or the one of `data.shards`, without a name."""
     from data.order.sources import Source
 
     data = cfg.data
@@ -167,7 +167,7 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
         unnamed = "data.validation_shards"
         found.append(HeldOutSet("", unnamed, Source("", data.validation_shards, unnamed)))
     if key:
-        # Its weight, which may be 0, is that of training.
+        # The weight, which may be 0, is for training only.
         sources = [replace(one, weight=None) for one in training_sources(cfg)]
         found += [HeldOutSet(one.name, key, one, data.held_out_share) for one in sources]
     for name, one in data.validation.items():
@@ -187,13 +187,13 @@ def build_dataset(
     held_out: HeldOutSet | None = None,
     shards: Sequence[Source] | None = None,
 ) -> Samples:
-    """The training samples, or those of a held-out set: these in order, and with their texts.
+    """Build the training samples, or those of a held-out set: in order and with their texts.
 
     Args:
-        shards: instead of those of the config.
+        shards: sources to use instead of those of the config.
 
     Raises:
-        DataError: no shards, or one that cannot be used.
+        DataError: there are no shards, or one cannot be used.
     """
     sources = shards or ([held_out.source] if held_out else training_sources(cfg))
     if of_tokens(sources):
@@ -207,7 +207,7 @@ def build_dataset(
 def shard_dataset(
     cfg: ConfigContainer, tokenizer: Any, sources: Sequence[Source], held_out: HeldOutSet | None = None
 ) -> Dataset:
-    """`build_dataset` of tars."""
+    """Build a dataset of tar shards; see `build_dataset`."""
     from data.pipeline import Dataset
 
     data = cfg.data
@@ -236,7 +236,7 @@ def shard_dataset(
 
 
 def members_cache(cfg: ConfigContainer) -> FileCache | None:
-    """What `data.cache_bytes` keeps of remote shards, for one dataset of one rank; None: nothing.
+    """Return the cache of remote shards (`data.cache_bytes`) for one dataset of one rank; None if it is off.
 
     Raises:
         DataError: its folder cannot be made.
@@ -258,17 +258,17 @@ def members_cache(cfg: ConfigContainer) -> FileCache | None:
 
 
 _RANKS = 16
-"""Most of one machine, that share `data.cache_bytes`."""
+"""Most ranks of one machine that share `data.cache_bytes`."""
 
 
 def without_split(cfg: ConfigContainer) -> ConfigContainer:
-    """The config with every sample on the side of training, for those who look at shards and not at the run."""
+    """Return the config with no sample held out, for tools that look at shards."""
     return replace(cfg, data=replace(cfg.data, validation_fraction=0.0, split=""))
 
 
 @dataclass
 class OneShard:
-    """Opens single shards, with all of their samples, as a run does. It can be handed to other processes."""
+    """Opens single shards with all of their samples, as a run does. It can be sent to other processes."""
 
     cfg: ConfigContainer
 

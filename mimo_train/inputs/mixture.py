@@ -1,4 +1,4 @@
-"""The weights of a run's sources over its samples: from the config, and from the checkpoint that it continues from."""
+"""The weights of a run's sources over its samples, from the config and from the checkpoint it resumes from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,17 +12,17 @@ from mimo_train.config.schema_mix import source_names
 from mimo_train.layout.batch import Batch
 
 KEY = "mixture"
-"""Of a checkpoint's record: which weights held from which sample on, and will, as far as the config says."""
+"""Key in a checkpoint's record: the weights by first sample, past and planned."""
 
 
 @dataclass
 class Mixing:
-    """Which weights hold from which sample on."""
+    """The weights by first sample."""
 
     cfg: ConfigContainer
     batch: Batch
     sizes: Sequence[int]
-    """Samples of the sources."""
+    """Samples of each source."""
     phases: list[Phase] = field(init=False)
     """(first sample, reduced weights)."""
 
@@ -30,7 +30,7 @@ class Mixing:
         self.phases = self._from(0, 0, [(0, self.weights(0))])
 
     def weights(self, step: int) -> tuple[int, ...]:
-        """Reduced weights of the config after `step` steps."""
+        """Return the reduced weights of the config after `step` steps."""
         data = self.cfg.data
         if not data.mix:
             return (1,)
@@ -43,13 +43,13 @@ class Mixing:
         return whole_weights(list(given.values()))
 
     def record(self) -> dict[str, Any]:
-        """As a checkpoint's record has it; empty without a mixture."""
+        """Return the entry of a checkpoint's record; empty without a mixture."""
         if not self.cfg.data.mix:
             return {}
         return {KEY: [[start, list(weights)] for start, weights in self.phases]}
 
     def fault(self, record: Mapping[str, Any]) -> Fault | None:
-        """Why a run cannot continue with these weights from a checkpoint of the same data."""
+        """Return why the run cannot resume from this checkpoint's record; None if it can."""
         if not self.cfg.data.mix or self.cfg.data.mix_new_weights:
             return None
         before, now = self._before(record)[-1][1], self.weights(record["step"])
@@ -63,7 +63,7 @@ class Mixing:
         )
 
     def continue_from(self, record: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, of which `fault` finds none."""
+        """Resume from a checkpoint's record for which `fault` returned None."""
         if not self.cfg.data.mix:
             return
         step, consumed = record["step"], record["train_state"]["consumed_train_samples"]
@@ -73,13 +73,13 @@ class Mixing:
         self.phases = self._from(step, consumed, past)
 
     def _before(self, record: Mapping[str, Any]) -> list[Phase]:
-        """The phases that had begun at a checkpoint."""
+        """Return the phases that had begun at a checkpoint."""
         consumed = record["train_state"]["consumed_train_samples"]
         saved = record.get(KEY) or [[0, self.weights(0)]]
         return [(start, tuple(weights)) for start, weights in saved if start <= consumed]
 
     def _from(self, step: int, consumed: int, past: list[Phase]) -> list[Phase]:
-        """Those and what the config changes later on."""
+        """Return `past` and the later changes of the config."""
         phases = past
         for change in self.cfg.data.mix_schedule:
             if change.after_step > step and (weights := self.weights(change.after_step)) != phases[-1][1]:
@@ -89,10 +89,11 @@ class Mixing:
 
 
 def too_short(cfg: ConfigContainer, batch: Batch, samples: int, source: str = "") -> Fault:
-    """The fault of a new run that `data.exhausted=stop` ends before its first step.
+    """Return the fault of a new run that `data.exhausted=stop` ends before its first step.
 
     Args:
-        samples: of the source that ends it; source: its name, in a mixture.
+        samples: number of samples of the source that ends it.
+        source: its name, in a mixture.
     """
     of = f" of {source}" if source else ""
     weights = ", give it less weight in data.mix" if source else ""

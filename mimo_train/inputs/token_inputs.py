@@ -1,4 +1,4 @@
-"""Config -> samples of .bin and .idx files, for runs that read these instead of tars."""
+"""Build datasets of .bin and .idx files instead of tar shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def of_tokens(sources: Sequence[Source]) -> bool:
-    """Whether sources are of .bin and .idx files, and not of tars.
+    """True if the sources are .bin and .idx files; False if they are tar shards.
 
     Raises:
         DataError: some are, and some are not.
@@ -39,14 +39,14 @@ def of_tokens(sources: Sequence[Source]) -> bool:
 def token_dataset(
     cfg: ConfigContainer, tokenizer: Any, sources: Sequence[Source], *, held_out: bool, fraction: float
 ) -> TokenDataset:
-    """The samples of .bin and .idx files.
+    """Build the samples of .bin and .idx files.
 
     Args:
-        held_out: whether they are read in order, with their texts.
-        fraction: of the sources that is held out of what is trained on; 0: they are another set.
+        held_out: read in order, with the texts.
+        fraction: fraction of the sources held out from training; 0: the whole sources are the set.
 
     Raises:
-        DataError: a file cannot be used, or a key has no meaning for such files.
+        DataError: a file cannot be used, or a key does not apply to such files.
     """
     from data.pipeline import TokenDataset
 
@@ -83,7 +83,7 @@ def token_dataset(
 
 
 def parts_of(cfg: ConfigContainer) -> tuple[Part, Part]:
-    """(documents to train on, held-out ones) of every file."""
+    """Return (documents to train on, held-out documents) of every file, as fractions."""
     if cfg.data.split:
         return split_parts(cfg.data.split)
     trained = 1.0 - cfg.data.validation_fraction
@@ -91,7 +91,7 @@ def parts_of(cfg: ConfigContainer) -> tuple[Part, Part]:
 
 
 def require_none_for_tokens(cfg: ConfigContainer, key: str) -> None:
-    """Raises DataError for keys that are for .bin and .idx files alone, where `key` names tars."""
+    """Raise DataError for keys that only apply to .bin and .idx files, if `key` names tar shards."""
     data = cfg.data
     if data.split:
         raise DataError(

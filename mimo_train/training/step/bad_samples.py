@@ -1,4 +1,4 @@
-"""Samples that cannot be read, and steps without a token to learn from: counts, limits, and the report of the run."""
+"""Counts, limits and the report of samples that cannot be read, and of steps without a token with loss."""
 
 import json
 import logging
@@ -18,25 +18,22 @@ from mimo_train.training.step.state import TrainState
 _logger = logging.getLogger(__name__)
 
 FILE = "bad_samples.jsonl"
-"""In `run.dir`: a JSON object a line, `shard`, `key`, `reason`, `part` (`train` or `held_out`), `number` and `source`
-(empty without a mixture)."""
+"""File in `run.dir`: one JSON object a line, with `shard`, `key`, `reason`, `part` (`train` or `held_out`), `number`
+and `source` (empty without a mixture)."""
 
 NAMED = 5
-"""Bad samples of one report that are named on the console; the rest is counted."""
+"""Most bad samples of one report that the console names."""
 
 
 class BadSampleReport:
     """Reports the bad samples of all ranks."""
 
     def __init__(self, run_dir: Path, logging_rank: int, message: Callable[[str], None]):
-        """
-        Args:
-            message: writes a line to the console.
-        """
+        """Report on the console by `message`, which writes a line."""
         self._file, self._logging_rank, self._message = run_dir / FILE, logging_rank, message
 
     def adopt(self, bad_samples: BadSamples, part: str) -> None:
-        """From now on tell of these, instead of each rank for itself.
+        """Report these from now on, instead of each rank for itself.
 
         Args:
             part: `train` or `held_out`.
@@ -49,7 +46,7 @@ class BadSampleReport:
         bad_samples.on_excess = append
 
     def __call__(self, bad_samples: BadSamples, part: str) -> None:
-        """Tell of those that are new since the last call. Collective over all ranks."""
+        """Report the samples that are new since the last call. Collective over all ranks."""
         new = bad_samples.take()
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, new)
@@ -63,8 +60,7 @@ class BadSampleReport:
 
 
 def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[BadSample]:
-    """Add those to the file that are not in it, and give them back: of a sample that several ranks have found, the
-    first."""
+    """Add the samples that are not yet in the file and return them, each once."""
     new: list[BadSample] = []
     try:
         known = _known(path)
@@ -81,13 +77,12 @@ def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[Bad
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(entry) + "\n" for entry in entries))
-    except OSError as error:  # no run ends for it
+    except OSError as error:  # a run does not end because of this file
         _logger.warning("%s cannot be written (%s): training goes on without it", path, error)
     return new
 
 
 def _known(path: Path) -> set[tuple[str, str]]:
-    """(shard, key) of the lines of the file."""
     known: set[tuple[str, str]] = set()
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -105,13 +100,12 @@ _MOST_WAITING = 64
 
 
 class BadSampleCount:
-    """Counts on the device without waiting for it; `settle` moves the count to the host.
+    """Counts bad samples on the device without waiting for it; `settle` moves the count to the host.
 
-    A sample is counted the first time: its row is kept in `TrainState.bad_rows`, so that neither another epoch nor a
-    resume counts it again.
+    A sample counts once: `TrainState.bad_rows` has its row, over epochs and resumes.
 
     Attributes:
-        new: flags of bad samples not yet looked at, 0-d float64 on the device; the same on every rank.
+        new: number of flags not yet settled, 0-d float64 on the device; the same on every rank.
     """
 
     def __init__(self, train_state: TrainState, dataset: Samples, report: BadSampleReport, device: torch.device):
@@ -122,18 +116,18 @@ class BadSampleCount:
         report.adopt(dataset.bad_samples, "train")
 
     def note(self, data: StepIterator) -> None:
-        """Count the bad samples of the current step, found by any rank, after the step is done or left out. At times
-        collective over all ranks, as `settle` is."""
+        """Count the bad samples of the current step, found by any rank. Call it after the step is done or skipped.
+        Collective at times, as `settle` is."""
         self.new += torch.count_nonzero(data.bad)
         self._waiting.append((data.current.first_sample, data.bad.clone()))
         if len(self._waiting) >= _MOST_WAITING:
             self.settle()
 
     def settle(self, new: int | None = None) -> None:
-        """Add the new bad samples to `TrainState.bad_samples`, and tell of them. Collective over all ranks.
+        """Add the new bad samples to `TrainState.bad_samples`, and report them. Collective over all ranks.
 
         Args:
-            new: their number, if it is already on the host; otherwise this waits for the device.
+            new: their number, if the host has it; otherwise this waits for the device.
         """
         count = int(self.new) if new is None else new
         waiting, self._waiting = self._waiting, []
@@ -150,26 +144,20 @@ class BadSampleCount:
         self._report(self._dataset.bad_samples, "train")
 
     def require_budget(self) -> None:
-        """
-        Raises:
-            TooManyBadSamples: `TrainState.bad_samples` exceeds `data.max_bad_samples`; on every rank.
-        """
+        """Raise TooManyBadSamples on every rank if `TrainState.bad_samples` exceeds `data.max_bad_samples`."""
         allowed, latest = self._dataset.allowed_bad_samples, self._dataset.bad_samples.latest
         require_budget(self._train_state.bad_samples, allowed, latest)
 
 
 class EmptySteps:
-    """Counts on the device without waiting for it; `settle` moves the count to the host.
+    """Counts empty steps on the device without waiting for it; `settle` moves the count to the host.
 
     Attributes:
         new: empty steps not yet in `TrainState.empty_steps`, 0-d float64 on the device; the same on every rank.
     """
 
     def __init__(self, train_state: TrainState, allowed: int, device: torch.device):
-        """
-        Args:
-            allowed: `train.max_empty_steps`.
-        """
+        """`allowed` is `train.max_empty_steps`."""
         self._train_state, self._allowed = train_state, allowed
         self.new = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -177,7 +165,7 @@ class EmptySteps:
         """Count a step.
 
         Args:
-            tokens: with loss in the step, over all ranks; None if no step was made.
+            tokens: tokens with loss of the step, over all ranks; None if no step was made.
 
         Returns:
             1 if the step is empty, else 0; 0-d float64 on the device.
@@ -189,19 +177,16 @@ class EmptySteps:
         return empty
 
     def settle(self, new: int | None = None) -> None:
-        """Add the new ones to `TrainState.empty_steps`.
+        """Add the new empty steps to `TrainState.empty_steps`.
 
         Args:
-            new: their number, if it is already on the host; otherwise this waits for the device.
+            new: their number, if the host has it; otherwise this waits for the device.
         """
         self._train_state.empty_steps += int(self.new) if new is None else new
         self.new.zero_()
 
     def require_budget(self) -> None:
-        """
-        Raises:
-            UserError: `TrainState.empty_steps` exceeds `train.max_empty_steps`; on every rank.
-        """
+        """Raise UserError on every rank if `TrainState.empty_steps` exceeds `train.max_empty_steps`."""
         state = self._train_state
         if state.empty_steps <= self._allowed:
             return

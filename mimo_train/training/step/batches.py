@@ -1,4 +1,4 @@
-"""Data of a run: which samples this rank reads, and the iterator that feeds the schedule."""
+"""The samples that this rank reads, and the iterator that feeds the schedule."""
 
 import itertools
 from collections import deque
@@ -34,11 +34,12 @@ from mimo_train.parallel.groups import RunGroups
 from mimo_train.training.step.schedule import Pipeline
 
 WANTED = "wanted"
-"""[B, S], not 0 where logits are wanted."""
+"""[B, S], nonzero where logits are wanted."""
 
 
 def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
-    """The data-parallel slice of every module on this rank. Later stages of an encoder read only the sizes of media."""
+    """Return the data-parallel slice of every module on this rank. Later stages of an encoder read only the sizes of
+    media."""
     return [
         Reader(
             name,
@@ -62,12 +63,12 @@ def open_loader(
     padding: Padding | Packing | None = None,
     gives_up: GivesUp = never,
 ) -> StepLoader:
-    """The loader of this rank, starting at sample number `consumed`, for `steps` steps of `size_at(consumed)` samples
-    (default: the full batch).
+    """Open the loader of this rank for `steps` steps, starting at sample number `consumed`.
 
     Args:
-        padding: how microbatches of similar lengths are made, or rows of several samples, of a dataset whose texts have
-            been counted; None: samples in their order, in rows of `data.sequence_length`.
+        size_at: samples of the step that starts at a sample number; default: the full batch.
+        padding: padding or packing of a dataset with counted texts; None: samples in order, in rows of
+            `data.sequence_length`.
         gives_up: see `StepLoader`.
     """
     return StepLoader(
@@ -84,15 +85,15 @@ def open_loader(
 class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
-    A rank that cannot read a sample flags it to all ranks, so that its loss counts nowhere. The flags of the next step
-    are part of the one message of this one (`local_bad_samples`, `receive`). So are the positions of each sample that
-    count, for the weight of the routers' losses (`local_learned`).
+    Ranks exchange flags of bad samples, whose loss then counts nowhere. The one message of a step has the flags of the
+    next step (`local_bad_samples`, `receive`). It also has the learned positions of each sample, for the weight of the
+    router losses (`local_learned`).
 
     Attributes:
-        ended_by: the votes to end the run, if ranks have agreed not to make the next step: its samples are not waited
-            for or, in an evaluation, a rank has a vote.
-        weighs: whether ranks exchange the positions of each sample that count.
-        is_fresh: whether no microbatch of the current step was taken yet.
+        ended_by: votes to end the run, if ranks agreed not to make the next step: a rank gave up waiting for its
+            samples or, in an evaluation, voted.
+        weighs: whether ranks exchange the learned positions of each sample.
+        is_fresh: True until a microbatch of the current step is taken.
     """
 
     def __init__(
@@ -105,18 +106,16 @@ class StepIterator:
         votes: Callable[[], tuple[bool, bool]] | None = None,
         samples: int | None = None,
     ):
-        """
-        Args:
-            trains: whether steps of training are made, whose message has the flags of the next step. The flags of an
-                evaluation are exchanged at every step.
-            learned_logits: whether microbatches say at the language model's last stage which positions have a loss, in
-                `learned`: places in this rank's part of the text, int64 [places]. A mask of a microbatch by the name
-                WANTED takes the place of the one of its losses.
-            votes: this rank's votes to end the run, one of them at least where its loader has given up a wait; None
-                where none of any rank does. Like what is read, they belong to the next step: where a step was made
-                since, its sum has them, and it was the last.
-            samples: number of samples that count; those after them have no loss. None: all.
-        """
+        """Args:
+        trains: the steps are training steps, whose message has the flags of the next step. An evaluation exchanges
+            flags at every step.
+        learned_logits: add `learned` to microbatches at the language model's last stage: positions with a loss in
+            this rank's part of the text, int64 [places]. The mask WANTED of a microbatch, if present, replaces
+            `loss_mask`.
+        votes: returns this rank's votes to end the run; at least one is set if its loader gave up a wait. None if
+            no rank gives up waits. They belong to the next step; if a step is made meanwhile, its message sums them
+            and it is the last.
+        samples: number of samples that count; later ones have no loss. None: all."""
         self._loader, self._pipeline, self._trains = loader, pipeline, trains
         self._modules = "+".join(pipeline.groups.collections)
         self._votes, self._given_up, self._samples = votes, False, samples
@@ -132,9 +131,11 @@ class StepIterator:
         self._finds_learned = learned_logits and pipeline.is_last_stage
 
     def advance(self) -> StepBatch | None:
-        """Make the next step the current one; None at the end, and where a rank has given up the wait for its samples.
-        Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an
-        evaluation."""
+        """Make the next step the current one and return it. Returns None at the end, or if a rank gave up waiting for
+        its samples.
+
+        Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an evaluation.
+        """
         self._position = self.consumed_samples
         self._current = self._upcoming
         if self._current is None and not self._given_up:
@@ -168,8 +169,8 @@ class StepIterator:
 
     @property
     def bad(self) -> torch.Tensor:
-        """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
-        current step bad."""
+        """[global_batch_size], above 0 for samples of the current step that any rank found bad; smaller steps use the
+        first entries."""
         assert self._bad is not None, "there is no current step: `advance` makes the next one current"
         return self._bad
 
@@ -180,7 +181,7 @@ class StepIterator:
 
     @property
     def dataset(self) -> Samples:
-        """The samples; it maps a sample number to its shard and key."""
+        """The dataset, which maps a sample number to its shard and key."""
         return self._loader.dataset
 
     def rewind(self, chosen: Sequence[int] | None = None) -> None:
@@ -192,12 +193,12 @@ class StepIterator:
 
     @property
     def consumed_samples(self) -> int | None:
-        """Number of the first sample that no step has taken: the position in the data. None before the first step."""
+        """Position in the data: number of the first sample that no step has taken. None before the first step."""
         step = self._current
         return self._position if step is None else step.first_sample + (0 if self.is_fresh else step.size)
 
     def put_back(self) -> None:
-        """Count the samples of the current step as not taken: the step was not made."""
+        """Count the samples of the current step as not taken, because the step was not made."""
         self.rewind()
         self.is_fresh = True
 
@@ -205,11 +206,11 @@ class StepIterator:
         return self
 
     def __next__(self) -> Microbatch:
-        """The next microbatch of the current step, on the device.
+        """Return the next microbatch of the current step, on the device.
 
         Raises:
-            StopIteration: all were taken; `rewind` restarts the step, and `advance` makes the next one current.
-            UserError: no step has been made current.
+            StopIteration: all were taken; call `rewind` or `advance`.
+            UserError: no step is current.
         """
         with self._pipeline.stopwatch("data_wait"):
             if not self._waiting:
@@ -224,27 +225,27 @@ class StepIterator:
             RECORDER.at(self._modules, FORWARD, index)
             batch = Microbatch(to_device(self._with_learned(self.current.microbatches[index]), self._pipeline.device))
             if "loss_mask" in batch:
-                # Only samples that no rank flagged as bad have a loss.
+                # Samples that any rank flagged as bad have no loss.
                 batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
             return batch
 
     def following(self) -> Iterator[dict[str, Any]]:
-        """The upcoming microbatches as they were read: the rest of this step, and those of the next."""
+        """Yield the upcoming microbatches as read: the rest of this step, and those of the next."""
         for index in self._waiting:
             yield self.current.microbatches[index]
         if self._upcoming is not None:
             yield from self._upcoming.microbatches
 
     def views(self, number: int) -> list[Iterator[dict[str, Any]]]:
-        """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
+        """Return an iterator over the current step's microbatches for each model chunk; they share the tensors."""
         return [map(Microbatch, view) for view in itertools.tee(self, number)]
 
     def local_bad_samples(self) -> list[int]:
-        """Return 1 for each sample of the next step that this rank could not read, for the message of this step."""
+        """Return 1 for each sample of the next step that this rank could not read, else 0."""
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
     def local_learned(self) -> torch.Tensor:
-        """Return the positions of each sample of the next step that count, for the message of this step."""
+        """Return the learned positions of each sample of the next step."""
         return self._learned_of(self._upcoming)
 
     def receive(self, bad_samples: torch.Tensor, learned: torch.Tensor | None) -> None:
@@ -256,8 +257,8 @@ class StepIterator:
         self._loader.close()
 
     def _read(self) -> StepBatch | None:
-        """The next step; None at the end, and where it is not waited for: the current step is the last one then, and
-        all that this rank says of the next is nothing."""
+        """Return the next step; None at the end, or if this rank gave up the wait. The current step is then the last
+        one."""
         with self._pipeline.stopwatch("data_wait"):
             try:
                 return next(self._loader, None)
@@ -271,13 +272,13 @@ class StepIterator:
         language = self._pipeline.groups.collections[LANGUAGE]
         mask = microbatch.get(WANTED, microbatch["loss_mask"])
         learned = own_places(mask, language.cp.rank(), language.cp.size())
-        # No layer takes an empty batch; the loss of a position that does not count is multiplied by 0.
+        # No layer takes an empty batch; the loss at this position is multiplied by 0.
         learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
         return microbatch | {"learned": learned}
 
     def _sum_of_flags(self) -> torch.Tensor:
-        """The flags of the current step, where no step was made that has summed them, and whether all ranks have
-        waited for it. Collective."""
+        """Sum the flags of the current step over ranks, if no message of a step has, and agree whether a wait was given
+        up. Collective."""
         samples, step = self._pipeline.batch.global_batch_size, self._current
         flags = torch.zeros(samples + 3, dtype=torch.int64)
         if step is not None:
@@ -293,7 +294,7 @@ class StepIterator:
         return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
-        """[global_batch_size]: positions that count, of the samples whose text no other rank adds."""
+        """[global_batch_size]: learned positions of the samples; one rank of each replica counts its texts."""
         pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
         counts = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
@@ -318,8 +319,8 @@ class StepIterator:
         return signalled, late
 
     def answered(self) -> torch.Tensor:
-        """Return how many samples of this rank's current step have a token with loss, 0-d; on ranks with texts, without
-        `data.pack`."""
+        """Return the number of samples of this rank's current step that have a token with loss, 0-d. Only for ranks
+        with texts, without `data.pack`."""
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, microbatch in enumerate(self.current.microbatches):
             mask = to_device(microbatch["loss_mask"], self.device) * self._good_of(index, microbatch)
@@ -327,13 +328,13 @@ class StepIterator:
         return count
 
     def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
-        """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed
-        row."""
+        """Return 1 where the loss of a microbatch counts, 0 in samples that a rank found bad: [B, 1], or [1, T] of a
+        packed row."""
         if not self.current.plan.packed:
             return self._good[batch["sample_numbers"] - self.current.first_sample]
         numbers = self.current.microbatches[index]["sample_numbers"]
         lengths = self.current.plan.lengths_in_row(np.asarray(numbers), batch["loss_mask"].size(1))
-        # Padding behind the samples is of none of them; its loss is none already.
+        # Padding after the samples has no loss anyway: give it any place.
         places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
         of_positions = places.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
         return self._good[to_device(of_positions, self._pipeline.device)].T

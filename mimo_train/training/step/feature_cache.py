@@ -1,4 +1,4 @@
-"""Features of frozen encoders: files on disk in the safetensors format, fingerprints, lookups, and prefetching."""
+"""Cached features of frozen encoders: files in the safetensors format, fingerprints, look-ups, and prefetching."""
 
 import hashlib
 import inspect
@@ -30,13 +30,13 @@ from mimo_train.training.step.batches import StepIterator
 
 
 class Features:
-    """Caches of this rank's frozen encoders, and the lookups that its datasets use."""
+    """Caches of this rank's frozen encoders, and the look-ups that its datasets use."""
 
     def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], te: bool):
         """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective.
 
         Args:
-            te: whether layers are Transformer Engine's.
+            te: layers are Transformer Engine's.
 
         Raises:
             UserError: a rank cannot make its folder; on every rank.
@@ -45,7 +45,7 @@ class Features:
         self._prefetched: dict[str, int] = {}
         self._modules: dict[str, EncoderModule] = {}
         self.prefetch_together = False
-        """True if ranks compute features of the next step together: all of them must have read it, or none."""
+        """True if ranks compute features of the next step together: either all of them have read it, or none."""
         if any(module.feature_cache.dir for module in cfg.encoders.values()):
             with agreed():
                 _make_folders(cfg, modules_of(model))
@@ -74,22 +74,22 @@ class Features:
         dataset.lookups = dict(self._lookups)
 
     def prefetcher(self, iterator: StepIterator) -> "Prefetcher | None":
-        """The prefetcher for this `StepIterator`; None if no encoder on this rank prefetches."""
+        """Return the prefetcher for `iterator`; None if no encoder on this rank prefetches."""
         return Prefetcher(self._modules, self._prefetched, iterator) if self._prefetched else None
 
 
 class Prefetcher:
     """Computes features of the next microbatches of a `StepIterator` while this rank is idle.
 
-    What a call computes depends on the position in the run and not on time, so that the ranks of a tensor-parallel
-    group, which call it at the same points, do the same.
+    The work of a call depends on the position in the run, not on time. So the ranks of a tensor-parallel group, which
+    call it at the same points, do the same.
     """
 
     def __init__(self, modules: dict[str, EncoderModule], bounds: dict[str, int], iterator: StepIterator):
         self._modules, self._bounds, self._iterator = modules, bounds, iterator
 
     def one(self) -> None:
-        """Compute the next microbatch of every module that has room for one more."""
+        """Compute the next microbatch of every module with room for one more."""
         for name in self._bounds:
             self._next(name)
 
@@ -100,7 +100,7 @@ class Prefetcher:
                 pass
 
     def _next(self, name: str) -> bool:
-        """Compute one microbatch; returns whether there was one to compute."""
+        """Compute one microbatch; returns False if there was none to compute."""
         bound, held = self._bounds[name], 0
         for microbatch in self._iterator.following():
             inputs = microbatch["modality_inputs"][name]
@@ -116,9 +116,8 @@ class Prefetcher:
 
 
 def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:
-    """Hash of everything that an encoder's features depend on besides the sample: its weights as loaded, its spec
-    (image size and pixel normalisation), how media are read, precision, kind of layers, the files of its classes.
-    Collective over the module's tensor-parallel ranks.
+    """Hash everything except the sample that an encoder's features depend on: weights as loaded, spec, how media are
+    read, precision, kind of layers, and source files. Collective over the module's tensor-parallel ranks.
 
     Each rank hashes its part of the weights, so the fingerprint depends on the tensor-parallel size.
     """
@@ -160,17 +159,17 @@ def _weights(encoders: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter_name, tensor in _tensors(encoders):
         digest.update(parameter_name.encode())
-        # Flat, since one number without axes has no view as bytes.
+        # Flattened, because a 0-d tensor has no view as bytes.
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def _code(encoders: torch.nn.Module) -> str:
-    """Hash of the files that the classes of all submodules are written in: those of a user may change."""
+    """Hash the source files of all submodules' classes, which a user may edit."""
     digest = hashlib.sha256()
     files = set()
     for module in encoders.modules():
-        with suppress(TypeError, OSError):  # a class that was made without a file
+        with suppress(TypeError, OSError):  # a class without a file
             files.add(inspect.getfile(type(module)))
     for name in sorted(files):
         digest.update(Path(name).read_bytes())
@@ -193,44 +192,40 @@ class FeatureCache:
     """Tensors by key in a folder of at most `max_bytes`."""
 
     def __init__(self, folder: Path, max_bytes: int, *, fingerprint: str, writers: int = 1):
-        """
-        Args:
-            fingerprint: of everything that features depend on besides the sample; entries with another one are not
-                found.
-            writers: processes that write into the folder at the same time; together they keep the bound.
-        """
+        """Args:
+        fingerprint: entries with another one are not found.
+        writers: processes that write into the folder at the same time and share the bound."""
         self._fingerprint = fingerprint
         self._files = FileCache(folder, max_bytes, suffix=SUFFIX, what="features", writers=writers)
 
     @property
     def hits(self) -> int:
-        """Entries found."""
+        """Number of entries found."""
         return self._files.hits
 
     @property
     def misses(self) -> int:
-        """Entries not found, damaged ones included."""
+        """Number of entries not found, damaged ones included."""
         return self._files.misses
 
     @property
     def damaged(self) -> int:
-        """Entries whose checksum was wrong, or that hold no features; they are removed."""
+        """Number of entries removed because the checksum was wrong or they held no features."""
         return self._files.damaged
 
     def read(self, key: str) -> torch.Tensor | None:
-        """The tensor of this key, on the CPU, or None. May be called from several threads."""
+        """Return the tensor of this key, on the CPU, or None. Thread-safe."""
         content = self._files.read(self._key(key))
         if content is None:
             return None
         try:
             return load(content)["features"]
-        except (ValueError, KeyError, SafetensorError):  # whoever wrote it, it is computed again
+        except (ValueError, KeyError, SafetensorError):  # not features: computed again
             self._files.drop(self._key(key))
             return None
 
     def write(self, key: str, features: torch.Tensor) -> None:
-        """Store a tensor under this key. An error of the disk disables further writing with a warning; the run
-        continues."""
+        """Store a tensor under this key. A disk error stops further writing with a warning; the run continues."""
         content = save({"features": features.detach().to("cpu", copy=True).contiguous()})
         self._files.write(self._key(key), content)
 

@@ -34,7 +34,7 @@ def load_forward_step(entry: str) -> ForwardStepCallable:
     """Return the forward step of `train.forward_step`: the function of that name, or an instance of the class.
 
     Raises:
-        ConfigError: it cannot be imported or instantiated, or cannot be called.
+        ConfigError: it cannot be imported, instantiated or called.
     """
     forward_step = load_code(FORWARD_STEP, entry)
     try:
@@ -48,17 +48,16 @@ def load_forward_step(entry: str) -> ForwardStepCallable:
 
 
 def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: GlobalState) -> ForwardStepCallable:
-    """The forward step as the schedule calls it, with the state bound if its signature has one.
+    """Return the forward step as the schedule calls it, with the state bound if its signature has one.
 
-    Called once per loop. The bound state is the object itself, so later changes are visible. A functor keeps its own
-    attributes.
+    Call it once per loop. The state itself is bound, not a copy.
     """
     return maybe_inject_state(forward_step_func, state, needs_global_state_injection(forward_step_func))
 
 
 def needs_global_state_injection(forward_step_func: ForwardStepCallable) -> bool:
     """True if the forward step takes the state: a parameter is annotated `GlobalState` or `GlobalState | None`, or the
-    first parameter is called `state` or `global_state`. Any other signature is called without it."""
+    first parameter is called `state` or `global_state`."""
     return _state_parameter(forward_step_func) is not None
 
 
@@ -68,7 +67,7 @@ def maybe_inject_state(
     """Bind `state` to its parameter if the forward step takes it.
 
     Args:
-        needs_injection: result of `needs_global_state_injection`, if it is known already.
+        needs_injection: result of `needs_global_state_injection`, if known.
 
     Raises:
         TypeError: the parameter of the state is between the data iterator and the model.
@@ -88,7 +87,7 @@ def maybe_inject_state(
 
 
 def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) -> ForwardStepCallable:
-    """The forward step, with its loss functions normalised and their reports kept in `losses`.
+    """Return the forward step with its loss functions normalised and their reports kept in `losses`.
 
     Raises (when called):
         TypeError: the forward step returned something other than (output, loss function or None).
@@ -119,7 +118,7 @@ def forward_backward(
     """Run the next `num_microbatches` of `data` forward and backward, from gradients of zero. Collective.
 
     Args:
-        losses: has the losses of these microbatches alone afterwards.
+        losses: afterwards has the losses of only these microbatches.
         forward_step: as the schedule calls it (see `prepare_forward_step_func`).
     """
     optimizer.zero_grad()
@@ -131,7 +130,7 @@ def forward_backward(
 
 
 def _state_parameter(function: ForwardStepCallable) -> str | None:
-    """Name of the parameter that the state is passed to, if there is one that the caller has not bound."""
+    """Return the name of the state's parameter, if there is one that the caller has not bound."""
     parameters = [*inspect.signature(function).parameters.values()]
     bound = function.keywords if isinstance(function, partial) else {}
     hints = _hints(function)
@@ -144,7 +143,7 @@ def _state_parameter(function: ForwardStepCallable) -> str | None:
 
 
 def _hints(function: ForwardStepCallable) -> dict[str, Any]:
-    """Resolved annotations; of `__call__` for a functor. Annotations that cannot be resolved stay as written."""
+    """Return the resolved annotations, of `__call__` for a functor; empty if one cannot be resolved."""
     target = function.func if isinstance(function, partial) else function
     if not inspect.isroutine(target):
         target = type(target).__call__

@@ -22,15 +22,15 @@ def forward_step(
     model: MegatronModule,
     return_schedule_plan: bool = False,
 ) -> tuple[Any, Callable]:
-    """One forward pass of this rank's stage.
+    """Run one forward pass of this rank's stage.
 
     Args:
-        return_schedule_plan: return the layers' plan for the schedule to run instead of running them, which
-            Megatron-Core requests when it overlaps the experts' communication with another microbatch.
+        return_schedule_plan: return the layers' plan instead of running them. Megatron-Core requests it to overlap the
+            experts' communication with another microbatch.
 
     Returns:
-        (loss per token [batch, sequence] or the stage's activations, loss function); Megatron-Core's schedule calls
-        the loss function at the last stage only.
+        (loss per token [batch, sequence] or the stage's activations, loss function); the schedule calls the loss
+            function at the last stage only.
     """
     batch = next(data_iterator, None)
     if batch is None:

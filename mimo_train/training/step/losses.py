@@ -1,4 +1,4 @@
-"""Losses of a microbatch: the patterns a loss function may return, their weights, and their sums over a step.
+"""Losses of a microbatch: the values a loss function may return, their weights, and their sums over a step.
 
 Shape suffixes: B batch, S sequence.
 """
@@ -18,17 +18,18 @@ ACCEPTED_RETURNS = (
     "(loss, num_tokens, {name: value}): a sum, divided by the tokens of the global batch; num_tokens is an int",
     "{name: loss}: several losses, weighted by train.loss_weights",
 )
-"""Results that a loss function may have. A value or a loss is a scalar (a mean) or a pair of (sum, count). Without any
+"""Results that a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count). Without
 {name: value} the loss itself is reported, as `loss`.
 
-With context parallelism a rank has a part of each sequence, and sums and counts are those of its part. In the first
-form the losses of these ranks add up: each is the sum of its part, divided by the count of the whole."""
+With context parallelism a rank returns the sums and counts of its part of each sequence. In the first form the losses
+of these ranks add up: each is the sum of its part divided by the count of the full sequence.
+"""
 
 MAX_LOSSES = 64
-"""Most names that the losses of a step may have, without those of the sources of a mixture."""
+"""Most loss names of a step, without those of a mixture's sources."""
 
 UNNAMED = "loss"
-"""Name of the loss of a loss function that reports no names."""
+"""Name of a loss that is reported without a name."""
 
 OF_SOURCE = "loss/"
 """Prefix of the losses of sources."""
@@ -42,19 +43,18 @@ def masked_token_loss(
     *,
     non_loss_data: bool = False,
 ) -> Any:
-    """Sum of the losses of the tokens that count.
+    """Sum the losses of the tokens that count.
 
     Args:
         loss_mask_BS: 1 where a token is learned from, else 0.
         output_tensor_BS: loss per token, in nats.
-        sources_BS: which of the sources `names` each token is of; None: the samples are not of a mixture.
-
-        non_loss_data: return {"losses": loss per token, "loss_mask": `loss_mask_BS`} instead, the data of a
+        sources_BS: index into `names` of each token's source; None without a mixture.
+        non_loss_data: return {"losses": loss per token, "loss_mask": `loss_mask_BS`} instead, for a
             `process_non_loss_data_func`.
 
     Returns:
-        (sum of losses, number of tokens as int, {"lm loss": [sum, number]}): the token-aware pattern; the optimizer
-        step divides by the tokens of the whole global batch. It has `loss/NAME` of every source too.
+        (sum of losses, number of tokens as int, {"lm loss": [sum, number]}), with `loss/NAME` of every source. The
+            optimizer step divides by the tokens of the global batch.
     """
     if non_loss_data:
         return {"losses": output_tensor_BS.detach(), "loss_mask": loss_mask_BS}
@@ -64,7 +64,7 @@ def masked_token_loss(
     report = {"lm loss": torch.stack([loss.detach(), num_tokens])}
     if sources_BS is not None:
         losses = torch.stack([output_tensor_BS.detach().reshape(-1).float() * loss_mask, loss_mask])
-        # Sums and no scatter, whose order of summation is not fixed on CUDA.
+        # Sums instead of a scatter, whose order of summation is not fixed on CUDA.
         of_sources = [sources_BS.reshape(-1) == number for number in range(len(names))]
         sums = [(losses * of_source).sum(1) for of_source in of_sources]
         report |= {f"{OF_SOURCE}{name}": pair for name, pair in zip(names, sums, strict=True)}
@@ -76,17 +76,17 @@ def weighted_sum(
     weights: Mapping[str, float],
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Several named losses as one, in the token-aware pattern.
+    """Combine several named losses into one sum over tokens.
 
     The first loss defines n, the number of tokens of the microbatch. The total is the sum over losses of weight x mean
-    x n, so that, after division by the tokens of the global batch, each loss counts by its mean over the tokens times
-    its weight (1 unless `weights` has its name).
+    x n. After division by the tokens of the global batch, each loss counts by its mean over the tokens times its weight
+    (default 1).
 
     Args:
         losses: name -> scalar (a mean) or (sum, count).
         weights: `train.loss_weights`.
-        cp_group: ranks that have a part each of the sequences; means are over all of them, and their totals add up to
-            the total of the microbatch. Collective over it if it is given.
+        cp_group: ranks that hold parts of the sequences. Means are over all of them, and their totals add up.
+            Collective over it if given.
 
     Returns:
         (total, this rank's part of n as int, {name: [sum, count]}).
@@ -105,9 +105,8 @@ def weighted_sum(
 class StepLosses:
     """Named losses of a step: normalises what loss functions return, keeps the reports, and takes means over ranks.
 
-    The sums over ranks are part of the one message of a step (`reduce_metrics`): `local_sums` goes in, and `reduced`
-    reads what comes out. Context-parallel and data-parallel ranks of the language model's last stage add to them, one
-    of each tensor-parallel group.
+    The one message of a step sums `local_sums` over ranks (`reduce_metrics`); `reduced` reads the sums. The language
+    model's last stage adds to them, one rank of each tensor-parallel group.
 
     Attributes:
         reports: {name: [sum, count]} of every microbatch of the current step, on ranks of the last stage.
@@ -122,33 +121,31 @@ class StepLosses:
         needs_tokens: bool = False,
         sources: Sequence[str] = (),
     ):
-        """
-        Args:
-            weights: `train.loss_weights`.
-            sources: names of the sources of a mixture.
-            needs_tokens: whether losses must be sums with their number of tokens, since those of routers, which
-                Megatron-Core adds for each token, are divided by it (`mimo_train.models.experts.RouterLosses`).
-            validate: called with the loss sum of every microbatch and its number of tokens.
-        """
+        """Args:
+        weights: `train.loss_weights`.
+        sources: names of the sources of a mixture.
+        needs_tokens: losses must be sums with their number of tokens, which divides the router losses too
+            (`mimo_train.models.experts.RouterLosses`).
+        validate: called with the loss sum of every microbatch and its number of tokens."""
         self.reports: list[dict[str, torch.Tensor]] = []
         self._weights, self._validate = dict(weights), validate
         language = groups.collections.get(LANGUAGE)
         self._adds = language is not None and language.tp.rank() == 0
-        # Context-parallel ranks have parts of a mean: one of them counts it.
+        # Context-parallel ranks have parts of a mean; one of them counts it.
         self._counts_mean = int(language is not None and language.cp.rank() == 0)
         self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
         self._checked: tuple[str, ...] | None = None
         self._needs_tokens = needs_tokens
         self._of_sources = {f"{OF_SOURCE}{name}" for name in sources}
         self.numbers = 2 * (MAX_LOSSES + len(sources))
-        """Most numbers of `local_sums`."""
+        """Length of the longest `local_sums`."""
 
     def begin(self) -> None:
         """Start a step."""
         self.reports = []
 
     def wrap(self, loss_func: Callable) -> Callable:
-        """The loss function as the schedule wants it: always (sum, number of tokens, report)."""
+        """Return the loss function in the schedule's form: always (sum, number of tokens, report)."""
 
         def normalised(output_tensor: Any, non_loss_data: bool = False) -> Any:
             if non_loss_data:
@@ -174,13 +171,13 @@ class StepLosses:
         return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
 
     def reduced(self, sums: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the losses of the step over microbatches and ranks, float64 on the device; empty where there are none.
+        """Return the losses of the step over microbatches and ranks, float64 on the device; empty if there are none.
 
         Args:
-            sums: over ranks, of `local_sums`.
+            sums: `local_sums` summed over ranks.
 
         Returns:
-            (means by name, 0-d; [sum, number of tokens] of the losses of the sources of a mixture by `loss/NAME`).
+            (means by name, 0-d; [sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`).
         """
         if not self.reports:
             return {}, {}
@@ -212,7 +209,7 @@ class StepLosses:
                 return loss, num_tokens, {name: _pair(value) for name, value in report.items()}
             if self._needs_tokens:
                 raise UserError(_NO_TOKENS)
-            # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
+            # A mean counts as one token, so that the sum over microbatches and ranks is divided by their number.
             count = torch.full((), self._counts_mean, dtype=torch.int, device=loss.device)
             report = result[1] or {UNNAMED: loss}
             return loss, count, {name: _pair(value, self._counts_mean) for name, value in report.items()}
@@ -221,7 +218,7 @@ class StepLosses:
         )
 
     def _require_weighted(self, report: dict[str, torch.Tensor]) -> None:
-        """Once for each set of names: there are not too many, and every weight has its loss."""
+        """Check each set of names once: there are not too many, and every weight has its loss."""
         if tuple(report) == self._checked:
             return
         unknown = sorted(self._weights.keys() - report.keys())
@@ -244,7 +241,7 @@ _NO_TOKENS = (
 
 
 def _one_number(what: str, value: Any) -> torch.Tensor:
-    """A tensor of one element without axes, as the schedule adds them; no view, which the schedule cannot free."""
+    """Return a 0-d tensor, which the schedule can add; no view, which the schedule cannot free."""
     value = torch.as_tensor(value)
     if value.numel() != 1:
         raise TypeError(
@@ -259,14 +256,13 @@ def _is_mean(value: Any) -> bool:
 
 
 def _pair(value: Any, count: int = 1) -> torch.Tensor:
-    """[sum, count] in fp32 of what a loss function reports; `count` is that of a scalar."""
+    """[sum, count] in fp32 of a reported value; `count` is the count of a scalar."""
     if isinstance(value, torch.Tensor) and value.shape == (2,) and value.dtype == torch.float32:
         return value.detach()
     return torch.stack(_sum_and_count(value, count)).detach()
 
 
 def _sum_and_count(value: Any, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pair as it is; a scalar as (itself, count)."""
     if isinstance(value, (tuple, list)) and len(value) == 2:
         total = torch.as_tensor(value[0])
         return total.float().reshape(()), torch.as_tensor(value[1], device=total.device).float().reshape(())

@@ -1,4 +1,4 @@
-"""Forward step of a run with several modules: encoders return features, only the language model returns a loss."""
+"""Forward step of a run with several modules: encoders return features; only the language model returns a loss."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,13 +29,13 @@ def loss_func(
     names: Sequence[str] = (),
     non_loss_data: bool = False,
 ) -> Any:
-    """Loss at the language model's last stage.
+    """Sum the losses at the language model's last stage.
 
     Args:
         loss_mask: [batch, sequence], 1 where a token is learned from.
         output_tensor: [batch, sequence], loss per token.
         non_loss_data: return {"losses": `output_tensor`, "loss_mask": `loss_mask`} instead.
-        sources: [batch, sequence], which of the sources `names` of a mixture each token is of.
+        sources: [batch, sequence], index into `names` of each token's source.
 
     Returns:
         (sum of losses, number of tokens, {"lm loss": [sum, number]}), with `loss/NAME` of every source.
@@ -44,20 +44,19 @@ def loss_func(
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
-    """The next microbatch of this rank, or None when there is no more, or no iterator.
+    """Return the next microbatch of this rank; None at the end, or without an iterator.
 
     Returns:
-        On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], and of a packed row the ends of
-        its `documents`; on encoder ranks:
-        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank. In a mixture, on
-        language ranks, also sources [batch, sequence], which the model does not take.
+        On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], the ends of the `documents` of
+            a packed row, and in a mixture sources [batch, sequence], which the model does not take. On encoder ranks:
+            modality_inputs {module: {encoder: inputs} or None}. Ranks with both have all.
     """
     batch, _ = _next_batch(data_iterator)
     return batch
 
 
 def _next_batch(data_iterator: Iterator[dict[str, Any]] | None) -> tuple[dict[str, Any] | None, torch.Tensor | None]:
-    """(what `get_batch` returns; the places that get logits, None: all)."""
+    """Return (the result of `get_batch`, the places that get logits or None for all)."""
     batch = next(data_iterator, None) if data_iterator is not None else None
     if batch is None:
         return None, None
@@ -68,7 +67,7 @@ def _next_batch(data_iterator: Iterator[dict[str, Any]] | None) -> tuple[dict[st
 def forward_step(
     state: GlobalState, data_iterator: Iterator[dict[str, Any]] | None, model: MimoModel
 ) -> tuple[torch.Tensor | dict[str, torch.Tensor], Callable | None]:
-    """One forward pass of this rank's modules.
+    """Run one forward pass of this rank's modules.
 
     Returns:
         (loss per token, loss function) at the language model's last stage, else (features by module, None).

@@ -35,15 +35,15 @@ class Parts:
 
     tokenizer: Tokenizer
     pipeline: Pipeline
-    """With the model, the process groups and the device."""
+    """Has the model, the process groups and the device."""
     stopwatch: Stopwatch
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
-    """Prepare this process for its device and join the others, over `store` if it is given.
+    """Prepare this process for its device and join the others, over `store` if given.
 
     Returns:
-        The kind of device, and the device.
+        (kind of device, device).
     """
     chosen = devices.choose(cfg.run.device, *(int(os.environ.get(*each)) for each in _OF_THIS_MACHINE))
     kind = chosen.kind
@@ -57,7 +57,7 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, value)
         if store is None and os.environ["WORLD_SIZE"] == "1":
-            # There is nobody to meet: an address that something else has left in the environment is not waited for.
+            # A single process joins nobody: do not wait for an address left in the environment.
             store = dist.HashStore()
         RECORDER.to("join")
         devices.init_process_group(kind, cfg.run.timeout_minutes, store)
@@ -68,7 +68,7 @@ _OF_THIS_MACHINE = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def _remark(cfg: ConfigContainer, chosen: devices.Choice) -> None:
-    """Say on the first rank what there is to say about the device."""
+    """Print remarks about the device on the first rank."""
     if os.environ.get("RANK", "0") != "0":
         return
     overlaps = any(module.layout.tp * module.layout.cp > 1 for module in cfg.modules.values())
@@ -84,8 +84,8 @@ def build_parts(
     *,
     undrawn: Set[tuple[str, str]] = frozenset(),
 ) -> Parts:
-    """Groups, model and pipeline of a run; weights are initial, but for those of `undrawn` (see `build_model`).
-    Collective over all ranks."""
+    """Build groups, model and pipeline; weights are initial, except those of `undrawn` (see `build_model`). Collective
+    over all ranks."""
     RECORDER.to("groups")
     cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
     if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):
