@@ -25,7 +25,7 @@ from encoders.native.vit.patch_spec import PatchSpec  # noqa: E402
 from encoders.native.vit.tower import TowerSpec  # noqa: E402
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
-from mimo_train.config.compose import NO_GROUPS, RECIPES  # noqa: E402
+from mimo_train.config.compose import NO_GROUPS  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
 from mimo_train.config.schema import ConfigContainer  # noqa: E402
@@ -75,7 +75,6 @@ def parts() -> dict[str, str]:
     }
     return {
         "runs": "\n".join(_files(CONFIGS, "run")),
-        "recipes": "\n".join([*_files(CONFIGS / RECIPES, "recipe"), *_files(CONFIGS / RECIPES / "layout", "layout")]),
         "groups": "\n".join(_groups()),
         "modules": "\n".join(_module()),
         "encoders": "\n".join(_encoders()),
@@ -192,7 +191,7 @@ def _differences(cls: type, headings: dict[type, str]) -> Iterator[str]:
     """What a class has other than its base in `headings`: its defaults in a line, its keys in a table."""
     base = next((other for other in cls.__mro__[1:] if other in headings), None)
     if base is None:
-        yield from [*_table(cls, "", lambda _: True), ""]
+        yield from [*_table(cls, "", lambda field: cls in SHARED or field.name not in ("name", "family")), ""]
         return
     inherited = {field.name: field for field in dataclasses.fields(base)}
     meanings = docstrings(cls), docstrings(base)

@@ -36,11 +36,11 @@ VERSION_4 = ROOT / "benchmarks" / "export_loads_in_transformers_4.py"
 WRITE = "python scripts/model_tables.py --write"
 
 WINDOWS = {
-    "none": "none",
-    "all": "`sliding_window`, in all layers",
-    "switched": "`sliding_window`, in all layers, with `use_sliding_window`",
-    "layers": "`sliding_window`, in layers by `layer_types` or `max_window_layers`, with `use_sliding_window`",
-    "alternate": "`sliding_window`, in layers by `layer_types` or `sliding_window_pattern`",
+    "none": "—",
+    "all": "all",
+    "switched": "all, if `use_sliding_window`",
+    "layers": "by `layer_types` or `max_window_layers`, if `use_sliding_window`",
+    "alternate": "by `layer_types` or `sliding_window_pattern`",
 }
 """In words, by `Family.windows` of a language family."""
 
@@ -48,7 +48,7 @@ OPTIONS = {
     "qkv_bias": "biases of queries, keys and values",
     "qk_norm": "norms of queries and keys",
     "zero_centered_norms": "norms that multiply by 1 + weight",
-    "post_norms": "norms behind attention and feed-forward block",
+    "post_norms": "norms after attention and feed-forward block",
     "scale_embeddings": "scaled embeddings",
 }
 """In words, by a key of `LlmSpec` that every model of a family has."""
@@ -85,17 +85,17 @@ def version_4() -> str:
 
 
 def _version() -> Iterator[str]:
-    yield "| versions tested | with what |"
+    yield "| tested with | what |"
     yield "|---|---|"
-    yield f"| `transformers` {pinned_version()} | everything below, of models that it makes with random weights |"
+    yield f"| `transformers` {pinned_version()} | everything below, with random weights |"
     record = "[record](../benchmarks/export_loads_in_transformers_4_cpu2_2026-11-22.md)"
-    yield f"| `transformers` {version_4()} | what an export writes, which it loads with the same logits ({record}) |"
-    yield f"| `peft` {pinned_version('peft')} | adapters, in and out |"
+    yield f"| `transformers` {version_4()} | loads an export with the same logits ({record}) |"
+    yield f"| `peft` {pinned_version('peft')} | adapters, import and export |"
     yield ""
 
 
 def _language() -> Iterator[str]:
-    yield from ["| `model_type` | class | window | what it has besides |", "|---|---|---|---|"]
+    yield from ["| `model_type` | class | layers with `sliding_window` | further features |", "|---|---|---|---|"]
     for kind, family in LANGUAGE_FAMILIES.items():
         besides = [OPTIONS.get(name, f"`{name}`") for name, value in family.always.items() if value]
         besides += ["positions in time, row and column"] if family.mrope is not None else []
@@ -120,7 +120,7 @@ def _language_refused() -> Iterator[str]:
 
 def _encoders() -> Iterator[str]:
     yield from [
-        "| `encoder.family` | `model_type` | parallel | what `config.json` must have | tensors carried along |",
+        "| `encoder.family` | `model_type` | parallel | required in `config.json` | tensors copied on export |",
         "|---|---|---|---|---|",
     ]
     for name, family in FAMILIES.items():
@@ -134,7 +134,7 @@ def _encoders() -> Iterator[str]:
         yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} | {required} | {carried} |"
     yield from ["", f"Activation functions: {', '.join(f'`{name}`' for name in ACTIVATION_NAMES)}.", ""]
     written = [f"`{name}`" for name, family in FAMILIES.items() if family.writer]
-    yield from [f"Made here, without a directory, these can be exported: {', '.join(written)}.", ""]
+    yield from [f"Exportable without a directory: {', '.join(written)}.", ""]
     plain = [name for name, family in FAMILIES.items() if family.is_plain]
     for name in plain:
         yield f"- `{name}`: {inspect.getdoc(FAMILIES[name].spec).split('. ')[0].rstrip('.').replace(chr(10), ' ')}."
@@ -171,14 +171,15 @@ def _composites() -> Iterator[str]:
         encoder = "—" if composite.no_encoder else f"`{composite.encoder}`"
         yield f"| `{kind}` | {encoder} | {language_part} | {projector} |"
     yield ""
-    refused = {f"`{kind}`": why for kind, why in UNREAD.items()}
-    refused |= {
+    unsupported = {f"`{kind}`": why for kind, why in UNREAD.items()}
+    unsupported |= {
         f"`{composite.encoder}` of `{kind}`": composite.no_encoder
         for kind, composite in COMPOSITES.items()
         if composite.no_encoder
     }
-    if refused:
-        yield from ["| refused | why |", "|---|---|", *(f"| {what} | it {why} |" for what, why in refused.items()), ""]
+    if unsupported:
+        yield from ["| unsupported | why |", "|---|---|"]
+        yield from [*(f"| {what} | it {why} |" for what, why in unsupported.items()), ""]
 
 
 def shown(value: Any) -> str:
