@@ -1,1 +1,1 @@
-"""The processes of a run: how they are started, and which ranks they are."""
+"""Start the processes of a run and number its ranks."""

@@ -1,4 +1,4 @@
-"""Fill in the templates of configs/cluster/: they start `mimo-train launch here` on each node of a cluster."""
+"""Fill in the templates of configs/cluster/, which start `mimo-train launch here` on each node of a cluster."""
 
 import json
 import re
@@ -17,21 +17,22 @@ from mimo_train.launch.restarts import STOPPED_CODE, require_resume
 from mimo_train.launch.start import Launch, processes_per_node
 
 MOUNT = "mount"
-"""The value of a template that is the folder of a shared volume."""
+"""Template value that names the folder of a shared volume."""
 
 
 def fill_in(template: str, launch: Launch, nodes: int, gpus: int, values: Mapping[str, str]) -> str:
-    """Return a template with the values of a run in it.
+    """Return the text of a template with a run's values filled in.
 
     Args:
-        template: the name of a file in configs/cluster/, or a path. It may use `${name}`, `${nodes}`, `${gpus}` and
-            `${processes}` (both of a node), `${command}` (a list), `${run}` (a line of shell), and any of `values`.
-        nodes, gpus: of the run, and of each node; 0 GPUs: on the CPU.
-        values: other values by their names.
+        template: name of a file in configs/cluster/, or a path. It may use `${name}`, `${nodes}`, `${gpus}` and
+            `${processes}` (per node), `${command}` (a list), `${run}` (a shell line) and any of `values`.
+        nodes: number of nodes.
+        gpus: GPUs per node; 0 runs on the CPU.
+        values: other values by name.
 
     Raises:
-        UserError: the layout does not fill the nodes, the run would not continue after a restart, a value is missing or
-            unknown, or the result is no YAML.
+        UserError: the layout does not fill the nodes, the run would not resume after a restart, a value is missing or
+            unknown, or the result is not YAML.
     """
     path = _template(template)
     command = [launch.config, *launch.overrides]
@@ -73,11 +74,6 @@ def _template(name: str) -> Path:
 
 
 def _require_fit(launch: Launch, nodes: int, gpus: int) -> int:
-    """Return the processes on each node.
-
-    Raises:
-        UserError: see `fill_in`.
-    """
     require_resume(launch.cfg.checkpoint.resume, f"{STOPPED_CODE} {AGAIN}")
     device = launch.cfg.run.device
     if gpus and device == "cpu":
@@ -94,7 +90,7 @@ def _require_fit(launch: Launch, nodes: int, gpus: int) -> int:
 
 
 def lost_with_machine(launch: Launch, values: Mapping[str, str]) -> str:
-    """Return what of a run is lost with its machines, in words; empty if `run.dir` is on the shared volume.
+    """Return a sentence about what is lost with the machines; empty if `run.dir` is on the shared volume.
 
     Args:
         values: see `fill_in`.

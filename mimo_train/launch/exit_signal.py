@@ -1,4 +1,4 @@
-"""The signals that stop a run after its step, and the time that it has to save."""
+"""Handle the signals that stop a run after its current step."""
 
 import os
 import signal
@@ -12,18 +12,17 @@ from types import FrameType
 from mimo_train.config.errors import UserError
 
 Handler = Callable[[int, FrameType | None], object] | int | None
-"""Result of `signal.signal`; None for a handler that was not set from Python, and cannot be set again."""
+"""Result of `signal.signal`; None for a handler that was not set from Python and cannot be restored."""
 REPEAT_SECONDS = 1.0
-"""Two SIGINTs within this time count as one: `timeout` and other wrappers forward the signal that a terminal has sent
-to the whole group."""
+"""SIGINTs this close count as one: wrappers such as `timeout` forward a signal that the group already received."""
 
 
 class ExitSignal:
-    """Records the signals that ask a run to end; the loop checks between steps.
+    """Record the signals that ask a run to end; the training loop polls between steps.
 
-    SIGTERM is what schedulers send before they kill, SIGINT is Ctrl-C, SIGHUP a closed terminal. A second SIGINT, more
-    than REPEAT_SECONDS after the first signal, raises KeyboardInterrupt. SIGINT and SIGHUP stay ignored where they are
-    (`nohup`, jobs in the background).
+    Schedulers send SIGTERM before they kill, Ctrl-C sends SIGINT, a closed terminal sends SIGHUP. A second SIGINT, more
+    than REPEAT_SECONDS after the first signal, raises KeyboardInterrupt. SIGINT and SIGHUP stay ignored if they already
+    are (`nohup`, background jobs).
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -38,8 +37,7 @@ class ExitSignal:
         return self.listen()
 
     def listen(self) -> "ExitSignal":
-        """Record signals from now on; a second call has no effect, nor has one outside the main thread, where Python
-        sets no handlers."""
+        """Start recording signals. Repeated calls and calls outside the main thread have no effect."""
         if self._previous or threading.current_thread() is not threading.main_thread():
             return self
         for number in self.SIGNALS:
@@ -62,8 +60,10 @@ class ExitSignal:
         return self._received_at is not None
 
     def tell_by(self, tell: Callable[[], object]) -> None:
-        """Call `tell` when a signal arrives, from another thread: at once, also while this one waits in a collective,
-        where no Python code runs. Of several calls the last one counts. Without `listen` before it has no effect."""
+        """Call `tell` from another thread as soon as a signal arrives, even while this thread waits in a collective.
+
+        Only the last `tell` counts. Requires `listen` first.
+        """
         self._tell = tell
         if self._previous and self._relay is None:
             self._relay = _Relay(self._arrived)
@@ -74,7 +74,7 @@ class ExitSignal:
         if self._received_at is None:
             self._received_at = time.monotonic()
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):  # sys.stderr may be in the middle of a write
+                with suppress(OSError):  # stderr may be in the middle of a write
                     os.write(2, b"SIGINT: the run finishes its step and saves. Press Ctrl-C again to end it now.\n")
         elif number == signal.SIGINT and not is_repeat(self._received_at):
             raise KeyboardInterrupt
@@ -85,12 +85,12 @@ class ExitSignal:
 
 
 def is_repeat(received_at: float) -> bool:
-    """True if a SIGINT that arrives now counts as one with the signal that arrived at `received_at` (monotonic)."""
+    """True if a SIGINT that arrives now repeats the signal of `received_at` (monotonic seconds)."""
     return time.monotonic() - received_at <= REPEAT_SECONDS
 
 
 class _Relay:
-    """A thread that hears of signals by the file descriptor that the interpreter writes their numbers to.
+    """A thread that reads signal numbers from the interpreter's wakeup file descriptor.
 
     Args:
         arrived: called with each number.
@@ -104,7 +104,6 @@ class _Relay:
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread."""
         signal.set_wakeup_fd(self._before)
         self._written.close()
 
@@ -116,7 +115,7 @@ class _Relay:
 
 
 def grace_seconds() -> float:
-    """Return MIMO_GRACE_SECONDS, the seconds that ranks may take to save and end; 120 if it is not set.
+    """Return MIMO_GRACE_SECONDS, the seconds that ranks may take to save and exit (default 120).
 
     Raises:
         UserError: it is not a positive number.
@@ -125,10 +124,10 @@ def grace_seconds() -> float:
 
 
 def seconds_of(variable: str, default: float, *, or_none: bool = False) -> float:
-    """Return the value of an environment variable of seconds.
+    """Return the number of seconds in an environment variable.
 
     Args:
-        or_none: True if 0 is allowed.
+        or_none: True to allow 0.
 
     Raises:
         UserError: it is not a positive number.

@@ -1,7 +1,7 @@
-"""Check that `data` and `encoders` are imported from mimo-train and not from elsewhere.
+"""Check that `data` and `encoders` are imported from mimo-train.
 
-The names are common, and a user's folder may hold a `data.py`. The scripts start Python with -P, which leaves the
-working directory off its path; `python -m`, as used by torchrun, puts it first.
+The names are common: a user's folder may hold a `data.py`. Our scripts start Python with -P, which keeps the working
+directory off the path; `python -m` (torchrun) puts it first.
 """
 
 import os
@@ -13,12 +13,14 @@ from mimo_train.config.errors import UserError
 
 NAMES = ("encoders", "data")
 HOME = Path(__file__).resolve().parents[2]
-"""The folder that our packages lie in, side by side: a checkout, or the site-packages of an environment."""
+"""Folder that holds our packages: a checkout or site-packages."""
 
 
 def working_directory_last() -> None:
-    """Move the working directory from the front of Python's path, where `python -m` puts it, to its end, so that
-    modules of the user are found (`train.callbacks`) but do not hide ours. Does nothing if our packages are in it."""
+    """Move the working directory from the front of Python's path, where `python -m` puts it, to the end.
+
+    The user's modules are still found (`train.callbacks`) but do not hide ours. No effect if our packages are in it.
+    """
     if sys.flags.safe_path or not sys.path:
         return
     try:
@@ -32,10 +34,10 @@ def working_directory_last() -> None:
 
 
 def require_own_packages() -> None:
-    """
+    """Require that Python imports our own packages.
+
     Raises:
-        UserError: Python would import another package instead of one of ours; names both locations and the remedy,
-            one line for each.
+        UserError: another package hides one of ours; one line each with both locations and the fix.
     """
     faults = [fault for name in NAMES if (fault := _fault(name))]
     if faults:

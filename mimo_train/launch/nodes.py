@@ -1,7 +1,7 @@
-"""The nodes of a run and the place of this process among them, from environment variables.
+"""Read the nodes of a run, and this process's place among them, from environment variables.
 
-They are set by the user (NNODES, ...), by torchrun's PET_*, or by the command of a cluster that has started this task:
-srun of SLURM, mpirun of Open MPI, mpiexec of MPICH and Intel MPI, SkyPilot. One task on each node is a launcher of that
+The variables come from the user (NNODES, ...), from torchrun (PET_*), or from the cluster command that started this
+task: srun (SLURM), mpirun (Open MPI), mpiexec (MPICH, Intel MPI) or SkyPilot. A single task on a node launches that
 node's ranks; several tasks on a node are the ranks themselves.
 """
 
@@ -16,53 +16,53 @@ from mimo_train.config.errors import UserError
 
 Environment = Mapping[str, str]
 PORT = 29500
-"""MASTER_PORT where nothing else is given, as of torchrun."""
+"""Default MASTER_PORT, the same as torchrun's."""
 ALONE = "1"
-"""WORLD_SIZE with which a task is a run of its own."""
+"""WORLD_SIZE of a task that is a run of its own."""
 TORCHRUN = "PET_"
-"""Before the name of an option, the variable that torchrun takes it from; Kubeflow sets them in the pods of a job."""
+"""Prefix of the variables that torchrun reads its options from. Kubeflow sets them in a job's pods."""
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 RESTARTS = "MIMO_MAX_RESTARTS"
 RENDEZVOUS = ("STANDALONE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF")
-"""torchrun's options of a rendezvous; ours is at MASTER_ADDR, MASTER_PORT."""
+"""torchrun's rendezvous options; our launchers always meet at MASTER_ADDR:MASTER_PORT."""
 LARGEST_PORT = 65535
 _ANY_NUMBER = ("auto", "gpu", "cpu")
-"""Words that torchrun takes for a number of processes; here the layout has the number."""
+"""torchrun's words for an automatic process count; here the layout sets the count."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks that one command has started, and which one this is. Tasks of a node have consecutive numbers."""
+    """The tasks that one command has started, and this task's place. A node's tasks have consecutive numbers."""
 
     size: int
     rank: int
     local_size: int
-    """On this node."""
+    """Tasks on this node."""
     local_rank: int
     variables: tuple[str, str, str, str]
-    """Names of the variables that the four numbers come from, in their order."""
+    """Names of the variables that hold the four numbers, in the same order."""
     address: str = ""
     """Address of the first node; empty if the variables do not name it."""
     port: int = PORT
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return self.size // self.local_size
 
     @property
     def node(self) -> int:
-        """This node, 0 to `nodes` - 1."""
+        """Return the index of this node, 0 to `nodes` - 1."""
         return self.rank // self.local_size
 
 
 def tasks_of(environment: Environment) -> Tasks | None:
-    """Return the tasks of a cluster that this process is one of; None if there are none.
+    """Return the cluster tasks that this process belongs to; None if there are none.
 
-    Inside a SLURM job, mpirun and mpiexec start their daemons with srun, so their variables come first.
+    Inside a SLURM job, mpirun and mpiexec start their daemons with srun, so their variables are read first.
 
     Raises:
-        UserError: variables cannot be, or nodes have different numbers of tasks, or not one after the other.
+        UserError: the variables are invalid, nodes have different task counts, or a node's tasks are not consecutive.
     """
     tasks = _open_mpi(environment) or _pmi(environment) or _slurm(environment) or _skypilot(environment)
     if tasks is not None:
@@ -78,14 +78,14 @@ def _open_mpi(environment: Environment) -> Tasks | None:
 
 
 def _pmi(environment: Environment) -> Tasks | None:
-    """Under srun there may be variables of PMI without those of the node; SLURM's say the same then, and more."""
+    """Skip PMI under srun if the node's variables are missing: SLURM's variables then say the same and more."""
     if "PMI_RANK" not in environment or ("MPI_LOCALNRANKS" not in environment and "SLURM_STEP_ID" in environment):
         return None
     return _read(environment, ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"])
 
 
 def _slurm(environment: Environment) -> Tasks | None:
-    """Of a job step. A batch script and shells of salloc and `srun --pty` have variables too, and are no tasks."""
+    """Read a job step. Batch scripts and shells of salloc or `srun --pty` also have variables but are not tasks."""
     is_step = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys()
     if not is_step or "SLURM_PTY_PORT" in environment:
         return None
@@ -103,12 +103,11 @@ def _slurm(environment: Environment) -> Tasks | None:
         {**environment, "SLURM_STEP_TASKS_PER_NODE": str(on_nodes[node])},
         names,
         first_host(environment.get("SLURM_STEP_NODELIST", "")),
-        20000 + job % 10000,  # below the ports that systems give out by themselves
+        20000 + job % 10000,  # below the ephemeral port range
     )
 
 
 def _skypilot(environment: Environment) -> Tasks | None:
-    """One task on each node."""
     if "SKYPILOT_NODE_RANK" not in environment:
         return None
     names = ["SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"]
@@ -139,10 +138,10 @@ def _number_of(environment: Environment, name: str, all_of_them: Sequence[str]) 
 
 
 def number(name: str, text: str, least: int) -> int:
-    """Return the value of a variable.
+    """Return a variable's text as an integer.
 
     Raises:
-        UserError: it is no whole number, or below `least`.
+        UserError: it is not a whole number, or it is below `least`.
     """
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
         raise UserError(f"{name} is {text!r}: give a whole number, at least {least}")
@@ -164,7 +163,7 @@ def _require_even(tasks: Tasks) -> None:
 
 
 def _counts(text: str) -> Iterator[int]:
-    """Yield SLURM's numbers for nodes, such as 2(x3),1: three nodes with 2, and one with 1."""
+    """Yield the number of tasks of each node from SLURM's text: 2(x3),1 yields 2, 2, 2, 1."""
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
@@ -173,14 +172,14 @@ def _counts(text: str) -> Iterator[int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a node list of SLURM, such as gpu[003-005,9],login1."""
+    """Return the first host of a SLURM node list such as gpu[003-005,9],login1."""
     scontrol = shutil.which("scontrol")
     if scontrol and nodes:
         shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True)
         if shown.returncode == 0 and shown.stdout:
             return shown.stdout.splitlines()[0]
     first = ""
-    # In containers there is no scontrol.
+    # Containers have no scontrol.
     while "[" in nodes.partition(",")[0]:
         before, _, rest = nodes.partition("[")
         inside, _, nodes = rest.partition("]")
@@ -190,26 +189,25 @@ def first_host(nodes: str) -> str:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, and which one this is."""
+    """The nodes of a run and this node's place."""
 
     number: int = 1
     node: int = 0
     address: str = ""
-    """Of node 0; needed for several."""
+    """Address of node 0; required for several nodes."""
     port: int = PORT
     per_node: int = 0
-    """Processes on each; 0: what the layout needs."""
+    """Processes per node; 0 uses what the layout needs."""
     max_restarts: int = 0
     ranks: Tasks | None = None
-    """Tasks that are the ranks themselves."""
+    """Set if the cluster's tasks are the ranks themselves."""
 
 
 def nodes_of(environment: Environment) -> Nodes:
-    """Return what the variables of a launcher say. NNODES comes first; then the tasks that a cluster has started; else
-    there is one node.
+    """Return the nodes from a launcher's variables: NNODES if set, else the cluster's tasks, else one node.
 
     Raises:
-        UserError: variables cannot be, contradict each other, or are missing.
+        UserError: variables are invalid, missing or contradict each other.
     """
     given = _given(environment)
     restarts = number(RESTARTS, given.pop(RESTARTS, "0"), 0)
@@ -234,13 +232,13 @@ def nodes_of(environment: Environment) -> Nodes:
 
 
 def without_torchruns(environment: Environment) -> dict[str, str]:
-    """Return the environment without the variables of torchrun that `nodes_of` has read."""
+    """Return the environment without the torchrun variables that `nodes_of` reads."""
     read = {f"{TORCHRUN}{name}" for name in (*VARIABLES, "MAX_RESTARTS", *RENDEZVOUS)}
     return {name: value for name, value in environment.items() if name not in read}
 
 
 def _given(environment: Environment) -> dict[str, str]:
-    """Return our own variables, with those of torchrun under our names."""
+    """Return our own variables, with torchrun's under our names."""
     values = {name: environment[name] for name in (*VARIABLES, RESTARTS) if environment.get(name)}
     for name in (*VARIABLES, "MAX_RESTARTS"):
         ours, theirs = RESTARTS if name == "MAX_RESTARTS" else name, f"{TORCHRUN}{name}"
@@ -262,7 +260,6 @@ def _given(environment: Environment) -> dict[str, str]:
 
 
 def _named(given: dict[str, str], per_node: int, restarts: int) -> Nodes:
-    """Return the nodes by our own variables."""
     nodes = number("NNODES", given["NNODES"], 1)
     if nodes == 1:
         _require_first(given, "NNODES is 1")
@@ -292,13 +289,13 @@ def _of_ranks(tasks: Tasks, per_node: int, restarts: int) -> Nodes:
 
 
 def _require_first(given: dict[str, str], why: str) -> None:
-    """One that is said to be another node must not train a run of its own, in the folder of the others'."""
+    """Reject a NODE_RANK other than 0: that node would train a second run in the same folder."""
     if number("NODE_RANK", given.get("NODE_RANK", "0"), 0):
         raise UserError(f"NODE_RANK is {given['NODE_RANK']}, and {why}: set NNODES to the number of nodes")
 
 
 def _require_no_rank(environment: Environment) -> None:
-    """PyTorchJob of Kubeflow numbers its pods in WORLD_SIZE and RANK, which are here those of processes."""
+    """Reject WORLD_SIZE: Kubeflow's PyTorchJob numbers pods in it, and here it counts processes."""
     world = environment.get("WORLD_SIZE", "")
     if world not in ("", ALONE):
         raise UserError(
@@ -308,7 +305,7 @@ def _require_no_rank(environment: Environment) -> None:
 
 
 def _require_srun(environment: Environment) -> None:
-    """A batch script runs on the first node of its job alone."""
+    """Reject a multi-node batch script without srun: it runs on the first node only."""
     nodes = environment.get("SLURM_NNODES", "1")
     if "SLURM_NODEID" in environment and "SLURM_STEP_ID" not in environment and nodes != "1":
         raise UserError(
@@ -318,12 +315,12 @@ def _require_srun(environment: Environment) -> None:
 
 
 def adopt_tasks() -> None:
-    """Set torchrun's variables of a rank (RANK, WORLD_SIZE, ..., MASTER_ADDR, MASTER_PORT) from those of the command
-    that has started this process as one of several ranks. Has no effect on ranks of torchrun, which may run inside of
-    such a task, nor where WORLD_SIZE is 1: then every task is a run of its own.
+    """Set torchrun's rank variables (RANK, WORLD_SIZE, ..., MASTER_ADDR, MASTER_PORT) from the cluster's variables.
+
+    No effect on ranks of torchrun, which may run inside such a task, or if WORLD_SIZE is 1 (each task is its own run).
 
     Raises:
-        UserError: as of `tasks_of`; a variable of both kinds has two values; the first node is not known.
+        UserError: see `tasks_of`; or two variables disagree, or the first node is unknown.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE") == ALONE:
         return

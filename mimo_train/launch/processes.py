@@ -1,7 +1,8 @@
-"""The processes that a launcher has started, and the ranks of a run among them.
+"""Map the processes that a launcher has started to the ranks of a run.
 
 The launcher numbers all its processes in RANK, including those without a module (`placement.allow_idle`). The rest of
-the program counts only processes with a module: a *rank* is an index among them, `RunLayout.processes` maps it to RANK.
+the program counts only processes with a module: a *rank* is an index among them, and `RunLayout.processes` maps it to
+RANK.
 """
 
 import os
@@ -19,16 +20,15 @@ from mimo_train.logging.rank_log import show
 
 
 class VariablesError(ConfigError):
-    """Variables of a launcher in the environment that cannot be; of this process, whatever its rank."""
+    """Invalid launcher variables in this process's environment, whatever its rank."""
 
 
 def started_run(cfg: ConfigContainer) -> Run:
-    """Return the run of a config on the processes that were started. Where SLURM, mpirun or mpiexec has started them,
-    torchrun's variables are set from theirs.
+    """Return the run of a config on the started processes; set torchrun's variables if SLURM or MPI started them.
 
     Raises:
-        ConfigError: the config has faults, the layout needs other processes, or variables of the launcher cannot be.
-        UserError: variables of those that have started this task cannot be.
+        ConfigError: the config has errors, the layout needs other processes, or launcher variables are invalid.
+        UserError: the cluster's variables are invalid.
     """
     adopt_tasks()
     if faults := list(_variable_faults()):
@@ -40,9 +40,10 @@ def started_run(cfg: ConfigContainer) -> Run:
 
 
 def require_none_idle(run: Run) -> None:
-    """
+    """Require that every process has a module: only `pretrain` handles idle processes.
+
     Raises:
-        ConfigError: there are processes without a module. Only `pretrain` lets them end, and counts without them.
+        ConfigError: there are processes without a module.
     """
     layout, started = run.layout, _number("WORLD_SIZE", 1)
     if layout.processes != tuple(range(started)):
@@ -51,7 +52,7 @@ def require_none_idle(run: Run) -> None:
 
 
 def is_idle(layout: RunLayout) -> bool:
-    """True if this process has no module, and so nothing to do in the run."""
+    """True if no module is placed on this process."""
     return _process() not in layout.processes
 
 
@@ -62,7 +63,7 @@ def say_idle() -> None:
 
 @contextmanager
 def numbered(layout: RunLayout) -> Iterator[None]:
-    """Set RANK and WORLD_SIZE to the run's numbering, without idle processes, and restore the launcher's at the end."""
+    """Set RANK and WORLD_SIZE to the run's numbering without idle processes, then restore the launcher's values."""
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     os.environ["RANK"] = str(layout.processes.index(_process()))
     os.environ["WORLD_SIZE"] = str(layout.world_size)
@@ -77,40 +78,39 @@ def numbered(layout: RunLayout) -> Iterator[None]:
 
 
 def is_first_of_node(layout: RunLayout, rank: int) -> bool:
-    """True if `rank`, this process's, is the lowest on its node."""
+    """True if `rank`, which is this process's, is the lowest on its node."""
     process = layout.processes[rank]
     first_here = process - _number("LOCAL_RANK", 0)
     return rank == 0 or layout.processes[rank - 1] < first_here
 
 
 def is_on_first_node(layout: RunLayout, rank: int) -> bool:
-    """True if `rank` is on the node of the first process; the same on every rank."""
+    """True if `rank` is on the first node; every rank gets the same answer."""
     here = _number("LOCAL_WORLD_SIZE", 0)
     return not here or layout.processes[rank] < here
 
 
 def _started_per_node() -> int:
-    """Return the processes that the launcher started on each node; 0 for one node, or without a launcher."""
+    """Return the launcher's processes per node; 0 for a single node or without a launcher."""
     started, here = (_number(name, 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return here if 0 < here < started else 0
 
 
 def _process_faults(run: Run) -> list[Fault]:
-    """Return why the processes that were started cannot run this layout."""
     started, needed = _number("WORLD_SIZE", 1), run.layout.processes[-1] + 1
     if started < needed or (started > needed and not run.cfg.placement.allow_idle):
         return [Fault("WORLD_SIZE", _wrong_number(run, started))]
     here, nodes = (_number(name, 0) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     if nodes and here * nodes != started:
-        # Nodes would place modules differently, each by its own number.
+        # Nodes would place modules differently, each by its own process count.
         text = f"{started} processes on {nodes} nodes, and {here} of them here: start as many on each node"
         return [Fault("LOCAL_WORLD_SIZE", text)]
-    # `resolve` has checked the nodes in the config; the launcher may have started others.
+    # `resolve` has checked the config's nodes; the launcher may have started others.
     return list(node_faults(run.cfg, _started_per_node()))
 
 
 def _variable_faults() -> Iterator[Fault]:
-    """Variables that no launcher sets so; something else has left them in the environment."""
+    """Yield faults of variables that no launcher sets this way."""
     wrong = False
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         value = os.environ.get(name, "0")

@@ -1,4 +1,4 @@
-"""The flight recorder and the watchdog of a rank, around all that it does."""
+"""Run the flight recorder and the watchdog around everything that a rank does."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote pr
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
-    """Record and watch the block; inside another such block it has no effect."""
+    """Record and watch the block. Nested blocks have no effect."""
     if RECORDER.in_use:
         yield
         return
@@ -25,7 +25,7 @@ def watched(run: Run) -> Iterator[None]:
     pid = launcher[0] if launcher else os.getppid() if has_launcher() else 0
     RECORDER.open(run.dir, _rank(run), run.layout.world_size, pid)
     seconds = run.cfg.run.hang_report_seconds
-    # A restart inside the processes is a better end of a hang than that of the run.
+    # An in-process restart handles a hang better than ending the run does.
     ends = run.cfg.run.inprocess_restarts == 0
     watch = Watch(RECORDER, run.dir, seconds, ends=ends, grace_seconds=grace_seconds(), launched=has_launcher())
     try:
@@ -40,15 +40,14 @@ def watched(run: Run) -> Iterator[None]:
 
 
 class Driven:
-    """The recorder and the watchdog of a run whose steps the user's program makes. Between `calls` it may rest for any
-    time."""
+    """Recorder and watchdog of a run that the user's program steps. It may pause between `calls`."""
 
     def __init__(self) -> None:
         self._ends = ExitStack()
 
     @contextmanager
     def starts(self, run: Run) -> Iterator[None]:
-        """Set the run up in the block; it is `watched` from then on to `close`, or to an error in the block."""
+        """Set up the run in the block, and keep it `watched` until `close` or an error in the block."""
         with ExitStack() as ends:
             ends.enter_context(watched(run))
             yield
@@ -58,7 +57,7 @@ class Driven:
     @staticmethod
     @contextmanager
     def calls() -> Iterator[None]:
-        """Let the run work in the block; an error that leaves it is noted."""
+        """Record that the run works in the block, and note an error that leaves it."""
         RECORDER.to("loop")
         try:
             yield
@@ -74,24 +73,24 @@ class Driven:
 
 
 def note_error(error: BaseException) -> None:
-    """Write the error that ends this rank into its file, unless it follows from another rank's."""
+    """Record the error that ends this rank, unless another rank caused it."""
     if not isinstance(error, PeersError) and not is_lost_peer(error):
         first = next(iter(str(error).splitlines()), "")
         RECORDER.note(ERROR, f"{type(error).__name__}: {first}")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """True if a rank fails because another one has ended."""
+    """True if the error says that another rank has ended."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
 
 
 def has_launcher() -> bool:
-    """True if torchrun has started this process. A shell that ends must not end what was started from it."""
+    """True if torchrun started this process. A shell that ends must not end what was started from it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _rank(run: Run) -> int:
-    """Also inside of `numbered`, which counts without idle processes already."""
+    """Return this process's rank, also inside `numbered`, where RANK already skips idle processes."""
     rank = int(os.environ.get("RANK", "0"))
     renumbered = os.environ.get("WORLD_SIZE", "1") == str(run.layout.world_size)
     return rank if renumbered else run.layout.processes.index(rank)

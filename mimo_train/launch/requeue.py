@@ -1,5 +1,4 @@
-"""Decide whether a scheduler starts the job of a run again, from progress.txt and the flight recorder: until the run is
-finished, but not for ever at one failure."""
+"""Decide if a scheduler starts an unfinished job again, from progress.txt and the flight recorder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ AGAIN = 75
 MOST_FAILURES = 3
 """Consecutive failures without a new checkpoint after which a job is not started again."""
 UNKNOWN = -1
-"""Step from which a job began that has left no line."""
+"""First step of a job that left no line in progress.txt."""
 
 
 @dataclass(frozen=True)
@@ -23,36 +22,38 @@ class Ended:
     """How a scheduled job ended before its run was finished."""
 
     began: int
-    """The step that it continued from."""
+    """Step that it resumed from."""
     outcome: str
-    """The step and the reason; the same words for the same end."""
+    """Step and reason; equal words mean an equal end."""
     failed: bool
     """False if a stop was requested."""
 
 
 def stopped(began: int, step: int, reason: str) -> Ended:
-    """Return the end of a job that was requested to stop, and saved.
+    """Return the end of a job that was stopped and has saved.
 
     Args:
-        reason: of the line `exit` in progress.txt.
+        reason: from the `exit` line in progress.txt.
     """
     return Ended(began, f"{reason} after step {step}", failed=False)
 
 
 def failed(began: int, failure: Failure) -> Ended:
-    """Return the end of a job by a failure. Its exit code does not count: it depends on whether the scheduler or the
-    launcher was faster to end the other ranks."""
+    """Return the end of a job that failed, without its exit code.
+
+    The code depends on a race: the scheduler or the launcher may be first to end the other ranks.
+    """
     error = f": {failure.error}" if failure.error else ""
     return Ended(began, f"failure {failure.where}{error}", failed=True)
 
 
 def decide(code: int, ended: Ended, before: Sequence[Ended]) -> tuple[bool, str]:
-    """Return whether the scheduler should start the job again, and the reason in words.
+    """Return True if the scheduler should start the job again, and the reason.
 
     Args:
         code: exit code of the job's step.
         ended: how it ended.
-        before: how the jobs before it ended, the newest last.
+        before: ends of earlier jobs, the newest last.
     """
     if code == ANOTHER_MACHINE:
         return False, "not started again here: exit code 16 wants another machine (train.rerun)"
@@ -65,15 +66,15 @@ def decide(code: int, ended: Ended, before: Sequence[Ended]) -> tuple[bool, str]
 
 
 def requeue(run_dir: Path, job: str, code: int) -> tuple[int, str]:
-    """Decide about a job that has ended, and write the decision into progress.txt.
+    """Decide if a finished job starts again, and write the decision into progress.txt.
 
     Args:
-        run_dir: of the run.
+        run_dir: folder of the run.
         job: see `scheduled_job`.
         code: exit code of the job.
 
     Returns:
-        0 if the run is finished, AGAIN if the job should start again, else the code for its end; and the reason.
+        0 if the run is finished, AGAIN if the job should start again, else its exit code; and the reason.
     """
     try:
         lines = list(events(run_dir))
@@ -93,14 +94,14 @@ def is_finished(lines: Sequence[Event], job: str) -> bool:
     """True if a job has brought its run to the last step.
 
     Args:
-        lines: of progress.txt.
+        lines: lines of progress.txt.
         job: see `scheduled_job`.
     """
     return any(line.kind == EXIT and line.facts.get("reason") == FINISHED for line in _last_start(lines, job))
 
 
 def end_of(run_dir: Path, lines: Sequence[Event], job: str, code: int) -> Ended | None:
-    """Return how a job ended that has not finished the run; None if the run had not begun in it.
+    """Return how an unfinished job ended; None if the run had not begun in it.
 
     Args:
         lines, job: see `is_finished`.
@@ -115,7 +116,7 @@ def end_of(run_dir: Path, lines: Sequence[Event], job: str, code: int) -> Ended 
         start = newest_start(run_dir)
     except UserError:
         return None
-    # Without a line of this job it may have failed in set-up: its ranks have opened their files then.
+    # A job without a line may have failed in set-up: its ranks have opened their recorder files by then.
     return failed(began, failure_in(start, code)) if f"-{job}-" in f"-{start.name}-" else None
 
 
@@ -129,7 +130,7 @@ def ends_before(lines: Sequence[Event]) -> list[Ended]:
 
 
 def _last_start(lines: Sequence[Event], job: str) -> Sequence[Event]:
-    """Return the lines since the last start of the run, if that was in this job: its launcher may have restarted it."""
+    """Return the lines since the last start if it was in this job: the launcher may have restarted the run."""
     starts = [at for at, line in enumerate(lines) if line.kind == START]
     return lines[starts[-1] :] if starts and lines[starts[-1]].facts.get("job") == job else []
 

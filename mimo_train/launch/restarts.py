@@ -1,4 +1,4 @@
-"""Decide whether the launcher starts a failed run again."""
+"""Decide if the launcher starts a failed run again."""
 
 import os
 import re
@@ -10,8 +10,10 @@ from mimo_train.flight.read import newest_start, read_ranks
 from mimo_train.launch.exit_signal import seconds_of
 
 STOPPED_CODE = "MIMO_STOPPED_CODE"
-"""Environment variable of the ranks, set where a scheduler starts an unfinished run again: the exit code of a run that
-was stopped and has saved. Kubernetes counts a pod that exits with 0 as complete."""
+"""Environment variable with the exit code of a run that was stopped and has saved.
+
+Set it where a scheduler restarts unfinished runs: Kubernetes counts a pod that exits with 0 as complete.
+"""
 LONGEST_WAIT = 300.0
 ANOTHER_MACHINE = 16
 """Exit code of `train.rerun` that asks for another machine."""
@@ -20,14 +22,14 @@ LARGEST_CODE = 255
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a run by a failure."""
+    """The failure that ended a run."""
 
     code: int
-    """Exit code of the rank that failed first; negative: the signal that ended it."""
+    """Exit code of the rank that failed first; negative for a signal."""
     step: int
-    """The last step that a rank began; -1 if the run had not begun."""
+    """Last step that any rank began; -1 if the run had not begun."""
     error: str = ""
-    """The first rank's own error."""
+    """Error of the first rank."""
 
     def __str__(self) -> str:
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
@@ -35,16 +37,16 @@ class Failure:
 
     @property
     def where(self) -> str:
-        """The step, in words."""
+        """Return the step in words."""
         return f"at step {self.step}" if self.step > 0 else "in set-up"
 
 
 def newest_failure(run_dir: Path, code: int, since: float = 0.0) -> Failure:
-    """Return what the flight recorder of the newest start of a run says about its failure.
+    """Return the failure of the newest start, from its flight recorder files.
 
     Args:
         code: exit code of the rank that failed first.
-        since: time of day; earlier starts are not looked at.
+        since: Unix time in seconds; earlier starts are ignored.
     """
     try:
         folder = newest_start(run_dir)
@@ -54,7 +56,7 @@ def newest_failure(run_dir: Path, code: int, since: float = 0.0) -> Failure:
 
 
 def failure_in(folder: Path, code: int, since: float = 0.0) -> Failure:
-    """Return what the flight recorder files of one start say about its failure.
+    """Return the failure of one start, from its flight recorder files.
 
     Args:
         folder: see `newest_start`.
@@ -67,11 +69,11 @@ def failure_in(folder: Path, code: int, since: float = 0.0) -> Failure:
 
 
 class Restarts:
-    """Decides after each failure whether the launcher starts the ranks again.
+    """Decide after each failure if the launcher starts the ranks again.
 
     Args:
         number: `--max-restarts`.
-        first_wait: seconds before the first restart; each later one waits twice as long, at most LONGEST_WAIT.
+        first_wait: seconds before the first restart; each later wait doubles, up to LONGEST_WAIT.
     """
 
     def __init__(self, number: int, first_wait: float):
@@ -79,7 +81,7 @@ class Restarts:
         self._failures: list[Failure] = []
 
     def after(self, failure: Failure) -> tuple[float | None, str]:
-        """Return the seconds to wait before the next start, None for no start, and the reason in words."""
+        """Return the seconds to wait before the next start (None for no start) and the reason."""
         count = len(self._failures)
         if failure.step < 0:
             return None, "not started again: the run had not begun"
@@ -100,7 +102,7 @@ class Restarts:
 
 
 def first_wait() -> float:
-    """Return MIMO_RESTART_SECONDS, the seconds before the first restart; 5 if it is not set.
+    """Return MIMO_RESTART_SECONDS, the seconds before the first restart (default 5).
 
     Raises:
         UserError: it is not a number of seconds.
@@ -109,13 +111,14 @@ def first_wait() -> float:
 
 
 def require_resume(resume: str, reason: str = "") -> None:
-    """
+    """Require that a restarted run resumes from its newest checkpoint.
+
     Args:
         resume: `checkpoint.resume`.
-        reason: what starts the run again; default: STOPPED_CODE, if it is set.
+        reason: what restarts the run; default: STOPPED_CODE, if it is set.
 
     Raises:
-        ConfigError: the run may be started again, and would not continue from its newest checkpoint.
+        ConfigError: the run may be restarted but would not resume.
     """
     if not reason and STOPPED_CODE in os.environ:
         reason = f"{STOPPED_CODE} {stopped_code()}"
@@ -125,10 +128,10 @@ def require_resume(resume: str, reason: str = "") -> None:
 
 
 def stopped_code() -> int:
-    """Return the exit code of a run that was stopped before its last step and has saved; 0 if STOPPED_CODE is not set.
+    """Return the exit code of a run that was stopped early and has saved; 0 if STOPPED_CODE is not set.
 
     Raises:
-        UserError: it is no exit code.
+        UserError: it is not an exit code.
     """
     text = os.environ.get(STOPPED_CODE, "0")
     if not re.fullmatch(r"\d{1,3}", text) or int(text) > LARGEST_CODE:

@@ -1,13 +1,11 @@
-"""One run at a time in a `run.dir`, and in a `checkpoint.dir` in object storage: locks of one process of the run.
+"""Locks that allow one run at a time per `run.dir` and per `checkpoint.dir` in object storage.
 
-Each holder writes a sign of life into its lock every few seconds. A lock that has stood still belongs to a dead holder
-and is taken over.
+The holder writes a heartbeat into its lock every few seconds. A lock whose heartbeat has stopped is taken over.
 
-`RunLock` is also a POSIX lock on the file, which the operating system frees when the process ends in any way. File
-systems that several machines share (NFS, Lustre with `flock`, GPFS) know it everywhere, and in-process restarts do not
-lock themselves out. Where a file system knows it on one machine only, or not at all, the signs of life decide.
-`ObjectLock` is an object that is written only if there is none, or, to take it over, only if it is still the one that
-was seen: of two that try at the same time the storage rejects one.
+`RunLock` also takes a POSIX lock, which the operating system frees when the process ends. Shared file systems (NFS,
+Lustre with `flock`, GPFS) enforce it on all machines, and in-process restarts do not lock themselves out. Where the
+file system enforces it on one machine only, or not at all, the heartbeats decide. `ObjectLock` writes an object only if
+there is none, or, to take over, only if it is unchanged: of two simultaneous writers the storage rejects one.
 """
 
 import errno
@@ -33,37 +31,36 @@ from mimo_train.config.errors import UserError
 LOCK_FILE = "lock"
 
 LONGEST_LOCK = 120.0
-"""Seconds to wait for a lock of another machine: a file server notices late that a machine has gone (the lease of
-NFS 4 is 90 seconds)."""
+"""Seconds to wait for another machine's lock: NFS 4 leases of a machine that is gone last 90 s."""
 
 BEAT = 10.0
-"""Seconds from one sign of life to the next."""
+"""Seconds between heartbeats."""
 
 BEATS_MISSED = 4
-"""Signs of life that a holder leaves out before it is taken for dead; a machine that swaps may be late."""
+"""Missed heartbeats after which a holder counts as dead; a machine that swaps may be late."""
 
 _LARGEST = 4096
 _CLOCK = 1.0
-"""Seconds that times of objects are rounded to."""
+"""Resolution of object timestamps in seconds."""
 _PROCESS = secrets.token_hex(8)
-"""This process, which may take its own lock again: an in-process restart whose last attempt was aborted."""
+"""Identifies this process, which may retake its own lock: an in-process restart whose last attempt was aborted."""
 _TRIES = 20
-"""Times that another one may be faster."""
+"""Attempts before giving up when other writers are faster."""
 
 
 class _Lock:
-    """What both locks share: who holds them, and a thread that shows signs of life.
+    """Holder fields and heartbeat thread that both locks share.
 
     Args:
         key: `run.dir` or `checkpoint.dir`.
         place: its value.
-        beat: seconds from one sign of life to the next.
-        on_lost: called with a sentence when another process has taken over, or may have and has ended since. That is
-            possible only where this process could not write for several beats. Default: the process ends.
+        beat: seconds between heartbeats.
+        on_lost: called with a sentence when another process has taken over, or may have done so and ended. This needs
+            several heartbeats that could not be written. Default: end the process.
     """
 
     _identity: tuple[str, ...]
-    """Fields of a holder that make it this one."""
+    """Holder fields that identify this holder."""
     _remedy = ""
 
     def __init__(self, key: str, place: Any, beat: float, on_lost: Callable[[str], None] | None):
@@ -83,7 +80,7 @@ class _Lock:
                 return
 
     def _show_life(self) -> str:
-        """Write the lock anew; return why it is no longer this process's, if so."""
+        """Write the heartbeat; return the reason if the lock is no longer this process's."""
         raise NotImplementedError
 
     def _start_beating(self) -> None:
@@ -110,7 +107,7 @@ def _who(holder: dict[str, Any]) -> str:
 
 
 class RunLock(_Lock):
-    """The lock of a `run.dir`, held from construction to `close` or the end of the process."""
+    """Lock of a `run.dir`, held from construction to `close` or the end of the process."""
 
     _identity = ("host", "pid")
 
@@ -123,16 +120,16 @@ class RunLock(_Lock):
         beat: float = BEAT,
         on_lost: Callable[[str], None] | None = None,
     ):
-        """Take the lock. A file system without locks is reported on standard error; signs of life take their place.
+        """Take the lock. Without file locks it warns on stderr and relies on heartbeats.
 
         Args:
-            run_dir: exists.
+            run_dir: existing folder.
             patience: seconds to wait for a holder on another machine.
-            mark: written into the file, for others of this run to find.
+            mark: text in the file that identifies this run to its other ranks.
             beat, on_lost: see `_Lock`.
 
         Raises:
-            UserError: another process holds it; with its host, its number and since when.
+            UserError: another process holds it; names its host, process number and start time.
             OSError: the file cannot be written.
         """
         super().__init__("run.dir", run_dir, beat, on_lost)
@@ -156,13 +153,13 @@ class RunLock(_Lock):
         self._start_beating()
 
     def close(self) -> None:
-        """Free it; a second call has no effect."""
+        """Free the lock; a second call has no effect."""
         with self._guard:
             if not self._ended.is_set():
                 self._ended.set()
                 with suppress(OSError):
                     if self._is_mine(self._holder()):
-                        os.ftruncate(self._descriptor, 0)  # the next one need not wait for a sign of life
+                        os.ftruncate(self._descriptor, 0)  # the next holder need not wait for a heartbeat
                 os.close(self._descriptor)
 
     def _lock(self) -> bool:
@@ -181,12 +178,12 @@ class RunLock(_Lock):
         return True
 
     def _require_still(self) -> None:
-        """Raise UserError if the holder in the file shows signs of life, though the lock was given."""
+        """Raise UserError if the holder in the file still writes heartbeats although the lock was granted."""
         holder = self._holder()
         here = holder.get("host") == self._me["host"]
         if not holder or (here and (self._is_locked or holder.get("pid") == self._me["pid"])):
             return
-        with tempfile.TemporaryFile(dir=self._place) as now:  # the clock of the file server
+        with tempfile.TemporaryFile(dir=self._place) as now:  # the file server's clock
             now.write(b"now")
             now.flush()
             age = max(0.0, os.fstat(now.fileno()).st_mtime - os.fstat(self._descriptor).st_mtime)
@@ -197,7 +194,7 @@ class RunLock(_Lock):
                 raise UserError(self._in_use(holder))
 
     def _holder(self) -> dict[str, Any]:
-        """Return what the holder has written; empty if it has not yet, or the file is no longer readable."""
+        """Return the holder's fields; empty if the file is empty or unreadable."""
         return _fields(os.pread(self._descriptor, _LARGEST, 0))
 
     def _write(self) -> None:
@@ -208,7 +205,7 @@ class RunLock(_Lock):
     def _show_life(self) -> str:
         try:
             if not self._is_in_place():
-                # Removed, it keeps no other run away. A new file of another run, if one was faster, is only read.
+                # Take a new lock: a removed file keeps no run out. If another run created its file first, only read it.
                 os.close(self._descriptor)
                 self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
                 self._lock()
@@ -217,11 +214,11 @@ class RunLock(_Lock):
                 return self._in_use(holder)
             self._write()
         except OSError:
-            pass  # a file system that does not answer: training goes on
+            pass  # the file system does not answer: training continues
         return ""
 
     def _is_in_place(self) -> bool:
-        """True if the file that is locked still has its name."""
+        """True if the locked file still exists under its name."""
         mine = os.fstat(self._descriptor)
         try:
             current = os.stat(self._path)
@@ -239,21 +236,21 @@ def _fields(text: bytes) -> dict[str, Any]:
 
 
 class ObjectLock(_Lock):
-    """The lock of a `checkpoint.dir`, held from construction to `close` or the end of the process."""
+    """Lock of a `checkpoint.dir`, held from construction to `close` or the end of the process."""
 
     _identity = ("token",)
 
     def __init__(self, root: Url, mark: str = "", *, beat: float = BEAT, on_lost: Callable[[str], None] | None = None):
-        """Take the lock; waits for a few beats where another holder may be alive.
+        """Take the lock; wait a few heartbeats if another holder may be alive.
 
         Args:
-            root: the URL of `checkpoint.dir`.
-            mark: written into the lock, for others of this run to find.
+            root: URL of `checkpoint.dir`.
+            mark: text in the lock that identifies this run to its other ranks.
             beat, on_lost: see `_Lock`.
 
         Raises:
-            UserError: another process holds it, with its host, its number and since when; or the storage cannot be
-                written.
+            UserError: another process holds it (names host, process number and start time), or the storage is not
+                writable.
         """
         super().__init__("checkpoint.dir", root, beat, on_lost)
         self._url, self._store = root / LOCK_FILE, store_of(root)
@@ -270,12 +267,12 @@ class ObjectLock(_Lock):
         self._start_beating()
 
     def close(self) -> None:
-        """Free it; a second call has no effect."""
+        """Free the lock; a second call has no effect."""
         with self._guard:
             if self._ended.is_set():
                 return
             self._ended.set()
-            with suppress(OSError):  # the next one waits for a sign of life
+            with suppress(OSError):  # then the next holder waits for a heartbeat
                 there = self._there()
                 if there is not None and self._is_mine(there[0]):
                     self._store.remove([self._url])
@@ -292,17 +289,17 @@ class ObjectLock(_Lock):
                     self._store.put(self._url, self._text(), instead_of=tag)
                     return
             except (FileExistsError, Changed):
-                continue  # another one was faster
+                continue  # another writer was faster
             except FileNotFoundError:
-                if there is None:  # no such bucket; else the holder has just ended
+                if there is None:  # no such bucket; otherwise the holder has just ended
                     raise
         raise UserError(f"checkpoint.dir: {self._url} is written by others all the time")
 
     def _stands_still(self, holder: dict[str, Any], tag: str) -> bool:
-        """Return True if the holder shows no signs of life, False if the lock has gone.
+        """Return True if the holder writes no heartbeat, False if the lock is gone.
 
         Raises:
-            UserError: it shows one.
+            UserError: it writes one.
         """
         longest = BEATS_MISSED * self._beat
         sys.stderr.write(
@@ -320,9 +317,9 @@ class ObjectLock(_Lock):
         return True
 
     def _show_life(self) -> str:
-        """Write the lock anew; return why it is no longer this process's, if so.
+        """Write the heartbeat; return the reason if the lock is no longer this process's.
 
-        A storage that does not answer does not end training, and no other error ends the signs of life.
+        Storage errors do not end training, and other errors do not end the heartbeats.
         """
         try:
             return self._write_anew()
@@ -337,7 +334,7 @@ class ObjectLock(_Lock):
 
     def _write_anew(self) -> str:
         there = self._there()
-        if there is None:  # somebody has removed it: it keeps no other run away
+        if there is None:  # somebody removed the lock
             self._store.put(self._url, self._text(), new=True)
             self._put_back = True
             there = self._there()
@@ -345,7 +342,7 @@ class ObjectLock(_Lock):
             return ""
         if not self._is_mine(there[0]):
             return self._in_use(there[0])
-        # The storage's clock: that of this machine may have stood still together with it.
+        # Use the storage's clock: this machine's may have stopped with it.
         silent = there[1].modified - self._seen_at
         if self._put_back and silent > BEATS_MISSED * self._beat + _CLOCK:
             return (
@@ -357,10 +354,10 @@ class ObjectLock(_Lock):
         return ""
 
     def _there(self) -> tuple[dict[str, Any], ObjectMeta] | None:
-        """Return (what the holder has written, the object); None if there is no lock.
+        """Return (the holder's fields, the object's metadata); None if there is no lock.
 
         Raises:
-            OSError: the storage does not tell.
+            OSError: the storage does not answer.
         """
         for _ in range(_TRIES):
             try:
@@ -368,16 +365,16 @@ class ObjectLock(_Lock):
                 return _fields(bytes(read_range(self._url, 0, min(found.size, _LARGEST), found.tag))), found
             except FileNotFoundError:
                 return None
-            except Changed:  # by a sign of life, in between
+            except Changed:  # a heartbeat in between
                 continue
         raise Changed(self._url)
 
 
 def require_seen(root: Url, mark: str) -> None:
-    """
+    """Require that this rank sees rank 0's lock.
+
     Raises:
-        UserError: this rank does not see the lock of rank 0, with `mark` in it, so that its part of a checkpoint would
-            be lost or could not be written.
+        UserError: the lock is missing or does not contain `mark`: this rank's part of a checkpoint would be lost.
     """
     why = "it is not there"
     try:
@@ -393,7 +390,7 @@ def require_seen(root: Url, mark: str) -> None:
 
 
 def end_process(why: str) -> None:
-    """Two runs in one folder mix their metrics and remove each other's checkpoints: this one ends at once."""
+    """End this process at once: two runs in one folder mix their metrics and remove each other's checkpoints."""
     sys.stderr.write(f"error: {why}\n")
     sys.stderr.flush()
     os._exit(1)

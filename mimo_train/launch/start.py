@@ -1,4 +1,4 @@
-"""Start this node's part of a run (`mimo-train launch here`): find its nodes and its layout, and launch the ranks."""
+"""Start this node's part of a run (`mimo-train launch here`): find the nodes and the layout, then launch the ranks."""
 
 import os
 import re
@@ -22,18 +22,18 @@ from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, config_faults, resolve
 
 ARRAY_FILE = "MIMO_ARRAY_FILE"
-"""A file of overrides: the task N of a job array takes line N, counted from 1."""
+"""Variable with a file of overrides: task N of a job array takes line N, counted from 1."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A config with the changes that nodes and job array make to it."""
+    """A config with the overrides of nodes and job array."""
 
     config: str
     overrides: list[str]
     cfg: ConfigContainer
     without_data: bool = False
-    """Files of tokenizer, weights and shards need not be on this machine."""
+    """True if files of tokenizer, weights and shards need not be on this machine."""
 
 
 def launch_of(
@@ -44,15 +44,16 @@ def launch_of(
     *,
     without_data: bool = False,
 ) -> Launch:
-    """Return the config of a run on a number of nodes. Changes of `launch.layouts` come before `overrides`, those of
-    a task of a job array behind them.
+    """Return the config of a run on a number of nodes.
+
+    Precedence, lowest first: `launch.layouts`, `overrides`, the overrides of a job array's task.
 
     Args:
-        nodes: None leaves out what depends on it.
+        nodes: number of nodes; None skips what depends on it.
         without_data: files of tokenizer, weights and shards need not be on this machine.
 
     Raises:
-        UserError: the config has faults, or nothing for this number of nodes or this task.
+        UserError: the config has errors, or nothing for this number of nodes or this task.
     """
     changed = [*overrides, *_line_of_task(environment)]
     load = partial(compose.load, config, without_data=without_data)
@@ -72,8 +73,7 @@ def launch_of(
 
 
 def _require_same_run(nodes: int, cfg: ConfigContainer, changed: ConfigContainer) -> None:
-    """Raises ConfigError where a layout of `launch.layouts` changes more than where and how the same numbers are
-    computed: a run that goes on with it would not be the same run."""
+    """Raise ConfigError if `launch.layouts` changes more than where and how the same numbers are computed."""
     before, after = (dict(_flat(compose.to_dict(one))) for one in (cfg, changed))
     others = [key for key in {**before, **after} if before.get(key) != after.get(key) and not _OF_LAYOUT.match(key)]
     if others:
@@ -84,11 +84,10 @@ def _require_same_run(nodes: int, cfg: ConfigContainer, changed: ConfigContainer
 _OF_LAYOUT = re.compile(
     r"modules\.\w+\.(layout|recompute)\b|placement\.|train\.(micro_batch_size|recompute)$|data\.workers$"
 )
-"""Keys that do not change a run's numbers, but for the order in which they are summed."""
+"""Keys that change a run's numbers only by summation order."""
 
 
 def _flat(plain: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values by their full keys."""
     for key, value in plain.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -117,11 +116,11 @@ def _line_of_task(environment: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Start:
-    """What this process starts, or becomes."""
+    """What this process starts or becomes."""
 
     nodes: Nodes
     per_node: int
-    """Ranks on each node."""
+    """Ranks per node."""
     rank: list[str]
     """Command of a rank."""
     variables: dict[str, str]
@@ -130,10 +129,10 @@ class Start:
 
 
 def start_of(config: str, overrides: Sequence[str], environment: Mapping[str, str]) -> Start:
-    """Return what the environment of a launcher says that it starts.
+    """Return what this launcher starts, according to its environment.
 
     Raises:
-        UserError: variables contradict each other, the config has faults, or the layout does not fit the nodes.
+        UserError: variables contradict each other, the config has errors, or the layout does not fit the nodes.
     """
     nodes = nodes_of(environment)
     launch = launch_of(config, overrides, nodes.number, environment)
@@ -148,7 +147,7 @@ def start_of(config: str, overrides: Sequence[str], environment: Mapping[str, st
 
 
 def launch_here(config: str, overrides: Sequence[str]) -> int:
-    """Start the ranks of this node and return their exit code, or become a rank where every task of a cluster is one.
+    """Start this node's ranks and return their exit code, or become a rank if every cluster task is one.
 
     Raises:
         UserError: see `start_of`; or the nodes cannot join.
@@ -165,13 +164,13 @@ def launch_here(config: str, overrides: Sequence[str]) -> int:
 
 
 def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool = False) -> int:
-    """Return the processes of the layout on each node.
+    """Return the number of processes that the layout needs per node.
 
     Args:
         without_data: files of tokenizer, weights and shards need not be on this machine.
 
     Raises:
-        UserError: the config has faults, or nodes cannot share the processes evenly.
+        UserError: the config has errors, or the processes do not divide evenly among the nodes.
     """
     world = _world(cfg, without_data)
     if world % nodes:
@@ -185,10 +184,10 @@ def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool =
 
 
 def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
-    """Return the processes that the layout needs."""
+    """Return the number of processes that the layout needs."""
     if not without_data:
         return resolve(cfg).layout.processes[-1] + 1
-    # Sizes of a module may come from a directory that is not here.
+    # Module sizes may come from a directory that is not on this machine.
     left_out = {*INPUT_KEYS}
     for name, module in cfg.modules.items():
         left_out |= {f"modules.{name}.{part}" for part in ("encoder", "projector", "llm") if not getattr(module, part)}
@@ -198,11 +197,10 @@ def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
 
 
 def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:
-    """Return the processes to start on each node."""
     if not nodes.per_node:
         return processes_per_node(cfg, nodes.number)
     world, started = _world(cfg), nodes.number * nodes.per_node
-    if started < world:  # more may be idle: the program knows
+    if started < world:  # more may be started: the rest are idle
         given = nodes.ranks.variables[2] if nodes.ranks else "NPROC_PER_NODE"
         raise UserError(
             f"the layout needs {plural(world, 'process')}, but NNODES * {given} = {nodes.number} * {nodes.per_node} = "
@@ -212,7 +210,7 @@ def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:
 
 
 def _speed(cfg: ConfigContainer, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that a run is slow without, unless set: threads on the CPU, queues and memory on GPUs."""
+    """Return variables for speed, unless set: CPU threads, GPU queues and GPU memory."""
     if _on_cpu(cfg.run.device, environment):
         return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or "1"}
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "1"}

@@ -1,14 +1,14 @@
-"""Start the ranks of one node with torchrun's elastic agent, stop them gracefully, and start them again.
+"""Start one node's ranks with torchrun's elastic agent, stop them gracefully, and restart them.
 
-What torchrun alone does not do:
+In addition to torchrun:
 
 - SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches each rank once, as SIGTERM. The ranks have ``MIMO_GRACE_SECONDS`` to finish
-  their step, save and exit 0; the launcher then exits 0 too. A second SIGINT, a second later or more, kills the ranks.
-- The last line of output names the rank that failed first, in place of torchrun's two tracebacks.
-- Failed ranks start again (``--max-restarts``) after a delay that doubles, on all nodes or on none. The same failure
-  twice at one step ends the run (``restarts``).
+  their step, save and exit 0; the launcher then exits 0 too. A second SIGINT, at least a second later, kills the ranks.
+- The last line of output names the rank that failed first, instead of torchrun's two tracebacks.
+- Failed ranks restart (``--max-restarts``) after a doubling delay, on all nodes or on none. The same failure twice at
+  one step ends the run (``restarts``).
 
-Without ranks, signals have their default effect: the launcher ends.
+Without running ranks, signals end the launcher.
 """
 
 import logging
@@ -41,7 +41,7 @@ from mimo_train.logging.library_log import errors_only
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run."""
 JOIN_SECONDS = 900.0
-"""How long nodes wait for each other, before the first start and before a restart."""
+"""Seconds that nodes wait for each other before the first start and before a restart."""
 REASONS = {
     16: "a loss was wrong twice: start the run again on another machine, which repeats the step and compares",
     17: "a loss could not be trusted: the messages above say whether a machine is at fault",
@@ -51,10 +51,10 @@ REASONS = {
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Joins the launchers of all nodes in a TCPStore at MASTER_ADDR:MASTER_PORT, which node 0 keeps open over restarts.
+    """Join the launchers of all nodes in a TCPStore at MASTER_ADDR:MASTER_PORT, which node 0 keeps open over restarts.
 
-    Unlike torchrun's c10d backend it numbers nodes by NODE_RANK, and gives the ranks of each start an empty store, so
-    that a restart does not read the keys of the start before it.
+    Unlike torchrun's c10d backend it numbers nodes by NODE_RANK. The ranks of each start get an empty store, so that a
+    restart does not read old keys.
 
     Args:
         nodes: number of nodes, this node, and the address and port of node 0.
@@ -121,7 +121,7 @@ class NodeRendezvous(RendezvousHandler):
         return RendezvousInfo(store, self._nodes.node, self._nodes.number, bootstrap)
 
     def get_run_id(self) -> str:
-        """Return a word that all nodes share, new at each start."""
+        """Return an identifier that all nodes share, new at each start."""
         return self._run_id
 
     def get_backend(self) -> str:
@@ -130,7 +130,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: ranks use a store of the launcher of node 0."""
+        """True: ranks use the store of node 0's launcher."""
         return True
 
     def is_closed(self) -> bool:
@@ -159,12 +159,12 @@ def _first_line(error: BaseException) -> str:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent for one start of the ranks of this node, with a graceful stop.
+    """torchrun's agent for one start of this node's ranks, with a graceful stop.
 
     Args:
-        spec: of the ranks.
+        spec: worker spec of the ranks.
         log_dir: folder for torchrun's files.
-        grace_seconds: how long the ranks may take to finish after a stop was requested.
+        grace_seconds: seconds that ranks may take to finish after a stop request.
     """
 
     def __init__(self, spec: WorkerSpec, log_dir: Path, grace_seconds: float) -> None:
@@ -173,11 +173,11 @@ class Agent(LocalElasticAgent):
         self.stop_requested_at: float | None = None
         """Monotonic time of the first signal."""
         self.killed: dict[int, str] = {}
-        """Ranks' processes that this launcher has killed, and why."""
+        """Process ids of ranks that this launcher has killed, and why."""
         self._forwarded = False
 
     def request_stop(self, signum: int, _frame: object) -> None:
-        """Handle a signal that stops a run: send SIGTERM to the ranks, once."""
+        """Handle a stop signal: send SIGTERM to the ranks, once."""
         if self.stop_requested_at is None:
             self.stop_requested_at = time.monotonic()
             say(
@@ -191,7 +191,7 @@ class Agent(LocalElasticAgent):
             self._kill("SIGINT came twice")
 
     def end_of_grace(self, _signum: int, _frame: object) -> None:
-        """Handle the timer: kill the ranks that are left."""
+        """Handle the timer: kill the remaining ranks."""
         say(f"the ranks did not finish within {self.grace_seconds:g} s (MIMO_GRACE_SECONDS): ending them")
         self._kill(f"it did not finish within {self.grace_seconds:g} s after a stop was asked for (MIMO_GRACE_SECONDS)")
 
@@ -201,12 +201,12 @@ class Agent(LocalElasticAgent):
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
                 signal.signal(signum, self.request_stop)
         started = super()._start_workers(worker_group)
-        if self.stop_requested_at is not None:  # a signal that came while they were being started
+        if self.stop_requested_at is not None:  # a signal arrived during the start
             self._forward()
         return started
 
     def _forward(self) -> None:
-        """Send SIGTERM to each rank, and not to its session: the workers that read its data must live until it ends."""
+        """Send SIGTERM to each rank but not to its session: its data workers must outlive it."""
         if self._pcontext is not None and not self._forwarded:
             self._forwarded = True
             for pid in self._running():
@@ -223,26 +223,28 @@ class Agent(LocalElasticAgent):
 
 
 def launch(command: Sequence[str], nodes: Nodes, per_node: int, run_dir: Path) -> int:
-    """Start the ranks of this node and wait for them.
+    """Start this node's ranks and wait for them.
 
     Args:
-        command: of a rank.
-        nodes: of the run.
-        per_node: ranks on each node.
-        run_dir: `run.dir`, in whose files the cause of a failure is looked up.
+        command: command of a rank.
+        nodes: nodes of the run.
+        per_node: ranks per node.
+        run_dir: `run.dir`, whose files hold the cause of a failure.
 
     Returns:
-        0 if every rank exited 0, also after a requested stop; otherwise the exit code of the rank that failed first,
-        or 1 if a signal ended it.
+        0 if every rank exited 0, also after a requested stop; else the exit code of the rank that failed first, or 1 if
+        a signal ended it.
 
     Raises:
-        UserError: the nodes cannot join, or a variable of times is no number of seconds.
+        UserError: the nodes cannot join, or a time variable is not a number of seconds.
     """
     restarts, grace = Restarts(nodes.max_restarts, first_wait()), grace_seconds()
     hand_down()
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # which waits for the store, which is C++
+    if (
+        signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    ):  # Python's handler waits for the store, which is C++
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    errors_only(inherited=False)  # C++ warns about a store that is not there yet, or has left first
+    errors_only(inherited=False)  # C++ warns about a store that is not up yet or has left first
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torchrun's way to end ranks at once
     if "LOGLEVEL" not in os.environ:
         for name in [*logging.root.manager.loggerDict]:
@@ -264,7 +266,7 @@ def launch(command: Sequence[str], nodes: Nodes, per_node: int, run_dir: Path) -
             result = agent.run()
             signal.setitimer(signal.ITIMER_REAL, 0)
             if not result.is_failed():
-                _ignore_signals()  # a late one must not change the exit code
+                _ignore_signals()  # a late signal must not change the exit code
                 return 0
             code = _report(result, agent, run_dir)
             if agent.stop_requested_at is not None or not nodes.max_restarts:
@@ -289,7 +291,7 @@ def _ignore_signals() -> None:
 
 
 def _report(result: RunResult, agent: Agent, run_dir: Path) -> int:
-    """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it."""
+    """Print the rank that failed first and return its exit code. Other ranks failed or were ended because of it."""
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode in REASONS:
         say(f"exit code {failure.exitcode}: {REASONS[failure.exitcode]}. All ranks of this node have ended.")
