@@ -1,1 +1,1 @@
-"""Flight recorder: what each rank is doing, in a small file of its own, for whoever asks why a run hangs."""
+"""Flight recorder: each rank keeps a small file of what it is doing, to explain why a run hangs."""

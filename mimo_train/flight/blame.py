@@ -1,10 +1,10 @@
-"""Find out who waits for whom, and who is to blame first.
+"""Find out which ranks wait for which, and which rank is to blame first.
 
 A rank that waits for collective number n of a group waits for the members that have issued fewer; one that waits for a
-message waits for the other side of the channel. Following these edges leads to ranks that wait for nobody: one that is
-gone, stopped or silent is to blame before one that lives, and one that lives only if it makes no progress. Where ranks
-wait in a circle, the one that is furthest in the run has left something out; where two ranks did different things at
-one number of a group, the odd one out, and of two the one in the later phase.
+message waits for the other side of the channel. Following these edges leads to ranks that wait for nobody. Of these, a
+rank that is gone, stopped or silent is to blame before a live one, and a live one only if it makes no progress. If
+ranks wait in a circle, the one furthest in the run has skipped something. If ranks issued different collectives under
+one number, the odd one out is to blame; of two, the one in the later phase.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from mimo_train.flight.read import ALIVE, GONE, Event, Rank
 
 
 class Edge(NamedTuple):
-    """What a rank waits for."""
+    """A rank that another rank waits for, and why."""
 
     on: int
     why: str
@@ -25,13 +25,13 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What two readings of all ranks say.
+    """The verdict from two readings of all ranks.
 
     Attributes:
         ranks: the second reading.
         blamed: ranks, the first to blame first; empty if all make progress.
-        why: about `blamed`.
-        waits: by rank.
+        why: the reason for `blamed`.
+        waits: edges by waiting rank.
         progress: ranks that made progress between the readings.
     """
 
@@ -49,7 +49,7 @@ def judge(first: Mapping[int, Rank], second: Mapping[int, Rank], states: Mapping
 
     Args:
         first, second: two readings of its ranks.
-        states: of every rank in `second`, see `state_of`.
+        states: state of every rank in `second`, see `state_of`.
     """
     world = max((rank.world_size for rank in second.values()), default=0)
     progress = frozenset(
@@ -60,7 +60,7 @@ def judge(first: Mapping[int, Rank], second: Mapping[int, Rank], states: Mapping
         and (rank.events, rank.progressed_at) != (first[number].events, first[number].progressed_at)
     )
     dead = all(state == GONE for state in states.values()) and not all(r.is_over for r in second.values())
-    # Of a dead run, what every rank did last counts as if it still did it.
+    # In a dead run, each rank counts as still doing what it did last.
     seen = dict.fromkeys(states, ALIVE) if dead else states
     waits = {number: edges for number, rank in second.items() if (edges := _edges(rank, second, seen, world))}
     verdict = Verdict(second, states, world, progress, waits)
@@ -100,7 +100,7 @@ def _edges(rank: Rank, ranks: Mapping[int, Rank], states: Mapping[int, str], wor
     if event.peer < 0:
         members = [one for one in group.ranks if one != rank.rank]
         behind = [one for one in members if one not in ranks or ranks[one].issued(group.name, -1, 0) < event.message]
-        # All have issued it: the one that stopped inside holds up the others.
+        # All have issued it: a rank that stopped inside holds up the others.
         return [Edge(one, why) for one in behind or [one for one in members if states.get(one) != ALIVE]]
     back = RECEIVE if OPERATIONS[event.what] == "send" else SEND
     peer = ranks.get(event.peer)
@@ -110,7 +110,7 @@ def _edges(rank: Rank, ranks: Mapping[int, Rank], states: Mapping[int, str], wor
 
 
 def _queued_edges(rank: Rank, ranks: Mapping[int, Rank]) -> list[Edge]:
-    """Return edges of a rank whose host does not wait for messages: those count that the other side has not issued."""
+    """Return edges to ranks that have not issued a message yet; the waiting rank's host runs ahead of its device."""
     edges, groups = [], {group.name: group for group in rank.groups.values()}
     for (name, peer, direction), last in rank.last.items():
         event = Event(
@@ -125,12 +125,12 @@ def _queued_edges(rank: Rank, ranks: Mapping[int, Rank]) -> list[Edge]:
 
 
 def _roots(waits: Mapping[int, list[Edge]]) -> tuple[dict[int, set[int]], dict[tuple[int, ...], set[int]]]:
-    """Ranks that wait for nobody, and circles, each with the ranks that wait for it in the end."""
+    """Return the ranks that wait for nobody, and the cycles, each with all ranks that wait for it in the end."""
     roots: dict[int, set[int]] = {}
     circles: dict[tuple[int, ...], set[int]] = {}
     for start in waits:
         path, seen, todo = list[int](), set[int](), [(start, 0)]
-        while todo:  # depth first; `path` leads to the rank that is looked at
+        while todo:  # depth first; `path` leads to the current rank
             rank, depth = todo.pop()
             del path[depth:]
             if rank in path:
@@ -149,11 +149,11 @@ def _roots(waits: Mapping[int, list[Edge]]) -> tuple[dict[int, set[int]], dict[t
 def _root(verdict: Verdict) -> tuple[list[int], str] | None:
     ranks, states, waits = verdict.ranks, verdict.states, verdict.waits
     roots, circles = _roots(waits)
-    for rank in range(verdict.world_size):  # for which nobody waits yet
+    for rank in range(verdict.world_size):  # including those that nobody waits for yet
         if rank in ranks and states[rank] != ALIVE and not ranks[rank].is_over:
             roots.setdefault(rank, set())
     if dead := [rank for rank in roots if rank not in ranks or states[rank] != ALIVE]:
-        # Of several that are gone, the one that was furthest behind: the others may have followed it.
+        # Of several dead ranks blame the one furthest behind: the others may have followed it.
         dead.sort(
             key=lambda rank: (rank in ranks, states.get(rank) == GONE, -len(roots[rank]), _place(ranks.get(rank)))
         )
@@ -180,7 +180,7 @@ def _root(verdict: Verdict) -> tuple[list[int], str] | None:
 
 
 def _first_dead(verdict: Verdict) -> tuple[list[int], str] | None:
-    """Of a run without a living rank: who failed by itself, else who kept the others waiting, else who ended first."""
+    """Blame a rank of a dead run: one with an error, else one that others waited for, else the first to end."""
     ranks = verdict.ranks
     failed = [rank for rank in ranks if ranks[rank].error]
     if failed:
@@ -195,16 +195,16 @@ def _first_dead(verdict: Verdict) -> tuple[list[int], str] | None:
 
 
 def _last_seen(rank: Rank) -> float:
-    """In the time of day."""
+    """Return the Unix time of the last heartbeat."""
     return rank.beat_at + rank.offset
 
 
 _OF_ANOTHER = ".lock"
-"""What a rank reads while it waits for another process that indexes shards (`data.index.folder_file`)."""
+"""Suffix of the file that a rank reads while another process indexes its shards (`data.index.folder_file`)."""
 
 
 def _stuck(verdict: Verdict) -> tuple[list[int], str] | None:
-    """Ranks that wait for nobody, and that nobody waits for."""
+    """Blame live ranks that make no progress and wait for no rank."""
     alive = [rank for rank in verdict.ranks if verdict.states[rank] == ALIVE and not verdict.ranks[rank].is_over]
     still = [rank for rank in alive if rank not in verdict.progress and rank not in verdict.waits]
     if not still or verdict.progress:
@@ -215,7 +215,7 @@ def _stuck(verdict: Verdict) -> tuple[list[int], str] | None:
 
 
 def _unequal(ranks: Mapping[int, Rank]) -> tuple[list[int], str] | None:
-    """Return the first collective of a group at which ranks did different things."""
+    """Blame the first collective of a group at which ranks made different calls."""
     by_group: dict[str, dict[int, dict[int, Event]]] = {}
     for rank in ranks.values():
         for event in rank.ring:
@@ -248,7 +248,7 @@ def _last_place(rank: Rank, group: str) -> tuple[int, int]:
 
 
 def _place(rank: Rank | None) -> tuple:
-    """How far a rank is in the run, to be compared."""
+    """Return a sortable measure of how far a rank is in the run."""
     if rank is None:
         return ()
     event = rank.frames[-1] if rank.frames else None
@@ -271,7 +271,7 @@ def _ranks(ranks: object) -> str:
 
 
 def place_name(rank: Rank, event: Event) -> str:
-    """Return where in the module graph an event belongs: `images->language, microbatch 1, backward`; or nothing."""
+    """Return where in the module graph an event belongs (`images->language, microbatch 1, backward`), or ""."""
     words = [rank.places.get(event.place, "")]
     words += [f"microbatch {event.microbatch}"] if event.microbatch >= 0 else []
     words += [DIRECTIONS.get(event.direction, "")]

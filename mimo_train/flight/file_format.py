@@ -1,36 +1,36 @@
-"""The file of a rank: a header, the phases that are open, the last message of every channel, and a ring of events.
+"""File format of a rank: a header, the open phases, the last message of every channel, and a ring of events.
 
-All numbers are little-endian. Times are seconds of the monotonic clock of the rank's machine; the header has what turns
-them into the time of day. A *channel* is one direction between two ranks of a group, or all collectives of a group.
+All numbers are little-endian. Times are seconds of the machine's monotonic clock; the header holds the offset to Unix
+time. A *channel* is one direction between two ranks of a group, or all collectives of a group.
 """
 
 import struct
 
 FOLDER = "flight"
-"""In `run.dir`, with a folder for each start of the run."""
+"""Folder in `run.dir`, with a subfolder for each start of the run."""
 REPORT = "report.txt"
 """Report of a hang, next to the ranks' files."""
 
 MAGIC = b"MIMOFLY2"
 
 HEAD = struct.Struct("<8sIIQQQd64s")
-"""magic, rank, ranks of the run, process, its start time (clock ticks since boot), its launcher's process, time of day
-minus monotonic time, host."""
+"""magic, rank, world size, process id, its start time (clock ticks since boot), launcher's process id, Unix time minus
+monotonic time, host."""
 LIVE = struct.Struct("<QdQdI")
 """Heartbeats, time of the last one, signs of progress, time of the last one, last step begun."""
 EVENT = struct.Struct("<QdBBHbxiHiIQI")
 """number, time, kind, what (phase or operation), place, direction, microbatch, group, peer, number in its channel,
 bytes, step."""
 SLOT = struct.Struct("<HbBiIHiIdQ")
-"""group, direction (0: collective), operation, peer, number of the last message, phase, microbatch, step, time, bytes
-of a channel."""
+"""A channel: group, direction (0: collective), operation, peer, number of the last message, phase, microbatch, step,
+time, bytes."""
 
 STEP = struct.Struct("<I")
-"""The last of LIVE."""
+"""The last field of LIVE."""
 
 HEAD_AT, QUEUED_AT, LIVE_AT, DEPTH_AT, FRAMES_AT = 0, 152, 160, 248, 256
 STEP_AT = LIVE_AT + LIVE.size - STEP.size
-"""At QUEUED_AT is 1 where the host runs ahead of a device, and does not wait for its messages."""
+"""The byte at QUEUED_AT is 1 if the host runs ahead of a device and does not wait for its messages."""
 MAX_DEPTH = 16
 EVENT_SIZE = 48
 SLOT_SIZE = 40
@@ -41,19 +41,19 @@ RING_AT = SLOTS_AT + MAX_SLOTS * SLOT_SIZE
 NOTES_AT = RING_AT + RING * EVENT_SIZE
 NOTE_SIZE = 512
 READING, ERROR = 0, 1
-"""Notes: the files that threads read; the error that ends the rank."""
+"""Notes: the files that threads are reading; the error that ends the rank."""
 SIZE = NOTES_AT + 2 * NOTE_SIZE
 assert EVENT.size <= EVENT_SIZE and SLOT.size <= SLOT_SIZE
 
 ENTER, WAIT, ISSUE = 1, 2, 3
-"""Kinds of events: a phase begins, the wait for a message begins, a message is issued."""
+"""Kinds of events: a phase begins, a wait for a message begins, a message is issued."""
 FORWARD, BACKWARD = 1, 2
 DIRECTIONS = {0: "", FORWARD: "forward", BACKWARD: "backward"}
 SEND, RECEIVE = 1, 2
 """Directions of a channel."""
 
 CALLER = "caller"
-"""The phase between the calls of a program that makes the steps itself."""
+"""Phase between the calls of a program that makes the steps itself."""
 PHASES = (
     "start",  # interpreter and imports
     "join",  # the processes meet
@@ -77,7 +77,7 @@ PHASES = (
     "save",
     "end",
 )
-"""Of a run, in their order."""
+"""Phases of a run, in order."""
 NUMBER_OF = {name: number for number, name in enumerate(PHASES)}
 
 OPERATIONS = (
@@ -103,4 +103,4 @@ OPERATIONS = (
 )
 """Methods of a process group."""
 EQUAL_BYTES = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "_allgather_base"})
-"""Collectives whose first argument is as large on every rank."""
+"""Collectives whose first argument has the same size on every rank."""

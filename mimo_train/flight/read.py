@@ -1,4 +1,4 @@
-"""Read the recorder files of a run, live or dead, and what the kernel says of its processes (/proc)."""
+"""Read the recorder files of a live or dead run, and the state of its processes from /proc."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from mimo_train.flight import file_format
 from mimo_train.flight.file_format import FOLDER
 
 CLOCKS = 10.0
-"""Seconds by which the clocks of machines may differ."""
+"""Largest difference in seconds between the clocks of machines."""
 
 
 class Event(NamedTuple):
-    """A phase that began, a message that was issued or is waited for; fields as in `file_format.EVENT`."""
+    """A phase that began, or a message that was issued or awaited; fields as in `file_format.EVENT`."""
 
     number: int
     at: float
@@ -48,7 +48,7 @@ class Last(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A process group, by its name, which is the same on all of its ranks."""
+    """A process group; its name is the same on all of its ranks."""
 
     name: str
     description: str
@@ -61,7 +61,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """One reading of a rank's file. Times are of the rank's monotonic clock."""
+    """One reading of a rank's file. Times are in the rank's monotonic clock."""
 
     rank: int
     world_size: int
@@ -81,7 +81,7 @@ class Rank:
     groups: dict[int, Group]
     places: dict[int, str]
     last: dict[tuple[str, int, int], Last]
-    """By group's name, peer (-1: collectives) and direction."""
+    """By group name, peer (-1: collectives) and direction."""
     ring: tuple[Event, ...]
     reading: str
     error: str
@@ -89,12 +89,12 @@ class Rank:
 
     @property
     def wait(self) -> Event | None:
-        """The message that the rank waits for, if it does."""
+        """Return the message that the rank waits for, or None."""
         return self.frames[-1] if self.frames and self.frames[-1].kind == file_format.WAIT else None
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Names of the open phases, the outermost first."""
+        """Return the names of the open phases, the outermost first."""
         return tuple(_name(file_format.PHASES, frame.what) for frame in self.frames if frame.kind == file_format.ENTER)
 
     @property
@@ -103,13 +103,13 @@ class Rank:
         return self.phases[:1] == ("end",)
 
     def issued(self, group: str, peer: int, direction: int) -> int:
-        """Return the number of messages that it has issued in a channel."""
+        """Return the number of messages that the rank has issued in a channel."""
         last = self.last.get((group, peer, direction))
         return last.number if last else 0
 
     @property
     def seen_at(self) -> float:
-        """Time of day of its last heartbeat."""
+        """Return the Unix time of the last heartbeat."""
         return self.beat_at + self.offset
 
     @property
@@ -119,7 +119,7 @@ class Rank:
 
     @property
     def now(self) -> float:
-        """The rank's clock at this moment, as well as it is known here."""
+        """Return the current time of the rank's clock, estimated for ranks on other machines."""
         return time.monotonic() if self.here else time.time() - self.offset
 
 
@@ -141,21 +141,23 @@ def newest_start(run_dir: Path) -> Path:
 
 
 def start_time(folder: Path) -> float:
-    """Time of day when the ranks of a start last opened their files; the modification time of those would be of their
-    last page."""
+    """Return the Unix time when the ranks of a start last opened their files.
+
+    It uses the .names files: the .bin files change with every page written.
+    """
     return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
 
 
 def read_ranks(
     folder: Path, first: int | None = None, since: float = 0.0, beat: Callable[[], object] | None = None
 ) -> dict[int, Rank]:
-    """Return all ranks of a start that have a whole file. Files of an earlier start may lie there too: those of a run
-    of another size are left out.
+    """Return all ranks of a start that have a complete file. Files of an earlier start with another world size are
+    skipped.
 
     Args:
-        folder: as `newest_start` gives it.
-        first: number of ranks to read, the first of those that there are.
-        since: time of day; ranks that were seen last before it are left out.
+        folder: folder of the start, see `newest_start`.
+        first: read only this many files.
+        since: Unix time; ranks last seen earlier are skipped.
         beat: called before each file: there may be thousands, on a slow file system.
     """
     ranks = {}
@@ -236,7 +238,7 @@ def _names(path: Path) -> tuple[dict[int, Group], dict[int, str]]:
                 groups[entry["group"]] = Group(entry["name"], entry["description"], tuple(entry["ranks"]))
             else:
                 places[entry["place"]] = entry["name"]
-        except (ValueError, KeyError, TypeError):  # the rank is writing this line, or died in it
+        except (ValueError, KeyError, TypeError):  # the rank is writing this line, or died while writing it
             continue
     return groups, places
 
@@ -264,18 +266,18 @@ def state_of(first: Rank, second: Rank) -> str:
 
 
 class Process(NamedTuple):
-    """A process that exists."""
+    """An existing process."""
 
     state: str
-    """The kernel's letter: R, S, D, T (stopped), Z (ended, not yet noticed by its parent), ..."""
+    """The kernel's letter: R, S, D, T (stopped), Z (ended, not yet reaped by its parent), ..."""
     start: int
-    """Start time in clock ticks since boot; with the number it is the only process of its kind."""
+    """Start time in clock ticks since boot; identifies the process together with its number."""
     ticks: int
-    """Processor time so far, in clock ticks."""
+    """CPU time so far, in clock ticks."""
 
 
 def process(pid: int) -> Process | None:
-    """Return the process with this number; None if there is none, or the system has no /proc."""
+    """Return the process with this number; None if it does not exist or the system has no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return Process(fields[0], int(fields[19]), int(fields[11]) + int(fields[12]))
@@ -290,7 +292,7 @@ def runs(pid: int, start: int) -> bool:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Processes that `pid` has started, and theirs."""
+    """Yield the child processes of `pid`, and theirs."""
     try:
         tasks = [*Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
@@ -306,13 +308,13 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def kill_session(pid: int) -> None:
-    """End a process and, where it leads a group of its own, what it has started."""
+    """Kill a process, and its process group if it leads one."""
     kill: Callable[[int, int], None] = os.killpg if os.getpgid(pid) == pid else os.kill
     kill(pid, signal.SIGKILL)
 
 
 def storage_bytes(pid: int) -> int:
-    """Bytes that a process has read from and written to storage; 0 where that is not told."""
+    """Return the bytes that a process has read from and written to storage; 0 if unknown."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:

@@ -1,8 +1,7 @@
-"""The recorder of this process: a few stores into a memory-mapped file for every phase and message.
+"""The recorder of this process: it stores every phase and message in a memory-mapped file.
 
-There is one recorder a process, as there is one standard output: `RECORDER`. Phases, messages of process groups and
-places in the module graph come from code that has nothing else in common. Before `open`, and where the file cannot be
-made, it writes into memory of its own, so that callers never ask.
+Each process has one recorder, `RECORDER`, because phases, messages and places come from unrelated code. Before `open`,
+or if the file cannot be created, it writes into plain memory, so callers need no checks.
 """
 
 import json
@@ -50,7 +49,7 @@ from mimo_train.flight.file_format import (
 from mimo_train.flight.read import process
 
 KEPT_STARTS = 2
-"""Newest starts whose files stay."""
+"""Number of newest starts whose files are kept."""
 
 _now, _event, _slot = time.monotonic, EVENT.pack_into, SLOT.pack_into
 
@@ -69,13 +68,13 @@ class Channel:
 
 
 class Recorder:
-    """What this rank is doing. Methods but those for other threads are called by one thread at a time.
+    """Record what this rank is doing. Only one thread at a time may call methods outside `other threads` below.
 
     Attributes:
-        step: the step that has begun last, counted from 1; 0 before.
-        folder: of this start of the run; None while nothing is recorded.
-        in_use: whether `open` was called, also where the file could not be made.
-        opened: when its file was made, by the clock of the file system.
+        step: the last step that began, counted from 1; 0 before.
+        folder: folder of this start; None while nothing is recorded.
+        in_use: True after `open`, even if the file could not be created.
+        opened: creation time of the file, by the file system's clock.
     """
 
     def __init__(self) -> None:
@@ -92,13 +91,14 @@ class Recorder:
         self._slots = 0
 
     def open(self, run_dir: Path, rank: int, world_size: int, launcher: int = 0) -> Path | None:
-        """Record into a file of `run_dir` from now on. One that cannot be made is no error: the run says so itself.
+        """Start recording into a file of `run_dir`. A file that cannot be created is no error: the run reports a bad
+        folder itself.
 
         Args:
-            launcher: its process number.
+            launcher: its process id.
 
         Returns:
-            The folder of this start of the run; None where the file cannot be made.
+            Folder of this start; None if the file cannot be created.
         """
         self.close()
         self.in_use = True
@@ -107,12 +107,12 @@ class Recorder:
             folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 _remove_left(folder, world_size)
-            # A new file, not an old one cut short: who still maps that would die of SIGBUS.
+            # Create a new file instead of truncating: a process that still maps the old one would die of SIGBUS.
             with suppress(FileNotFoundError):
                 _file(folder, rank).unlink()
             with open(_file(folder, rank), "x+b") as file:
                 file.truncate(SIZE)
-                os.posix_fallocate(file.fileno(), 0, SIZE)  # a store into a hole of a full disk would be fatal too
+                os.posix_fallocate(file.fileno(), 0, SIZE)  # storing into a hole is also fatal on a full disk
                 self._map = mmap.mmap(file.fileno(), SIZE)
             self._names = open(_file(folder, rank).with_suffix(".names"), "w", buffering=1, encoding="utf-8")
             self.opened = os.fstat(self._names.fileno()).st_mtime
@@ -130,14 +130,14 @@ class Recorder:
         return self.folder
 
     def close(self) -> None:
-        """Record no longer; the file stays."""
+        """Stop recording; the file stays."""
         if self._names is not None:
             self._names.close()
-        # The map is left to the garbage collector: another thread may be about to write into it.
+        # Leave the map to the garbage collector: another thread may be about to write into it.
         self._map, self._names, self.folder, self.in_use = bytearray(SIZE), None, None, False
 
     def discard(self) -> None:
-        """`close`, and remove the file: this start has done nothing in the folder, which another run uses."""
+        """Close and remove the file: another run uses the folder, and this start has done nothing in it."""
         folder = self.folder
         self.close()
         if folder is not None:
@@ -149,7 +149,7 @@ class Recorder:
     # -- phases
 
     def to(self, name: str) -> None:
-        """Begin a phase of the run; the one before has ended."""
+        """Begin a phase of the run; the previous phase ends."""
         self._depth, self._place, self._direction, self._microbatch = 0, 0, 0, -1
         self.enter(name)
 
@@ -170,7 +170,7 @@ class Recorder:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """A block that is a phase, nowhere in the module graph."""
+        """Record the block as a phase outside the module graph."""
         self._place, self._direction, self._microbatch = 0, 0, -1
         self.enter(name)
         try:
@@ -191,14 +191,19 @@ class Recorder:
         self._map[DEPTH_AT] = min(depth, MAX_DEPTH)
 
     def begin_step(self, step: int) -> None:
-        """Step `step`, counted from 1, begins."""
+        """Record that step `step`, counted from 1, begins."""
         self.step, self._place, self._direction, self._microbatch = step, 0, 0, -1
-        # Not with the next heartbeat: a rank that ends before it ends in this step.
+        # Do not wait for the next heartbeat: the rank may end before it.
         STEP.pack_into(self._map, STEP_AT, step)
 
     def at(self, place: str, direction: int, microbatch: int) -> None:
-        """Where messages from now on belong: an edge `source->destination` or a module, FORWARD or BACKWARD, and the
-        microbatch, counted from 0."""
+        """Set where later messages belong.
+
+        Args:
+            place: an edge `source->destination` or a module.
+            direction: FORWARD or BACKWARD.
+            microbatch: counted from 0.
+        """
         number = self._places.get(place)
         if number is None:
             number = self._places[place] = len(self._places) + 1
@@ -206,17 +211,17 @@ class Recorder:
         self._place, self._direction, self._microbatch = number, direction, microbatch
 
     def queued(self) -> None:
-        """Messages are queued on a device: the host does not wait for them, only for the device."""
+        """Record that messages are queued on a device: the host waits only for the device."""
         self._map[QUEUED_AT] = 1
 
     @property
     def spins(self) -> bool:
-        """True if this rank waits for messages of a device, which takes processor time; the first step may compile."""
+        """True if waiting for device messages takes CPU time. False in the first step, which may compile."""
         return bool(self._map[QUEUED_AT]) and self.step > 1
 
     @property
     def rests(self) -> bool:
-        """True if the program that makes the steps is between two calls, and waits for no message of its own."""
+        """True if the program that makes the steps is between two calls and waits for no message."""
         kind, what = self._map[FRAMES_AT + 16 : FRAMES_AT + 18]
         return self._depth == 1 and (kind, what) == (ENTER, NUMBER_OF[CALLER])
 
@@ -227,12 +232,12 @@ class Recorder:
         self._name({"group": number, "name": name, "description": description, "ranks": list(ranks)})
 
     def channel(self, group: int, peer: int, direction: int) -> Channel:
-        """Return a channel that has had no message yet; `peer` is -1 for collectives."""
+        """Return a new channel without messages; `peer` is -1 for collectives."""
         self._slots += 1
         return Channel(self._slots - 1, group, peer, direction)
 
     def forget_messages(self) -> None:
-        """Process groups are made anew: their messages are counted from 1 again."""
+        """Restart message numbers at 1 because process groups are rebuilt."""
         self._slots, end = 0, RING_AT + RING * EVENT_SIZE
         self._map[SLOTS_AT:end] = bytes(end - SLOTS_AT)
 
@@ -253,33 +258,33 @@ class Recorder:
         return number
 
     def wait(self, channel: Channel, operation: int, number: int) -> None:
-        """The wait for a message begins; it ends with `leave`."""
+        """Record that the wait for a message begins; `leave` ends it."""
         self.push(WAIT, operation, channel.group, channel.peer, number)
 
     # -- other threads
 
     @property
     def events(self) -> int:
-        """Signs of progress."""
+        """Return the number of signs of progress."""
         return self._events + self._ticks
 
     def tick(self) -> None:
-        """A sign of progress inside a long phase. Has a counter of its own: that of the messages numbers them."""
+        """Count a sign of progress inside a long phase. A separate counter keeps message numbers unchanged."""
         self._ticks += 1
 
     def beat(self, progressed: float) -> None:
-        """Show that this process lives, and when it has last made progress."""
+        """Write a heartbeat with the time of the last progress."""
         self._beats += 1
         LIVE.pack_into(self._map, LIVE_AT, self._beats, _now(), self.events, progressed, self.step)
 
     def note(self, which: int, text: str) -> None:
-        """Write one of the notes, cut to what fits."""
+        """Write one of the notes, truncated to its size."""
         raw = text.encode(errors="replace")[: NOTE_SIZE - 1]
         at = NOTES_AT + which * NOTE_SIZE
         self._map[at : at + NOTE_SIZE] = raw + bytes(NOTE_SIZE - len(raw))
 
     def stack_file(self) -> Path | None:
-        """Where the stacks of this rank are written when a run hangs."""
+        """Return the file for this rank's stacks when a run hangs."""
         return None if self.folder is None else _file(self.folder, self.rank).with_suffix(".stack")
 
     def _name(self, entry: dict[str, object]) -> None:
@@ -293,7 +298,7 @@ RECORDER = Recorder()
 
 
 def remove_old_starts(run_dir: Path) -> None:
-    """Remove the files of earlier starts of a run, but for the newest; for the process that holds the run's lock."""
+    """Remove the files of all but the newest starts. Only the process that holds the run's lock may call it."""
     with suppress(OSError):
         starts = sorted((run_dir / FOLDER).iterdir(), key=lambda path: path.stat().st_mtime)
         for folder in starts[:-KEPT_STARTS]:
@@ -308,7 +313,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _remove_left(folder: Path, world_size: int) -> None:
-    """Remove what an earlier start of the same name has left and this one does not write anew."""
+    """Remove files of an earlier start of the same name that this start does not overwrite."""
     (folder / REPORT).unlink(missing_ok=True)
     for file in folder.glob("rank_*.*"):
         number = file.stem.removeprefix("rank_")
@@ -317,11 +322,11 @@ def _remove_left(folder: Path, world_size: int) -> None:
 
 
 def _start_name() -> str:
-    """Return a name that every rank of this start of the run shares: where they join, the launcher's run id, and the
-    attempt; for a process without a launcher its number.
+    """Return a name that all ranks of this start share: address, port, the launcher's run id, and the attempt.
 
-    It is new at the next start, except on several nodes of plain torchrun, whose run id is always "none", and where
-    something other than a scheduler starts the ranks: they share nothing that is new.
+    A process without a launcher uses its host and process id. The name is new at each start, with two exceptions:
+        several nodes of plain torchrun, whose run id is always "none", and ranks that neither torchrun nor a scheduler
+        starts.
     """
     job = [name] if (name := scheduled_job()) else []
     port = os.environ.get("MASTER_PORT", "")
@@ -330,7 +335,7 @@ def _start_name() -> str:
     else:
         parts = [os.environ.get("MASTER_ADDR", ""), port, os.environ.get("TORCHELASTIC_RUN_ID", "")]
         parts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        # Torchrun makes a folder with a random name for each start, with one for each attempt and rank in it.
+        # torchrun makes a folder with a random name for each start, and subfolders for attempt and rank.
         errors = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if parts[2] == "none" and os.environ.get("GROUP_WORLD_SIZE") == "1" and len(errors.parts) > 3:
             parts.append(errors.parts[-4])
@@ -338,6 +343,6 @@ def _start_name() -> str:
 
 
 def scheduled_job() -> str:
-    """Its name, another one at every start: `slurm-JOB.RESTART`. Empty where there is none."""
+    """Return the scheduler's job name, new at every start (`slurm-JOB.RESTART`); empty if there is none."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"slurm-{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""

@@ -1,4 +1,4 @@
-"""The report that `mimo-train hang` and the watchdog print."""
+"""Write the report that `mimo-train hang` and the watchdog print."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from mimo_train.flight.file_format import REPORT
 from mimo_train.flight.read import ALIVE, GONE, STOPPED, Rank, newest_start, process, read_ranks, start_time, state_of
 
 PAUSE = 1.3
-"""Seconds between two readings; a rank shows a heartbeat every half second."""
+"""Seconds between two readings; a rank writes a heartbeat every half second."""
 MOST_ROWS = 64
-"""Ranks with a line of their own; of more, those that wait and those to blame."""
+"""Most ranks to list; larger runs list only ranks that wait or are to blame."""
 MOST_FRAMES = 14
 ENDED = "the run is ended"
-"""Last line of a report by a watchdog that ends the run, in place of a restart within the process."""
+"""Last line of a report by a watchdog that ends the run instead of restarting inside the process."""
 OUR_CODE = ("mimo_train/", "/data/", "encoders/")
 
 
@@ -24,10 +24,10 @@ def look(
     since: float = 0.0,
     beat: Callable[[], object] | None = None,
 ) -> Verdict:
-    """Read all ranks of a start twice, and judge.
+    """Read all ranks of a start twice and return the verdict.
 
     Args:
-        folder: of a start of the run, see `newest_start`.
+        folder: folder of the start, see `newest_start`.
         sleep: called between the readings.
         since, beat: see `read_ranks`.
     """
@@ -39,13 +39,13 @@ def look(
 
 
 def report(run_dir: Path, verdict: Verdict | None = None) -> str:
-    """The report of a run, live or dead: who is to blame, what each rank does, and the stack of the first to blame.
+    """Return the report of a live or dead run: the rank to blame with its stack, and what each rank does.
 
     Args:
         verdict: default: `look` at the newest start.
 
     Raises:
-        UserError: the folder has no files of a flight recorder.
+        UserError: the folder has no flight recorder files.
     """
     verdict = verdict or look(newest_start(run_dir))
     lines = [f"{run_dir}: {_summary(verdict)}"]
@@ -67,17 +67,19 @@ def report(run_dir: Path, verdict: Verdict | None = None) -> str:
 
 
 def kept_report(folder: Path, verdict: Verdict) -> str | None:
-    """Return the report that the watchdog wrote before it ended the ranks of a start; None if it wrote none, a rank
-    still lives, or all reached the end of the run.
+    """Return the report that the watchdog wrote before it ended the ranks of a start.
+
+    None if it wrote none, a rank still lives, or all ranks reached the end of the run.
 
     Args:
-        folder: of the start; verdict: of now.
+        folder: folder of the start.
+        verdict: the current verdict.
     """
     if {ALIVE, STOPPED} & {*verdict.states.values()} or all(rank.is_over for rank in verdict.ranks.values()):
         return None
     try:
         if (folder / REPORT).stat().st_mtime < start_time(folder):
-            return None  # of an earlier start of the same name
+            return None  # from an earlier start of the same name
         text = (folder / REPORT).read_text(errors="replace").rstrip()
     except OSError:
         return None
@@ -116,7 +118,7 @@ def _row(verdict: Verdict, number: int) -> str:
 
 
 def _doing(rank: Rank, state: str) -> str:
-    """Phase, since when, step, place, and what it reads or waits for."""
+    """Return the phase, its duration, step, place, and what the rank reads or waits for."""
     now = rank.beat_at if state == GONE else rank.now
     words = [f"step {rank.step}" if rank.step else "", " > ".join(rank.phases) or "start"]
     last = rank.frames[-1] if rank.frames else None
@@ -136,7 +138,7 @@ def _doing(rank: Rank, state: str) -> str:
 
 
 def _stack(rank: Rank) -> list[str]:
-    """Return the innermost frames of its threads, those in our code first, as the rank has written them."""
+    """Return the innermost frames of the rank's threads, our code first, from its stack file."""
     try:
         text = rank.stack_file.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""A thread of every rank: it writes the heartbeat, ends the rank without its launcher, and reports a hang."""
+"""A thread of every rank: it writes heartbeats, ends the rank without its launcher, and reports a hang."""
 
 import faulthandler
 import os
@@ -29,28 +29,29 @@ from mimo_train.flight.report import ENDED, PAUSE, look, report
 HANG_CODE = 18
 """Exit code of a run that was ended because it hung."""
 LOOKERS = 4
-"""First ranks, which look at all others when nothing moves; those behind do if none of them lives."""
+"""Number of first ranks that read all others when nothing moves; later ranks do so only if none of these lives."""
 BEAT = 0.5
 """Seconds between heartbeats."""
 FOR_STACKS = 1.5
 """Seconds for the other ranks to write their stacks."""
 UNSEEN = 10
-"""How often `run.hang_report_seconds` a rank may work without an event of the recorder: in a compiler, a library."""
+"""Multiple of `run.hang_report_seconds` that a rank may work without a recorder event, in a compiler or library."""
 BUSY = 0.5
-"""Share of a processor that counts as work, where waiting costs none."""
+"""Share of a CPU that counts as work, where waiting costs none."""
 STORED = 2**20
 """Bytes from or to storage that count as work: more than this thread's own file takes."""
 LAUNCHER = "MIMO_LAUNCHER"
-"""Environment variable: the launcher's process and its start time."""
+"""Environment variable with the launcher's process id and start time."""
 
 
 class Signs:
-    """Signs that this process works, although the recorder has no event: the main thread's place in the Python code
-    changes, storage is read or written, a program that it has started (a compiler) computes, or, where waiting costs
-    no processor time, it computes itself.
+    """Detect that this process works although the recorder has no event.
+
+    Signs are: the main thread moves in its Python code, storage is read or written, a child process (a compiler)
+        computes, or this process computes itself, if waiting costs no CPU time.
 
     Args:
-        spins: whether a wait takes processor time now, as that for a GPU does.
+        spins: True if a wait takes CPU time now, as a wait for a GPU does.
     """
 
     def __init__(self, spins: Callable[[], bool]):
@@ -58,7 +59,7 @@ class Signs:
         self._seen: tuple[object, int, int] | None = None
 
     def begin(self) -> None:
-        """There was an event: what follows is looked at anew. Looking costs more than a heartbeat."""
+        """Forget the last look after an event. Looking costs more than a heartbeat."""
         self._seen = None
 
     def work(self) -> bool:
@@ -80,15 +81,15 @@ class Signs:
 
 
 class Watch:
-    """Watches one rank, from construction to `close`.
+    """Watch one rank, from construction to `close`.
 
     Args:
-        recorder: open.
-        run_dir: of the run.
-        hang_seconds: `run.hang_report_seconds`; 0: no report.
-        ends: whether a run that hangs is ended.
-        grace_seconds: how long the rank may take to save when its launcher is gone.
-        launched: whether it has one.
+        recorder: an open recorder.
+        run_dir: folder of the run.
+        hang_seconds: `run.hang_report_seconds`; 0 turns reports off.
+        ends: True to end a run that hangs.
+        grace_seconds: seconds that the rank may take to save when its launcher is gone.
+        launched: True if it has a launcher.
     """
 
     def __init__(
@@ -119,14 +120,14 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._over.wait(BEAT):
-            # A rank must not be without its watch because a file system fails, or the interpreter is being shut down.
+            # Keep watching if a file system fails or the interpreter shuts down.
             with suppress(Exception):
                 self._look()
 
     def _look(self) -> None:
         now, recorder = time.monotonic(), self._recorder
         from data.storage.files import (
-            READS,  # not where the launcher imports this module: `data` may be another package
+            READS,  # not at the top: the launcher imports this module, and `data` may be another package there
         )
 
         events = recorder.events + READS.count
@@ -134,7 +135,7 @@ class Watch:
             self._events, self._last_event, self._progress = events, now, now
             self._signs.begin()
         elif recorder.rests:
-            self._progress = now  # nobody can say how long it may
+            self._progress = now  # the caller may pause for any time
         elif self._signs.work() and now - self._last_event < UNSEEN * self._seconds:
             self._progress = now
         recorder.note(READING, READS.longest())
@@ -145,8 +146,7 @@ class Watch:
             self._report_hang(recorder.folder)
 
     def _end_without_launcher(self, now: float) -> None:
-        """The run that replaces this one must not find it there: it saves after its step, as after a signal, and ends
-        for good after the grace."""
+        """Save and end without a launcher: the run that replaces this one must not find it still running."""
         if not self._parent:
             return
         if self._gone_since is None:
@@ -163,7 +163,7 @@ class Watch:
             kill_session(os.getpid())
 
     def _report_hang(self, folder: Path) -> None:
-        """Report, and end the run, if those to blame have not moved for long enough either."""
+        """Report and end the run if the ranks to blame have not moved for long enough either."""
         if self._stacks_of != self._events:
             self._stacks_of = self._events
             self._write_stacks()
@@ -177,7 +177,7 @@ class Watch:
         verdict = look(folder, self._sleep, self._recorder.opened, self._beat)
         left = self._until_hang(verdict)
         if left > 0:
-            # One that is waited for works, or has begun to hang later than this rank has begun to wait for it.
+            # A rank that is waited for works, or began to hang later than this rank began to wait for it.
             self._next_look = time.monotonic() + max(left, 2 * BEAT)
             return
         self._next_look = time.monotonic() + self._seconds
@@ -193,36 +193,34 @@ class Watch:
             self._leave()
 
     def _is_first(self, written: Path) -> bool:
-        """True if this rank is the first that has come to a verdict; it reports."""
+        """True if this rank is the first to reach a verdict; it reports."""
         with suppress(OSError):
             earlier = not self._ends and time.time() - written.stat().st_mtime > self._seconds
             if earlier or not self._is_reported(written):
-                written.unlink()  # of an earlier hang, or of an earlier start
+                written.unlink()  # from an earlier hang or an earlier start
         try:
             written.touch(exist_ok=False)
         except FileExistsError:
             return False
-        except OSError:  # the folder is gone or full: every rank says it
+        except OSError:  # the folder is gone or full: every rank reports
             return True
         return True
 
     def _is_reported(self, written: Path) -> bool:
-        """True if there is a report of this start: one of an earlier start of the same name is older than its file."""
+        """True if there is a report of this start: an earlier start's is older than this rank's file."""
         try:
             return written.stat().st_mtime >= self._recorder.opened
         except OSError:
             return False
 
     def _leave(self) -> None:
-        """End a little later than the rank that reports: its exit code is the launcher's. This one's is for a launcher
-        on another machine."""
+        """End after the reporting rank, whose exit code the launcher returns; other machines return this one."""
         if self._ends:
             self._sleep(3.0)
             _end(HANG_CODE)
 
     def _is_looked_after(self, folder: Path) -> bool:
-        """True if one of the first ranks lives, and looks. Thousands of ranks that read each other's files would be too
-        much for a file server."""
+        """True if one of the first ranks lives and looks: thousands of readers would overload a file server."""
         since = self._recorder.opened
         first = read_ranks(folder, LOOKERS, since, self._beat)
         self._sleep(PAUSE)
@@ -230,7 +228,7 @@ class Watch:
         return any(state_of(first.get(n, rank), rank) == ALIVE for n, rank in second.items())
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, with heartbeats: the others must not take this rank for a dead one."""
+        """Wait with heartbeats: other ranks must not take this rank for dead."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._beat()
@@ -240,14 +238,14 @@ class Watch:
         self._recorder.beat(self._progress)
 
     def _until_hang(self, verdict: Verdict) -> float:
-        """Seconds until those to blame have made no progress for long enough; 0 if that is so now."""
+        """Return the seconds until the ranks to blame have made no progress for long enough; 0 if that is so now."""
         if not verdict.blamed:
             return self._seconds / 4
         known = [verdict.ranks[number] for number in verdict.blamed if number in verdict.ranks]
         return max((self._seconds - self._age(rank) for rank in known), default=0.0)
 
     def _age(self, rank: Rank) -> float:
-        """Seconds since its last progress, by its own clock."""
+        """Return the seconds since the rank's last progress, by its own clock."""
         return max(rank.now, rank.beat_at) - rank.progressed_at
 
     def _write_stacks(self) -> None:
@@ -258,8 +256,10 @@ class Watch:
 
 
 def handed_down() -> tuple[int, int] | None:
-    """The launcher's process and its start time, as it has set them in the environment; None if it has not. The parent
-    alone would not do: a launcher that ends before this process looks has left it to another parent."""
+    """Return the launcher's process id and start time from the environment; None if they are not set.
+
+    The parent's id is not enough: this process has another parent if its launcher ends early.
+    """
     try:
         pid, start = map(int, os.environ.get(LAUNCHER, "").split(":"))
     except ValueError:
@@ -268,14 +268,14 @@ def handed_down() -> tuple[int, int] | None:
 
 
 def hand_down() -> None:
-    """Tell the processes that this one starts who their launcher is."""
+    """Pass this process's id and start time to child processes."""
     own = process(os.getpid())
     if own is not None:
         os.environ[LAUNCHER] = f"{os.getpid()}:{own.start}"
 
 
 def _end(code: int) -> None:
-    """At once: the main thread is stuck, and process groups would wait for the others."""
+    """Exit at once: the main thread is stuck, and process groups would wait for the others."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -283,7 +283,7 @@ def _end(code: int) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line of mimo-train's own on standard error, if that is still there."""
+    """Print a line of mimo-train on standard error, if that still exists."""
     with suppress(OSError, ValueError):
         sys.stderr.write(f"mimo-train: {text}\n")
         sys.stderr.flush()
