@@ -1,4 +1,4 @@
-"""What a run measures and where the numbers go: files, TensorBoard, W&B, the console, the report.
+"""Measure a run and write the numbers to files, TensorBoard, W&B, the console and the report.
 
-`runtime` imports torch; nothing else here does, so that a report is read and written without it.
+Only `runtime` imports torch, so reports are written without it.
 """

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar on a terminal, plain lines anywhere else."""
+"""Show a training run: a progress bar on a terminal, plain lines anywhere else."""
 
 import io
 import math
@@ -19,14 +19,14 @@ from mimo_train.logging.rank_log import to_nowhere
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE, _OF_SOURCE, _TIMERS = "learning_rate/", "loss/", "timers/"
 _OF_PARTS = (_OF_SOURCE, "moe/")
-"""What the names of losses of single sources and layers begin with."""
+"""Prefixes of the losses of single sources and layers."""
 
 
 class Console:
-    """Shows steps, evaluations and messages. The caller gives a step at most once per log interval.
+    """Show steps, evaluations and messages. Callers pass each step at most once per log interval.
 
-    On a terminal: one progress bar, with evaluations and messages printed above it. Elsewhere: a line for a step, at
-    most one per second, but always for the first and the last step.
+    On a terminal: one progress bar, with evaluations and messages above it. Elsewhere: at most one step line per
+        second, but always the first and the last step.
     """
 
     def __init__(
@@ -37,9 +37,8 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         view: "View | None" = None,
     ):
-        """Show `total_steps` optimizer steps, of which `done_steps` are done, on `stream` (standard output), or by
-        `view` if it is given."""
-        # A process that was started with a closed one has none.
+        """Show `total_steps` optimizer steps, `done_steps` of them done, on `stream` (default stdout) or in `view`."""
+        # sys.stdout is None in a process started without it.
         self._stream = stream = (sys.stdout or io.StringIO()) if stream is None else stream
         self._total = total_steps
         self._step_seconds: deque[float] = deque(maxlen=50)
@@ -51,9 +50,13 @@ class Console:
         return cls(0, 0, view=_Nothing())
 
     def step(self, step: int, values: dict[str, float], remark: str = "", losses: Iterable[str] = ()) -> None:
-        """Show `values` of a step: `lm loss`, `grad_norm`, `learning_rate/<module>`, `tokens_per_second`,
-        `step_seconds`; those that are missing are left out. `remark` is the end of the line, `losses` are names of
-        further losses."""
+        """Show the values of a step; missing ones are left out.
+
+        Args:
+            values: `lm loss`, `grad_norm`, `learning_rate/<module>`, `tokens_per_second`, `step_seconds`.
+            remark: appended to the line.
+            losses: names of further losses.
+        """
         seconds = values.get("step_seconds", math.nan)
         if math.isfinite(seconds):
             self._step_seconds.append(seconds)
@@ -71,7 +74,7 @@ class Console:
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Print the values of an evaluation after `step`; keys are `eval/...`."""
-        # Of a set without a token with loss there is no loss, and nothing is exact.
+        # A set without loss tokens has no loss and no exact match.
         unscored = {
             key.removesuffix("samples") for key, value in values.items() if key.endswith("/samples") and not value
         }
@@ -83,12 +86,11 @@ class Console:
         self._show(lambda: self._view.print(text))
 
     def close(self) -> None:
-        """Show the last step if it was held back, and leave the terminal as it was."""
+        """Show the last step if it was held back, and restore the terminal."""
         self._show(self._view.close)
 
     def _show(self, what: Callable[[], None]) -> None:
-        """Whoever reads may have ended (`| head`), or the disk of a redirection is full: then nothing is shown any
-        more, and training goes on."""
+        """Stop showing anything if the reader has ended (`| head`) or the disk is full; training continues."""
         try:
             what()
         except OSError:
@@ -97,7 +99,7 @@ class Console:
 
 
 class View(Protocol):
-    """Where a console shows things."""
+    """Output of a console."""
 
     def step(self, step: int, total: int, parts: dict[str, str]) -> None: ...
 
@@ -107,7 +109,7 @@ class View(Protocol):
 
 
 class _Nothing:
-    """Shows nothing."""
+    """A view that shows nothing."""
 
     def step(self, step: int, total: int, parts: dict[str, str]) -> None:
         pass
@@ -149,7 +151,7 @@ class _Lines:
 
 
 class _Bar:
-    """A progress bar that stays at the bottom of a terminal."""
+    """A progress bar at the bottom of a terminal."""
 
     def __init__(self, stream: TextIO, total: int, done: int):
         self._console = rich.console.Console(file=stream, force_terminal=True, highlight=False, emoji=False)
@@ -165,7 +167,7 @@ class _Bar:
         self._progress.start()
 
     def step(self, step: int, total: int, parts: dict[str, str]) -> None:
-        # A bar has one line: what is read at a glance, the rest is in the files.
+        # The bar has one line: show the main numbers, the rest is in the files.
         shown = [parts[name] for name in ("loss", "tokens", "seconds", "left", "remark") if name in parts]
         self._progress.update(self._task, completed=step, numbers="  ".join(shown))
 
@@ -183,8 +185,7 @@ def view_on(stream: TextIO, total_steps: int, done_steps: int, clock: Callable[[
 
 
 def step_parts(values: dict[str, float], losses: Iterable[str] = ()) -> dict[str, str]:
-    """Return the values of a step as words, by short name, in the order of a line. Of `losses`, those of sources and of
-    single layers are no part of their own."""
+    """Return the values of a step as text by short name, in line order. Of `losses`, sources and layers are skipped."""
     parts = {}
     named = [f"lm loss {values['lm loss']:.4f}"] if "lm loss" in values else []
     named += [f"{name} {values[name]:.5g}" for name in losses if name != "lm loss" and not name.startswith(_OF_PARTS)]
@@ -213,7 +214,7 @@ def step_parts(values: dict[str, float], losses: Iterable[str] = ()) -> dict[str
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time in one or two units: 45 s, 2 min, 3 h 20 min, 2 d 4 h."""
+    """Return a duration in one or two units: 45 s, 2 min, 3 h 20 min, 2 d 4 h."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 59.5:
@@ -242,10 +243,10 @@ _SECONDS_BETWEEN_COUNTS = 10.0
 
 
 class CountBar:
-    """Shows how many of `total` are done, and the time that is left; nothing away from a terminal if it takes seconds.
+    """Show how many of `total` are done and the remaining time; off a terminal, a line only every few seconds.
 
     Attributes:
-        done: how many are done.
+        done: number done.
     """
 
     def __init__(
@@ -258,13 +259,14 @@ class CountBar:
         write: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """
+        """Start counting.
+
         Args:
-            what: is done, for example "counting the tokens of texts".
-            total: None: not known.
-            unit: is counted, for example "samples".
-            stream: default: standard error.
-            write: prints a line; with it there is no bar.
+            what: the activity, such as "counting the tokens of texts".
+            total: None if unknown.
+            unit: what is counted, such as "samples".
+            stream: default: stderr.
+            write: prints a line; replaces the bar.
         """
         self._what, self._total, self._unit, self.done = what, total, f" {unit}" if unit else "", 0
         self._stream = sys.stderr if stream is None else stream

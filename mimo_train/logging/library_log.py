@@ -1,7 +1,7 @@
-"""Send warnings of libraries to the log of a rank, so that the console shows the run itself.
+"""Send library warnings to the log of a rank, so that the console shows only the run.
 
-Importing Megatron-Core 0.19.2 warns a dozen times on every rank, on most machines about things that do not concern the
-run. Warnings of mimo-train and of the user's own modules stay on the console, and so do errors of libraries.
+Importing Megatron-Core 0.19.2 prints a dozen irrelevant warnings on every rank. Warnings of mimo-train and of user
+modules, and errors of libraries, stay on the console.
 """
 
 import ctypes
@@ -24,27 +24,27 @@ LIBRARIES = tuple(
     for folder in {sysconfig.get_path(key), os.path.realpath(sysconfig.get_path(key))}
 )
 CPU_BACKEND = str(HOME / "mimo_train" / "cpu" / "backend.py")
-"""On the CPU every call of torch passes through it, so that warnings about the caller name this file."""
+"""On the CPU every torch call passes through this file, so warnings about the caller name it."""
 CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def is_library(file: str) -> bool:
-    """True if a source file belongs to a library, neither to mimo-train nor to modules of the user."""
+    """True if a source file belongs to a library, not to mimo-train or the user."""
     file = os.path.abspath(file)
     return file == CPU_BACKEND or (file.startswith(LIBRARIES) and not file.startswith(OWN))
 
 
 def divert(path: Path | None) -> RankLog:
-    """Append warnings and log records of libraries, below errors, to a file from now on. They stay on the console if
-    the file cannot be written, and records of torch where TORCH_LOGS asks for them.
+    """Append warnings and log records of libraries, below errors, to a file from now on.
 
-    Call it before the libraries are imported, and `adopt_torch` after torch was.
+    They stay on the console if the file cannot be written; so do torch's records if TORCH_LOGS is set. Call it before
+    importing the libraries, and `adopt_torch` after importing torch.
 
     Args:
-        path: made with the first record; None: drop the records.
+        path: created with the first record; None drops the records.
 
     Returns:
-        The file's log.
+        Log of the file.
     """
     log, console = RankLog(path or Path(os.devnull)), warnings.showwarning
 
@@ -67,16 +67,16 @@ def divert(path: Path | None) -> RankLog:
 
 
 def divert_command(command: str, run_dir: Path | None) -> None:
-    """Call `divert` for a command that reads a run, with `logs/COMMAND.log` of the run's folder.
+    """Call `divert` with `logs/COMMAND.log` in the run's folder.
 
     Args:
-        run_dir: None where there is no such folder on this machine; the records are dropped.
+        run_dir: None if the folder is not on this machine; records are dropped.
     """
     divert(None if run_dir is None else run_dir / "logs" / f"{command}.log")
 
 
 def adopt_torch() -> None:
-    """Leave the records of torch's loggers to the handler of `divert`: torch gives each its own, which prints them."""
+    """Route torch's loggers to the handler of `divert`: torch gives each a handler that prints."""
     if "TORCH_LOGS" in os.environ:
         return
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]:
@@ -87,17 +87,17 @@ def adopt_torch() -> None:
 
 
 def errors_only(*, inherited: bool = True) -> None:
-    """Let torch's C++ print errors and no warnings from now on, also after torch was imported. Does nothing if the user
-    has chosen a level.
+    """Print only errors from torch's C++ from now on, even after importing torch. No effect if the user has set a
+    level.
 
     Args:
-        inherited: False: processes that this one starts keep their warnings.
+        inherited: False to keep warnings in child processes.
     """
     if CPP_LEVEL in os.environ:
         return
     os.environ[CPP_LEVEL] = "ERROR"
     if torch := sys.modules.get("torch"):
-        # Torch reads the variable at its import. A torch without this function keeps its warnings.
+        # Torch reads the variable at import. A torch without this function keeps its warnings.
         with suppress(OSError, AttributeError):
             ctypes.CDLL(str(Path(torch.__path__[0], "lib", "libc10.so")))._ZN3c1011initLoggingEv()
     if not inherited:
@@ -105,8 +105,7 @@ def errors_only(*, inherited: bool = True) -> None:
 
 
 class _Handler(logging.Handler):
-    """Writes records of libraries into the log; prints their errors, and all records of others, as Python's handler of
-    last resort does."""
+    """Write library records to the log; print their errors and all other records, like Python's last-resort handler."""
 
     def __init__(self, log: RankLog):
         super().__init__()
@@ -124,5 +123,5 @@ class _Handler(logging.Handler):
                     return
             if last is not None and record.levelno >= last.level:
                 last.handle(record)
-        except Exception:  # a logger must never end what it reports on
+        except Exception:  # a logger must never end its caller
             self.handleError(record)

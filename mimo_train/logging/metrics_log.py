@@ -1,7 +1,7 @@
-"""Where the numbers of a run go: one call writes to every sink. One process of a run owns the log.
+"""Write the numbers of a run to every sink. One process of a run owns the log.
 
-metrics.jsonl is the record: what cannot be written is held back, and an error at the end. The other sinks are copies:
-one that fails is reported once and left alone, and training goes on.
+metrics.jsonl is the record: lines that cannot be written are held back and raise an error at the end. Other sinks are
+copies: one that fails is reported once and skipped, and training continues.
 """
 
 import logging
@@ -19,17 +19,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A place that values are written to."""
+    """A destination of values."""
 
     handle: Any
-    """What it writes with, for those who want to add more than numbers: the path of metrics.jsonl, a `SummaryWriter`, a
-    W&B run, an `MlflowHandle` (client and run id), a Comet experiment."""
+    """Object for writing more than numbers: a path, `SummaryWriter`, W&B run, `MlflowHandle` or Comet experiment."""
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write `values` of optimizer step `step`."""
 
     def close(self) -> None:
-        """Write what is still held back, and end."""
+        """Write what is still held back, and close."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,22 @@ SINKS: dict[str, SinkKind] = {
         open=lambda cfg, run_dir, resumed_step: CometSink(run_dir, to_dict(cfg), resumed_step),
     ),
 }
-"""Every sink, by name."""
+"""All sinks by name."""
 
 
 class MetricsLog:
-    """Writes values to every sink."""
+    """Write values to every sink."""
 
     def __init__(
         self, sinks: Mapping[str, Sink] | None = None, required: frozenset[str] = frozenset({"metrics.jsonl"})
     ):
-        """Log to `sinks`, by name, none on ranks that do not log; those in `required` stop the run when they fail."""
+        """Log to `sinks` by name (none on ranks that do not log); a failing sink in `required` stops the run."""
         self._sinks = dict(sinks or {})
         self._required = required
         self._failed: set[str] = set()
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
-        """Write the values of one step, or of an evaluation at that step (keys `eval/...`).
+        """Write the values of a step, or of an evaluation at that step (keys `eval/...`).
 
         Raises:
             Exception: whatever a required sink raises.
@@ -98,19 +97,19 @@ class MetricsLog:
                 _warn(name, f"failed at step {step}", error)
 
     def sink(self, name: str) -> Sink | None:
-        """Return the sink of that name, a key of `SINKS`; None if the run does not use it, or it has failed."""
+        """Return a sink by its key in `SINKS`; None if the run does not use it or it has failed."""
         return None if name in self._failed else self._sinks.get(name)
 
     def handle(self, name: str) -> Any:
-        """What the sink of that name writes with (see `Sink.handle`); None where there is none."""
+        """Return a sink's handle (see `Sink.handle`), or None."""
         found = self.sink(name)
         return None if found is None else found.handle
 
     def close(self) -> None:
-        """Close every sink, also when one raises.
+        """Close every sink, even if one raises.
 
         Raises:
-            Exception: the first that a required sink raised, after all are closed.
+            Exception: the first error of a required sink, after all are closed.
         """
         first: Exception | None = None
         for name, sink in self._sinks.items():
@@ -127,12 +126,12 @@ class MetricsLog:
 
 
 def build_metrics_log(cfg: ConfigContainer, run_dir: Path, *, resumed_step: int) -> MetricsLog:
-    """Open the sinks that `cfg.log` asks for. Called on one rank only.
+    """Open the sinks in `cfg.log`. Call it on one rank only.
 
     Args:
-        cfg: the run.
-        run_dir: the run's folder, made if missing.
-        resumed_step: optimizer steps already done, 0 for a new run; what the sinks hold of later steps is dropped.
+        cfg: config of the run.
+        run_dir: folder of the run, created if missing.
+        resumed_step: optimizer steps already done, 0 for a new run; values of later steps are dropped.
 
     Raises:
         OSError, UserError: metrics.jsonl cannot be written or continued.

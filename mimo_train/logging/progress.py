@@ -1,4 +1,4 @@
-"""progress.txt: what happened to a run, one line an event: ISO time, event, facts; columns separated by tabs.
+"""progress.txt: one line per event of a run, with tab-separated ISO time, event and facts.
 
 2026-11-21T09:30:00+00:00	start	world_size=2	step=0	flops=0
 2026-11-21T09:31:07+00:00	checkpoint	step=200	path=checkpoints/step_00000200	reason=save_interval
@@ -22,19 +22,21 @@ from mimo_train.flight.recorder import scheduled_job
 
 PROGRESS_FILE = "progress.txt"
 START, EXIT, ENDED = "start", "exit", "ended"
-"""Events that begin and end a job; the last is written by who decides whether it starts again."""
+"""Events that begin and end a job. `requeue` writes ENDED when it decides if the job starts again."""
 EVALUATION = "evaluation"
 FINISHED = "finished"
 """Reason of EXIT at the last step of a run."""
 
 _logger = logging.getLogger(__name__)
 _unwritable: set[Path] = set()
-"""Folders of runs for which it has been said."""
+"""Run folders that have been reported as unwritable."""
 
 
 def append_to_progress_log(run_dir: Path, text: str) -> None:
-    """Append one line: the time in UTC, a tab, `text` (whose tabs are column separators and line breaks become spaces).
-    Where the file cannot be written, that is said once, and the line is lost: no run ends for it."""
+    """Append one line: the UTC time, a tab, and `text`. Tabs in `text` separate columns; line breaks become spaces.
+
+    A file that cannot be written is reported once and never ends the run.
+    """
     try:
         _append(run_dir, text)
     except OSError as error:
@@ -53,62 +55,66 @@ def _append(run_dir: Path, text: str) -> None:
     descriptor = os.open(run_dir / PROGRESS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
-        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"  # the last line of a job that was killed
+        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"  # the last line of a killed job
         os.write(descriptor, ("\n" if torn else "").encode() + line.encode())
     finally:
         os.close(descriptor)
 
 
 def job_started(run_dir: Path, *, world_size: int, step: int, flops: float = 0.0) -> None:
-    """Note the start of a job on `world_size` processes, going on after `step`, when the run had taken `flops` model
-    FLOPs; with the scheduler's job, if it is in one."""
+    """Record the start of a job, with the scheduler's job if there is one.
+
+    Args:
+        step: completed steps.
+        flops: model FLOPs of the run so far.
+    """
     facts = f"{START}\tworld_size={world_size}\tstep={step}\tflops={flops:.17g}"
     append_to_progress_log(run_dir, f"{facts}\tjob={job}" if (job := scheduled_job()) else facts)
 
 
 def checkpoint_saved(run_dir: Path, *, step: int, path: str | Place, reason: str) -> None:
-    """Note a complete checkpoint and why it was saved."""
+    """Record a complete checkpoint and why it was saved."""
     append_to_progress_log(run_dir, f"checkpoint\tstep={step}\tpath={path}\treason={reason}")
 
 
 def checkpoint_set_aside(run_dir: Path, *, path: Place, why: str) -> None:
-    """Note a damaged checkpoint, under the name that it has now."""
+    """Record a damaged checkpoint under its new name."""
     append_to_progress_log(run_dir, f"damaged\tpath={path}\twhy={why}")
 
 
 def evaluated(run_dir: Path, *, step: int, values: dict[str, float], sets: str) -> None:
-    """Note an evaluation with its values and a fingerprint of the held-out sets."""
+    """Record an evaluation with its values and a fingerprint of the held-out sets."""
     facts = "\t".join(f"{key}={value:.6g}" for key, value in values.items())
     append_to_progress_log(run_dir, f"{EVALUATION}\tstep={step}\tsets={sets}\t{facts}")
 
 
 def job_exited(run_dir: Path, *, step: int, reason: str) -> None:
-    """Note why a job ended, after `step` steps."""
+    """Record why a job ended, after `step` steps."""
     append_to_progress_log(run_dir, f"{EXIT}\tstep={step}\treason={reason}")
 
 
 def job_ended(run_dir: Path, *, job: str, began: int, outcome: str, failed: bool) -> None:
-    """Note how a scheduler's job ended, for the decision whether to start it again.
+    """Record how a scheduler's job ended, for the decision to start it again.
 
     Args:
-        began: the step that it went on from.
-        outcome: in words, the same for the same failure.
-        failed: whether it was no stop that was asked for.
+        began: step that it resumed from.
+        outcome: in words; equal for equal failures.
+        failed: False for a requested stop.
     """
     text = " ".join(outcome.split())
     append_to_progress_log(run_dir, f"{ENDED}\tjob={job}\tbegan={began}\tfailed={int(failed)}\toutcome={text}")
 
 
 def start_of_jobs(run_dir: Path, world_size: int) -> tuple[datetime, float]:
-    """Since when the run has had as many processes as it has now.
+    """Return the time since which the run has had `world_size` processes, and its FLOPs until then.
 
     Returns:
-        When the first of the latest jobs that all had `world_size` processes started, and the FLOPs that the run had
-        taken by then: those of the checkpoint that it went on from. A job that starts at step 0 begins a new run.
+        Start of the first of the latest consecutive jobs with `world_size` processes, and the FLOPs of the checkpoint
+        it resumed from. A job that starts at step 0 begins a new run.
 
     Raises:
         OSError: there is no progress.txt.
-        UserError: the last job in it had another number of processes.
+        UserError: the last job had another number of processes.
     """
     first: _Job | None = None
     for job in _jobs(run_dir):
@@ -121,17 +127,16 @@ def start_of_jobs(run_dir: Path, world_size: int) -> tuple[datetime, float]:
 
 
 def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops: float, job_seconds: float) -> None:
-    """Note FLOPs, tokens and throughput of the run so far. Called on one rank, after `job_started`; where the line of
-    that is gone from the file, throughputs are left out.
+    """Record FLOPs, tokens and throughput of the run so far. Call it on one rank, after `job_started`.
 
-    Throughputs are in TFLOP/s of one device, model FLOPs: `job_tflops` of this job, and `cumulative_tflops` of all jobs
-    since `start_of_jobs`, in which time between jobs and steps trained again count as lost.
+    Throughputs are model TFLOP/s per device: `job_tflops` of this job, `cumulative_tflops` of all jobs since
+    `start_of_jobs`, where time between jobs and repeated steps count as lost. Without the job's start line in the file
+    they are left out.
 
     Args:
-        tokens: trained since the first step of the run.
+        tokens: tokens trained since the first step of the run.
         flops: model FLOPs of all modules since the first step of the run.
-        job_seconds: since this job started.
-
+        job_seconds: seconds since this job started.
     """
     facts = {"step": step, "flops": f"{flops:.3g}", "tokens": tokens}
     try:
@@ -140,7 +145,7 @@ def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops:
     except (UserError, OSError):
         pass
     else:
-        # The log has whole seconds, a job begins before it is noted, and the clock may have been set meanwhile.
+        # The log has whole seconds, a job begins before its line is written, and the clock may have been set.
         elapsed = max(time.time() - began.timestamp(), job_seconds)
         teraflops = 1e12 * world_size
         facts["job_tflops"] = f"{(flops - job.flops) / job_seconds / teraflops:.3g}"
@@ -157,7 +162,7 @@ class Event(NamedTuple):
 
 
 def events(run_dir: Path) -> Iterator[Event]:
-    """What progress.txt says, in order. What is no whole line of ours, torn or edited, is left out.
+    """Yield the events of progress.txt in order, skipping torn or edited lines.
 
     Raises:
         OSError: it cannot be read.
@@ -178,7 +183,6 @@ class _Job(NamedTuple):
 
 
 def _jobs(run_dir: Path) -> Iterator[_Job]:
-    """The jobs of a run, in order."""
     for when, kind, facts in events(run_dir):
         if kind == START:
             with suppress(KeyError, ValueError):

@@ -1,7 +1,4 @@
-"""The log of a rank: lines with their time, in a file of its own.
-
-A rank's file has what it prints, and what `library_log` keeps from the console. `merged` shows those of all ranks.
-"""
+"""Log file of a rank: timestamped lines that it prints, and what `library_log` keeps off the console."""
 
 import heapq
 import os
@@ -14,25 +11,25 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 FOLDER = "logs"
-"""In the folder of a run."""
+"""Folder of the logs in the run's folder."""
 _NAME = re.compile(r"rank_(\d+)\.log")
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What moves a terminal's cursor, or colours."""
+"""Escape sequences that move a terminal's cursor or set colours."""
 _BLOCK = 1 << 16
-"""Bytes of a file that are read at once: those of thousands of ranks are not open together."""
+"""Bytes read at once; files are closed in between, because there may be thousands."""
 
 
 def log_of(run_dir: Path, rank: int) -> Path:
-    """Return the file of a rank."""
+    """Return the log file of a rank."""
     return run_dir / FOLDER / f"rank_{rank}.log"
 
 
 class RankLog:
-    """Appends lines to a file, which is made with the first of them.
+    """Append lines to a file that is created with the first line.
 
     Attributes:
-        has_console: whether what this process prints is in the file, too, see `copy_console`.
+        has_console: True if the file also has this process's console output, see `copy_console`.
     """
 
     def __init__(self, path: Path):
@@ -42,20 +39,20 @@ class RankLog:
         self._lost = False
 
     def write(self, text: str) -> None:
-        """Write every line of a text; on the console if that fails."""
+        """Write every line of a text; print it on the console if that fails."""
         if not self._append(text.splitlines()):
             print(text, file=self._stderr, flush=True)
 
     def copy_console(self) -> None:
-        """Let what this process prints from now on be in the file, too. Not what libraries print past Python."""
+        """Copy this process's later console output into the file, except what libraries print past Python."""
         self.has_console = True
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is not None:  # as where a process was started without one
+            if stream is not None:  # None in a process started without it
                 setattr(sys, name, _Copied(stream, self))
 
     def _append(self, lines: list[str]) -> bool:
-        """Return True if they could be written."""
+        """Return True if the lines were written."""
         if self._lost:
             return False
         try:
@@ -67,20 +64,20 @@ class RankLog:
             stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"
             self._file.write("".join(f"{stamp} {line}\n" for line in lines))
             self._file.flush()
-        except (OSError, ValueError):  # the disk is full, was taken away, or the interpreter ends
+        except (OSError, ValueError):  # the disk is full or gone, or the interpreter ends
             self._lost = True
         return not self._lost
 
 
 class _Copied:
-    """A stream of the console whose whole lines are in a log, too."""
+    """A console stream that copies complete lines to a log."""
 
     def __init__(self, stream: TextIO, log: RankLog):
         self._stream, self._log, self._begun = stream, log, ""
 
     def write(self, text: str) -> int:
         *lines, begun = (self._begun + text).split("\n")
-        self._begun = begun[begun.rfind("\r") + 1 :]  # what a progress bar has written over
+        self._begun = begun[begun.rfind("\r") + 1 :]  # drop what a progress bar has overwritten
         if lines:
             self._log._append([_CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in lines])
         return self._stream.write(text)
@@ -94,10 +91,10 @@ class _Copied:
 
 
 class Line(NamedTuple):
-    """A line of a rank's log; lines are in the order of their times."""
+    """A line of a rank's log; lines sort by time."""
 
     stamp: str
-    """UTC, as the rank's machine had it; of a line without one, that of the line before."""
+    """UTC time by the rank's machine; a line without one has the previous line's."""
     rank: int
     text: str
 
@@ -106,7 +103,7 @@ class Logs:
     """The logs of a run's ranks, which may grow while they are read.
 
     Args:
-        ranks: those that are read; empty: all.
+        ranks: ranks to read; empty for all.
     """
 
     def __init__(self, run_dir: Path, ranks: Collection[int] = ()):
@@ -114,7 +111,7 @@ class Logs:
         self._files: dict[int, _File] = {}
 
     def __iter__(self) -> Iterator[Line]:
-        """All lines that have been written since the last time, in their order."""
+        """Yield all lines written since the last iteration, by time."""
         return heapq.merge(*(file.lines() for file in self._found()))
 
     def _found(self) -> list["_File"]:
@@ -129,7 +126,7 @@ class Logs:
 
 
 class _File:
-    """Reads whole lines of a rank's log, from where the last reading has ended."""
+    """Reads complete lines of a rank's log, from where the last reading ended."""
 
     def __init__(self, path: Path, rank: int):
         self._path, self._rank, self._at, self._stamp = path, rank, 0, ""
@@ -155,7 +152,7 @@ class _File:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Print a line; where that cannot be, nothing of this process is printed any more."""
+    """Print a line; if that fails, silence this process's stdout."""
     try:
         print(text, end=end, flush=True)
     except OSError:
@@ -163,8 +160,8 @@ def show(text: str, end: str = "\n") -> None:
 
 
 def to_nowhere(stream: TextIO) -> None:
-    """Let what goes to a stream that cannot be written, and what is left in its buffer, be lost without an error."""
-    with suppress(OSError, ValueError):  # one without a file
+    """Redirect a stream that cannot be written to /dev/null, with what is left in its buffer."""
+    with suppress(OSError, ValueError):  # a stream without a file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Time, throughput and memory of a run, as the log has them."""
+"""Time, throughput and memory of a run for the log."""
 
 import math
 import time
@@ -28,20 +28,20 @@ def report_runtime(
     loaded_iteration: int = 0,
     tokens: int | None = None,
 ) -> dict[str, float]:
-    """How long the run has taken and will take, if the rest goes as fast as this job has gone.
+    """Return the elapsed time, and the remaining time at this job's speed so far.
 
     Args:
         train_state: has `step` and `consumed_train_samples`.
-        start_time: when this job started, in seconds since the epoch.
+        start_time: Unix time when this job started.
         seq_length: tokens of a sample.
         train_iters: steps of the run.
         time_unit: seconds, minutes, hours or days.
-        loaded_iteration: step that this job started from; earlier steps took none of its time.
-        tokens: of the run so far, where samples have other numbers than `seq_length`.
+        loaded_iteration: step that this job resumed from.
+        tokens: tokens of the run so far, if samples differ from `seq_length`.
 
     Returns:
-        `time/remaining_estimate` and `time/total` (of this job, in `time_unit`; the former is NaN before its first
-        step), `time/tokens`, `time/samples` and `time/batches` (of the whole run).
+        `time/remaining_estimate` (NaN before the first step) and `time/total`, both of this job in `time_unit`;
+        `time/tokens`, `time/samples` and `time/batches` of the whole run.
 
     Raises:
         UserError: `time_unit` is none of the four.
@@ -69,20 +69,20 @@ def report_throughput(
     history_samples: Sequence[int] | None = None,
     history_tokens: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Throughput over the latest steps.
+    """Return the throughput over the latest steps.
 
     Args:
-        train_config: its `global_batch_size` is the samples of a step.
+        train_config: provides `global_batch_size`.
         iteration: steps that this job has done.
         seq_length: tokens of a sample.
         history_wct: seconds of each step, newest last.
         window_size: steps to average over.
-        history_samples: samples of each step, newest last, where they differ (`train.rampup_batch_size`).
-        history_tokens: tokens of each step, newest last, where samples have other numbers than `seq_length`.
+        history_samples: samples of each step, newest last, if they differ (`train.rampup_batch_size`).
+        history_tokens: tokens of each step, newest last, if samples differ from `seq_length`.
 
     Returns:
-        `throughput/{batches,samples,tokens}_per_sec`, and `throughput/device/...`, which is per process of the run;
-        nothing until `window_size` steps are done, or where they took no time.
+        `throughput/{batches,samples,tokens}_per_sec`, and `throughput/device/...` per process; empty until
+        `window_size` steps are done or if they took no time.
 
     Raises:
         UserError: `window_size` is less than 1.
@@ -93,7 +93,7 @@ def report_throughput(
         return {}
     seconds = sum(history_wct[-window_size:])
     if seconds <= 0:
-        return {}  # a clock that has not moved says nothing
+        return {}  # the clock has not moved
     samples = train_config.global_batch_size * window_size
     if history_samples is not None:
         samples = sum(history_samples[-window_size:])
@@ -118,24 +118,24 @@ MEMORY_KEYS: dict[str, str] = {
     "reserved_bytes.all.peak": "peak_reserved_mem",
     "num_alloc_retries": "alloc_retries",
 }
-"""Statistics of `torch.cuda.memory_stats()`, and the names they are logged under."""
+"""Statistics of `torch.cuda.memory_stats()`, and their names in the log."""
 
 RESIDENT_KEY = "current_resident_mem"
-"""What is reported instead on a run without CUDA: main memory that the process holds."""
+"""Logged instead without CUDA: resident main memory of the process."""
 
 HISTORY_LENGTH = 100_000
-"""Allocations and frees that a recording keeps, the newest, so that the main memory that it takes is bounded."""
+"""Newest allocations and frees that a recording keeps, to bound its main memory."""
 
 
 def report_memory(memory_keys: dict[str, str] | None) -> dict[str, float]:
-    """Memory statistics of this rank. No message, no copy from the device.
+    """Return memory statistics of this rank, without communication or device copies.
 
     Args:
-        memory_keys: names of statistics of `torch.cuda.memory_stats()` to the names they get; None: `MEMORY_KEYS`, and
-            where the process has not used CUDA, its resident memory as `current_resident_mem`.
+        memory_keys: statistics of `torch.cuda.memory_stats()` and their log names. None: `MEMORY_KEYS`, or the resident
+            memory as `current_resident_mem` if the process has not used CUDA.
 
     Returns:
-        Sizes in gigabytes (10^9 bytes), counts as whole numbers; what this torch or device does not count is left out.
+        Sizes in gigabytes (10^9 bytes), counts as whole numbers; unavailable statistics are left out.
     """
     statistics = device.memory_statistics()
     if statistics is None:
@@ -148,17 +148,16 @@ def report_memory(memory_keys: dict[str, str] | None) -> dict[str, float]:
 
 
 def largest_over(report: dict[str, int | float], group: dist.ProcessGroup | None) -> dict[str, int | float]:
-    """Return the largest of each value over the ranks of a group. Collective: one maximum, and one copy to the host.
+    """Return each value's maximum over a group. Collective: one reduction and one copy to the host.
 
-    The first stage of a pipeline holds the activations of most microbatches, and the rank that writes the log is on the
-    last one.
+    The first pipeline stage holds the activations of most microbatches, but the last stage's rank writes the log.
 
     Args:
-        report: of this rank; every rank of the group has the same keys.
+        report: this rank's values; all ranks have the same keys.
 
     Returns:
-        A new dict on every rank, counts still whole numbers; the report itself where there is nothing to reduce: no
-        process group, one rank, or an empty report.
+        A new dict on every rank, counts still whole numbers; `report` itself if there is nothing to reduce: no process
+        group, one rank, or an empty report.
     """
     if not report or group is None or not dist.is_initialized() or group.size() == 1:
         return report
@@ -168,10 +167,10 @@ def largest_over(report: dict[str, int | float], group: dist.ProcessGroup | None
 
 
 def start_memory_history_recording(profiling: ProfilingConfig | None) -> None:
-    """Record what the CUDA allocator does from now on, with the lines of Python that ask for memory, on the ranks of
-    `profiling.ranks` if `profiling.memory_history` is set.
+    """Record the CUDA allocator's actions with Python stacks, on `profiling.ranks` if `profiling.memory_history` is
+    set.
 
-    To be called before the model is built: a snapshot shows only what was allocated while it was recording.
+    Call it before building the model: a snapshot shows only what was allocated while recording.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if profiling is not None and profiling.memory_history and rank in profiling.ranks:

@@ -1,8 +1,7 @@
 """Measure where the seconds of a step go on every device, and which modules the others wait for.
 
-On a CPU an interval is read from the clock. On a GPU it is a pair of events on the current stream, so it is the
-device's own time: what the host does while the device is busy costs the device nothing and is not counted, and nothing
-waits for the device before the times are read.
+CPU intervals use the clock. GPU intervals are pairs of events on the current stream: they measure device time, exclude
+host work that the device hides, and wait for the device only when times are read.
 """
 
 import time
@@ -16,18 +15,17 @@ STEP = "step"
 INTERVALS = (STEP, "forward_backward", "data_wait", "bridge_wait", "pipeline_wait", "reduce", "optimizer")
 """Names of intervals, in the order of a row of `time_split`.
 
-step: the whole of a step, around all others. data_wait: the next batch. bridge_wait: in the bridge between modules,
-for the transfer or because the other side is not there yet. pipeline_wait: the same between stages of one module.
-reduce: sums of gradients and of the step's numbers over ranks. optimizer: update and gathering of weights.
+step: the whole step, around all others. data_wait: the next batch. bridge_wait: in the bridge between modules, for the
+transfer or the other side. pipeline_wait: the same between stages of one module. reduce: sums of gradients and of the
+step's numbers over ranks. optimizer: update and gathering of weights.
 """
 
 
 class Stopwatch:
-    """Seconds per named interval: `with watch("optimizer"): ...`.
+    """Measure seconds per named interval: `with watch("optimizer"): ...`.
 
-    Times are exclusive: an interval pauses the one around it, so the intervals of a step sum to the step. What happens
-    outside of a step (an evaluation) is not counted. One thread uses a stopwatch. The flight recorder is told of every
-    interval, counted or not.
+    Times are exclusive: an interval pauses the one around it, so that a step's intervals sum to the step. Intervals
+        outside a step (an evaluation) are not counted, but the flight recorder records every interval. Not thread-safe.
     """
 
     def __init__(self, cuda: bool = False):
@@ -38,9 +36,9 @@ class Stopwatch:
         self._steps = 0
         self._seconds = dict.fromkeys(INTERVALS, 0.0)
         self._ended: list[tuple[str, str, Any, Any]] = []
-        """(name, name of the interval around it or "", first event, last event), on CUDA."""
+        """(name, name of the surrounding interval or "", first event, last event), on CUDA."""
         self._events: list[Any] = []
-        """Events that can be used again."""
+        """Events for reuse."""
 
     def __call__(self, name: str) -> "Stopwatch":
         """Name the interval that the `with` statement is about to open."""
@@ -66,9 +64,9 @@ class Stopwatch:
         self._steps += not around
 
     def read_and_reset(self) -> dict[str, float]:
-        """Seconds per step since the last reading, for each of `INTERVALS`; called between steps.
+        """Return seconds per step since the last reading, for each of `INTERVALS`. Call it between steps.
 
-        On CUDA this waits until the device has reached the end of the last step.
+        On CUDA it waits until the device has finished the last step.
         """
         assert not self._open, f"interval {self._open[-1][0]} is open"
         if self._ended:
@@ -100,22 +98,22 @@ class Stopwatch:
 
 
 PARTS = ("compute", "bubble", "bridge_wait", "data_wait", "reduce", "optimizer")
-"""What the step of a device divides into, see `time_split`."""
+"""Parts of a device's step, see `time_split`."""
 
 
 def time_split(
     rows: Sequence[Sequence[float]], layout: RunLayout, work: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Seconds per step of every module: `time/<module>/<part>`, the mean over the devices that the module holds.
+    """Return seconds per step of every module, `time/<module>/<part>`: the mean over the module's devices.
 
-    compute is forward and backward without the waits inside them. bubble is the wait between stages and whatever of the
-    step is none of the other parts: the device is allocated and idle. The parts of a module sum to the seconds of a
-    step. A device with several modules is divided among them by `work`, every part alike; it is an estimate, since
-    their backward passes run as one. Then the parts of all its modules together sum to the seconds of a step.
+    compute is forward and backward without the waits inside them. bubble is the wait between stages plus the rest of
+        the step that belongs to no other part: the device is idle. A module's parts sum to the step. Modules that share
+        a device split each part by `work`, an estimate, since their backward passes run as one; then the parts of all
+        these modules sum to the step.
 
     Args:
-        rows: for each rank of the world, seconds of each of `INTERVALS`, as `Stopwatch.read_and_reset` gives them.
-        work: FLOPs of every module that shares devices with another; the share of a device that a module is given.
+        rows: per rank of the world, seconds of each of `INTERVALS`, from `Stopwatch.read_and_reset`.
+        work: FLOPs of every module that shares devices; sets its share of a device.
     """
     split = {f"time/{name}/{part}": 0.0 for name in layout.modules for part in PARTS}
     for rank, row in enumerate(rows):
@@ -129,7 +127,7 @@ def time_split(
 
 
 def _shares(names: list[str], work: Mapping[str, float] | None) -> dict[str, float]:
-    """What part of a device each of the modules on it is given."""
+    """Return each module's share of a device."""
     if len(names) <= 1:
         return dict.fromkeys(names, 1.0)
     assert work is not None, f"modules {names} share a device: work says how to divide it"
@@ -138,22 +136,22 @@ def _shares(names: list[str], work: Mapping[str, float] | None) -> dict[str, flo
 
 
 _BUSY = {"forward_backward": "computes", "optimizer": "optimizer", "data_wait": "waits for data"}
-"""Intervals in which a rank does its own part of a step; in the others it waits for ranks, or is idle."""
+"""Intervals in which a rank does its own part of a step; in the others it waits for ranks or is idle."""
 
 
 class Busiest:
-    """Names the kind of rank, its modules and their stages, that has the least time to spare."""
+    """Name the kind of rank (its modules and stages) with the least time to spare."""
 
     def __init__(self, layout: RunLayout):
         kinds = [layout.kind_of(rank) for rank in range(layout.world_size)]
         self._ranks = {kind: [rank for rank, its in enumerate(kinds) if its == kind] for kind in dict.fromkeys(kinds)}
 
     def name(self, rows: Sequence[Sequence[float]]) -> str:
-        """The kind with the longest own part of a step, on average over its ranks, with its share of the step and what
-        most of it is; empty where all ranks are of one kind.
+        """Return the kind with the longest own part of a step, its share and its main interval; empty for a single
+        kind.
 
         Args:
-            rows: for each rank of the world, seconds of each of `INTERVALS`, as `Stopwatch.read_and_reset` gives them.
+            rows: per rank of the world, seconds of each of `INTERVALS`, from `Stopwatch.read_and_reset`.
         """
         if len(self._ranks) == 1:
             return ""

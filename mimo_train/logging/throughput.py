@@ -20,18 +20,18 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float | None]] = {
     "H800": (989.0, 67.0, 1979.0),
     "L40S": (362.0, 91.6, 733.0),
 }
-"""Dense peaks of one device in TFLOP/s, by what its name contains; the longest of several such names counts: in bf16
-and fp16; in fp32, whose products torch does not round to TF32 unless it is told to; in fp8, None where there is none.
+"""Dense peak TFLOP/s of one device in (bf16 and fp16, fp32, fp8), None if unsupported. Keys are parts of device names;
+the longest match counts. fp32 is without TF32, torch's default.
 
-From NVIDIA's data sheets; where they quote 2:4 sparsity, half of it. H100 and H800 alone are the SXM boards."""
+From NVIDIA's data sheets, halved where they quote 2:4 sparsity. Plain H100 and H800 are the SXM boards.
+"""
 
 
 def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
-    """Dense peak of a device in TFLOP/s by the name that CUDA gives it; None if it is not known, or if the device is a
-    part of one (MIG).
+    """Return the dense peak of a device in TFLOP/s by its CUDA name; None if unknown or a part of a device (MIG).
 
     Args:
-        precision: of the products: that of `train.precision` (bf16, fp16 or fp32), or fp8.
+        precision: of the matmuls: that of `train.precision` (bf16, fp16 or fp32), or fp8.
     """
     words = device_name.replace("-", " ").split()
     known = [name for name in PEAK_TFLOPS if _contains(words, name.split())]
@@ -48,22 +48,22 @@ def _contains(words: list[str], part: list[str]) -> bool:
 def utilisation(
     flops: Mapping[str, Flops], seconds: float, layout: RunLayout, peaks: Mapping[str, float | None] | None = None
 ) -> dict[str, float]:
-    """What the devices of each module, and of the whole run, get done.
+    """Return the utilisation of each module's devices, and of the whole run's.
 
-    MFU, the model FLOPs utilisation, is model FLOPs / (seconds x devices x peak); HFU has hardware FLOPs instead
-    (Chowdhery et al. 2022, arXiv:2204.02311, section 4.1). Of a run whose modules have different peaks it is the sum
-    of each one's FLOPs over its peak / (seconds x devices): the share of the time that it would take at them. A
-    module's devices are all that it holds, those of the run are all that are allocated, idle ones included.
+    MFU, the model FLOPs utilisation, is model FLOPs / (seconds x devices x peak); HFU uses hardware FLOPs (Chowdhery et
+    al. 2022, arXiv:2204.02311, section 4.1). With different peaks per module, the run's value is the sum of each
+    module's FLOPs / peak, over (seconds x devices). A module's devices are all that it holds; the run's are all
+    allocated ones, including idle ones.
 
     Args:
         flops: FLOPs of each module in a step.
         seconds: seconds of the step.
-        peaks: of one device for the products of each module, in TFLOP/s; without it, or with one that is None, MFU and
-            HFU of this module and of the run are left out.
+        peaks: peak of one device for the matmuls of each module, in TFLOP/s; without it, or if it is None, MFU and HFU
+            of the module and of the run are left out.
 
     Returns:
-        `tflops/<module>` (TFLOP/s of one device, model FLOPs), `mfu/<module>`, `hfu/<module>`, and the same of the run:
-        `tflops`, `mfu`, `hfu`.
+        `tflops/<module>` (model TFLOP/s per device), `mfu/<module>`, `hfu/<module>`, and for the run `tflops`, `mfu`,
+        `hfu`.
     """
     values, shares = {}, Flops()
     for name in layout.modules:
@@ -85,16 +85,16 @@ def imbalance(
     work_of_texts: Callable[[Mapping[int, int]], float],
     spans: Callable[[ModuleLayout, int], Sequence[Span]],
 ) -> dict[str, float]:
-    """Work of the busiest data-parallel rank over the mean, of every module that has several and anything to do.
+    """Return the busiest data-parallel rank's work over the mean, for every module with several ranks and any work.
 
     Args:
-        work_of_texts: FLOPs of the language model over texts by their lengths (`StepPlan.texts_of_length`).
-        spans: samples of a microbatch that each data-parallel rank of an encoder computes (`StepShapes.spans`). Its
-            work are tokens inside the encoder.
+        work_of_texts: FLOPs of the language model for texts by length (`StepPlan.texts_of_length`).
+        spans: samples of a microbatch per data-parallel rank of an encoder (`StepShapes.spans`); work is tokens inside
+            the encoder.
 
     Returns:
-        {"imbalance/NAME": 1.0 where all have as much}; of the language model's two kinds of work also
-        "imbalance_tokens/language", and "imbalance_attention/language" of the squares of the lengths of texts.
+        {"imbalance/NAME": 1.0 if balanced}; for the language model also "imbalance_tokens/language", and
+        "imbalance_attention/language" from squared text lengths.
     """
     found = {}
     for name, module in layout.modules.items():
@@ -117,5 +117,4 @@ def imbalance(
 
 
 def _busiest(work: Sequence[float]) -> float:
-    """Return the most over the mean."""
     return max(work) * len(work) / sum(work)

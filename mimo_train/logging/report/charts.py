@@ -1,8 +1,8 @@
-"""Line charts: curves of metrics.jsonl (columns, smoothing, thinning), axes and ticks. templates/chart.html.j2 places
-them.
+"""Line charts: curves of metrics.jsonl (columns, smoothing, thinning), axes and ticks, drawn by
+templates/chart.html.j2.
 
-The drawing has a fixed box of 1000 x 1000 that stretches to whatever room there is; strokes do not stretch with it.
-Labels are text outside of it, placed by percentages, so they keep their size on a phone.
+The drawing has a fixed box of 1000 x 1000 that stretches to the available room; strokes do not stretch. Labels are text
+outside the box, placed by percentages, so they keep their size on a phone.
 """
 
 import math
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 _BOX = 1000
 _MAX_DOTS = 100
-"""Points that are drawn as dots; with more of them the line alone is clearer."""
+"""Most points drawn as dots; beyond that the line alone is clearer."""
 
 _SAME = 1e-6
-"""Values that differ by a smaller part of the largest are one value: a smoothed constant differs by its rounding."""
+"""Relative difference below which values are equal: a smoothed constant varies by rounding."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: `kind` is raw (thin and pale), line, or dots (points joined by a dashed line); `color` is 0 to 5."""
+    """One curve. `kind`: raw (thin and pale), line, or dots (joined by a dashed line); `color`: 0 to 5."""
 
     label: str
     steps: Sequence[float]
@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """A range, whether it is logarithmic, and where its ticks are."""
+    """Range of an axis, its scale and its ticks."""
 
     low: float
     high: float
@@ -39,7 +39,7 @@ class Axis:
     ticks: list[float]
 
     def place(self, value: float) -> float:
-        """Where `value` lies: 0 at the low end, 1 at the high end."""
+        """Return the position of `value`: 0 at the low end, 1 at the high end."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -47,7 +47,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Tick:
-    """A label of an axis, and its distance from the left or from the top, in percent."""
+    """A label of an axis, and its distance from the left or the top in percent."""
 
     label: str
     percent: str
@@ -74,12 +74,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """What the template needs to draw a chart."""
+    """Values for the chart template."""
 
     title: str
     y_name: str
     summary: str
-    """The chart in words, for those who cannot see it."""
+    """Text alternative of the chart."""
     curves: list[Curve]
     has_legend: bool
     grid: str
@@ -87,7 +87,7 @@ class Chart:
     y_ticks: list[Tick]
     x_ticks: list[Tick]
     note: str
-    """Values that cannot be drawn; empty where there are none."""
+    """Note about values that cannot be drawn, or empty."""
     box: int = _BOX
 
 
@@ -101,9 +101,9 @@ def chart(
     y_format: Callable[[float], str] | None = None,
     name_single: bool = False,
 ) -> Chart | None:
-    """Return the curves over steps 0 to `last_step`; None when there is nothing to draw.
+    """Return the chart of curves over steps 0 to `last_step`; None without values.
 
-    One curve alone has no legend, the title names it, unless `name_single`.
+    A single curve has no legend, unless `name_single`: the title names it.
     """
     drawn = [(one, thin(one.steps, one.values)) for one in series]
     values = [value for _, points in drawn for _, value in points if value is not None]
@@ -128,9 +128,9 @@ def chart(
 
 
 def value_axis(values: Sequence[float], main: Sequence[float]) -> Axis:
-    """Return the axis that shows all `values`, of which `main` are not noise.
+    """Return the axis that shows all `values`; `main` are the values without noise.
 
-    Logarithmic when the main values span two decades, or when a spike would press them flat.
+    It is logarithmic if the main values span two decades, or if a spike would flatten them.
     """
     low, high = min(values), max(values)
     if low > 0 and (max(main) > 100 * min(main) or high > 20 * max(main)):
@@ -143,7 +143,7 @@ def value_axis(values: Sequence[float], main: Sequence[float]) -> Axis:
 
 
 def linear_axis(low: float, high: float, count: int, whole: bool = False) -> Axis:
-    """An axis that ends on ticks at round distances (1, 2 or 5 times a power of ten), about `count` of them."""
+    """Return an axis with about `count` ticks at round distances (1, 2 or 5 times a power of ten), ending on ticks."""
     rough = (high - low) / max(1, count - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -154,7 +154,7 @@ def linear_axis(low: float, high: float, count: int, whole: bool = False) -> Axi
 
 
 def _step_axis(last_step: float) -> Axis:
-    """From 0 to exactly `last_step`: a curve fills the width."""
+    """Return an axis from 0 to exactly `last_step`, so that curves fill the width."""
     ticks = linear_axis(0, last_step, 6, whole=True).ticks
     return Axis(0, last_step, False, [tick for tick in ticks if tick <= last_step])
 
@@ -167,7 +167,7 @@ def _log_axis(low: float, high: float) -> Axis:
 
 
 def number_format(axis: Axis) -> Callable[[float], str]:
-    """How the ticks of an axis are written: with the decimals that they need, in thousands, or as powers of ten."""
+    """Return the format of an axis's ticks: the decimals they need, thousands, or powers of ten."""
     largest = max(abs(axis.low), abs(axis.high))
     if axis.log or largest >= 1e9 or largest < 1e-2:
         return _short
@@ -179,7 +179,7 @@ def number_format(axis: Axis) -> Callable[[float], str]:
 
 
 def _short(value: float) -> str:
-    """Two significant digits: 0.02, 3e-4, 1.5e9."""
+    """Format with two significant digits: 0.02, 3e-4, 1.5e9."""
     if value == 0 or 1e-2 <= abs(value) < 1e4:
         return f"{value:.3g}"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
@@ -187,21 +187,21 @@ def _short(value: float) -> str:
 
 
 def short_count(count: float) -> str:
-    """Return a count in short: 800, 5,000, 20k, 1.5M."""
+    """Return a short form of a count: 800, 5,000, 20k, 1.5M."""
     if abs(count) >= 1e6:
         return f"{count / 1e6:g}M"
     return f"{count / 1e3:g}k" if abs(count) >= 1e4 else f"{count:,.0f}"
 
 
 def _exact(value: float) -> str:
-    """Return a value in words: four significant digits, or a whole number."""
+    """Format with four significant digits, or as a whole number."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _curve(
     one: Series, points: list[tuple[float, float | None]], x_axis: Axis, y_axis: Axis, name: Callable[[float], str]
 ) -> Curve:
-    """Return the curve, broken at gaps; dots on its points (kind dots), and on a point alone between gaps."""
+    """Return the curve, broken at gaps. Dots mark all points (kind dots) and single points between gaps."""
     segments: list[list[Dot]] = [[]]
     for step, value in points:
         if value is None:
@@ -253,13 +253,13 @@ class Column:
     values: array = field(default_factory=lambda: array("d"))
 
     def last_finite(self) -> tuple[float, float] | None:
-        """(step, value) of the last value that is a number, if any."""
+        """Return (step, value) of the last finite value, or None."""
         pairs = zip(reversed(self.steps), reversed(self.values), strict=True)
         return next(((step, value) for step, value in pairs if math.isfinite(value)), None)
 
 
 def columns(lines: Iterable[dict[str, float]]) -> dict[str, Column]:
-    """Return the lines by key. Takes them one at a time, so that a long run needs 16 bytes a number."""
+    """Return the lines as columns by key. It streams, so that a long run needs 16 bytes per number."""
     found: dict[str, Column] = {}
     for line in lines:
         step = line["step"]
@@ -275,9 +275,9 @@ def columns(lines: Iterable[dict[str, float]]) -> dict[str, Column]:
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """A moving average over about `window` values that does not lag; NaN and infinities are skipped and stay gaps.
+    """Return a centred moving average over about `window` values; NaN and infinities stay gaps.
 
-    Weights fall off exponentially on both sides: an average of the past alone trails behind a curve that falls.
+    Weights decay exponentially on both sides: an average of the past alone lags behind a falling curve.
     """
     before, after = _decaying_sums(values, window), reversed(_decaying_sums(values[::-1], window))
     return [
@@ -287,7 +287,7 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
 
 
 def _decaying_sums(values: Sequence[float], window: float) -> list[tuple[float, float]]:
-    """(sum, sum of weights) of the values so far, each weighing less with its distance."""
+    """Return (sum, sum of weights) of the values so far, with weights that decay with distance."""
     keep = 1 - 1 / max(1.0, window)
     total, weight, sums = 0.0, 0.0, []
     for value in values:
@@ -299,7 +299,7 @@ def _decaying_sums(values: Sequence[float], window: float) -> list[tuple[float, 
 
 
 def thin(steps: Sequence[float], values: Sequence[float], max_points: int = 1000) -> list[tuple[float, float | None]]:
-    """At most about `max_points` points: of each bucket the lowest and the highest value, so that spikes stay visible.
+    """Return about `max_points` points: each bucket's lowest and highest value, so that spikes stay visible.
 
     A bucket without a finite value becomes (step, None): a gap in the curve.
     """

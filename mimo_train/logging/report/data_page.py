@@ -1,5 +1,4 @@
-"""A page about the samples of a run, as training reads them: images, sounds, text with what is learned in colour, and
-how long they are."""
+"""A page of a run's samples as training reads them: images, audio, coloured text, and lengths."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ _BINS = 24
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Tokens one after the other of which the same is so."""
+    """Consecutive tokens of one kind."""
 
     text: str
     kind: str
-    """"learned", "given" (without loss), "medium" (a placeholder)."""
+    """"learned" (with loss), "given" (without), or "medium" (a placeholder)."""
     tokens: int
 
 
 @dataclass(frozen=True)
 class DecodedSample:
-    """One sample as people read it; a notebook shows it with its images, audio and colours.
+    """One decoded sample; a notebook shows it with images, audio and colours.
 
     Attributes:
         place: shard and key.
         images: PNG files in base64.
         audio: WAV files in base64.
-        learned: tokens with loss.
+        learned: number of tokens with loss.
         bad: why the sample cannot be read; empty if it can.
     """
 
@@ -44,7 +43,7 @@ class DecodedSample:
     bad: str = ""
 
     def __str__(self) -> str:
-        """The text, with learned tokens in [[double brackets]] and the placeholders of media with their number."""
+        """Return the text, with learned tokens in [[double brackets]] and placeholders with their count."""
         forms = {"learned": "[[{0.text}]]", "given": "{0.text}", "medium": "{0.text} x {0.tokens} "}
         text = "".join(forms[run.kind].format(run) for run in self.runs)
         return f"{text}\nBad: {self.bad}" if self.bad else text
@@ -58,7 +57,7 @@ class DecodedSample:
 
 @dataclass(frozen=True)
 class Bin:
-    """Samples of `low` to `high` tokens, both included; `share`: of the fullest bin, in percent."""
+    """Samples of `low` to `high` tokens inclusive; `share` is percent of the fullest bin."""
 
     low: int
     high: int
@@ -68,7 +67,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class DataPage:
-    """What templates/data.html.j2 reads."""
+    """Values for templates/data.html.j2."""
 
     title: str
     facts: Sequence[tuple[str, str]]
@@ -82,9 +81,9 @@ def token_runs(
     """Return the tokens of a sample in runs.
 
     Args:
-        learned: of each, whether it has a loss.
+        learned: True for each token with loss.
         media: ids of placeholders.
-        shown: text of ids for people.
+        shown: returns ids as readable text.
     """
 
     def kind(at: int) -> tuple[str, int]:
@@ -99,7 +98,7 @@ def token_runs(
         if name == "medium":
             text_ids, text = [], shown(run[:1])
         else:
-            # A tokenizer may drop the space before the first word of what it decodes.
+            # A tokenizer may drop the space before the first word that it decodes.
             before, text_ids = shown(text_ids), text_ids + run
             whole = shown(text_ids)
             text = whole.removeprefix(before) if whole.startswith(before) else shown(run)

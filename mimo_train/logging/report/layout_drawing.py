@@ -1,7 +1,5 @@
-"""What the drawing of a layout shows: a box for each rank, coloured by module, with its coordinates.
-
-templates/layout.html.j2 places it.
-"""
+"""Drawing of a layout: a box for each rank, coloured by module, with its coordinates. templates/layout.html.j2 renders
+it."""
 
 from dataclasses import dataclass
 
@@ -11,7 +9,7 @@ from mimo_train.layout.ranks import ModuleLayout, RunLayout
 from mimo_train.layout.run import Run
 
 _MAX_BOXES = 64
-"""Ranks drawn of a module; the rest is a number, because nobody reads a thousand boxes."""
+"""Most ranks drawn per module; the rest is shown as a number."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +20,12 @@ class Part:
     coordinates: str
     color: int
     takes_features: bool
-    """True if the parts above it, on the same rank, send it their features."""
+    """True if the parts above it on the same rank send it their features."""
 
 
 @dataclass(frozen=True)
 class RankBox:
-    """A rank of the launcher, its node where there are several, and the parts on it."""
+    """A rank of the launcher, its node if there are several, and its parts."""
 
     rank: int
     node: int | None
@@ -43,12 +41,12 @@ class Block:
     """None for several modules: each part has its own."""
     boxes: list[RankBox]
     not_drawn: int
-    """Ranks beyond those in `boxes`."""
+    """Number of ranks beyond those in `boxes`."""
 
 
 @dataclass(frozen=True)
 class LayoutDrawing:
-    """Encoders on their own ranks, the language model with what shares its ranks, and the arithmetic in words."""
+    """Encoders on their own ranks, the language model with modules on its ranks, and a summary of the sizes."""
 
     encoders: list[Block]
     language: Block
@@ -56,7 +54,7 @@ class LayoutDrawing:
 
 
 def coordinates(module: ModuleLayout, rank: int) -> dict[str, int]:
-    """Place of `rank` in the grid of `module`: tp changes fastest, then cp, dp, pp (the order of `layout`)."""
+    """Return the coordinates of `rank` in a module's grid: tp changes fastest, then cp, dp, pp (as in `layout`)."""
     assert rank in module.ranks, f"rank {rank} is not on {module.name} ({module.ranks})"
     rest, found = rank - module.first_rank, {}
     for axis in ("tp", "cp", "dp", "pp"):
@@ -65,7 +63,7 @@ def coordinates(module: ModuleLayout, rank: int) -> dict[str, int]:
 
 
 def module_colors(layout: RunLayout) -> dict[str, int]:
-    """Return a colour number (0 to 5) for each module; the language module is 0 in every run."""
+    """Return a colour number (0 to 5) for each module; the language module is always 0."""
     others = [name for name in layout.modules if name != LANGUAGE]
     return {LANGUAGE: 0} | {name: 1 + index % 5 for index, name in enumerate(others)}
 
@@ -102,7 +100,7 @@ def _has_nodes(layout: RunLayout) -> bool:
 
 
 def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
-    """Modules by their ranks: those of one list have the same."""
+    """Group modules that have the same ranks."""
     blocks: dict[int, list[str]] = {}
     for name in names:
         blocks.setdefault(layout.modules[name].first_rank, []).append(name)
@@ -110,7 +108,7 @@ def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
 
 
 def _block(layout: RunLayout, names: list[str]) -> Block:
-    """Return the ranks of these modules, each with its part of every module, encoders above the language model."""
+    """Return the ranks of these modules, each with its parts: encoders above the language model."""
     colors, modules = module_colors(layout), [layout.modules[name] for name in names]
     ranks = max((module.ranks for module in modules), key=len)
     boxes = []

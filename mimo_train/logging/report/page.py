@@ -1,7 +1,6 @@
-"""report.html: one page about a run, in one file that opens anywhere.
+"""report.html: one page about a run in a self-contained file, without scripts.
 
-Everything is inside: style, drawings, images, audio of held-out samples. There is no script and nothing is fetched.
-Here the content is gathered; templates/ places it.
+This module gathers the content: style, drawings, images, and audio of held-out samples. templates/ lays it out.
 """
 
 import base64
@@ -27,7 +26,7 @@ _FOLDER = Path(__file__).parent
 
 
 def environment() -> Environment:
-    """Templates that escape every text, and in which a name that nobody gave is an error."""
+    """Return an environment that escapes all text and raises on undefined names."""
     return Environment(
         loader=FileSystemLoader(_FOLDER / "templates"),
         autoescape=True,
@@ -39,14 +38,17 @@ def environment() -> Environment:
 
 
 def render(page: object, template: str = "page.html.j2", styles: Sequence[str] = ("style.css",)) -> str:
-    """The whole page, with its style sheets inside. `page` is what the template reads: of templates/page.html.j2 a
-    `page.Page`, of templates/data.html.j2 a `data_page.DataPage`."""
+    """Return the whole page with its style sheets inside.
+
+    Args:
+        page: a `page.Page` for templates/page.html.j2, a `data_page.DataPage` for templates/data.html.j2.
+    """
     style = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in styles)
     return environment().get_template(template).render(page=page, style=style)
 
 
 _SMALL_PIXELS = 128
-"""Images up to this width are enlarged without blurring."""
+"""Largest width of images that are enlarged without blurring."""
 
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 _WORDS = {"question": "Question", "answer": "Answer", "truth": "Truth"}
@@ -63,7 +65,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample; `clips` are WAV in base64, `words` (label, text), `correct` None where nobody has judged it."""
+    """One sample: `clips` are WAV in base64, `words` (label, text); `correct` is None if not judged."""
 
     images: list[Image]
     clips: list[str]
@@ -72,7 +74,7 @@ class Sample:
 
     @property
     def question(self) -> str:
-        """The question, empty where there is none."""
+        """Return the question, or an empty string."""
         return dict(self.words).get(_WORDS["question"], "")
 
 
@@ -85,20 +87,20 @@ class ShownSamples:
 
     @property
     def judged(self) -> int:
-        """Samples that were found right or wrong."""
+        """Return the number of judged samples."""
         return sum(sample.correct is not None for sample in self.samples)
 
     @property
     def right(self) -> int:
-        """Samples that were found right."""
+        """Return the number of correct samples."""
         return sum(sample.correct is True for sample in self.samples)
 
 
 def shown_samples(path: Path) -> ShownSamples | None:
-    """Return the samples of `path` (samples.json), None when there are none.
+    """Return the samples of `path` (samples.json); None if there are none.
 
     The file is a list of {"images": [base64 of a PNG or JPEG, ...], "clips": [base64 of a WAV, ...], "question",
-    "answer", "truth", "correct": bool or null}. A medium that is none of these formats is left out.
+    "answer", "truth", "correct": bool or null}. Items in other formats are left out.
     """
     if not path.exists():
         return None
@@ -132,7 +134,7 @@ def _images(encoded_images: list[str]) -> Iterator[Image]:
 
 
 def _decoded(encoded: str) -> bytes:
-    """Empty for what is not base64."""
+    """Return decoded bytes; empty if it is not base64."""
     try:
         return base64.b64decode(encoded, validate=True)
     except ValueError:
@@ -141,7 +143,7 @@ def _decoded(encoded: str) -> bytes:
 
 @dataclass(frozen=True)
 class Page:
-    """Contents of a report, in order; parts that a run does not have are None or empty."""
+    """Contents of a report, in order; missing parts are None or empty."""
 
     run: str
     models: dict[str, str]
@@ -157,17 +159,17 @@ class Page:
 
 
 def write_report(run_dir: Path, run: Run) -> Path:
-    """Write report.html of `run` into `run_dir`, from its metrics.jsonl and samples.json, as far as they exist.
+    """Write report.html into `run_dir` from metrics.jsonl and samples.json, if they exist.
 
     Returns:
-        the path of the report; an older one is replaced in one step.
+        Path of the report; it atomically replaces an older one.
 
     Raises:
         UserError: a broken line in metrics.jsonl.
         OSError: the folder cannot be read or written.
     """
     path = run_dir / "report.html"
-    # A name of undecodable bytes, or half of a character that a model wrote, must not cost the report.
+    # Undecodable file names or characters cut in half by a model must not break the report.
     content = render(_gather(run_dir, run)).encode(errors="replace")
     with replacing(path) as file:
         file.write(content)

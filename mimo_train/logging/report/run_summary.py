@@ -1,4 +1,4 @@
-"""What the report of a run shows of its numbers: the headline, the charts and the table of evaluations."""
+"""The numbers in a run's report: the headline, the charts and the evaluation table."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ _LOSS_COLOR, _HELD_OUT_COLOR, _MATCH_COLOR, _NORM_COLOR, _SPEED_COLOR = 0, 3, 2,
 
 
 def run_charts(data: dict[str, Column], layout: RunLayout) -> list[Chart]:
-    """Return the charts for which there are values, the most important first."""
+    """Return the charts that have values, the most important first."""
     if "consumed_samples" not in data:
         return []
     last_step = data["consumed_samples"].steps[-1]
@@ -58,7 +58,6 @@ def _loss_series(data: dict[str, Column]) -> list[Series]:
 
 
 def _match_series(data: dict[str, Column]) -> list[Series]:
-    """Exact match of every held-out set."""
     return [
         Series(
             set_of(key) or "exact match", data[key].steps, data[key].values, "dots", (_MATCH_COLOR + number) % COLORS
@@ -68,7 +67,6 @@ def _match_series(data: dict[str, Column]) -> list[Series]:
 
 
 def _source_series(data: dict[str, Column]) -> list[Series]:
-    """Return the losses of the sources of a mixture, smoothed."""
     found = [(key.removeprefix("loss/"), column) for key, column in data.items() if key.startswith("loss/")]
     return [
         Series(name, column.steps, smooth(column.values, len(column.values) / 50), "line", number % COLORS)
@@ -87,7 +85,7 @@ def _raw_and_smooth(column: Column | None, prefix: str, color: int) -> list[Seri
 
 
 def _rate_series(data: dict[str, Column], layout: RunLayout) -> list[Series]:
-    """One curve for each module; modules with equal rates share one, or they would hide each other."""
+    """Return one curve per module; modules with equal rates share one, because curves would hide each other."""
     colors = module_colors(layout)
     groups: list[tuple[list[str], Column]] = []
     for key, column in data.items():
@@ -106,12 +104,12 @@ def _rate_series(data: dict[str, Column], layout: RunLayout) -> list[Series]:
 
 
 _LONG = 10_000_000
-"""Counts from here on are written in millions or billions: all their digits do not fit."""
+"""Counts from here on are written in millions or billions."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """One number with its name, and what it is of or over; `detail` may be empty."""
+    """A number with its label and an optional detail, such as its total."""
 
     label: str
     value: str
@@ -119,8 +117,8 @@ class Number:
 
 
 def headline(data: dict[str, Column], iters: int) -> list[Number]:
-    """Return the numbers for which there are metrics. `iters` is the number of steps that the run is to have."""
-    # Of the newest evaluation: the run may have had other sets before.
+    """Return the headline numbers that have metrics; `iters` is the run's target number of steps."""
+    # Use the newest evaluation: the run may have had other sets before.
     newest = max(held_out_keys(data, "samples"), key=lambda key: data[key].steps[-1], default="eval/samples")
     at = newest.removesuffix("samples")
     numbers = [
@@ -147,17 +145,17 @@ def headline(data: dict[str, Column], iters: int) -> list[Number]:
 
 
 def held_out_keys(data: dict[str, Column], name: str) -> list[str]:
-    """The keys under which a number is measured of held-out sets: of the set without a name, or of each by its name."""
+    """Return the keys of a number over held-out sets: the unnamed set, or each named set."""
     return [key for key in data if key.startswith("eval/") and key.endswith(f"/{name}")]
 
 
 def set_of(key: str) -> str:
-    """Return the name of the set of such a key, empty for that without a name."""
+    """Return the name of a key's set; empty for the unnamed set."""
     return key.removeprefix("eval/").rpartition("/")[0]
 
 
 def _held_out(data: dict[str, Column], at: str, what: str, label: str, name: Callable[[float], str]) -> Number | None:
-    """`what` of the set whose keys begin with `at`."""
+    """Return the last value of `what` for the set with key prefix `at`."""
     key = f"{at}{what}"
     last = data[key].last_finite() if key in data else None
     if last is None:
@@ -170,7 +168,7 @@ def _held_out(data: dict[str, Column], at: str, what: str, label: str, name: Cal
 
 
 def _count(count: float) -> str:
-    """1,280; 20.5 M; 4.1 B."""
+    """Format as 1,280; 20.5 M; 4.1 B."""
     if count < _LONG:
         return f"{count:,.0f}"
     return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
@@ -182,21 +180,21 @@ def _finite(column: Column | None) -> list[float]:
 
 _EVALUATION = ("eval/", "test/")
 _MAX_ROWS = 50
-"""Evaluations in the table."""
+"""Most evaluations in the table."""
 
 
 @dataclass(frozen=True)
 class EvaluationTable:
-    """Names of the columns behind the step, and for each step its cells; a value that was not measured is empty."""
+    """Column names after the step, and the cells of each step; values that were not measured are empty."""
 
     names: list[str]
     rows: list[tuple[str, list[str]]]
     evaluations: int
-    """How many there were; the table has the last of them."""
+    """Total number of evaluations; the table has the last ones."""
 
 
 def evaluation_table(data: dict[str, Column]) -> EvaluationTable | None:
-    """None for a run without evaluations."""
+    """Return the table, or None for a run without evaluations."""
     keys = [key for key in data if key.startswith(_EVALUATION)]
     steps = sorted({step for key in keys for step in data[key].steps})
     if not steps:
@@ -211,14 +209,14 @@ def evaluation_table(data: dict[str, Column]) -> EvaluationTable | None:
 
 
 def _cells(key: str, column: Column, steps: list[float]) -> list[str]:
-    """Return the values at `steps`, in words."""
+    """Return the values at `steps` as text."""
     values = dict(zip(column.steps, column.values, strict=True))
     written = _number_format(key, [values[step] for step in steps if step in values])
     return [written(values[step]) if step in values else "" for step in steps]
 
 
 def _number_format(key: str, values: Sequence[float]) -> Callable[[float], str]:
-    """How the values of a column are written: with equally many decimals, so that they can be compared at a glance."""
+    """Return a column's number format: equal decimals make values easy to compare."""
     if key.endswith("/exact_match"):
         return lambda value: f"{value:.1%}" if math.isfinite(value) else f"{value}"
     finite = [abs(value) for value in values if math.isfinite(value)]

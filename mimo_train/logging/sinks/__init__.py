@@ -1,1 +1,1 @@
-"""Where the numbers of a run go, one file per place."""
+"""Sinks of a run's numbers, one module per format."""

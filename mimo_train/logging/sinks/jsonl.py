@@ -1,8 +1,8 @@
-"""metrics.jsonl: one JSON object a line, exact numbers, safe against kill -9, cut back when a run resumes.
+"""metrics.jsonl: one JSON object per line with exact numbers, safe against kill -9, truncated when a run resumes.
 
-A line is `{"step":1,"consumed_samples":32,"lm loss":5.1,...}`. Floats are written with the digits that give the same
-float back, so equal runs give equal lines. JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and
-"-Infinity", and `read_metrics` turns them back into floats.
+A line is `{"step":1,"consumed_samples":32,"lm loss":5.1,...}`. Floats are written to round-trip exactly, so equal runs
+give equal lines. NaN and infinities, which JSON lacks, are the strings "NaN", "Infinity" and "-Infinity";
+`read_metrics` turns them back into floats.
 """
 
 import json
@@ -24,19 +24,19 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlSink:
-    """Appends to metrics.jsonl; a line is on its way to the disk before `log` returns.
+    """Append to metrics.jsonl; a line is handed to the operating system before `log` returns.
 
-    Where the disk is full or read-only lines are held back, and written with the next one that can be; where the file
-    was removed, it is written again with what it had: the file has every line, or `close` raises.
+    If the disk is full or read-only, lines are held back and retried with the next line. A file that was removed is
+    written again. The file has every line, or `close` raises.
     """
 
     def __init__(self, path: Path, resumed_step: int):
-        """Open `path` to go on after `resumed_step`: later lines and a torn last line are dropped.
+        """Open `path` to continue after `resumed_step`: drop later lines and a torn last line.
 
-        With `resumed_step` 0 the run is new, and the file starts empty.
+        With `resumed_step` 0 the file starts empty.
 
         Raises:
-            UserError: a line other than the last is no JSON object.
+            UserError: a line other than the last is not a JSON object.
             OSError: the file cannot be written.
         """
         self.handle = path
@@ -62,10 +62,10 @@ class JsonlSink:
             self._warned = False
 
     def close(self) -> None:
-        """Write what is held back, and close the file.
+        """Write the held-back lines and close the file.
 
         Raises:
-            UserError: some of it cannot be written.
+            UserError: some lines cannot be written.
         """
         try:
             self._write()
@@ -84,7 +84,7 @@ class JsonlSink:
                 self._file = None
 
     def _write(self) -> None:
-        """All that is held back. A write that ends in the middle of a line is gone on with there."""
+        """Write all held-back lines. A write that ends inside a line continues there."""
         if self._file is not None and not self._is_in_place():
             self.handle.parent.mkdir(parents=True, exist_ok=True)
             done = "another file has its name: lines go on there" if self.handle.exists() else self._put_back()
@@ -96,8 +96,7 @@ class JsonlSink:
             self._held_back = self._held_back[os.write(self._file, self._held_back) :]
 
     def _put_back(self) -> str:
-        """Write a file that was removed again: its content is there until it is closed. One that has another name now
-        keeps its lines there."""
+        """Write a removed file again from its open descriptor. A renamed file keeps its lines under the new name."""
         assert self._file is not None
         if os.fstat(self._file).st_nlink:
             return "one is begun with the next line"
@@ -109,7 +108,7 @@ class JsonlSink:
         return "it is written again, with all its lines"
 
     def _is_in_place(self) -> bool:
-        """True if the open file is the one that has the name: someone may have removed it, or the whole folder."""
+        """True if the open file still exists under its name."""
         assert self._file is not None
         try:
             there, mine = os.stat(self.handle), os.fstat(self._file)
@@ -124,10 +123,10 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 def iter_metrics(path: str | Path) -> Iterator[dict[str, float]]:
-    """The lines of a metrics.jsonl as dicts, one at a time; a torn last line is left out.
+    """Yield the lines of a metrics.jsonl as dicts; a torn last line is skipped.
 
     Raises:
-        UserError: a line other than the last is no JSON object.
+        UserError: a line other than the last is not a JSON object.
         OSError: there is no such file.
     """
     for _, line in _lines(Path(path)):
@@ -135,12 +134,12 @@ def iter_metrics(path: str | Path) -> Iterator[dict[str, float]]:
 
 
 def _opened(path: Path) -> int:
-    # Written to without a buffer of our own: a killed process loses at most the line it was writing.
+    # Unbuffered: a killed process loses at most the line that it was writing.
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def _cut_back(path: Path, resumed_step: int) -> None:
-    """Rewrite `path` with the lines up to `resumed_step` only."""
+    """Keep only the lines up to `resumed_step`."""
     with replacing(path) as file:
         if resumed_step > 0:
             for raw, line in _lines(path):
@@ -149,7 +148,7 @@ def _cut_back(path: Path, resumed_step: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
-    """(raw line, object) of each whole line of `path`."""
+    """Yield (raw line, object) of each complete line."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:

@@ -1,8 +1,8 @@
-"""The sinks that are libraries of their own: TensorBoard, Weights & Biases, MLflow and Comet.
+"""Sinks for tracking libraries: TensorBoard, Weights & Biases, MLflow and Comet.
 
-Each is imported only by a run that uses it. The id that a tracker gives a run is kept in run.dir, so that a resumed run
-continues the same curves. A tracker cannot take a number back: steps that are trained again after a crash appear twice,
-at the same x, and the later value counts.
+Each library is imported only by a run that uses it. The tracker's run id is kept in run.dir, so that a resumed run
+continues the same curves. Trackers cannot delete values: steps repeated after a crash appear twice at the same x, and
+the later value counts.
 """
 
 import logging
@@ -18,31 +18,31 @@ from urllib.parse import urlsplit
 
 
 def kept_id(file: Path, resumed_step: int) -> str | None:
-    """Return the id in `file` if the run continues after `resumed_step`; None for a new run."""
+    """Return the id in `file` if the run resumes after `resumed_step`; None for a new run."""
     return file.read_text().strip() if resumed_step > 0 and file.exists() else None
 
 
 def keep_id(file: Path, run_id: str) -> str:
-    """Write `run_id` to `file`; returns it."""
+    """Write `run_id` to `file` and return it."""
     file.write_text(run_id + "\n")
     return run_id
 
 
 _WRITER = "tensorboard.summary.writer.event_file_writer"
-"""Module of TensorBoard's thread that writes, as of 2.21."""
+"""Module of TensorBoard's writer thread, as of 2.21."""
 
 
 class TensorboardSink:
-    """TensorBoard events in run.dir/tensorboard: one scalar for each key, as 32-bit floats."""
+    """TensorBoard events in run.dir/tensorboard: one scalar per key, as 32-bit floats."""
 
     def __init__(self, folder: Path, resumed_step: int):
         """Write into `folder`; TensorBoard hides what an earlier job wrote there after `resumed_step`."""
-        # Imported here: it imports torch.
+        # Imported here because it imports torch.
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = resumed_step + 1 if resumed_step > 0 else 0
         self.handle = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=15)
-        # What fails in TensorBoard's thread is raised by the next `log` or `close` too, and told there in one line.
+        # The next `log` or `close` raises failures of TensorBoard's thread, and reports them in one line.
         self._hook = threading.excepthook
         threading.excepthook = self._told_later
 
@@ -54,7 +54,7 @@ class TensorboardSink:
         """Write every value at `step`."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all keys: an event for each costs as much as all of them.
+        # One event for all keys: one per key costs as much each.
         scalars = {"consumed_samples": consumed_samples, **values}
         summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()])
         self.handle.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]  # torch declares it None
@@ -70,18 +70,18 @@ class TensorboardSink:
 _WANDB_ID = "wandb_id.txt"
 
 Mode = Literal["online", "offline", "disabled", "shared"]
-"""What WANDB_MODE may say."""
+"""Values of WANDB_MODE."""
 
 
 class WandbSink:
-    """One W&B run, online when a key is configured, else offline in run.dir (`wandb sync` uploads it later).
+    """One W&B run: online with an API key, else offline in run.dir (upload it with `wandb sync`).
 
-    The project is WANDB_PROJECT, or mimo-train. `step` is a value of its own and the x axis of every chart: W&B's
+    The project is WANDB_PROJECT, or mimo-train. `step` is a logged value and the x axis of every chart, because W&B's
     internal counter cannot step back.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], resumed_step: int):
-        """Start or, with `resumed_step` above 0, go on with the run of `run_dir`.
+        """Start a run, or resume that of `run_dir` if `resumed_step` is above 0.
 
         Raises:
             wandb.errors.Error: W&B cannot start the run.
@@ -96,11 +96,11 @@ class WandbSink:
             name=run_dir.name,
             id=run_id,
             resume="allow",
-            mode=cast(Mode, mode),  # of another word W&B says what it is
+            mode=cast(Mode, mode),  # W&B reports invalid values itself
             dir=str(run_dir),
             config=config,
             allow_val_change=True,
-            # The console is ours: captured, a progress bar becomes thousands of lines.
+            # Do not capture the console: a progress bar becomes thousands of lines.
             settings=wandb.Settings(console="off", silent=mode == "offline"),
         )
         self.handle.define_metric("step")
@@ -111,11 +111,11 @@ class WandbSink:
         self.handle.log({"step": step, "consumed_samples": consumed_samples, **values})
 
     def close(self) -> None:
-        """End the run; online, waits for the upload."""
+        """End the run; online, wait for the upload."""
         import wandb
 
         self.handle.finish()
-        # W&B's own process may still be writing the offline file when `finish` returns; this waits for its end.
+        # W&B's process may still be writing the offline file when `finish` returns; wait for it.
         wandb.teardown()
 
 
@@ -133,13 +133,13 @@ def has_api_key() -> bool:
 
 _MLFLOW_ID = "mlflow_id.txt"
 _PARAMETER_LENGTH = 6000
-"""Characters that MLflow takes for a parameter."""
+"""Largest parameter in characters that MLflow accepts."""
 _IN_FLIGHT = 64
-"""Steps whose values may still be on their way to the server."""
+"""Most steps whose values may still be on their way to the server."""
 
 
 class MlflowHandle(NamedTuple):
-    """What MLflow's own functions need to add to the run."""
+    """Arguments that MLflow's functions need to add to the run."""
 
     client: Any
     """`mlflow.tracking.MlflowClient`"""
@@ -149,19 +149,18 @@ class MlflowHandle(NamedTuple):
 class MlflowSink:
     """One MLflow run, in the experiment MLFLOW_EXPERIMENT_NAME, or mimo-train.
 
-    It is at MLFLOW_TRACKING_URI, else in a database of the run's own, which
-    `mlflow ui --backend-store-uri sqlite:///RUN_DIR/mlflow/mlflow.db` shows. The tag `resumed_after_step` names where
-    the run was last continued.
+    It is stored at MLFLOW_TRACKING_URI, else in a database in run.dir: show it with `mlflow ui --backend-store-uri
+        sqlite:///RUN_DIR/mlflow/mlflow.db`. The tag `resumed_after_step` names the last resume.
 
-    Values are sent by a thread of MLflow's, so that a slow server costs the training nothing. MLflow knows no infinity:
-    it keeps the largest float instead.
+    MLflow sends values in its own thread, so a slow server does not slow training. It stores the largest float instead
+    of infinity.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], resumed_step: int):
-        """Start or, with `resumed_step` above 0, go on with the run of `run_dir`.
+        """Start a run, or resume that of `run_dir` if `resumed_step` is above 0.
 
         Raises:
-            mlflow.exceptions.MlflowException: the store cannot be reached or has no run of that id.
+            mlflow.exceptions.MlflowException: the store is unreachable or has no run of that id.
         """
         # Imported here: it takes seconds.
         from mlflow.entities import RunStatus
@@ -191,7 +190,7 @@ class MlflowSink:
         self._in_flight: deque[Any] = deque()
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
-        """Hand over every value at `step`.
+        """Queue every value at `step`.
 
         Raises:
             mlflow.exceptions.MlflowException: values of an earlier step could not be written.
@@ -209,7 +208,7 @@ class MlflowSink:
             self._in_flight.popleft().wait()
 
     def close(self) -> None:
-        """Wait until all is written, and end the run."""
+        """Wait until all values are written, and end the run."""
         while self._in_flight:
             self._in_flight.popleft().wait()
         self.handle.client.set_terminated(self.handle.run_id)
@@ -228,15 +227,15 @@ _KEY_FILE = "comet_key.txt"
 
 
 class CometSink:
-    """One Comet experiment, online when a key is configured, else an archive in run.dir/comet (for `comet upload`).
+    """One Comet experiment: online with an API key, else an archive in run.dir/comet (for `comet upload`).
 
-    The project is COMET_PROJECT_NAME, or mimo-train. A resumed run continues the same experiment: online at once,
-    offline by another archive with the same key, to upload after the first. Comet writes an archive when a run ends:
-    what a killed run had logged offline is in metrics.jsonl only.
+    The project is COMET_PROJECT_NAME, or mimo-train. A resumed run continues the same experiment; offline it writes
+    another archive with the same key, to upload after the first. Comet writes an archive when a run ends: offline
+    values of a killed run are in metrics.jsonl only.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], resumed_step: int):
-        """Start or, with `resumed_step` above 0, go on with the experiment of `run_dir`.
+        """Start an experiment, or resume that of `run_dir` if `resumed_step` is above 0.
 
         Raises:
             Exception: Comet cannot start the experiment.
@@ -257,7 +256,7 @@ class CometSink:
             mode="get_or_create" if kept else "create",
             experiment_key=kept,
             experiment_config=comet_ml.ExperimentConfig(
-                # What we log is what is there: no console, no code, nothing that Comet reads from other libraries.
+                # Log only our values: no console, no code, nothing that Comet reads from other libraries.
                 auto_metric_logging=False,
                 auto_param_logging=False,
                 auto_output_logging=False,
