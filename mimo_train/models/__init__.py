@@ -1,1 +1,1 @@
-"""Config -> modules: the language model, the encoders with their projectors, freezing, data-parallel wrapping."""
+"""Builds modules from the config: language model, encoders with projectors, freezing, data-parallel wrapping."""

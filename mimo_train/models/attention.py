@@ -1,11 +1,11 @@
 """Core attention on `torch.nn.functional.scaled_dot_product_attention`.
 
-A drop-in for Megatron-Core's `DotProductAttention`, which materialises the score matrix. Torch picks the kernel: flash
-attention on a GPU, a fused one on a CPU. A window cuts long sequences into blocks, so that masks stay small. Only
-soft-capped scores are computed as a matrix, for which torch has no kernel.
+A drop-in for Megatron-Core's `DotProductAttention`, which materializes the score matrix. Torch picks the kernel: flash
+attention on a GPU, a fused one on a CPU. A window cuts long sequences into blocks, so masks stay small. Only
+soft-capped scores are a matrix, because torch has no kernel for them.
 
-In a packed row attention stays inside its documents: on a GPU one kernel computes all of them, elsewhere each is a
-call of its own, and neighbours of one length are one together, which on a CPU is faster than any mask.
+In a packed row attention stays inside its documents. On a GPU one kernel computes all of them. Elsewhere neighbors of
+one length share a call, which on a CPU is faster than any mask.
 
 Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank, Q queries, K
 keys.
@@ -28,7 +28,7 @@ from mimo_train.models.transformer_config import require_neutral
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
 _LEAST_BLOCK = 512
-"""Queries of one block, where a window is smaller."""
+"""Minimum number of queries in a block of a windowed layer."""
 
 _UNKNOWN = {
     "softmax_type": "vanilla",
@@ -36,21 +36,23 @@ _UNKNOWN = {
     "log_max_attention_logit": False,
     "apply_query_key_layer_scaling": False,
 }
-"""Options of Megatron-Core's attention that there are none of here."""
+"""Options of Megatron-Core's attention that are unsupported here."""
 
 
 class SdpaAttention(MegatronModule):
     """softmax(Q K^T * scale) V, causal or unmasked, with grouped queries.
 
-    With context parallelism each rank gathers keys and values of the whole sequence, and its two chunks of queries
-    attend to all positions up to their own (see `context`).
+    With context parallelism each rank gathers keys and values of the whole sequence. Its two chunks of queries attend
+    to
+    all positions up to their own (see `context`).
 
-    Read from the config: `window_size` as (tokens before a token that it attends to, 0), with `window_attn_skip_freq`
-    the layers it holds in, and `attention_softcap` (see `mimo_train.models.transformer_config`), the cap of scores.
+    Config options: `window_size` is (tokens before a token that it attends to, 0), `window_attn_skip_freq` gives the
+    layers
+    with a window, `attention_softcap` is the cap of scores (see `mimo_train.models.transformer_config`).
 
     Raises:
-        UserError: for a mask type other than causal and no_mask, context parallelism or a window without a causal mask,
-            a window that reaches behind a token, attention to another sequence, or an option that it does not have.
+        UserError: a mask type other than causal and no_mask, context parallelism or a window without a causal mask, a
+            window that reaches past a token, attention to another sequence, or an unsupported option.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class SdpaAttention(MegatronModule):
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         if self.cp_group and not self.is_causal:
             raise UserError(f"SdpaAttention cuts causal sequences only, cp is {config.context_parallel_size}")
-        # 0: all tokens. Megatron-Core counts the tokens before, we the token itself too.
+        # 0: all tokens. Megatron-Core counts the tokens before; we include the token itself.
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else 0
         if self.window and not self.is_causal:
@@ -101,16 +103,17 @@ class SdpaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend; keys and values may have fewer heads than queries. Returns [S, B, heads * D].
+        """Return attended values [S, B, heads * D]; keys and values may have fewer heads than queries.
 
-        A causal layer does not look at `attention_mask`: padding is at the end, where the causal mask already hides it.
-        Where it gets fewer queries than keys, they are those of the last positions.
+        A causal layer ignores `attention_mask`: padding is at the end, where the causal mask hides it. If there are
+        fewer
+        queries than keys, they are those of the last positions.
 
         Args:
             packed_seq_params: `Documents` of a packed row; B is 1.
 
         Raises:
-            UserError: a mask for a layer without one, or of a kind that there is not.
+            UserError: a mask for a layer without one, or an unsupported mask type.
         """
         if attention_mask is not None and not self.is_causal:
             raise UserError(f"SdpaAttention without a causal mask has none, and gets one of {attention_mask.shape}")
@@ -121,8 +124,8 @@ class SdpaAttention(MegatronModule):
             return self._attend_inside_documents(query_SBND, key_SBND, value_SBND, packed_seq_params)
         if self.cp_group:
             return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND, self.cp_group)
-        # With fewer queries than keys, those of earlier positions come from a cache: Megatron-Core 0.19.2 then asks for
-        # no mask at all (transformer/attention.py:630), which is right for one query without a window alone.
+        # Fewer queries than keys means that earlier keys come from a cache. Megatron-Core 0.19.2 then requests no mask
+        # (transformer/attention.py:630), which is right only for one query without a window.
         continues = self.is_causal and len(query_SBND) < len(key_SBND)
         if self.window or self.softcap or continues:
             assert attention_bias is None, "a bias with a window, capped scores or a cache"
@@ -141,7 +144,6 @@ class SdpaAttention(MegatronModule):
         value_CBND: torch.Tensor,
         cp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """Attention of this rank's query chunks over keys and values of all ranks."""
         key_SBND, value_SBND = _gathered(key_CBND, value_CBND, cp_group)
         own = chunks_of(cp_group.rank(), cp_group.size())
         attended = []
@@ -153,7 +155,7 @@ class SdpaAttention(MegatronModule):
     def _attend_inside_documents(
         self, query_CBND: torch.Tensor, key_CBND: torch.Tensor, value_CBND: torch.Tensor, documents: Documents
     ) -> torch.Tensor:
-        """Attention of this rank's part of a packed row, each query over the keys of its own document."""
+        """Attend from this rank's part of a packed row, each query over the keys of its own document."""
         rank, key_SBND, value_SBND = 0, key_CBND, value_CBND
         if self.cp_group:
             rank = self.cp_group.rank()
@@ -175,8 +177,8 @@ class SdpaAttention(MegatronModule):
     def _attend_run_by_run(
         self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor, documents: Documents
     ) -> torch.Tensor:
-        """`_attend_inside_documents` of a whole row, neighbours of one length as a batch."""
-        # One gradient is made of those of all parts; slices would each have one as long as the row.
+        """Attend inside documents of a whole row, with neighbors of one length as a batch."""
+        # `split` makes one gradient of all parts; each slice would have one as long as the row.
         rows = [count * length for count, length in documents.runs]
         parts = [part.split(rows) for part in (query_SBND, key_SBND, value_SBND)]
         attended = []
@@ -190,7 +192,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(attended).unsqueeze(1)
 
     def _has_kernel(self, query: torch.Tensor) -> bool:
-        """Whether torch has a kernel for documents of any lengths that does what this layer does."""
+        """True if torch has a kernel for documents of any lengths that does what this layer does."""
         fits = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= WIDEST_HEAD
         return query.is_cuda and fits and not self.softcap and not (self.training and self.dropout)
 
@@ -202,7 +204,7 @@ class SdpaAttention(MegatronModule):
         documents: Documents,
         rank: int,
     ) -> torch.Tensor:
-        """`_attend_inside_documents` by one kernel, which aligns a causal mask at the last query and the last key."""
+        """Attend inside documents by one kernel, which aligns a causal mask at the last query and the last key."""
         query_ends, key_ends, seen = documents.cumulative(rank, query_CBND.device)
         query, key, value = (part.squeeze(1) for part in (query_CBND, key_SBND, value_SBND))
         if documents.ranks > 1:
@@ -220,8 +222,8 @@ class SdpaAttention(MegatronModule):
     def _attend_in_blocks(
         self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of the last queries of a sequence over all of its keys, causal where the layer is; under a window
-        block by block, each over the keys that it sees."""
+        """Attend from the last queries of a sequence to all its keys, causally if the layer is. Under a window each
+        block of queries takes only the keys that it sees."""
         queries, keys = len(query_SBND), len(key_SBND)
         block = max(self.window, _LEAST_BLOCK) if self.window else queries
         attended = []
@@ -233,7 +235,7 @@ class SdpaAttention(MegatronModule):
             if self.softcap:
                 attended.append(self._attend_capped(query, key, value))
             elif self.window and end > self.window and len(query) > 1:
-                # With a mask of its own only torch's slowest kernel groups queries.
+                # With a mask only torch's slowest kernel groups queries.
                 group = query.size(2) // key.size(2)
                 key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
                 attended.append(self._attend(query, key, value, self._seen(query, key), False))
@@ -243,7 +245,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(attended) if len(attended) > 1 else attended[0]
 
     def _seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """[Q, K], whether the last queries of a sequence see a key: up to their own position, within the window."""
+        """Return a mask [Q, K]: True if a query sees a key, up to its own position and within the window."""
         queries, keys = len(query), len(key)
         behind = torch.arange(keys - queries, keys, device=key.device)[:, None] - torch.arange(keys, device=key.device)
         return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
@@ -251,7 +253,7 @@ class SdpaAttention(MegatronModule):
     def _attend_capped(
         self, query_QBND: torch.Tensor, key_KBND: torch.Tensor, value_KBND: torch.Tensor
     ) -> torch.Tensor:
-        """Attention with scores of cap * tanh(score / cap), softmax in fp32."""
+        """Attend with scores of cap * tanh(score / cap), softmax in fp32."""
         group = query_QBND.size(2) // key_KBND.size(2)
         query_BNQD, key_BNKD, value_BNKD = (part.permute(1, 2, 0, 3) for part in (query_QBND, key_KBND, value_KBND))
         key_BNKD, value_BNKD = (part.repeat_interleave(group, 1) for part in (key_BNKD, value_BNKD))
@@ -288,22 +290,22 @@ class SdpaAttention(MegatronModule):
 def _gathered(
     key_CBND: torch.Tensor, value_CBND: torch.Tensor, cp_group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all positions, [S, B, N, D], in one message."""
+    """Return keys and values of all positions, [S, B, N, D], gathered in one message."""
     head = key_CBND.size(-1)
     keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), cp_group)
     return keys_values[..., :head], keys_values[..., head:]
 
 
 def causal_lower_right(queries: int, keys: int) -> torch.Tensor:
-    """The causal mask of the last queries of a sequence, in the form for which torch's kernels need no matrix."""
+    """Return the causal mask of a sequence's last queries, in the form for which torch's kernels need no matrix."""
     from torch.nn.attention import bias  # torch 2.11 imports its compiler with it
 
     return bias.causal_lower_right(queries, keys)
 
 
 class WindowAttention(SdpaAttention):
-    """`SdpaAttention` of a packed row inside the windows of its `Documents`, but in the layers of
-    `config.full_attention` (numbers from 0) inside the documents themselves."""
+    """`SdpaAttention` inside the windows of a packed row's `Documents`. Layers of `config.full_attention` (numbers from
+    0) attend inside the documents."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, *arguments: object, **options: object):
         super().__init__(config, layer_number, *arguments, **options)  # type: ignore[arg-type]
@@ -320,7 +322,7 @@ class WindowAttention(SdpaAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """As `SdpaAttention.forward`; B is 1."""
+        """Attend inside windows or documents, as `SdpaAttention.forward`; B is 1."""
         assert isinstance(packed_seq_params, Documents) and packed_seq_params.windows, packed_seq_params
         inside = packed_seq_params if self.everywhere else packed_seq_params.windows
         return super().forward(query_SBND, key_SBND, value_SBND, packed_seq_params=inside)

@@ -1,4 +1,4 @@
-"""Build the modules of a run on this rank: a `MimoModel`, or a plain GPT when `language` is alone."""
+"""Build the modules of a run on this rank: a `MimoModel`, or a plain GPT if `language` is the only module."""
 
 import warnings
 from collections.abc import Set
@@ -40,7 +40,7 @@ from mimo_train.models.transformer_config import encoder_config, language_config
 from mimo_train.parallel.groups import RunGroups
 
 _LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
-"""Number of a model chunk's first layer, and of its layers, from (config, chunk, stage)."""
+"""Functions of (config, chunk, stage): the number of a model chunk's first layer, and its number of layers."""
 
 
 def build_model(
@@ -60,17 +60,19 @@ def build_model(
     Args:
         vocab_size: tokens of the tokenizer, before padding.
         special_token_ids: token id of the placeholders of each encoder module's features.
-        te: whether layers are Transformer Engine's.
-        pre_wrap_hook: changes the chunks of the language model before they are frozen and wrapped (see `model.heads`).
-        undrawn: (module, part) of weights that are read afterwards: they are not drawn, and their memory is not even
-            touched. Part is llm, encoder or projector. Adapters are drawn all the same.
+        te: True for layers of Transformer Engine.
+        pre_wrap_hook: changes the language model's chunks before they are frozen and wrapped (see `model.heads`).
+        undrawn: (module, part) of weights that are loaded afterwards: they are not drawn and their memory is not
+            touched.
+            Part is llm, encoder or projector. Adapters are always drawn.
 
     Returns:
         The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
-        wrapped GPT models.
+            wrapped
+        GPT models.
 
     Raises:
-        UserError: layers are to have fp8 or to be compiled, and that is not possible here.
+        UserError: fp8 or compiled layers are not possible here.
     """
     require_fp8(cfg, te)
     require_compiler(cfg, device.type)
@@ -115,8 +117,8 @@ def build_model(
 
 
 def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, name: str) -> None:
-    """Freeze everything but adapters if the module has any, start their magnitudes, and let recomputed layers after
-    frozen weights learn, and biases beside them. A head that a hook adds afterwards is trained."""
+    """Freeze all but adapters if the module has any, and start their magnitudes. Let biases next to frozen weights, and
+    recomputed layers after them, learn. A head that a hook adds afterwards is trained."""
     if cfg.modules[name].lora.rank:
         freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
         if adapts_projector(adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size)):
@@ -129,9 +131,8 @@ def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, na
 
 
 def _tell_tensor_parallel_group(module: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Set the TP group of submodules that have none. For those, Megatron-Core uses its global group when it describes
-    their weights for a checkpoint (0.19.2, transformer/module.py:80-84); on shared ranks that is the language
-    model's."""
+    """Set the TP group of submodules that have none. Otherwise Megatron-Core describes their weights to checkpoints
+    with its global group (0.19.2, transformer/module.py:80-84), which on shared ranks is the language model's."""
     for child in module.modules():
         if isinstance(child, MegatronModule) and not hasattr(child, "tp_group"):
             child.tp_group = tp_group
@@ -145,7 +146,7 @@ def _partition_groups(groups: RunGroups) -> dict:
 def _language_specs(
     cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool, drawn: bool
 ) -> list[ModuleSpec]:
-    """One spec for each model chunk of this rank's stage; they share one config, which the schedule reads."""
+    """Return one spec for each model chunk of this rank's stage; they share the config that the schedule reads."""
     llm, config = cfg.llm, language_config(cfg, layout)
     config.perform_initialization = drawn
     params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
@@ -179,8 +180,7 @@ def _language_specs(
 
 
 def _positions(llm: LlmSpec, *, has_media: bool) -> str:
-    """Name of the kind of positions in Megatron-Core. Text alone is at the same place on all axes, which is what one
-    axis gives."""
+    """Return Megatron-Core's name of the position kind. Text alone needs one axis: all axes would be equal."""
     if llm.mrope_section and has_media:
         return "mrope"
     return {"rope": "rope", "learned": "learned_absolute"}[llm.position]
@@ -241,8 +241,8 @@ def _encoder_spec(
 
 def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> DistributedDataParallel:
     config = module.config if name == LANGUAGE else module.encoders[name].config
-    # Overlap requires that every parameter gets a gradient in every microbatch, on all replicas. An encoder does not
-    # run for a text-only microbatch, and frozen parameters get no gradient.
+    # Overlap requires a gradient of every parameter in every microbatch, on all replicas. An encoder does not run for a
+    # text-only microbatch, and frozen parameters get no gradient.
     overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
     wrapper = InPlaceGradients if cfg.run.cpu_kernels else DistributedDataParallel
     return wrapper(

@@ -1,14 +1,14 @@
 """The forward pass of a dense transformer layer that one rank holds whole, in about 25 calls of torch.
 
-Megatron-Core 0.19.2 computes the same numbers through layers that communicate, recompute, offload, drop and fuse, and
-that look for such work in every call: a fifth of the time of a step of the demo on a CPU. `DenseLayer` computes a layer
-from its parts where there is no such work; every other layer is Megatron-Core's.
+Megatron-Core 0.19.2 computes the same numbers through layers that check in every call for communication, recomputation,
+offloading, dropout and fusion: a fifth of the time of a step of the demo on a CPU. `DenseLayer` computes a layer from
+its parts if there is no such work. Megatron-Core computes every other layer.
 
-With `train.compile=layers` the code before and behind core attention is compiled, and layers of equal sizes have one
-graph. Attention itself has kernels of its own, and asks on the host where documents end.
+With `train.compile=layers` the code before and after core attention is compiled, and layers of equal sizes share one
+graph. Attention stays outside: it has its own kernels, and reads on the host where documents end.
 
-Shape suffixes: S sequence, B batch, H hidden size, G key heads, E queries of a key head with its key and its value,
-N query heads, D head dimension.
+Shape suffixes: S sequence, B batch, H hidden size, G key heads, E queries of a key head with its key and its value, N
+query heads, D head dimension.
 """
 
 import logging
@@ -62,7 +62,7 @@ NOTHING_TO_DO: dict[str, Any] = {
     "test_mode": False,
     "batch_invariant_mode": False,
 }
-"""Options of a config whose work is left out, with the value at which there is none."""
+"""Config options whose work `DenseLayer` omits, with the value that means no work."""
 
 
 class DenseLayer:
@@ -86,13 +86,12 @@ class DenseLayer:
 
     @classmethod
     def of(cls, layer: TransformerLayer) -> "DenseLayer | None":
-        """Return what computes a layer; None if it has other parts, or other work to do."""
+        """Return the `DenseLayer` of a layer; None if the layer has other parts or other work."""
         return cls(layer) if _is_dense(layer) and _does_nothing_else(layer.config) else None
 
     @property
     def is_free(self) -> bool:
-        """True if no hook waits for the call of a part, and none was replaced: Megatron-Core's layer calls its parts,
-        and this class does not."""
+        """True if no part has a hook or a replaced forward, which need Megatron-Core's layer to call the part."""
         return not _has_any_global_hook() and not any(
             part._forward_pre_hooks
             or part._forward_hooks
@@ -124,8 +123,7 @@ class DenseLayer:
         return self._behind(hidden_SBH, context)
 
     def compile(self, compiled: Callable[[Callable], Callable]) -> None:
-        """Compile the code before and behind core attention, each into one graph. Neither reads where documents end or
-        which masks there are.
+        """Compile the code before and after core attention, each into one graph without documents and masks.
 
         Args:
             compiled: compiles a function of tensors.
@@ -151,7 +149,6 @@ class DenseLayer:
         return mixed.unflatten(-1, (self._groups, self._heads // self._groups + 2, self._width))
 
     def _behind(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, from its input and the output of core attention."""
         _, proj, fc1, fc2 = self._linears
         hidden_SBH = hidden_SBH + F.linear(context, proj.weight, proj.bias)
         inner = F.linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
@@ -163,11 +160,11 @@ class DenseLayer:
         return hidden_SBH + F.linear(inner, fc2.weight, fc2.bias)
 
     def _rotation(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of a layer's angles, with the sines of the first half of a head negated; computed
+        """Return cosines and sines of a layer's angles, with the sines of the first half of a head negated. Computed
         once for all layers with the same angles."""
         attention = self._attention
         scale, kind = attention._yarn_concentration_factor, getattr(attention, "kind_of_angles", None)
-        # Tensors that are computed in inference mode cannot be used where gradients are wanted.
+        # Tensors computed in inference mode cannot be used with gradients.
         key = scale, kind, dtype, torch.is_inference_mode_enabled()
         cached = _ROTATIONS.setdefault(angles, {})
         if key not in cached:
@@ -188,7 +185,7 @@ def split_heads(mixed_SBGED: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [S, B, N, D] by their positions; of wider heads the first channels.
+    """Rotate heads [S, B, N, D] by their positions. Of wider heads only the first channels rotate.
 
     Args:
         cos: [S, 1 or B, 1, D or less].
@@ -197,12 +194,12 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     width = cos.shape[-1]
     if width < heads.shape[-1]:
         return torch.cat((rotate(heads[..., :width], cos, sin), heads[..., width:]), dim=-1)
-    # The halves of a head change places: the sine is negated, once for all layers.
+    # Swaps the halves of a head; the sine is negated once for all layers.
     return heads * cos + heads.roll(width // 2, dims=-1) * sin
 
 
 _ROTATIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Cosines and sines as layers use them, by the angles of a model's positions."""
+"""Cached cosines and sines, by the angles of a model's positions."""
 
 
 def _is_dense(layer: TransformerLayer) -> bool:
@@ -212,7 +209,7 @@ def _is_dense(layer: TransformerLayer) -> bool:
         type(mlp) is MLP
         and layer.pg_collection.tp.size() == 1
         and isinstance(attention.core_attention, SdpaAttention)
-        # Adapters and Transformer Engine have classes of their own.
+        # Adapters and Transformer Engine have their own classes.
         and [type(attention.linear_qkv), type(mlp.linear_fc1)] == [ColumnParallelLinear] * 2
         and [type(attention.linear_proj), type(mlp.linear_fc2)] == [RowParallelLinear] * 2
         and isinstance(layer.cross_attention, IdentityOp)
@@ -223,7 +220,7 @@ def _is_dense(layer: TransformerLayer) -> bool:
 
 
 def _does_nothing_else(config: TransformerConfig) -> bool:
-    """True if no option asks for work that is left out. Recomputation of whole layers is around them."""
+    """True if no option requires omitted work. Recomputation of whole layers happens outside of them."""
     return config.recompute_granularity != "selective" and all(
         getattr(config, name, neutral) == neutral for name, neutral in NOTHING_TO_DO.items()
     )
@@ -232,20 +229,20 @@ def _does_nothing_else(config: TransformerConfig) -> bool:
 _logger = logging.getLogger(__name__)
 
 BACKEND = "inductor"
-"""Of torch.compile."""
+"""Backend of torch.compile."""
 
 MANY = 16
-"""Graphs of a module that are worth a remark: it has two functions, trained or not, of one row or several."""
+"""Graphs of a module that cause a warning: it has two functions, trained or not, of one row or several."""
 
 MOST = 256
-"""Graphs of one function of all modules, behind which torch would end the run; 8 by default."""
+"""Graphs of one function of all modules after which torch ends the run; 8 by default."""
 
 
 def require_compiler(cfg: ConfigContainer, kind: str) -> None:
-    """Refuse what would fail in the first step.
+    """Reject a config whose compilation would fail in the first step.
 
     Raises:
-        UserError: layers are to be compiled, and what compiles for the device is not here.
+        UserError: layers are to be compiled, and the device's compiler is not installed.
     """
     if not compiled_modules(cfg) or BACKEND != "inductor":
         return
@@ -264,13 +261,13 @@ def require_compiler(cfg: ConfigContainer, kind: str) -> None:
 
 
 def compile_layers(chunks: Iterable[torch.nn.Module], cfg: ConfigContainer, name: str, kind: str) -> None:
-    """Compile the layers of this rank's chunks of a module, if they are to be, at their first passes.
+    """Compile the layers of this rank's chunks of a module if the config says so. Happens at their first passes.
 
     Args:
-        kind: of device, cuda or cpu.
+        kind: cuda or cpu.
 
     Raises:
-        UserError: they are none that can be.
+        UserError: these layers cannot be compiled.
     """
     if name not in compiled_modules(cfg):
         return
@@ -290,19 +287,18 @@ class _Compiler:
     """Compiles functions of the layers of one module, and counts the graphs.
 
     Attributes:
-        graphs: made so far.
+        graphs: number of graphs made so far.
     """
 
     def __init__(self, key: str, *, eager: bool):
-        """
-        Args:
-            key: of the module.
-            eager: whether everything else that is compiled runs eagerly, see `cpu.backend`.
+        """Args:
+        key: the module's config key.
+        eager: True if all other compiled code runs eagerly, see `cpu.backend`.
         """
         self._key, self._eager, self.graphs = key, eager, 0
 
     def __call__(self, function: Callable) -> Callable:
-        # Texts and images have any length: sizes are symbols from the start, and a graph serves all of them.
+        # Texts and images have any length: sizes are symbolic from the start, so one graph serves all of them.
         compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=self._backend)
         if not self._eager:
             return compiled

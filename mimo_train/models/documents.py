@@ -1,5 +1,5 @@
-"""Documents of a packed row: samples of a language model, or media of an encoder, that stand one behind the other in
-one row of tokens, and know nothing of each other.
+"""Documents of a packed row: samples of a language model, or media of an encoder, that share one row of tokens without
+attending to each other.
 
 Shape suffixes: B batch, S sequence, N heads, D head dimension, T tokens of a row.
 """
@@ -19,27 +19,28 @@ from mimo_train.parallel.device import to_device
 
 
 class Meeting(NamedTuple):
-    """Queries of one document that stand together on a rank, and the keys that the last of them sees."""
+    """Adjacent queries of one document on a rank, and the keys that the last of them sees."""
 
     first_query: int
     last_query: int
-    """Behind the last: places in what the rank holds."""
+    """End (exclusive) of the queries: offsets in this rank's part."""
     first_key: int
     last_key: int
-    """Behind the last: places in the whole row."""
+    """End (exclusive) of the keys: offsets in the whole row."""
 
 
 class Documents(PackedSeqParams):
-    """Where the documents of one packed row [1, T] end, in the form in which Megatron-Core hands it to every layer.
+    """The ends of the documents of one packed row [1, T], in the form in which Megatron-Core passes them to every
+    layer.
 
-    Ends are integers of the host: to read them from a tensor, each layer would wait for the device. For Megatron-Core
-    0.19.2 the row is a batch of one sample (`sbhd`), whose rotary angles the model replaces (`SeededGPTModel`): in its
-    own format for packed rows (`thd`) it waits in each layer, starts every document at position 0 only where no table
-    is as long as the row (rope_utils.py:222-250), and cuts parts of context-parallel ranks with Transformer Engine
-    only.
+    Ends are integers on the host: to read them from a tensor, each layer would wait for the device. For Megatron-Core
+    0.19.2 the row is a batch of one sample (`sbhd`), whose rotary angles the model replaces (`SeededGPTModel`). Its own
+    format for packed rows (`thd`) waits in each layer. It starts documents at position 0 only if no table is as long as
+    the
+    row (rope_utils.py:222-250), and cuts rows for context parallelism only with Transformer Engine.
 
     Args:
-        ends: behind the last token of each document, ascending; the last is T.
+        ends: end (exclusive) of each document, ascending; the last is T.
         ranks: context-parallel ranks that hold the row, each two chunks of it (`mimo_train.parallel.context`).
         windows: smaller documents of the same row, inside of which some layers of an encoder attend.
     """
@@ -48,7 +49,7 @@ class Documents(PackedSeqParams):
         assert ends and ends[0] > 0 and all(one < other for one, other in pairwise(ends)), ends
         self.ends, self.ranks, self.windows = tuple(ends), ranks, windows
         assert ranks == 1 or not self.tokens % (2 * ranks), (self.tokens, ranks)
-        # Rows of a table of angles that Megatron-Core makes and cuts for each microbatch, and nothing reads.
+        # Megatron-Core makes a table of angles of this length for each microbatch, which nothing reads.
         unused = 2 * ranks
         super().__init__(qkv_format="sbhd", max_seqlen_q=unused, max_seqlen_kv=unused)
         self._meetings: dict[int, list[Meeting]] = {}
@@ -66,15 +67,13 @@ class Documents(PackedSeqParams):
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """(documents, tokens of each) of neighbours of one length, in their order: together they are the row."""
+        """(documents, tokens of each) of neighbors of one length, in order; together they are the row."""
         lengths = (end - start for start, end in pairwise((0, *self.ends)))
         return [(len(list(alike)), length) for length, alike in groupby(lengths)]
 
     def meetings(self, rank: int) -> list[Meeting]:
-        """What the queries of a context-parallel rank attend to, in the order in which it holds them.
-
-        Queries [a, b) of a chunk that are inside document [s, e) see keys from s on, each up to its own position.
-        """
+        """Return the queries of a context-parallel rank and their keys, in the rank's order. Queries [a, b) of a chunk
+        that are inside document [s, e) see keys from s on, each up to its own position."""
         if rank not in self._meetings:
             self._meetings[rank] = list(self._met_by(rank))
         return self._meetings[rank]
@@ -92,8 +91,8 @@ class Documents(PackedSeqParams):
                 first, at = end, at + 1
 
     def cumulative(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(ends of queries, ends of keys: int32, from 0 on; places in the row of these keys), for kernels that take all
-        meetings at once. Copied to the device once for all layers."""
+        """Return (ends of queries, ends of keys: int32, from 0 on; offsets of these keys in the row), for kernels that
+        take all meetings at once. Copied to the device once for all layers."""
         if (rank, device) not in self._tensors:
             found = self.meetings(rank)
             queries = [0, *accumulate(one.last_query - one.first_query for one in found)]
@@ -112,7 +111,7 @@ class Documents(PackedSeqParams):
 
 
 def documents_of(batch: dict[str, Any], ranks: int) -> Documents | None:
-    """The documents of a microbatch that is one packed row; None where each row is a sample.
+    """Return the documents of a microbatch that is one packed row; None if each row is a sample.
 
     Args:
         batch: `documents` are the ends of documents, in tokens of the whole row.
@@ -123,18 +122,18 @@ def documents_of(batch: dict[str, Any], ranks: int) -> Documents | None:
 
 
 def documents_of_media(tokens: Sequence[int], windows: Sequence[int] = ()) -> Documents:
-    """The media of a packed row of an encoder.
+    """Return the documents of an encoder's packed row of media.
 
     Args:
-        tokens: of each medium, in their order.
-        windows: tokens of each window in which some layers attend, of all media.
+        tokens: tokens of each media item, in order.
+        windows: tokens of each window in which some layers attend, over all media.
     """
     return Documents(tuple(accumulate(tokens)), windows=documents_of_media(windows) if windows else None)
 
 
 def attention_inside_documents(attention: type) -> type:
-    """Transformer Engine's core attention, a class of Megatron-Core's, for rows of `Documents`: they become `thd`, in
-    which it computes all documents at once."""
+    """Return a subclass of Transformer Engine's core attention for rows of `Documents`. It converts them to `thd`, in
+    which Transformer Engine computes all documents at once."""
 
     class InsideDocuments(attention):
         def forward(
@@ -146,11 +145,11 @@ def attention_inside_documents(attention: type) -> type:
             packed_seq_params: PackedSeqParams | None = None,
             **options: Any,
         ) -> torch.Tensor:
-            """As Megatron-Core's; [S, B, heads * D].
+            """Attend inside documents, as Megatron-Core's method; [S, B, heads * D].
 
             Raises:
-                UserError: a packed row is on several context-parallel ranks, which Transformer Engine wants cut
-                    document by document.
+                UserError: a packed row is on several context-parallel ranks. Transformer Engine requires it cut by
+                    document.
             """
             run: Callable[..., torch.Tensor] = super().forward
             if not isinstance(packed_seq_params, Documents):

@@ -14,24 +14,22 @@ from mimo_train.parallel.device import to_device
 
 
 class StagedModality(VisionModalitySubmodules):
-    """`VisionModalitySubmodules` whose encoder runs on every one of its pipeline stages.
-
-    Megatron-Core 0.19.2 treats the input of a later stage as the encoder's final output and only projects it
-    (mimo/submodules/base.py, `forward`).
-    """
+    """`VisionModalitySubmodules` whose encoder runs on every one of its pipeline stages. Megatron-Core 0.19.2 only
+    projects the input of a later stage (mimo/submodules/base.py, `forward`)."""
 
     def forward(
         self, encoder_inputs: dict[str, Any] | None = None, hidden_states: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """One stage's pass over the images of a microbatch.
+        """Run one stage over the media of a microbatch.
 
         Args:
-            encoder_inputs: encoder -> arguments of its `forward`; None if the microbatch has no media.
+            encoder_inputs: {encoder: arguments of its `forward`}; None if the microbatch has no media.
             hidden_states: output of the previous stage, [rows, encoder's hidden size]; None on the first stage.
 
         Returns:
-            [rows, encoder's hidden size], of no rows without media; on the last stage [rows, language model's hidden
-            size], None without media.
+            [rows, encoder's hidden size], with no rows without media. On the last stage [rows, language model's hidden
+            size],
+            None without media.
         """
         ((name, encoder),) = self.encoders.items()
         if encoder_inputs is None:
@@ -50,8 +48,8 @@ class StagedModality(VisionModalitySubmodules):
         return projector(self.combine_embeddings(outputs), _features_of_each(encoder, encoder_inputs[name]))
 
     def project_embeddings(self, embeddings: list[torch.Tensor], is_input: bool = True) -> torch.Tensor | None:
-        """The projector's output, with the features for layers of the language model, if the encoder has these, behind
-        it in each row: they are as wide as it already."""
+        """Return the projector's output. The features for layers of the language model, if any, follow it in each
+        row."""
         (encoder,) = self.encoders.values()
         layers = len(encoder.spec.deepstack) if hasattr(encoder, "spec") else 0
         if not layers:
@@ -64,7 +62,7 @@ class StagedModality(VisionModalitySubmodules):
 
 
 def _features_of_each(encoder: Any, inputs: dict[str, Any]) -> list[int]:
-    """Features of every medium, from the arguments of an encoder's `forward`: media on the first stage, else sizes."""
+    """Return the number of features of each media item. The first stage gets media, later stages sizes."""
     spec, (media, *_) = encoder.spec, inputs.values()
     sizes = inputs.get("sizes")
     if sizes is None:
@@ -74,31 +72,32 @@ def _features_of_each(encoder: Any, inputs: dict[str, Any]) -> list[int]:
 
 
 def _no_rows(config: TransformerConfig) -> torch.Tensor:
-    """Output of a stage without media; it is not sent."""
+    """Return the output of a stage without media, which is not sent."""
     return torch.empty(0, config.hidden_size, dtype=config.pipeline_dtype, device=device.current(), requires_grad=True)
 
 
 class FeatureStore(Protocol):
-    """Where computed features are kept (`mimo_train.training.step.feature_cache.FeatureCache`)."""
+    """A store of computed features (`mimo_train.training.step.feature_cache.FeatureCache`)."""
 
     def write(self, key: str, features: torch.Tensor) -> None:
         """Store the features of a sample under its identity."""
 
 
 class EncoderModule(StagedModality):
-    """`StagedModality` with cached or prefetched features. If its inputs include a `MicrobatchMedia`, the encoder is
-    frozen and runs only for samples whose features are missing.
+    """`StagedModality` with cached or prefetched features.
+
+    If its inputs include a `MicrobatchMedia`, the encoder is frozen and runs only for samples without features.
 
     Attributes:
         cache: stores computed features; None if there is no cache, or another rank of the tensor-parallel group writes.
-        cached: whether features of samples are looked up, on this rank and all others of its tensor-parallel group.
+        cached: True if this tensor-parallel group looks up the features of samples.
     """
 
     cache: FeatureStore | None = None
     cached: bool = False
 
     def encode(self, encoders_data_batch: dict[str, Any]) -> list[torch.Tensor]:
-        """Features before the projector, [rows, width], from the encoder's arguments by its name."""
+        """Return features before the projector, [rows, width], from {encoder: its arguments}."""
         (name,) = self.encoders
         inputs = dict(encoders_data_batch[name])
         media: MicrobatchMedia | None = inputs.pop(MEDIA, None)
@@ -108,7 +107,7 @@ class EncoderModule(StagedModality):
         return [self._features(name, inputs, media) if features is None else features]
 
     def encode_ahead(self, encoders_data_batch: dict[str, Any]) -> None:
-        """Compute the features of a microbatch that comes later and leave them in its `MicrobatchMedia`."""
+        """Compute the features of a later microbatch and leave them in its `MicrobatchMedia`."""
         (name,) = self.encoders
         inputs = dict(encoders_data_batch[name])
         media: MicrobatchMedia = inputs.pop(MEDIA)
@@ -119,7 +118,7 @@ class EncoderModule(StagedModality):
         known = self._known_everywhere(media.samples)
         missing = [sample for sample, is_known in zip(media.samples, known, strict=True) if not is_known]
         if any(sample.features is not None for sample in missing):
-            # Found here but not on another rank of the group: read the media that were skipped.
+            # Another rank of the group lacks features that this rank has: read the media that were skipped.
             inputs = to_device(media.read([sample.number for sample in missing]), self._device)
         computed: Iterator[torch.Tensor] = iter(())
         if missing:
@@ -137,8 +136,8 @@ class EncoderModule(StagedModality):
         return torch.cat(parts)
 
     def _known_everywhere(self, samples: Sequence[SampleMedia]) -> list[bool]:
-        """For each sample, whether every rank of the tensor-parallel group has its features: the ranks must run the
-        encoder's layers together. One message, if there are several ranks and a cache."""
+        """Return for each sample if every rank of the tensor-parallel group has its features, since the ranks must run
+        the encoder together. One message, if there are several ranks and a cache."""
         known = [sample.features is not None for sample in samples]
         if not self.cached or self.pg_collection.tp.size() == 1:
             return known

@@ -1,8 +1,6 @@
-"""Mixture of experts: the block that replaces a layer's feed-forward block, and the losses of its router.
-
-Router, dispatcher and experts are Megatron-Core's. Initial weights are a function of (seed, module, layer, number of
-the expert) alone, so that neither `ep` nor `etp` changes them.
-"""
+"""Mixture of experts: the block that replaces a layer's feed-forward block, and the losses of its router. Router,
+dispatcher and experts are Megatron-Core's. Initial weights depend only on (seed, module, layer, number of the expert),
+not on `ep` or `etp`."""
 
 import copy
 from collections.abc import Callable
@@ -24,11 +22,11 @@ from mimo_train.models.parameters import mark, seed_for
 
 
 def expert_layer(linears: MLPSubmodules, te: bool) -> partial:
-    """The builder of a layer's mixture-of-experts block.
+    """Return the builder of a layer's mixture-of-experts block.
 
     Args:
-        linears: linear layers of a feed-forward block without a norm: the shared expert's, and each one's unless `te`.
-        te: whether the experts of a rank are computed together by Transformer Engine's grouped linear layers.
+        linears: linear layers of a feed-forward block without a norm: for the shared expert, and without `te` for each.
+        te: True if Transformer Engine's grouped linear layers compute the experts of a rank together.
     """
     if te:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -52,10 +50,9 @@ def _seeded_experts(
     pg_collection: ProcessGroupCollection,
     name: str | None = None,
 ) -> MegatronModule:
-    """`count` experts of this rank, each with the weights of its number in the layer.
-
-    The layer's seed is the last seed of the global generator (`SeededTransformerLayer`). The generator is left in a
-    state that does not depend on `count`, for the parts of the layer that are built next."""
+    """Build `count` experts of this rank, each with the weights of its number in the layer. The layer's seed is the
+    last seed of the global generator (`SeededTransformerLayer`). The generator's final state does not depend on
+    `count`, so neither do the parts of the layer that are built next."""
     layer_seed = torch.initial_seed()
     bare = copy.copy(config)
     bare.perform_initialization = False
@@ -64,8 +61,9 @@ def _seeded_experts(
     for index in range(count):
         torch.manual_seed(seed_for(layer_seed, "expert", first + index))
         up, down = _weights(experts, index)
-        # Megatron-Core 0.19.2 counts experts among the other parameters where ep is 1 and etp is tp (layers.py:961), so
-        # that such a layout could not read the optimizer's state of another; as experts they are reduced all the same.
+        # Megatron-Core 0.19.2 counts experts as dense parameters if ep is 1 and etp is tp (layers.py:961), so other
+        # layouts
+        # could not read the optimizer's state. As experts they are reduced the same way.
         for weight in (up, down):
             mark(weight, allreduce=False)
         if not config.perform_initialization:
@@ -78,7 +76,7 @@ def _seeded_experts(
 
 
 def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of one of this rank's experts, as separate layers or grouped."""
+    """Return the weights of one of this rank's experts, from separate or grouped layers."""
     if isinstance(experts, SequentialMLP):
         expert = experts.local_experts[index]
         return expert.linear_fc1.weight, expert.linear_fc2.weight
@@ -95,38 +93,41 @@ TRACKED = {
 
 @dataclass(frozen=True)
 class _Tracked:
-    """A loss of the routers that Megatron-Core's tracker records for each layer."""
+    """A router loss that Megatron-Core's tracker records for each layer."""
 
     name: str
-    """In the log."""
+    """Name in the log."""
     entry: str
-    """In the tracker."""
+    """Name in the tracker."""
     copies: int
     """Ranks that each record a layer's whole loss of a microbatch, for the mean over them."""
 
 
 class RouterLosses:
-    """The load-balancing loss and the z-loss of a model with experts: their weights, and values without a message.
+    """The load-balancing loss and the z-loss of a model with experts: their weights, and their values without extra
+    messages.
 
     Megatron-Core 0.19.2 adds positions x loss to the sum of token losses and divides both by the tokens that count
-    (router.py:600), so that its weight would grow with the share of positions that do not count: prompts, images,
-    padding. It averages a loss over all data-parallel ranks, although each has only a part of it (router.py:531).
-    Multiplied by `learned_share` and the number of parts, the loss is a mean with the weight in the config, for loss
-    functions that return a sum and its number of tokens. The tracker sends messages for each group to log the values
-    (moe_logging.py:249); here each rank adds its record to the message of a step (`reduce_metrics`).
+    (router.py:600). The loss's weight would thus grow with the share of prompts, images and padding. It also averages a
+    loss over all data-parallel ranks, although each has only a part of it (router.py:531). Multiplied by
+    `learned_share`
+    and the number of parts, the loss is a mean with the weight in the config. This holds for loss functions that return
+    a
+    sum and its number of tokens. Megatron-Core's tracker sends messages for each group to log the values
+    (moe_logging.py:249). Here each rank adds its record to the step's message (`reduce_metrics`).
 
     Attributes:
-        active: whether there is such a loss; without it nothing else is used.
-        numbers: of this class in the step's sum.
+        active: True if there is such a loss; otherwise nothing else is used.
+        numbers: number of values of this class in the step's message.
         learned_share: tokens that count / positions, of the step, 0-d; set by the data iterator.
     """
 
     def __init__(self, config: TransformerConfig, layout: ModuleLayout, device: torch.device, *, per_layer: bool):
-        """Set what the schedule and the routers read from `config`.
+        """Set the options in `config` that the schedule and the routers read.
 
         Args:
-            layout: of the language model.
-            per_layer: whether `reduced` gives the value of each layer besides their mean.
+            layout: the language model's.
+            per_layer: True if `reduced` also gives the value of each layer.
         """
         kind = config.moe_router_load_balancing_type
         self.learned_share = torch.ones((), device=device)
@@ -143,27 +144,30 @@ class RouterLosses:
             self._tracked.append(_Tracked("z_loss", "z_loss", layout.tp * layout.cp * layout.dp))
             config.moe_z_loss_coeff /= self._parts  # `_scale` multiplies every loss of the routers
         self.active = bool(self._tracked)
-        # The tracker is one for the process: nothing of an earlier run in it may count in this one.
+        # The tracker is global to the process: drop values of an earlier run.
         destroy_moe_metrics_tracker()
         self.numbers = len(self._tracked) * config.num_layers
         if self.active:
             config.moe_grad_scale_func = self._scale
 
     def begin(self, num_microbatches: int) -> None:
-        """Start a step of that many microbatches."""
+        """Start a step of `num_microbatches` microbatches."""
         self._microbatches = num_microbatches
 
     def reduced(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Values of the last step on every rank, without their weights: means over microbatches, 0-d float64 on the
-        device. Empty if there are no such losses.
+        """Return the unweighted losses of the last step on every rank: means over microbatches, 0-d float64 on the
+        device.
+
+        Empty if there are no such losses.
 
         Args:
-            total: [numbers], sum over ranks of what `own` gave.
+            total: [numbers], sum over ranks of the results of `own`.
 
         Returns:
             `load_balancing_loss`, the mean over layers with experts, 1 when all experts get as many tokens; `z_loss`,
-            the mean over these layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, by its
-            number: `moe/NAME_layer_0`.
+            the mean
+            over these layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, by its number:
+            `moe/NAME_layer_0`.
         """
         values: dict[str, torch.Tensor] = {}
         for tracked, layers in zip(self._tracked, total.chunk(len(self._tracked)), strict=True):
@@ -175,7 +179,7 @@ class RouterLosses:
         return values
 
     def own(self) -> torch.Tensor:
-        """[numbers], what this rank's recorded losses of the step, for the step's sum; resets the record."""
+        """Return [numbers], this rank's recorded losses of the step, and reset the record."""
         metrics, recorded = get_moe_metrics_tracker().metrics, []
         for tracked in self._tracked:
             entry = metrics.get(tracked.entry)
@@ -187,6 +191,6 @@ class RouterLosses:
         return torch.cat(recorded)
 
     def _scale(self) -> torch.Tensor:
-        """Factor of the gradient of the losses is multiplied by; the schedule calls this after each forward pass."""
+        """Return the factor of the losses' gradient. The schedule calls this after each forward pass."""
         scale_loss, scale = self._config.grad_scale_func, self._parts * self.learned_share.reshape(1)
         return scale if scale_loss is None else scale_loss(scale)

@@ -1,9 +1,6 @@
-"""Products of transformer layers in fp8, which Transformer Engine computes and Megatron-Core switches on layer by layer
-(0.19.2, fp8_utils.py: `get_fp8_context`).
-
-Weights stay in the run's precision. Each layer keeps copies of its weights in fp8 from the first microbatch after they
-may have changed, see `renew_copies`.
-"""
+"""Matmuls of transformer layers in fp8. Transformer Engine computes them, and Megatron-Core enables them layer by layer
+(0.19.2, fp8_utils.py: `get_fp8_context`). Weights stay in the run's precision. Each layer caches an fp8 copy of its
+weights until they may have changed, see `renew_copies`."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -26,15 +23,15 @@ _SUPPORT = {
     "blockwise": "check_fp8_block_scaling_support",
     "mxfp8": "check_mxfp8_support",
 }
-"""Functions of `transformer_engine.pytorch.fp8` that say whether this device has a recipe: tensorwise from compute
+"""Functions of `transformer_engine.pytorch.fp8` that check if this device has a recipe: tensorwise from compute
 capability 8.9, blockwise from 9.0, mxfp8 from 10.0."""
 
 
 def require_fp8(cfg: ConfigContainer, te: bool) -> None:
-    """What the config alone does not say.
+    """Check that this machine supports the fp8 recipes of the config.
 
     Args:
-        te: whether layers are Transformer Engine's.
+        te: True for layers of Transformer Engine.
 
     Raises:
         UserError: a module has fp8, and there is no Transformer Engine, or the device does not have the recipe.
@@ -52,31 +49,27 @@ def require_fp8(cfg: ConfigContainer, te: bool) -> None:
 
 
 def prepare_layer(layer: TransformerLayer) -> None:
-    """Let the products of a layer that has fp8 take any number of rows.
-
-    fp8 products take multiples of 16 rows (mxfp8: 32; the gradient of a weight is summed over them), and images and
-    texts have any number: rows of zeros are added, and taken away behind the product.
-    """
+    """Let the matmuls of a layer with fp8 take any number of rows. fp8 matmuls take multiples of 16 rows (mxfp8: 32;
+    the gradient of a weight is summed over them). Images and texts have any number, so rows of zeros are added and
+    removed after the matmul."""
     config: TransformerConfig = layer.config
     if not config.fp8 or is_first_last_bf16_layer(config, layer.layer_number - 1):
         return
     attention, blocks = layer.self_attention, [layer.mlp]
     if isinstance(layer.mlp, MoELayer):
-        # Experts add their own rows, each to its tokens (0.19.2, moe/experts.py: `quantization_padding`).
+        # Experts pad their own rows, each expert its tokens (0.19.2, moe/experts.py: `quantization_padding`).
         blocks = [] if layer.mlp.shared_experts is None else [layer.mlp.shared_experts]
     of_blocks = [linear for block in blocks for linear in (block.linear_fc1, block.linear_fc2)]
     for linear in (attention.linear_qkv, attention.linear_proj, *of_blocks):
-        # `plan.fp8` has refused what would get here.
+        # `plan.fp8` has rejected other layers.
         assert not isinstance(linear, ColumnParallelLinear | RowParallelLinear), f"{type(linear)} has no fp8"
         linear.forward = _of_whole_units(linear.forward, fp8_unit(config.fp8_recipe), config.sequence_parallel)
 
 
 def renew_copies(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let layers make their copies in fp8 anew, at the next microbatch: weights may have changed.
-
-    Megatron-Core's own `set_is_first_microbatch` looks at the config of the whole model, which is the language model's:
-    an encoder with fp8 beside one without would keep the copies of its first step (0.19.2, transformer/module.py:105).
-    """
+    """Let layers renew their fp8 copies at the next microbatch, because weights may have changed. Megatron-Core's
+    `set_is_first_microbatch` reads the config of the whole model, which is the language model's. An encoder with fp8
+    next to a language model without it would keep the copies of its first step (0.19.2, transformer/module.py:105)."""
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "is_first_microbatch"):
@@ -84,10 +77,10 @@ def renew_copies(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _of_whole_units(forward: Callable, unit: int, gathers: bool) -> Callable:
-    """The pass of a linear layer, [..., width] -> ([..., other width], bias), on a multiple of `unit` rows.
+    """Return a linear layer's pass, [..., width] -> ([..., other width], bias), on a multiple of `unit` rows.
 
     Args:
-        gathers: whether sequence-parallel ranks each have a part of the rows.
+        gathers: True if sequence-parallel ranks each have a part of the rows.
     """
 
     @wraps(forward)

@@ -1,4 +1,4 @@
-"""Freezing: which parameters of a module are not trained, and from which step on they are."""
+"""Freezing: the parameters of a module that are not trained, or only from some step on."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages:
     """Stop gradients of every parameter whose name matches one of `patterns`. Collective over `stages`.
 
     Args:
-        chunks: what this rank holds of one module, before data-parallel wrapping.
+        chunks: this rank's chunks of one module, before data-parallel wrapping.
         patterns: `encoder`, `projector`, `llm`, or shell patterns of parameter names (see `global_names`).
         key: config key, for the message.
         stages: the pipeline group of the module.
@@ -38,18 +38,18 @@ def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages:
 def release_steps(
     chunks: list[torch.nn.Module], until: dict[str, int], key: str, stages: dist.ProcessGroup
 ) -> dict[torch.nn.Parameter, int]:
-    """The step from which each parameter of `until` is trained: the latest of the entries that match it.
+    """Return the step from which each parameter of `until` is trained: the latest of its matching entries.
 
-    Parameters that `freeze` has frozen stay frozen, and are left out like those of step 0. Collective over `stages`.
+    Parameters that `freeze` has frozen stay frozen. They are omitted, like those of step 0. Collective over `stages`.
 
     Args:
-        chunks: what this rank holds of one module.
+        chunks: this rank's chunks of one module.
         until: steps by `encoder`, `projector`, `llm`, or shell pattern of parameter names.
         key: config key, for the message.
         stages: the pipeline group of the module.
 
     Raises:
-        UserError: as of `freeze`.
+        UserError: as in `freeze`.
     """
     steps: dict[torch.nn.Parameter, int] = {}
     for pattern, parameters in _matches(chunks, list(until), key, stages).items():
@@ -63,18 +63,12 @@ def release_steps(
 def _require_learning_biases(
     chunks: list[torch.nn.Module], steps: dict[torch.nn.Parameter, int], key: str, stages: dist.ProcessGroup
 ) -> None:
-    """Refuse a bias that is trained while its weight is frozen where Transformer Engine adds it: its backward pass
-    makes the gradient of both at once, or of none (pytorch/module/linear.py, `requires_wgrad`).
+    """Reject a trained bias with a frozen weight in Transformer Engine's layers. Collective over `stages`.
 
-    Collective over `stages`.
+    Their backward pass makes the gradient of both at once, or of none (pytorch/module/linear.py, `requires_wgrad`).
 
     Args:
-        steps: from which parameters are trained, where that is not the first.
-        key: config key, for the message.
-        stages: the pipeline group of the module.
-
-    Raises:
-        UserError: there is one, on any stage.
+        steps: the step from which a parameter is trained, if it is frozen at first.
     """
 
     def trained_from(parameter: Any) -> float:
@@ -84,7 +78,7 @@ def _require_learning_biases(
     for chunk in chunks:
         names = {id(parameter): name for name, parameter in global_names(chunk).items()}
         for module in chunk.modules():
-            # Of Megatron-Core's classes: whether the bias is handed on, and added where autograd sees it.
+            # False on layers of Megatron-Core that add the bias inside Transformer Engine, not where autograd sees it.
             bias = getattr(module, "bias", None) if getattr(module, "te_return_bias", None) is False else None
             if not isinstance(bias, torch.nn.Parameter) or module.parallel_mode == "row":
                 continue
@@ -99,10 +93,8 @@ def _require_learning_biases(
 
 def let_recomputed_layers_learn(chunks: list[torch.nn.Module]) -> None:
     """Compute the gradients of trainable weights in recomputed layers when nothing before them is trainable.
-
-    Recomputation gives a layer a backward pass only if its input needs a gradient (torch looks at inputs alone;
-    tensor_parallel/random.py, `CheckpointFunction`, in Megatron-Core 0.19.2): after a frozen embedding it does not.
-    """
+    Recomputation gives a layer a backward pass only if its input requires a gradient (tensor_parallel/random.py,
+    `CheckpointFunction`, in Megatron-Core 0.19.2). After a frozen embedding it does not."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerBlock):
@@ -122,11 +114,12 @@ def _ask_for_input_gradient(block: TransformerBlock, arguments: tuple, options: 
 
 
 def let_biases_learn(chunks: list[torch.nn.Module]) -> None:
-    """Compute the gradients of trained biases beside weights that are frozen, for the whole run or until a step.
+    """Compute the gradients of trained biases next to weights that are frozen, for the whole run or until a step.
 
-    Megatron-Core 0.19.2 adds a bias inside of the product with such a weight, which gives it no gradient
-    (tensor_parallel/layers.py:443). One that a layer hands on (`skip_bias_add`) is added behind it anyway, as is that
-    of a row-parallel layer.
+    Megatron-Core 0.19.2 adds a bias inside of the matmul with such a weight, which gives it no gradient
+    (tensor_parallel/layers.py:443). A bias of a row-parallel layer, or one that a layer returns (`skip_bias_add`), is
+    added
+    after it anyway.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -143,7 +136,7 @@ def _biased(
 
 
 def _of_all_stages[Found](found: Found, stages: dist.ProcessGroup) -> list[Found]:
-    """What each stage has found. Collective."""
+    """Return `found` of each stage. Collective."""
     if stages.size() == 1:
         return [found]
     everyone: list[Any] = [None] * stages.size()
@@ -154,7 +147,7 @@ def _of_all_stages[Found](found: Found, stages: dist.ProcessGroup) -> list[Found
 def _matches(
     chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """The parameters on this rank that each pattern names."""
+    """Return the parameters on this rank that each pattern matches."""
     named = [pair for chunk in chunks for pair in global_names(chunk).items()]
     matched = {
         pattern: [parameter for name, parameter in named if fnmatchcase(name, PARTS.get(pattern, pattern))]

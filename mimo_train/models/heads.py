@@ -17,22 +17,21 @@ ModelList = list[MegatronModule]
 """The model chunks of a rank."""
 
 ModelHook = Callable[[ModelList], ModelList]
-"""Changes a model before it is wrapped for data parallelism."""
+"""A function that changes a model before it is wrapped for data parallelism."""
 
 
 class LinearForLastLayer(torch.nn.Linear):
-    """A linear output layer that every tensor-parallel rank holds whole, in the place of Megatron-Core's output layer.
+    """A linear output layer that every tensor-parallel rank holds whole, instead of Megatron-Core's output layer.
 
     Attributes:
         tp_group: the ranks that the sequence is split over; None: Megatron-Core's tensor-parallel group.
     """
 
     def __init__(self, input_size: int, output_size: int, sequence_parallel: bool):
-        """
-        Args:
-            input_size: width of the transformer's output.
-            output_size: numbers for each token.
-            sequence_parallel: whether each rank receives its part of the sequence, so that outputs must be gathered.
+        """Args:
+        input_size: width of the transformer's output.
+        output_size: numbers for each token.
+        sequence_parallel: True if each rank receives its part of the sequence, so that outputs must be gathered.
         """
         super().__init__(input_size, output_size, bias=False)
         self.sequence_parallel = sequence_parallel
@@ -49,11 +48,11 @@ class LinearForLastLayer(torch.nn.Linear):
         """Project [sequence, batch, hidden] to [whole sequence, batch, output_size], in fp32.
 
         Args:
-            weight: not used: an output layer that shares the embedding's weights is given them here.
-            runtime_gather_output: not used: outputs are whole on every rank.
+            weight: unused; Megatron-Core passes tied embedding weights here.
+            runtime_gather_output: unused; outputs are whole on every rank.
 
         Returns:
-            The outputs, and None in the place of a bias.
+            The outputs, and None instead of a bias.
         """
         output = super().forward(input_).float()
         if self.sequence_parallel:
@@ -65,14 +64,15 @@ class LinearForLastLayer(torch.nn.Linear):
 
 
 def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_size: int = 1) -> ModelHook:
-    """A hook that replaces the output layer of the pipeline's last stage by a `LinearForLastLayer`.
+    """Return a hook that replaces the output layer of the pipeline's last stage by a `LinearForLastLayer`.
 
     Embeddings and output layer no longer share weights, on any stage. The new weights are drawn on the CPU from the
-    model's seed, the same at every layout. Without labels the model returns [batch, sequence, output_size].
+    model's
+    seed, the same at every layout. Without labels the model returns [batch, sequence, output_size].
 
     Args:
         hidden_size: width of the transformer's output.
-        sequence_parallel: whether the model runs sequence parallel.
+        sequence_parallel: True if the model runs sequence parallel.
         output_size: numbers for each token.
     """
     _register_linear_for_last_layer_mapping()
@@ -85,7 +85,7 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
             if language.post_process:
                 language.output_layer = _new_head(language, hidden_size, output_size, sequence_parallel)
             elif language.pre_process:
-                # Marks of the weight's copy on the last stage, which is gone.
+                # Remove the mark of the weight's copy on the last stage, which is gone.
                 language.embedding.word_embeddings.weight.shared_embedding = False
         return chunks
 
@@ -93,12 +93,13 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
 
 
 def make_value_model(hidden_size: int, sequence_parallel: bool) -> ModelHook:
-    """`create_value_head_hook` with one output, by the name that trainers of value models call."""
+    """Return `create_value_head_hook` with one output, under the name that trainers of value models call."""
     return create_value_head_hook(hidden_size, sequence_parallel)
 
 
 def freeze_moe_router(model: ModelList | MegatronModule) -> ModelList:
-    """Stop the gradients of every router and of every gate of shared experts; before wrapping for data parallelism.
+    """Stop the gradients of every router and of every gate of shared experts. Call before wrapping for data
+    parallelism.
 
     Args:
         model: one module, or the chunks of a virtual pipeline.
@@ -138,11 +139,8 @@ def _new_head(language: GPTModel, hidden_size: int, output_size: int, sequence_p
 
 
 def _register_linear_for_last_layer_mapping() -> None:
-    """Describe the head to checkpoints as replicated on every tensor-parallel and data-parallel rank; one rank writes
-    it.
-
-    Without this, Megatron-Core looks up the groups of a foreign layer in its global state.
-    """
+    """Describe the head to checkpoints as replicated on all tensor-parallel and data-parallel ranks. Otherwise
+    Megatron-Core looks up the groups of a foreign layer in its global state."""
     LinearForLastLayer.sharded_state_dict = _replicated_state  # type: ignore[attr-defined]  # registered here
 
 

@@ -1,8 +1,8 @@
-"""Parallel layers of Megatron-Core draw the part of their weight that this rank holds.
+"""Parallel layers of Megatron-Core draw only this rank's part of their weight.
 
 With `use_cpu_initialization` Megatron-Core 0.19.2 draws every weight whole on every rank and cuts it
-(tensor_parallel/layers.py:184): time and memory of the whole model. The numbers are the same here, see
-`encoders.normal`; a layer that is built elsewhere draws them the other way.
+(tensor_parallel/layers.py:184), at the time and memory of the whole model. The numbers are the same here (see
+`encoders.normal`). Layers built outside of `own_parts` draw whole weights.
 """
 
 import sys
@@ -30,14 +30,14 @@ _whole = layers._initialize_affine_weight_cpu
 
 
 def draw_by(config: TransformerConfig) -> None:
-    """Let the layers of a config draw their weights from `Normal`, with the deviations that Megatron-Core has."""
+    """Let the layers of a config draw their weights from `Normal`, with Megatron-Core's deviations."""
     config.init_method = config.embedding_init_method = Normal(config.init_method_std)
     config.output_layer_init_method = Normal(config.init_method_std / (2 * config.num_layers) ** 0.5)
 
 
 @contextmanager
 def own_parts() -> Iterator[None]:
-    """Layers that are built inside draw their own parts alone, or nothing without `config.perform_initialization`."""
+    """Let layers built in the block draw only their own parts, or nothing without `config.perform_initialization`."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(layers, _whole.__name__, _draw_part))
         if engine := sys.modules.get(_TRANSFORMER_ENGINE):
@@ -61,7 +61,7 @@ def _draw_part(
     skip_set_tensor_parallel_attributes: bool = False,
     **others: Any,
 ) -> torch.Tensor | None:
-    """`_initialize_affine_weight_cpu`; its `stride` is a number of pieces that are each cut."""
+    """Replace `_initialize_affine_weight_cpu`; `stride` is a number of pieces that are each cut."""
     own = isinstance(init_method, Normal) and not return_master_weight
     if init_method is not _nothing and not (own and rank is not None):
         options = {"rank": rank, "world_size": world_size, **others}
@@ -77,7 +77,7 @@ def _draw_part(
 
 
 def _if_drawn(config: TransformerConfig, init_method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """`condition_init_method` of the layers of Transformer Engine."""
+    """Replace `condition_init_method` in layers of Transformer Engine."""
     return init_method if config.perform_initialization else _nothing
 
 
@@ -89,7 +89,7 @@ def load_start_weights(model: list[MegatronModule]) -> bool:
     """Let every plain encoder of this rank load its weights (`PlainEncoder.load_weights`).
 
     Returns:
-        Whether any was told to: an optimizer that has master copies must read the weights again.
+        True if there is any: an optimizer with master copies must read the weights again.
 
     Raises:
         UserError: an encoder's weights cannot be loaded.

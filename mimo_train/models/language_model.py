@@ -1,7 +1,7 @@
-"""The language model: Megatron-Core's GPT with what families have beside its layers.
+"""The language model: Megatron-Core's GPT with the parts of model families outside of its layers.
 
 Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabulary part of this tensor-parallel rank
-(the whole one where it is gathered), L layers that get features of their own (DeepStack).
+(whole if gathered), L layers that get their own features (DeepStack).
 """
 
 from collections.abc import Callable
@@ -28,25 +28,21 @@ from mimo_train.parallel.context import own_part
 
 class SeededGPTModel(GPTModel):
     """`GPTModel` whose weights outside of the layers are seeded by `config.init_seed`, like those inside. `config.llm`
-    is its `LlmSpec`.
-
-    Padded rows of the vocabulary have no part in the softmax, in which Megatron-Core 0.19.2 counts them
-    (language_module.py:155): without labels their logits are the lowest number there is, and get no gradient.
-    """
+    is its `LlmSpec`. Padded rows of the vocabulary have no part in the softmax, in which Megatron-Core 0.19.2 counts
+    them (language_module.py:155). Without labels their logits are the lowest number of their type."""
 
     def __init__(self, config: TransformerConfig, *, tokens: int = 0, **kwargs: Any):
-        """
-        Args:
-            tokens: rows of the vocabulary that are no padding; 0: all.
+        """Args:
+        tokens: vocabulary rows that are not padding; 0: all.
         """
         torch.manual_seed(config.init_seed)
         super().__init__(config, **kwargs)
         self.deepstack_LSBH: torch.Tensor | None = None
-        """What the first layers add behind them; for the next pass alone."""
+        """Features that the first layers add to their outputs; for the next pass only."""
         self.learned_N: torch.Tensor | None = None
-        """Positions that get logits, see `choose_logits`; for the next pass alone."""
+        """Positions that get logits in the next pass only, see `choose_logits`."""
         self.trained_logits = 0
-        """Positions that got logits so far in passes that are trained, on one rank of those that compute the same."""
+        """Number of positions that got logits so far in trained passes, counted on tensor-parallel rank 0."""
         llm: LlmSpec = config.llm
         self._tokens = tokens or self.vocab_size
         if self.position_embedding_type == "rope":
@@ -54,7 +50,7 @@ class SeededGPTModel(GPTModel):
         elif self.position_embedding_type == "mrope":
             self.add_module("rotary_pos_emb", AxisRotaryEmbedding(llm, self.pg_collection.cp))
         elif self.pre_process:
-            # Megatron-Core 0.19.2 makes them of fp32 whatever the model is of (language_model_embedding.py:67).
+            # Megatron-Core 0.19.2 makes them fp32 whatever the model's type (language_model_embedding.py:67).
             self.embedding.position_embeddings.to(config.params_dtype)
         if self.pre_process and llm.scale_embeddings:
             self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
@@ -68,29 +64,30 @@ class SeededGPTModel(GPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As Megatron-Core's.
+        """Run the model, as in Megatron-Core.
 
         Args:
-            packed_seq_params: `Documents` of a packed row. `position_ids` start again in each of them.
+            packed_seq_params: `Documents` of a packed row. `position_ids` restart in each of them.
 
         Raises:
             UserError: with context parallelism, more tokens than this rank's part of a sequence; with `data.pack`, rows
-                without their documents.
+                without
+                their documents.
         """
         added, self.deepstack_LSBH = self.deepstack_LSBH, None
         learned, self.learned_N = self.learned_N, None
         self._require_own_part(input_ids, packed_seq_params)
         kwargs["packed_seq_params"] = packed_seq_params
-        # Another head has outputs of another kind.
+        # Other heads have other outputs.
         if learned is not None and self.post_process and isinstance(self.output_layer, ColumnParallelLinear):
             kwargs["output_processor"] = partial(_of_some, learned, self.pg_collection.tp)
         if added is not None:
-            # An argument of the layers: they run again in the backward pass, when other microbatches have gone through.
+            # An argument of the layers: they run again in the backward pass, after other microbatches.
             kwargs["extra_block_kwargs"] = {"context": added}
         return super().forward(input_ids, *args, **kwargs)
 
     def _require_own_part(self, input_ids: torch.Tensor | None, packed: PackedSeqParams | None) -> None:
-        """Mistakes of a forward step that would be trained unnoticed."""
+        """Reject mistakes of a forward step that would be trained unnoticed."""
         if self.config.packed and self.training and torch.is_grad_enabled() and packed is None:
             raise UserError(
                 "data.pack: the rows of a microbatch are several documents, and the forward step does not say where "
@@ -113,8 +110,8 @@ class SeededGPTModel(GPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> tuple:
-        """As Megatron-Core's, with rotary angles that start again in each document of a packed row. In exact
-        arithmetic they need not, since only distances count; in fp32 the losses of tokens move by 1e-3 otherwise."""
+        """Preprocess as in Megatron-Core, with rotary angles that restart in each document of a packed row. In fp32
+        losses of tokens would otherwise move by 1e-3, although only distances count."""
         found = super()._preprocess(
             *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
@@ -129,10 +126,10 @@ class SeededGPTModel(GPTModel):
         return decoder_input, table[position_ids[0]], *others
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Loss of every token, [B, S] in nats, from logits [S, B, V], which this changes."""
+        """Return the loss of every token, [B, S] in nats, from logits [S, B, V], which this changes."""
         padding_V = self._padding(logits)
         if padding_V is not None:
-            # Behind autograd's back, without a copy: the loss has no gradient where the softmax is 0.
+            # Outside of autograd, without a copy: the loss has no gradient where the softmax is 0.
             with torch.no_grad():
                 logits[..., padding_V] = torch.finfo(logits.dtype).min
         if self.config.cpu_kernels and supports_cross_entropy(logits, self.tp_group):
@@ -158,14 +155,15 @@ class SeededGPTModel(GPTModel):
         return output
 
     def _positions(self, hidden_states: torch.Tensor, chosen: partial | None) -> int:
-        """How many get logits, of `hidden_states` [S, B, H]: another head than ours has all of them."""
+        """Return the number of positions of `hidden_states` [S, B, H] that get logits: all with another head than
+        ours."""
         if chosen is not None:
             return len(chosen.args[0])
         parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return hidden_states.size(0) * hidden_states.size(1) * parts
 
     def _padding(self, logits: torch.Tensor) -> slice | None:
-        """The padded columns of logits [..., V]; None if they have none, or another head made them."""
+        """Return the padded columns of logits [..., V]; None if they have none, or another head made them."""
         if not isinstance(self.output_layer, ColumnParallelLinear):
             return None
         columns = logits.size(-1)
@@ -175,27 +173,28 @@ class SeededGPTModel(GPTModel):
 
 
 class TrainedLogits:
-    """How many positions got logits in the passes of this rank's chunks of the language model, whoever's forward step
-    made them: one that does not call `choose_logits` computes all."""
+    """Counts the positions that got logits on this rank, for any forward step. Without `choose_logits` all positions
+    do."""
 
     def __init__(self, model: list[MegatronModule]):
         self._chunks = [one for chunk in model for one in chunk.modules() if isinstance(one, SeededGPTModel)]
         self._before = 0
 
     def own(self) -> list[int]:
-        """Those since the last call, for the step's sum."""
+        """Return the count since the last call, for the step's message."""
         now = sum(one.trained_logits for one in self._chunks)
         before, self._before = self._before, now
         return [now - before]
 
 
 def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
-    """Logits of some positions alone in a language model's next pass: other losses are 0, and without labels it returns
-    [1, N, V] instead of [B, S, V].
+    """Choose the positions that get logits in a language model's next pass.
+
+    Other losses are 0. Without labels the model returns [1, N, V] instead of [B, S, V].
 
     Args:
-        model: its last stage; without effect on one that is no `SeededGPTModel`.
-        learned_N: at least one place in [B * S] of this rank's part of the text, ascending, each once.
+        model: its last stage; no effect unless it is a `SeededGPTModel`.
+        learned_N: at least one offset in [B * S] of this rank's part of the text, ascending, without duplicates.
     """
     language = unwrap_model(model)
     if isinstance(language, SeededGPTModel):
@@ -215,11 +214,11 @@ def _of_some(
     scale_logits: Callable[[torch.Tensor], torch.Tensor],
     **_others: Any,
 ) -> torch.Tensor:
-    """Megatron-Core's `output_processor`: losses [B, S] of `labels` [B, S], or logits [1, N, V] without them, from
-    `hidden_states` [S, B, H], of which tensor-parallel ranks have parts under sequence parallelism."""
+    """Megatron-Core's `output_processor`: return losses [B, S] of `labels` [B, S], or logits [1, N, V] without them.
+    `hidden_states` are [S, B, H]; under sequence parallelism each tensor-parallel rank has a part."""
     gathers = output_layer.sequence_parallel
     if gathers:
-        # Not in the layer: how many of the positions are in a rank's part is another number on each.
+        # Not in the layer: the number of chosen positions in a rank's part differs between ranks.
         hidden_states = gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=False, group=tp_group
         )
@@ -241,18 +240,18 @@ def _of_some(
 
 
 def spread(values_N: torch.Tensor, places_N: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """[B, S] with values in some places of [B * S], 0 elsewhere."""
+    """Return [B, S] with values at some offsets of [B * S], 0 elsewhere."""
     return values_N.new_zeros(shape[0] * shape[1]).index_copy(0, places_N, values_N).view(shape)
 
 
 def _scale_embeddings(_module: torch.nn.Module, _arguments: tuple, embeddings: torch.Tensor) -> torch.Tensor:
-    """Times sqrt(hidden size), which is rounded to the precision of the weights first, as families were trained."""
-    # Filled on the device: a copy of a number would wait for all that is queued.
+    """Multiply by sqrt(hidden size), rounded to the precision of the weights first, as families were trained."""
+    # Filled on the device: copying a number would wait for all queued work.
     return embeddings * torch.full((), embeddings.size(-1) ** 0.5, dtype=embeddings.dtype, device=embeddings.device)
 
 
 class _SoftCap:
-    """Forward hook: logits become cap * tanh(logit / cap)."""
+    """A forward hook that turns logits into cap * tanh(logit / cap)."""
 
     def __init__(self, cap: float):
         self._cap = cap

@@ -1,11 +1,12 @@
 """Layer specs: the classes of a transformer layer.
 
-Two kinds, chosen by what is installed: `te` (Transformer Engine, on CUDA) and `torch` (plain norms and Megatron-Core's
-linear layers around `SdpaAttention`; runs everywhere).
+There are two kinds: `te` (Transformer Engine, if installed, on CUDA) and `torch` (plain norms and Megatron-Core's
+linear
+layers around `SdpaAttention`; runs everywhere).
 
-Initial weights are a function of (seed, module, layer) alone, never of the layout: every layer seeds the CPU generator
-before it builds itself, and every weight takes a seed from it, from which a rank draws its part (`initial_weights`).
-Experts (`experts`) are seeded one by one.
+Initial weights depend only on (seed, module, layer), never on the layout. Every layer seeds the CPU generator before it
+builds itself. Every weight takes a seed from it, from which a rank draws its part (`initial_weights`). Experts
+(`experts`) are seeded one by one.
 """
 
 from collections.abc import Callable
@@ -47,10 +48,8 @@ from mimo_train.models.rotary import RotaryAttention
 
 
 class SeededTransformerLayer(TransformerLayer):
-    """A transformer layer whose initial weights depend on its place in the model, not on the stage that holds it.
-
-    `config.init_seed` is the seed of its module. It has the adapters that `config.adapters` has for its number.
-    """
+    """A transformer layer whose initial weights depend on its number in the model, not on its stage. `config.init_seed`
+    is the seed of its module, and `config.adapters` has its adapters."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, layer_number: int = 1, **kwargs: Any
@@ -71,7 +70,7 @@ class SeededTransformerLayer(TransformerLayer):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron-Core's: (output [S, B, H], context)."""
+        """Run the layer, as in Megatron-Core: (output [S, B, H], context)."""
         own = {
             "attention_mask": attention_mask,
             "rotary_pos_emb": rotary_pos_emb,
@@ -83,17 +82,17 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 def use_transformer_engine(kind: str) -> bool:
-    """Whether layers are built from Transformer Engine: on CUDA, where it is installed.
+    """Return True if layers are built from Transformer Engine: on CUDA, if it is installed.
 
     Raises:
-        UserError: it is installed and cannot be imported. Megatron-Core would take it for absent, while layers are
-            built from it.
+        UserError: it is installed and cannot be imported. Megatron-Core would treat it as missing, while our layers use
+            it.
     """
     if kind != "cuda" or find_spec("transformer_engine") is None:
         return False
     try:
         import_module("transformer_engine.pytorch")
-    except Exception as error:  # of a library that is missing or of another version, whatever it raises
+    except Exception as error:  # a missing library or another version may raise anything
         raise UserError(
             "Transformer Engine is installed and cannot be imported "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}): "
@@ -103,13 +102,13 @@ def use_transformer_engine(kind: str) -> bool:
 
 
 def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense: bool = False) -> ModuleSpec:
-    """The spec of one pre-norm transformer layer with the given attention mask.
+    """Return the spec of one pre-norm transformer layer with the given attention mask.
 
-    Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind; one with windows
-    too.
+    Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind. So is one with
+    windows.
 
     Args:
-        dense: whether the layer has no experts though the config has some.
+        dense: True if the layer has no experts although the config has some.
     """
     experts = config.num_moe_experts is not None and not dense
     windows = getattr(config, "full_attention", None) is not None
@@ -128,8 +127,8 @@ def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense
 
 
 def _inside_documents(parts: SelfAttentionSubmodules, config: TransformerConfig) -> SelfAttentionSubmodules:
-    """The parts with a core attention that stays inside documents: Transformer Engine's does so in a format of its own,
-    and wants documents cut one by one over context-parallel ranks, where ours takes the cut of the whole row."""
+    """Return the parts with a core attention that stays inside documents. With context parallelism it is ours, because
+    Transformer Engine requires each document cut over the ranks, not the whole row."""
     if parts.core_attention is SdpaAttention:
         return parts
     cut = config.context_parallel_size > 1
@@ -137,7 +136,7 @@ def _inside_documents(parts: SelfAttentionSubmodules, config: TransformerConfig)
 
 
 def mlp_submodules(te: bool, adapted: bool = False) -> MLPSubmodules:
-    """The linear layers of a feed-forward block that has no norm in front (projectors); `adapted` ones are never
+    """Return the linear layers of a feed-forward block without a norm (projectors). `adapted` ones are never
     Transformer Engine's."""
     if te and not adapted:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
@@ -148,24 +147,25 @@ def mlp_submodules(te: bool, adapted: bool = False) -> MLPSubmodules:
 
 
 def projector_submodules(kind: str, te: bool, adapted: bool = False) -> MLPSubmodules:
-    """The linear layers of a projector: of an mlp both, of a linear one the first."""
+    """Return the linear layers of a projector: both of an mlp, only the first of a linear one."""
     if kind == "mlp":
         return mlp_submodules(te, adapted)
     return MLPSubmodules(linear_fc1=partial(_gathered_linear, linear_classes(adapted)[0]), linear_fc2=None)
 
 
 def _gathered_linear(column: type, *args: Any, **options: Any) -> ColumnParallelLinear:
-    """The layer of a linear projector, whose output is whole on every rank.
+    """Build the layer of a linear projector, whose output is whole on every rank.
 
-    `MultimodalProjector` asks for the bias apart and adds this rank's part of it to the whole output, which fails for
-    tp above 1 (Megatron-Core 0.19.2, multimodal_projector.py:56-82); Transformer Engine's layer gathers nothing
+    `MultimodalProjector` requests the bias separately and adds this rank's part of it to the whole output, which fails
+    for
+    tp above 1 (Megatron-Core 0.19.2, multimodal_projector.py:56-82). Transformer Engine's layer gathers nothing
     (extensions/transformer_engine.py:1155).
     """
     return column(*args, **options | {"skip_bias_add": False})
 
 
 def norm_class(te: bool) -> type:
-    """The builder of a separate norm (final norms)."""
+    """Return the builder of a separate norm (final norms)."""
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -186,8 +186,8 @@ def _te_submodules(config: TransformerConfig, experts: bool) -> TransformerLayer
 
 def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLayerSubmodules:
     head_norm = TorchNorm if config.qk_layernorm else IdentityOp
-    # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's; before experts it
-    # keeps the norm separate, too.
+    # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's. Before experts
+    # Transformer Engine keeps the norm separate, too.
     column, row = linear_classes(adapted=config.lora.rank > 0)
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not experts:
@@ -217,10 +217,10 @@ def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLa
 
 
 def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[ModuleSpec]:
-    """The specs of all layers of the model, over all pipeline stages.
+    """Return the specs of all layers of the model, over all pipeline stages.
 
     Args:
-        te: whether layers are Transformer Engine's, as far as it does what they need.
+        te: True to use Transformer Engine's layers where it supports what the model needs.
     """
     te = te and _transformer_engine_can(llm, config)
 
@@ -241,25 +241,25 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
 
 
 class DeepStackLayer(SeededTransformerLayer):
-    """One of the first layers, that adds an encoder's features behind it (DeepStack, arXiv 2406.04334)."""
+    """One of the first layers, which adds an encoder's features to its output (DeepStack, arXiv 2406.04334)."""
 
     def forward(
         self, hidden_states: torch.Tensor, *arguments: Any, context: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron-Core's. `context`: [layers that add, S, B, H], zero where there is no image."""
+        """Run the layer, as in Megatron-Core. `context`: [layers that add, S, B, H], zero where there is no image."""
         output, _ = super().forward(hidden_states, *arguments, context=None, **options)
         return output if context is None else output + context[self.layer_number - 1], context
 
 
 def _transformer_engine_can(llm: LlmSpec, config: TransformerConfig) -> bool:
-    """Whether Transformer Engine's attention does what the model needs: it caps no scores, and a window with context
-    parallelism only by exchanges that Megatron-Core does not ask it for by default."""
+    """True if Transformer Engine's attention supports the model. It caps no scores. It supports windows with context
+    parallelism only by exchanges that Megatron-Core does not use by default."""
     return not llm.attention_softcap and not (llm.window and config.context_parallel_size > 1)
 
 
 def _with_bias(linear: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """A builder of the linear layer with a bias, which Megatron-Core 0.19.2 gives the output projection of attention
-    only where all linear layers have one (transformer/attention.py:418)."""
+    """Return a builder of the linear layer with a bias. Megatron-Core 0.19.2 gives attention's output projection a bias
+    only if all linear layers have one (transformer/attention.py:418)."""
 
     def build(*arguments: Any, **options: Any) -> torch.nn.Module:
         return linear(*arguments, **options | {"bias": True})

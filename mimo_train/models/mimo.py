@@ -25,9 +25,10 @@ class PlacedMimoModel(MimoModel):
     language model (mimo/model/base.py:441-463). It treats a mix as the second case, without the language model.
 
     Attributes:
-        shapes: of the current step; set by the pipeline.
-        shared_bridges: by encoder, from its layout to the language model's on the same ranks; set by the pipeline. An
-            encoder without one passes its features on unchanged: its samples are the language model's.
+        shapes: shapes of the current step; set by the pipeline.
+        shared_bridges: {encoder: bridge to the language model on the same ranks}; set by the pipeline. An encoder
+            without
+            one passes its features on unchanged: its samples are the language model's.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class PlacedMimoModel(MimoModel):
         self._cp_group = cp_group
 
     def _build_colocated_communicators(self) -> None:
-        """Build none of Megatron-Core's, which need equal counts in every sample. See `shared_bridges`."""
+        """Build no communicators of Megatron-Core, which need equal counts in every sample. See `shared_bridges`."""
 
     def forward(
         self,
@@ -54,23 +55,24 @@ class PlacedMimoModel(MimoModel):
         modality_inputs: dict[str, dict[str, Any]] | None = None,
         documents: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor | None]:
-        """Forward pass of the modules on this rank: encoders first, then the language model.
+        """Run the modules on this rank: encoders first, then the language model.
 
         Args:
-            input_ids: [batch, sequence], on the language model's ranks; position_ids, labels and loss_mask likewise.
-            modality_inputs: encoder module -> arguments of its encoder, None if the microbatch has no media.
-            documents: where the documents of a packed row end; batch is 1. Features are in the order of documents.
+            input_ids, position_ids, labels, loss_mask: [batch, sequence], on the language model's ranks.
+            modality_inputs: {encoder module: arguments of its encoder}, None if the microbatch has no media.
+            documents: ends of the documents of a packed row; batch is 1. Features are in the order of documents.
 
         Returns:
             (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
-            mask) elsewhere.
+            mask)
+            elsewhere.
         """
         received = getattr(self, "input_tensors", None) or {}
         features = self._encode(modality_inputs or {}, received)
         if not self.role.has_language_module:
             return features, loss_mask
         # All encoders run before the first exchange, so that every rank makes the exchanges in the same order, also in
-        # the backward pass.
+        # backward.
         received |= {name: self._to_language(name, rows) for name, rows in features.items()}
         received = {name: rows if name == LANGUAGE else self._joined(name, rows) for name, rows in received.items()}
         if self.role.is_first_stage(LANGUAGE):
@@ -80,19 +82,16 @@ class PlacedMimoModel(MimoModel):
         )
 
     def _build_packed_seq_params(self, packing_kwargs: dict | None) -> PackedSeqParams | None:
-        """Megatron-Core 0.19.2 knows no other format here than `thd` (mimo/model/base.py:585)."""
+        """Megatron-Core 0.19.2 supports no other format here than `thd` (mimo/model/base.py:585)."""
         ranks = 1 if self._cp_group is None else self._cp_group.size()
         return documents_of(packing_kwargs or {}, ranks)
 
     def get_text_embeddings(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, special_token_ids: dict[str, int]
     ) -> torch.Tensor:
-        """Embeddings [sequence, batch, hidden] of all tokens, placeholders included: features will replace theirs. A
-        placeholder that the table has no row for gets the first one.
-
-        Megatron-Core's (mimo/model/base.py:346-397) selects the tokens of the text, and the host waits for their
-        number.
-        """
+        """Return embeddings [sequence, batch, hidden] of all tokens. Features will replace those of placeholders. A
+        placeholder without a row in the table gets the first row. Megatron-Core's method (mimo/model/base.py:346-397)
+        selects the tokens of the text, and the host waits for their number."""
         embedding = unwrap_model(self.language_model).embedding
         for token in special_token_ids.values():
             if token >= embedding.word_embeddings.num_embeddings:
@@ -105,11 +104,9 @@ class PlacedMimoModel(MimoModel):
         input_ids: torch.Tensor,
         special_token_ids: dict[str, int],
     ) -> torch.Tensor:
-        """The text's embeddings [sequence, batch, hidden] with the features of every module in their places.
-
-        Megatron-Core's (mimo/model/base.py:144-210) counts placeholders on the host, which waits for the device, and
-        selects gradients by a mask in the backward pass, where it waits again. Here the device counts and compares.
-        """
+        """Return the text's embeddings [sequence, batch, hidden] with the features of every module at their
+        placeholders. Megatron-Core's method (mimo/model/base.py:144-210) counts placeholders on the host, and selects
+        gradients by a mask in backward. Both wait for the device. Here the device counts and compares."""
         features = dict(modality_embeddings)
         text_SBH = features.pop("text")
         sequence, batch, hidden = text_SBH.shape
@@ -124,7 +121,7 @@ class PlacedMimoModel(MimoModel):
     def _without_deepstack(
         self, features: dict[str, torch.Tensor], input_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """The features for the input of the language model; those for its layers are handed to it for this pass."""
+        """Return the features for the language model's input. Those for its layers are set on it for this pass."""
         language = unwrap_model(self.language_model)
         hidden, layers = language.config.hidden_size, language.config.deepstack
         if not layers:
@@ -143,7 +140,7 @@ class PlacedMimoModel(MimoModel):
         return {name: rows[:, :hidden] for name, rows in features.items()}
 
     def _empty_encoder_output(self, encoder_name: str) -> torch.Tensor:
-        """Features of a microbatch without media, which are not sent: [0, width]."""
+        """Return the features of a microbatch without media, which are not sent: [0, width]."""
         output, spec = super()._empty_encoder_output(encoder_name), self._spec(encoder_name)
         return output.new_empty(0, output.size(1) * (1 + len(spec.deepstack)), requires_grad=True)
 
@@ -151,11 +148,9 @@ class PlacedMimoModel(MimoModel):
         return unwrap_model(self.modality_submodules[name]).encoders[name].spec
 
     def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs of the encoder stages of this rank; [0, hidden size] without media.
-
-        If no gradient is needed, nothing is kept for a backward pass: frozen weights require none, and the input from
-        the previous stage is detached.
-        """
+        """Return outputs of the encoder stages of this rank; [0, hidden size] without media. If no gradient is needed,
+        nothing is kept for a backward pass: frozen weights require none, and the input from the previous stage is
+        detached."""
         outputs, shapes = {}, self.shapes
         for name, submodule in self.modality_submodules.items():
             stage, hidden_states = unwrap_model(submodule).pg_collection.pp.rank(), received.get(name)
@@ -169,8 +164,8 @@ class PlacedMimoModel(MimoModel):
         return outputs
 
     def _joined(self, name: str, features: torch.Tensor) -> torch.Tensor:
-        """Features for the language model: detached if nothing needs their gradient; otherwise their gradient is summed
-        over the context-parallel ranks."""
+        """Return features for the language model: detached if nothing needs their gradient, else with their gradient
+        summed over the context-parallel ranks."""
         if not self.shapes.features_need_gradient(name):
             return features.detach()
         return features if self._cp_group is None else sum_gradients(features, self._cp_group)

@@ -1,4 +1,4 @@
-"""Norms of layers, and the additions to the residual stream that some families have in place of Megatron-Core's."""
+"""Norms of layers, and additions to the residual stream that some families use instead of Megatron-Core's."""
 
 from collections.abc import Callable
 
@@ -13,19 +13,20 @@ from mimo_train.models.transformer_config import require_neutral
 Branch = tuple[torch.Tensor, torch.Tensor | None]
 """Output of attention or of a feed-forward block, and a bias that is still to be added."""
 Add = Callable[[Branch, torch.Tensor, float], torch.Tensor]
-"""Adds (branch, residual stream, probability of dropout)."""
+"""A function that adds (branch, residual stream, probability of dropout)."""
 
 _NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 
 class TorchNorm:
-    """LayerNorm or RMSNorm of torch, built where Megatron-Core builds a norm.
+    """A builder of torch's LayerNorm or RMSNorm, called where Megatron-Core builds a norm.
 
-    Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that
-    `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
+    Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that `finalize_model_grads`
+    sums
+    their gradients over the tensor-parallel ranks.
 
     Raises:
-        UserError: the config asks for an unsupported norm; the message names the option.
+        UserError: the config has an unsupported norm; the message names the option.
     """
 
     def __new__(  # type: ignore[misc]  # it builds a norm, and is none
@@ -46,8 +47,8 @@ class TorchNorm:
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
-    """x / rms(x) * (1 + weight), in fp32. The parameter is the weight itself: adding 1 to it and subtracting it again
-    would change its bits."""
+    """x / rms(x) * (1 + weight), in fp32. The parameter is the weight itself: adding and subtracting 1 would change its
+    bits."""
 
     def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, cpu_kernels: bool = False):
         super().__init__()
@@ -56,7 +57,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         self.hidden_size, self.eps = hidden_size, eps
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., hidden size] over the last dimension."""
+        """Normalize [..., hidden size] over the last dimension."""
         return self._norm(inputs.float(), 1 + self.weight.float(), self.eps).type_as(inputs)
 
 
@@ -73,7 +74,7 @@ class NormedAdd(torch.nn.Module):
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Add:
-        """Return the function that the layer calls; `fused` is without effect."""
+        """Return the function that the layer calls; `fused` has no effect."""
 
         def add(branch: Branch, residual: torch.Tensor, dropout: float) -> torch.Tensor:
             output, bias = branch
@@ -84,9 +85,7 @@ class NormedAdd(torch.nn.Module):
 
 class ScaledAdd(torch.nn.Module):
     """residual + dropout(scale * (branch + bias)), where Megatron-Core adds a branch to the residual stream.
-
-    `config.layer_scale` is the initial scale, the same for every channel.
-    """
+    `config.layer_scale` is the initial scale of every channel."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -96,7 +95,7 @@ class ScaledAdd(torch.nn.Module):
         mark(self.scale, sequence_parallel=config.sequence_parallel)
 
     def forward(self, training: bool, fused: bool) -> Add:
-        """Return the function that the layer calls; `fused` is without effect."""
+        """Return the function that the layer calls; `fused` has no effect."""
 
         def add(branch: Branch, residual: torch.Tensor, dropout: float) -> torch.Tensor:
             output, bias = branch

@@ -1,8 +1,10 @@
 """L2 norms of parameters and gradients, over all modules, at any layout: every element counts once.
 
-An element is replicated on several ranks: on tensor-parallel ranks if its parameter is not cut, on data-parallel ranks
-(for experts, on the expert's replicas), and for tied embeddings on the first and the last stage. Which rank counts it
-is decided locally; the counted squares are then summed over the world, in one message."""
+An element is replicated on tensor-parallel ranks if its parameter is not cut, on data-parallel ranks (for experts, on
+the expert's replicas), and for tied embeddings on the first and the last stage. Ranks decide locally which of them
+counts
+it. One message sums the squares over the world.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,20 +20,21 @@ from mimo_train.models.parameters import global_names, modules_of
 from mimo_train.parallel import device
 
 PREFIX = "l2_norm/grad"
-"""First part of the names of gradient norms."""
+"""Prefix of the names of gradient norms."""
 
 BLOCK = 2**15
 """Elements whose squares are added in fp32 on a CPU."""
 
 
 def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> float:
-    """L2 norm of all parameters of all modules, frozen ones included. Collective over the world: one sum, and one copy
-    to the host.
+    """Return the L2 norm of all parameters of all modules, frozen ones included.
+
+    Collective over the world: one sum, and one copy to the host.
 
     Args:
         model: the model chunks of this rank, as `mimo_train.models.build.build_model` returns them.
-        master_copies: count parameters of 16 bits by their fp32 master copies where the optimizer keeps some, also
-            where each data-parallel rank keeps a part of them (`main_param`, `main_param_sharded`).
+        master_copies: count 16-bit parameters by the optimizer's fp32 master copies if there are any, also if each
+            data-parallel rank keeps a part of them (`main_param`, `main_param_sharded`).
     """
     pieces = []
     for _, chunk in _chunks_by_module(model):
@@ -50,16 +53,19 @@ def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> f
 
 
 def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
-    """L2 norms of the gradients, of all together and of every parameter. Collective over the world: one sum and one
-    copy to the host, and at the first call a gathering of names.
+    """Return L2 norms of the gradients: of all together and of every parameter.
 
-    Gradients are used in their current state, summed over ranks by `finalize_model_grads`: unclipped and with the fp16
-    loss scale before the optimizer's step, clipped and unscaled after it.
+    Collective over the world: one sum and one copy to the host, and at the first call an all-gather of names. Gradients
+    are
+    used in their current state, summed over ranks by `finalize_model_grads`: unclipped and with the fp16 loss scale
+    before
+    the optimizer's step, clipped and unscaled after it.
 
     Returns:
-        On every rank the same: `l2_norm/grad/global`, and `l2_norm/grad/<module>.<parameter>` for every parameter that
-        is trained, by the same name at every layout (layers and experts have their number in the whole model), for
-        example `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
+        The same on every rank: `l2_norm/grad/global`, and `l2_norm/grad/<module>.<parameter>` for every trained
+            parameter.
+        Names are the same at every layout (layers and experts have their number in the whole model), for example
+        `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
     """
     own: dict[str, torch.Tensor | None] = {}
     for module, chunk in _chunks_by_module(model):
@@ -88,8 +94,7 @@ def _chunks_by_module(model: list[MegatronModule]) -> Iterator[tuple[str, Megatr
 
 
 def _counted(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter, slice | None]]:
-    """Every parameter by its name in the whole model, with the elements of it, laid flat, that this rank counts; None:
-    none of them."""
+    """Yield (name in the whole model, parameter, flat elements that this rank counts or None)."""
     slices, pgs = _slices(chunk), unwrap_model(chunk).pg_collection
     for name, param in global_names(chunk).items():
         is_expert = not getattr(param, "allreduce", True)
@@ -101,10 +106,8 @@ def _counted(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter, s
 
 
 def _slices(module: torch.nn.Module) -> dict[torch.nn.Parameter, slice]:
-    """The part of every trained parameter, laid flat, that the optimizer of this data-parallel rank updates.
-
-    Only there are gradients complete after a reduce-scatter, and parameters new before they have been gathered.
-    """
+    """Return the flat part of every trained parameter that the optimizer of this data-parallel rank updates. Elsewhere
+    gradients are incomplete after a reduce-scatter, and parameters are old before an all-gather."""
     slices: dict[torch.nn.Parameter, slice] = {}
     if not isinstance(module, DistributedDataParallel):
         return slices
@@ -119,7 +122,7 @@ def _slices(module: torch.nn.Module) -> dict[torch.nn.Parameter, slice]:
 
 
 def _names_of_all_ranks(chunk: MegatronModule, own: list[str]) -> list[str]:
-    """The names of all ranks, each once, in rank order; gathered once per model, and stored in it."""
+    """Return the names of all ranks without duplicates, in rank order; gathered once per model, and stored in it."""
     if not hasattr(chunk, "names_of_all_ranks"):
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
@@ -128,11 +131,9 @@ def _names_of_all_ranks(chunk: MegatronModule, own: list[str]) -> list[str]:
 
 
 def squares_of(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of squares of each tensor, float64 on the device.
-
-    On a CPU torch adds all squares of a tensor in fp32, one after the other: the norm of 10^7 normal numbers is off by
-    4e-4, and that of 10^8 by 1e-2. Blocks keep it at 1e-6; kernels of CUDA add in a tree.
-    """
+    """Return the sum of squares of each tensor, float64 on the device. On a CPU torch adds all squares of a tensor in
+    fp32, one after the other. The norm of 10^7 normal numbers is off by 4e-4, that of 10^8 by 1e-2. Blocks keep it at
+    1e-6; CUDA kernels add in a tree."""
     if not pieces:
         return torch.zeros(0, dtype=torch.float64, device=device.current())
     flat = [piece.detach().reshape(-1) for piece in pieces]

@@ -1,10 +1,6 @@
-"""Parameters of a model: the seeds of their initial values, their names in the whole model, and marks that
-Megatron-Core reads from them.
-
-With `optim.overlap_param_gather` parameters are gathered while the forward pass runs: pre-hooks of Megatron-Core's
-wrappers wait for them. Code that reads parameters outside of a forward pass, to save them for example, must use
-`gathered`.
-"""
+"""Parameters of a model: seeds of their initial values, names in the whole model, and marks for Megatron-Core. With
+`optim.overlap_param_gather` pre-hooks of Megatron-Core's wrappers gather parameters during the forward pass. Code that
+reads parameters outside of a forward pass, for example to save them, must use `gathered`."""
 
 import hashlib
 import re
@@ -34,7 +30,7 @@ def mark(tensor: torch.Tensor, **marks: object) -> None:
 
 
 _EXPERT_NUMBER = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
-"""Where a parameter's name has the number of its expert: `local_experts.3.linear_fc1.weight`, `linear_fc1.weight3`."""
+"""Matches the expert's number in a parameter's name: `local_experts.3.linear_fc1.weight`, `linear_fc1.weight3`."""
 
 _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -67,8 +63,8 @@ def tensor_names(chunk: torch.nn.Module) -> dict[int, str]:
 
 
 def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield (name, layer): entries of lists of layers, and modules outside such lists. A layer's name is the prefix
-    of its parameters' names in `global_names`."""
+    """Yield (name, layer): entries of lists of layers, and modules outside such lists. A layer's name is the prefix of
+    its parameters' names in `global_names`."""
     for key, child in module.named_children():
         if isinstance(child, TransformerLayer):
             key = child.layer_number - 1
@@ -94,8 +90,8 @@ def _global_name(module: torch.nn.Module, name: str) -> str:
 
 @contextmanager
 def gathered(model: list[MegatronModule]) -> Iterator[None]:
-    """Complete the gathering at the start of the `with` block, so that parameters are current inside it. Collective if
-    modules overlap."""
+    """Complete the gathering at the start of the block, so that parameters are current inside it. Collective if modules
+    overlap."""
     hooked = [*overlapping_chunks(model)]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)

@@ -1,5 +1,4 @@
-"""The projector of an encoder: Megatron-Core's, with a norm in front and a resampler or learned rows behind it where
-the spec has them."""
+"""The projector of an encoder: Megatron-Core's, with the spec's norm, resampler or learned rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,14 +27,14 @@ _NOT_RESAMPLED = {
     "add_qkv_bias": False,
     "sequence_parallel": False,
 }
-"""Options of layers that those of a resampler have not."""
+"""Layer options that a resampler's layers do not support."""
 
 
 class Projector(MultimodalProjector):
-    """`MultimodalProjector` seeded by `config.init_seed`, with the adapters that `config.adapters` has for it.
+    """`MultimodalProjector` seeded by `config.init_seed`, with its adapters in `config.adapters`.
 
     Args:
-        resampler_config: of the resampler's layers.
+        resampler_config: config of the resampler's layers.
         norm: builder of a norm.
     """
 
@@ -68,15 +67,17 @@ class Projector(MultimodalProjector):
         counts: Sequence[int] | None = None,
         tilings: Sequence[Tiling] | None = None,
     ) -> torch.Tensor:
-        """
+        """Project features to the language model's width.
+
         Args:
-            hidden_states: joined features, rows of one medium after the other, [rows, width].
-            counts: rows of each medium; only a resampler needs them.
-            tilings: of each image; only where there is a newline.
+            hidden_states: joined features, rows of one media item after the other, [rows, width].
+            counts: rows of each media item; only a resampler needs them.
+            tilings: tiling of each image; only needed with a newline.
 
         Returns:
-            [rows, language model's hidden size]; of a resampler the latents of every medium, with a newline the lines
-            of every image.
+            [rows, language model's hidden size]: with a resampler the latents of every media item, with a newline the
+            lines of
+            every image.
         """
         features = hidden_states if self.norm is None else self.norm(hidden_states)
         projected = super().forward(features)
@@ -92,10 +93,10 @@ class Projector(MultimodalProjector):
 def resampler(
     config: TransformerConfig, latents: int, norm: type, tp_group: torch.distributed.ProcessGroup
 ) -> PerceiverResampler:
-    """A resampler of these sizes; arguments as of `PerceiverResampler`.
+    """Return a resampler; arguments as in `PerceiverResampler`.
 
     Raises:
-        UserError: the config asks for what its layers do not have, by the option's name.
+        UserError: the config has an option that its layers do not support; the message names it.
     """
     require_neutral("PerceiverResampler", config, **_NOT_RESAMPLED)
     return PerceiverResampler(config, latents, norm, tp_group)

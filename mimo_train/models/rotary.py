@@ -1,8 +1,7 @@
-"""Rotary position embeddings: the frequencies of all kinds of `RopeScaling`, angles on three axes, and attention whose
-layers have their own.
+"""Rotary position embeddings: frequencies of all kinds of `RopeScaling`, angles on three axes, per-layer angles.
 
-Megatron-Core 0.19.2 has llama3's with fixed numbers (rotary_pos_embedding.py:92), and yarn's without an attention
-factor of its own; its `RotaryEmbedding` reads `inv_freq`, which is set here.
+Megatron-Core 0.19.2 has llama3 scaling with fixed numbers (rotary_pos_embedding.py:92), and yarn without its own
+attention factor. Its `RotaryEmbedding` reads `inv_freq`, which is set here.
 
 Shape suffixes: S sequence, B batch, F frequencies (half a head).
 """
@@ -20,7 +19,7 @@ from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 
 
 def inverse_frequencies(llm: LlmSpec) -> torch.Tensor:
-    """[head_width / 2] angles by which a position turns, fp32; with a `local_rope_base` [head_width]: those of layers
+    """Return [head_width / 2] angles per position, fp32. With a `local_rope_base` return [head_width]: those of layers
     that attend to all tokens, then those of layers with a window."""
     frequencies = _scaled(_frequencies(llm.rope_base, llm.head_width), llm.rope_scaling, llm.rope_base)
     if not llm.local_rope_base:
@@ -29,14 +28,13 @@ def inverse_frequencies(llm: LlmSpec) -> torch.Tensor:
 
 
 def angles_of_layer(angles: torch.Tensor, local: bool) -> torch.Tensor:
-    """The angles [..., head_width] of one kind of layers, from those of both that an embedding with the frequencies of
-    `inverse_frequencies` gives, [..., 2 head_width]: both halves of a head turn alike, so that each kind is there
-    twice."""
+    """Return the angles [..., head_width] of one kind of layers, from both kinds' [..., 2 head_width]. Both halves of a
+    head turn alike, so the embedding contains each kind twice."""
     return angles.unflatten(-1, (2, 2, -1))[..., int(local), :].flatten(-2)
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What rotated queries and keys are multiplied by (Peng et al. 2023, arXiv 2309.00071, section 3.4)."""
+    """Return the factor of rotated queries and keys (Peng et al. 2023, arXiv 2309.00071, section 3.4)."""
     if scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor:
@@ -65,7 +63,7 @@ def _scaled(frequencies: torch.Tensor, scaling: RopeScaling, base: float) -> tor
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Long waves are stretched, short ones are not, between the two bounds in part."""
+    """Stretch long waves, keep short ones, and interpolate between the two bounds."""
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     wave = 2 * math.pi / frequencies
     longest, shortest = scaling.original_positions / low, scaling.original_positions / high
@@ -76,7 +74,7 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, base: float) -> torch.Tensor:
-    """As `_llama3`, with bounds in turns within the first training's positions and a ramp over frequency numbers."""
+    """Scale as `_llama3`, with bounds in turns within the original positions and a ramp over frequency numbers."""
     width = 2 * len(frequencies)
 
     def number_of(turns: float) -> float:
@@ -87,22 +85,20 @@ def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, base: float) -> torch
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
-        high += 0.001  # no ramp, but no division by zero either
+        high += 0.001  # avoids division by zero
     ramp = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
 
 
 class AxisRotaryEmbedding(torch.nn.Module):
-    """Angles of tokens with positions on three axes, each of which turns its own frequencies (M-RoPE; Wang et al. 2024,
-    arXiv 2409.12191, section 2.1).
-
-    Megatron-Core 0.19.2 has them in three sections, one behind the other (rotary_pos_embedding.py:356), and not
-    interleaved; nor does it take positions without axes, of a batch without images.
-    """
+    """Angles of tokens with positions on three axes, each with its own frequencies (M-RoPE; Wang et al. 2024, arXiv
+    2409.12191, section 2.1). Megatron-Core 0.19.2 supports only three consecutive sections
+    (rotary_pos_embedding.py:356), not interleaved ones. It does not take positions without axes, which a batch without
+    images has."""
 
     def __init__(self, llm: LlmSpec, cp_group: dist.ProcessGroup):
         super().__init__()
-        # Plain attributes, as Megatron-Core has them: of no checkpoint, and in fp32 in a model of bf16.
+        # Plain attributes as in Megatron-Core: not in checkpoints, and fp32 in a bf16 model.
         self.inv_freq = inverse_frequencies(llm)
         self._axes = torch.tensor(axes_of_frequencies(llm.mrope_section, llm.mrope_interleaved))
         self._sections, self._cp_group = list(llm.mrope_section), cp_group
@@ -110,11 +106,10 @@ class AxisRotaryEmbedding(torch.nn.Module):
     def forward(
         self, position_ids: torch.Tensor, sections: list[int], cp_group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
-        """Angles [S, B, 1, 2 F] of this context-parallel rank's tokens, from the positions of all, [3, B, S] or
-        [B, S].
+        """Return angles [S, B, 1, 2 F] of this context-parallel rank's tokens, from all positions, [3, B, S] or [B, S].
 
         Args:
-            sections: frequencies of each axis, those that this was built with.
+            sections: frequencies of each axis, equal to those in the spec.
         """
         assert list(sections) == self._sections, (sections, self._sections)
         if self.inv_freq.device != position_ids.device:
@@ -127,12 +122,12 @@ class AxisRotaryEmbedding(torch.nn.Module):
 
 
 def axes_of_frequencies(section: list[int], interleaved: bool) -> list[int]:
-    """The axis that turns each frequency: 0 time, 1 row, 2 column.
+    """Return the axis of each frequency: 0 time, 1 row, 2 column.
 
     Args:
         section: frequencies of each axis.
-        interleaved: time, row, column, time, ... until an axis has all of its own, and time behind them, instead of one
-            axis behind the other.
+        interleaved: time, row, column, time, ... until an axis is complete, then time, instead of one axis after the
+            other.
     """
     if not interleaved:
         return [axis for axis, count in enumerate(section) for _ in range(count)]
@@ -141,25 +136,23 @@ def axes_of_frequencies(section: list[int], interleaved: bool) -> list[int]:
 
 class RotaryAttention(SelfAttention):
     """`SelfAttention` with its layer's own rotary frequencies and attention factor; `config.llm` is the `LlmSpec`.
-
-    Megatron-Core 0.19.2 gives all layers the same frequencies, and reads no attention factor from a config.
-    """
+    Megatron-Core 0.19.2 gives all layers the same frequencies, and reads no attention factor from a config."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, layer_number: int, **options: Any):
         super().__init__(config, *arguments, layer_number=layer_number, **options)
         llm: LlmSpec = config.llm
         self.kind_of_angles = bool(llm.window_of(layer_number - 1)) if llm.local_rope_base else None
-        """Of two kinds of layers, whether it is a local one; None where all layers turn alike."""
+        """True for a local layer; None if all layers have the same angles."""
         self._yarn_concentration_factor = 1.0 if self.kind_of_angles else attention_factor(llm.rope_scaling)
 
     def forward(
         self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron-Core's. `rotary_pos_emb`: [S, 1, 1, angles], of all kinds of layers."""
+        """Attend as in Megatron-Core. `rotary_pos_emb`: [S, 1, 1, angles], of all kinds of layers."""
         if rotary_pos_emb is not None:
             rotary_pos_emb = self.own_angles(rotary_pos_emb)
         return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options)
 
     def own_angles(self, angles: torch.Tensor) -> torch.Tensor:
-        """Those of this layer, of all kinds of layers' [S, 1, 1, angles]."""
+        """Return the angles of this layer, from those of all kinds of layers, [S, 1, 1, angles]."""
         return angles if self.kind_of_angles is None else angles_of_layer(angles, self.kind_of_angles)

@@ -1,4 +1,4 @@
-"""Specs and layouts -> Megatron-Core's `TransformerConfig`, one per module."""
+"""Builds Megatron-Core's `TransformerConfig` of each module from its spec and layout."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ _ACTIVATIONS = {
 
 
 def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
-    """The language model's config; it also drives the schedule, on every rank."""
+    """Return the language model's config, which also drives the schedule on every rank."""
     llm = cfg.llm
     config = _config(
         cfg,
@@ -62,7 +62,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         hidden_dropout=llm.dropout,
         attention_dropout=llm.dropout,
         init_method_std=llm.init_std,
-        # Schedules of several modules exchange shapes; the dense default dispatcher of MoE rejects that.
+        # Schedules of several modules exchange shapes, which the dense default dispatcher of MoE rejects.
         variable_seq_lengths=bool(cfg.encoders),
         moe_token_dispatcher_type="alltoall",
         **_interleaving(layout.language),
@@ -76,10 +76,10 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
 
 
 def _windows(llm: LlmSpec) -> dict[str, Any]:
-    """The window and the layers that have it, in the keys that core attention of either kind reads."""
+    """Return the window and the layers that have it, in the options that core attention of either kind reads."""
     if not llm.window:
         return {}
-    # In Megatron-Core: tokens before and behind a token that it attends to.
+    # In Megatron-Core: tokens before and after a token that it attends to.
     return {
         "window_size": (llm.window - 1, 0),
         "window_attn_skip_freq": [int(llm.window_of(layer) > 0) for layer in range(llm.num_layers)],
@@ -91,9 +91,8 @@ def _uneven_stages(num_layers: int, stages: int) -> dict[str, Any]:
 
 
 def _interleaving(layout: ModuleLayout) -> dict[str, Any]:
-    """In one batch of messages both ways between two stages, Megatron-Core 0.19.2 mistakes a gradient for an activation
-    (p2p_communication.py:16, each is the other's next and previous stage), so the two directions are sent
-    separately."""
+    """Return the options of interleaved stages, whose two directions are sent separately. In one batch between two
+    stages Megatron-Core 0.19.2 mistakes a gradient for an activation (p2p_communication.py:16)."""
     if layout.vpp == 1:
         return {}
     return {
@@ -125,13 +124,13 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
 
 
 def _fp8(cfg: ConfigContainer, name: str) -> dict[str, Any]:
-    """What of a module's layers is in fp8; weights, and what optimizer and checkpoints hold, are not."""
+    """Return the fp8 options of a module's layers. Weights, optimizer state and checkpoints are not fp8."""
     recipe, train = cfg.fp8_of(name), cfg.train
     if recipe == "none":
         return {}
     first, last = train.num_layers_at_start_in_bf16, train.num_layers_at_end_in_bf16
     return {
-        # Of gradients e5m2, whose range one scale for a whole tensor needs.
+        # Gradients are e5m2 with one scale for a whole tensor, which needs its range.
         "fp8": "hybrid" if recipe == "tensorwise" else "e4m3",
         "fp8_recipe": recipe,
         "first_last_layers_bf16": first + last > 0,
@@ -141,10 +140,10 @@ def _fp8(cfg: ConfigContainer, name: str) -> dict[str, Any]:
 
 
 def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -> TransformerConfig:
-    """The config of one encoder's transformer layers.
+    """Return the config of one encoder's transformer layers.
 
     Args:
-        part: of the encoders that are joined in it (`EncoderSpec.parts`); empty: itself.
+        part: one of the joined encoders (`EncoderSpec.parts`); empty: the encoder itself.
     """
     whole = cfg.modules[layout.name].encoder
     if isinstance(whole, PlainSpec) or (not part and len(whole.parts) > 1):
@@ -178,16 +177,16 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -
 
 
 def _without_layers(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
-    """The config of an encoder without transformer layers of its own, of plain torch or of several that are joined:
-    what of it counts is width, type, seed and recomputation."""
+    """Return the config of an encoder without its own transformer layers: plain torch, or several joined encoders. Only
+    width, type, seed and recomputation matter."""
     width = cfg.modules[layout.name].encoder.hidden_size
     sizes = {"num_layers": layout.pp, "hidden_size": width, "ffn_hidden_size": width * layout.tp}
     return _config(cfg, layout, **sizes, num_attention_heads=layout.tp, kv_channels=1)
 
 
 def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
-    """The config of an encoder's projector; its hidden size is the language model's. It is on one stage and reads whole
-    sequences."""
+    """Return the config of an encoder's projector, which is on one stage and reads whole sequences. Its hidden size is
+    the language model's."""
     projector: ProjectorSpec = cfg.modules[layout.name].projector
     layout = replace(layout, pp=1, sp=False)
     llm = cfg.llm
@@ -208,7 +207,7 @@ def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
 
 
 def resampler_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
-    """The config of the layers of a projector's resampler, as wide as the language model."""
+    """Return the config of the layers of a projector's resampler, as wide as the language model."""
     resampler, width = cfg.modules[layout.name].projector.resampler, cfg.llm.hidden_size
     if not resampler.latents:
         return projector_config(cfg, layout)
@@ -275,14 +274,14 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
 
 
 def require_neutral(layer: str, config: TransformerConfig, **values: Any) -> None:
-    """Refuse a config that asks a layer for what it does not do.
+    """Reject config options that a layer does not support.
 
     Args:
         layer: name of its class, for the message.
-        values: of options, those with which there is nothing to do; a tuple has several of them.
+        values: {option: its neutral value, or a tuple of them}.
 
     Raises:
-        UserError: an option has another value, by its name.
+        UserError: an option has another value; the message names it.
     """
     for name, neutral in values.items():
         value = getattr(config, name, None)

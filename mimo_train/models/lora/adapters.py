@@ -1,4 +1,4 @@
-"""Adapters of a whole module: create, load, freeze around and merge them."""
+"""Adapters of a whole module: create, load, merge, and freeze the other weights."""
 
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -13,12 +13,12 @@ from mimo_train.models.parameters import global_names
 
 
 def add_adapters(part: torch.nn.Module, name: str, config: TransformerConfig, seed: int) -> None:
-    """Give a part of a module the adapters that `config.adapters` has for it.
+    """Give a part of a module its adapters in `config.adapters`.
 
     Args:
         part: a transformer layer or a projector.
-        name: of the part in its module.
-        seed: of the part.
+        name: name of the part in its module.
+        seed: seed of the part.
     """
     for path, linear in list(part.named_modules()):
         adapted = config.adapters.get(f"{name}.{path}".removesuffix("."))
@@ -28,14 +28,14 @@ def add_adapters(part: torch.nn.Module, name: str, config: TransformerConfig, se
 
 
 def adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, Adaptable]]:
-    """(name, layer) of every linear layer with adapters."""
+    """Yield (name, layer) of every linear layer with adapters."""
     for name, layer in module.named_modules():
         if isinstance(layer, Adaptable) and layer.lora is not None:
             yield name, layer
 
 
 def whole_adapters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The adapters of a module that one process holds whole, by their names in the module."""
+    """Return the adapters of a module that one process holds whole, by their names in the module."""
     found = {}
     for name, parameter in global_names(chunk).items():
         if is_adapter(name):
@@ -46,14 +46,14 @@ def whole_adapters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Tensor]) -> None:
-    """Give the adapters on this rank their values.
+    """Set the values of the adapters on this rank.
 
     Args:
-        chunks: what this rank holds of one module.
-        adapters: whole tensors by their names in the module; those of other pipeline stages are not looked at.
+        chunks: this rank's chunks of one module.
+        adapters: whole tensors by their names in the module; those of other pipeline stages are ignored.
 
     Raises:
-        UserError: an adapter of this rank is not among them, or of another shape; every rank may raise it.
+        UserError: an adapter of this rank is missing or has another shape. Any rank may raise it.
     """
     for chunk in chunks:
         names = {id(parameter): name for name, parameter in global_names(chunk).items()}
@@ -75,7 +75,7 @@ def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
     """Stop the gradients of everything but adapters.
 
     Args:
-        chunks: what this rank holds of one module, before data-parallel wrapping.
+        chunks: this rank's chunks of one module, before data-parallel wrapping.
         part: shell pattern of the parameter names to freeze; other parameters are unchanged.
     """
     for chunk in chunks:
@@ -85,11 +85,12 @@ def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
 
 
 def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = None) -> None:
-    """Set DoRA's magnitudes so that they change nothing: to be called whenever weights have been loaded without them.
+    """Set DoRA's magnitudes so that they change nothing. Call it whenever weights were loaded without magnitudes.
+
     Collective over the tensor-parallel ranks.
 
     Args:
-        names: of the magnitudes to set, as in the module's state dict; None: all.
+        names: magnitudes to set, by name in the module's state dict; None: all.
     """
     for path, layer in adapted_layers(module):
         own = [name for _, name, _, _ in layer.named_adapters()]
@@ -97,9 +98,8 @@ def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = No
 
 
 def merge_lora(model: list[torch.nn.Module]) -> None:
-    """Put every adapter of the model chunks into its weight, so that the weights alone give the model's numbers (in
-    bf16 and fp16 to the precision of a weight). The adapters are reset and change nothing. Collective over
-    tensor-parallel ranks."""
+    """Merge every adapter of the model chunks into its weight (in bf16 and fp16 to the precision of a weight), and
+    reset the adapters so that they change nothing. Collective over tensor-parallel ranks."""
     for chunk in model:
         for _, layer in adapted_layers(chunk):
             layer.merge()

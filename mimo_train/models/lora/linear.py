@@ -1,23 +1,21 @@
-"""Low-rank adapters beside Megatron-Core's parallel linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685).
+"""Low-rank adapters next to Megatron-Core's parallel linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685).
 
 y = W x + scale * B A x, with W frozen and scale alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732). A is
-drawn as a function of (seed, module, layer, name of the linear layer or projection) alone, whole, and cut as W is; B
-begins at zero, so that a run begins with the numbers of the model without adapters. The parameters are `lora_a` [rank,
-input size] and `lora_b` [output size, rank] beside `weight`, which keeps its name: checkpoints of the model without
-adapters fit. The adapter of a projection inside a fused layer has its parameters one name deeper, as in
-`linear_qkv.q_proj.lora_a`, and the projection's rows in its own order.
+drawn whole, from (seed, module, layer, name of the linear layer or projection), and cut as W is. B starts at zero, so a
+run starts with the numbers of the model without adapters. The parameters are `lora_a` [rank, input size] and `lora_b`
+[output size, rank] next to `weight`, which keeps its name, so checkpoints without adapters fit. The adapter of a
+projection inside a fused layer has its parameters one name deeper, as in `linear_qkv.q_proj.lora_a`.
 
-DoRA (arXiv 2402.09353): y = g * (W + scale * B A) x, with g = m / |W + scale * B A| for every output row, where m,
-`lora_magnitude` [output size], is trained and the norm is taken as a constant in backward (section 4.3 there). m begins
-as the norm, so that g is 1.
+DoRA (arXiv 2402.09353): y = g * (W + scale * B A) x, with g = m / |W + scale * B A| for every output row. m,
+`lora_magnitude` [output size], is trained. Backward treats the norm as a constant (section 4.3). m starts as the norm,
+so that g is 1.
 
-A x has only `rank` numbers for each token, and tensor parallelism communicates nothing wider than that:
-
+A x has only `rank` numbers for each token, and tensor parallelism communicates nothing wider:
 - column-parallel: B and m are cut like W, A is whole. With sequence parallelism A x is gathered along the sequence.
-- row-parallel: A is cut like W, B and m are whole. A x is summed over ranks, with sequence parallelism and cut again;
-  squares of rows are summed over ranks.
+- row-parallel: A is cut like W, B and m are whole. A x is summed over ranks and, with sequence parallelism, cut again.
+  Squares of rows are summed over ranks.
 
-Shape suffixes: S sequence, B batch, R rank (of all projections together), O output size (this rank's part where it is
+Shape suffixes: S sequence, B batch, R rank (of all projections together), O output size (this rank's part if it is
 cut).
 """
 
@@ -52,13 +50,14 @@ from mimo_train.models.parameters import mark, seed_for
 
 
 class FusedRows:
-    """The rows that one tensor-parallel rank has of a linear layer's weight, or of anything with a number for each row.
+    """The rows of a linear layer's weight on one tensor-parallel rank, or of anything with a number for each row.
 
-    Of queries, keys and values a rank has whole groups; of gate and up a part of each. Of either, the rows of one
-    projection are one contiguous part of the whole projection's.
+    A rank has whole groups of queries, keys and values, and a part of gate and of up. The rows of one projection on a
+    rank
+    are always a contiguous part of the whole projection's.
 
     Attributes:
-        interleaved: whether a rank's rows are no contiguous part of the whole weight's.
+        interleaved: True if a rank's rows are not a contiguous part of the whole weight's.
     """
 
     def __init__(self, linear: Linear, tp: int = 1):
@@ -71,11 +70,11 @@ class FusedRows:
         self.interleaved = linear.fused and not linear.cut_groups
 
     def count(self, projection: str = WHOLE) -> int:
-        """Rows of one projection on this rank, or all."""
+        """Return the number of rows of one projection on this rank, or of all."""
         return self._groups * sum(size for name, size in self._sizes.items() if projection in (WHOLE, name))
 
     def split(self, rows: torch.Tensor, projections: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Rows along dimension 0 -> those of each of `projections`, in its own order."""
+        """Split rows along dimension 0 into those of each of `projections`, in its own order."""
         wanted = list(projections)
         if WHOLE in wanted:
             return {WHOLE: rows}
@@ -84,7 +83,7 @@ class FusedRows:
         return {name: of[name].flatten(0, 1) for name in wanted}
 
     def join(self, pieces: Mapping[str, torch.Tensor], dim: int, fill: float) -> torch.Tensor:
-        """What each projection has along `dim` -> all rows, `fill` for projections that are not there."""
+        """Join the pieces of projections along `dim` to all rows, with `fill` for missing projections."""
         if WHOLE in pieces:
             return pieces[WHOLE]
         like = next(iter(pieces.values()))
@@ -105,7 +104,7 @@ class Adaptable:
     lora: LoraConfig | None = None
     linear: Linear
     column: bool
-    # What the parallel linear layer has that this is mixed into.
+    # Attributes of the parallel linear layer that this is mixed into.
     config: TransformerConfig
     input_size: int
     sequence_parallel: bool
@@ -118,14 +117,14 @@ class Adaptable:
         """Create A and B, and with DoRA magnitudes of 1, which `start_magnitudes` sets.
 
         Args:
-            seed: of the layer.
+            seed: seed of the layer.
         """
         self.lora, self.linear = lora, adapted.linear
         self._rows = FusedRows(adapted.linear, self.tp_group.size())
         self._adapters: dict[str, Any] = {
             name: self if name == WHOLE else torch.nn.Module() for name in adapted.projections
         }
-        # The bias is added behind the magnitudes.
+        # The bias is added after the magnitudes.
         self._adds_bias = lora.dora and not self.skip_bias_add
         self.skip_bias_add = self.skip_bias_add or lora.dora
         for name, holder in self._adapters.items():
@@ -153,20 +152,21 @@ class Adaptable:
                 mark(parameter, sequence_parallel=self.sequence_parallel)
 
     def _named(self, holder: Any) -> Iterator[tuple[str, torch.nn.Parameter, int | None]]:
-        """(name, parameter, dimension that tensor parallelism cuts) of one adapter."""
+        """Yield (name, parameter, dimension that tensor parallelism cuts) of one adapter."""
         yield "lora_a", holder.lora_a, None if self.column else 1
         yield "lora_b", holder.lora_b, 0 if self.column else None
         if self.lora is not None and self.lora.dora:
             yield "lora_magnitude", holder.lora_magnitude, 0 if self.column else None
 
     def named_adapters(self) -> Iterator[tuple[str, str, torch.nn.Parameter, int | None]]:
-        """(projection, name inside this layer, parameter, dimension that tensor parallelism cuts) of every one."""
+        """Yield (projection, name inside this layer, parameter, dimension that tensor parallelism cuts) of every
+        adapter."""
         for projection, holder in self._adapters.items() if self.lora is not None else ():
             for name, parameter, dim in self._named(holder):
                 yield projection, f"{projection}.{name}".removeprefix("."), parameter, dim
 
     def own_part(self, whole: torch.Tensor, projection: str, dim: int | None) -> torch.Tensor:
-        """This rank's part of a whole parameter that tensor parallelism cuts along `dim`."""
+        """Return this rank's part of a whole parameter that tensor parallelism cuts along `dim`."""
         tp, rank = self.tp_group.size(), self.tp_group.rank()
         if dim is None or tp == 1:
             return whole
@@ -176,10 +176,10 @@ class Adaptable:
         return whole.chunk(tp, dim)[rank]
 
     def _hidden(self, inputs: torch.Tensor, cut: bool) -> torch.Tensor:
-        """A x of all adapters together, [S, B, R], of this rank alone; they see the same elements dropped.
+        """Return A x of all adapters together, [S, B, R], of this rank alone. All adapters share one dropout mask.
 
         Args:
-            cut: whether a tensor-parallel rank has a part of the inputs, and so its own mask.
+            cut: True if a tensor-parallel rank has a part of the inputs, and so its own mask.
         """
         assert self.lora is not None
         if self.training and self.lora.dropout:
@@ -190,7 +190,7 @@ class Adaptable:
     def _adapted(
         self, output_SBO: torch.Tensor, bias: torch.Tensor | None, hidden_SBR: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's output and bias with adapters, from those without and A x."""
+        """Return the layer's output and bias with adapters, from those without and A x."""
         assert self.lora is not None
         pieces = zip(self._adapters.items(), hidden_SBR.split(self.lora.rank, -1), strict=True)
         deltas = {name: F.linear(piece, holder.lora_b) for (name, holder), piece in pieces}
@@ -203,32 +203,32 @@ class Adaptable:
 
     @torch.no_grad()
     def _adapted_weight(self) -> torch.Tensor:
-        """W + scale * B A in fp32, this rank's part of it."""
+        """Return this rank's part of W + scale * B A, in fp32."""
         assert self.lora is not None
         products = {name: one.lora_b.float() @ one.lora_a.float() for name, one in self._adapters.items()}
         return self.weight.float() + self.lora.scale * self._rows.join(products, dim=0, fill=0.0)
 
     @torch.no_grad()
     def _norms(self) -> torch.Tensor:
-        """Norm of every row of the adapted weight, in the precision of the magnitudes. Collective over tensor-parallel
-        ranks of a row-parallel layer."""
+        """Return the norm of every row of the adapted weight, in the magnitudes' precision. Collective over
+        tensor-parallel ranks of a row-parallel layer."""
         squares = self._adapted_weight().square().sum(dim=1)
         if not self.column and self.tp_group.size() > 1:
             dist.all_reduce(squares, group=self.tp_group)
         return squares.sqrt().to(self.weight.dtype)
 
     def _gain(self) -> torch.Tensor:
-        """What DoRA multiplies each output by, fp32; 1 for rows without an adapter."""
+        """Return DoRA's factor of each output, fp32; 1 for rows without an adapter."""
         norms = self._rows.split(self._norms().float(), self._adapters)
         gains = {name: one.lora_magnitude.float() / norms[name] for name, one in self._adapters.items()}
         return self._rows.join(gains, dim=0, fill=1.0)
 
     @torch.no_grad()
     def start_magnitudes(self, names: Collection[str]) -> None:
-        """Set magnitudes to the norms that they divide by. Collective as `_norms` is.
+        """Set magnitudes to the norms that they divide by. Collective like `_norms`.
 
         Args:
-            names: inside this layer, of the magnitudes to set.
+            names: magnitudes to set, by name inside this layer.
         """
         paths = {name: f"{name}.lora_magnitude".removeprefix(".") for name in self._adapters}
         mine = {name: one for name, one in self._adapters.items() if paths[name] in names}
@@ -238,20 +238,20 @@ class Adaptable:
                 holder.lora_magnitude.copy_(norms[name])
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple, metadata: dict[str, Any]) -> dict[str, Any]:
-        # The linear layer's, which comes behind this class.
+        # The method of the linear layer, which follows this class in the MRO.
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         if self.lora is None:
             return state
         own = {name: parameter for _, name, parameter, _ in self.named_adapters()}
         cut = {name: dim for _, name, _, dim in self.named_adapters() if dim is not None}
-        # A weight is stored as one tensor of all layers, whose parts would be missing where only some have adapters.
+        # A weight is stored as one tensor of all layers. Adapters of only some layers would leave gaps in it.
         number = "" if self.linear.layer is None else f"layer_{self.linear.layer}."
         stored = make_sharded_tensors_for_checkpoint(own, f"{prefix}{number}", cut, (), **groups)
         for name in own:
             state[prefix + name] = stored[f"{prefix}{number}{name}"]
             if WHOLE in self._adapters and self._rows.interleaved and cut.get(name) == 0:
-                # Its outputs are two halves, of each of which a rank has a part; as for the weight (mlp.py:371).
+                # Its outputs are two halves, and a rank has a part of each; as for the weight (mlp.py:371).
                 state[prefix + name] = apply_swiglu_sharded_factory(
                     state[prefix + name], (), tp_group=self.tp_group, dp_group=metadata["dp_cp_group"]
                 )
@@ -259,14 +259,14 @@ class Adaptable:
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """The weight with its adapters, this rank's part of it, in fp32. Collective as `_norms` is."""
+        """Return this rank's part of the weight with its adapters, in fp32. Collective like `_norms`."""
         assert self.lora is not None
         adapted = self._adapted_weight()
         return self._gain()[:, None] * adapted if self.lora.dora else adapted
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Put the adapters into the weight, and reset them so that they change nothing. Collective as `_norms` is."""
+        """Merge the adapters into the weight, and reset them so that they change nothing. Collective like `_norms`."""
         if self.lora is None:
             return
         self.weight.copy_(self.merged_weight())
@@ -287,7 +287,7 @@ class LoraColumnParallelLinear(Adaptable, ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S, B, input size] -> ([S, B, O], bias or None)."""
+        """Map [S, B, input size] to ([S, B, O], bias or None)."""
         if self.lora is None:
             return super().forward(input_, weight, runtime_gather_output)
         output_SBO, bias = super().forward(input_, weight, False)
@@ -308,7 +308,7 @@ class LoraRowParallelLinear(Adaptable, RowParallelLinear):
     column = False
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S, B, this rank's part of the input size] -> ([S, B, O], bias or None)."""
+        """Map [S, B, this rank's part of the input size] to ([S, B, O], bias or None)."""
         output_SBO, bias = super().forward(input_)
         if self.lora is None:
             return output_SBO, bias
@@ -321,7 +321,7 @@ class LoraRowParallelLinear(Adaptable, RowParallelLinear):
 
 
 def linear_classes(adapted: bool) -> tuple[type, type]:
-    """The column- and the row-parallel linear layer, of the kind that can have adapters or Megatron-Core's own."""
+    """Return the column- and the row-parallel linear layer, adaptable or Megatron-Core's own."""
     if adapted:
         return LoraColumnParallelLinear, LoraRowParallelLinear
     return ColumnParallelLinear, RowParallelLinear
