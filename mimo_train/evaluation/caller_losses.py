@@ -20,7 +20,7 @@ from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.schedule import Pipeline
 
 TOTAL = "loss"
-"""Name of what training minimises; a loss that the caller gives this name takes its place."""
+"""Name of the loss that training minimises; a loss of the caller with this name replaces it."""
 
 
 def is_default_step(step_func: ForwardStepCallable) -> bool:
@@ -41,14 +41,11 @@ def writes_text(pipeline: Pipeline) -> bool:
 
 
 class CallerLosses:
-    """Runs the caller's forward step over held-out microbatches and sums what its loss function returns, in the forms
-    that training accepts (`losses.ACCEPTED_RETURNS`)."""
+    """Runs the caller's forward step over held-out microbatches and sums its losses, in any form of
+    `losses.ACCEPTED_RETURNS`."""
 
     def __init__(self, step_func: ForwardStepCallable, pipeline: Pipeline, cfg: ConfigContainer):
-        """
-        Args:
-            step_func: as the schedule calls it.
-        """
+        """`step_func` is the forward step as the schedule calls it."""
         self._pipeline = pipeline
         weights, sources = cfg.train.loss_weights, source_names(cfg.data.mix)
         self._step = record_losses(step_func, StepLosses(weights, pipeline.groups, sources=sources))
@@ -67,8 +64,8 @@ class CallerLosses:
                     self._sums[name] = self._sums.get(name, 0) + pair.double()
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every loss over the set, NaN if nothing counted; on ranks of the language model's last
-        stage, collective over them."""
+        """Return the mean of every loss over the set, NaN if nothing counted. On ranks of the language model's last
+        stage; collective over them."""
         replicas = self._pipeline.groups.collections[LANGUAGE].dp_cp
         parts: list[Any] = [None] * replicas.size()
         dist.all_gather_object(parts, {name: pair.tolist() for name, pair in self._sums.items()}, group=replicas)

@@ -1,1 +1,1 @@
-"""The training program: set-up, the one loop, forward steps, losses, evaluation, exit."""
+"""The training program: set-up, the loop, forward steps, losses, evaluation, exit."""

@@ -56,16 +56,12 @@ class ReplicaComparison(Callback):
 class GarbageCollection(Callback):
     """Collects garbage on all ranks after the same step, so that no rank waits for another's collector in a step.
 
-    With an interval above 0, Python's own collector is off until the loop ends. Objects alive at the start live for the
-    whole run, so they are frozen and never scanned again.
+    With an interval above 0, Python's own collector is off until the loop ends. Objects alive at the start are frozen,
+    because they live for the full run.
     """
 
     def __init__(self, interval: int, loop: ExitStack):
-        """
-        Args:
-            interval: `train.manual_gc_interval`.
-            loop: turns Python's collector on again where the loop ends, also after a failure.
-        """
+        """Take `train.manual_gc_interval`, and a stack that turns Python's collector on again when the loop ends."""
         self._interval, self._loop = interval, loop
 
     def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:

@@ -5,8 +5,7 @@
             ...
 
 `train.callbacks=[package.module:Stop]` instantiates the class without arguments; `pretrain(..., callbacks=[Stop()])`
-takes objects.
-An error that a callback raises ends the run, on all ranks.
+takes objects. An error that a callback raises ends the run, on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from mimo_train.training.step.state import GlobalState, StepResult
 
 
 class Callback:
-    """Base of all callbacks: override what you need. Steps are counted in `state.train_state.step`.
+    """Base of all callbacks: override what you need. `state.train_state.step` counts the steps.
 
     Raises:
         TypeError: a subclass has an `on_...` method that is not an event; at the class definition.
@@ -42,20 +41,20 @@ class Callback:
         """A step begins; `train_state.step` steps are done."""
 
     def on_step_end(self, state: GlobalState, result: StepResult) -> None:
-        """A step has ended and is included in `train_state.step`."""
+        """A step has ended; `train_state.step` includes it."""
 
     def on_log(self, state: GlobalState, values: dict[str, float]) -> None:
         """`values` have been written; at logging steps, on the logging rank only."""
 
     def on_evaluation(self, state: GlobalState, values: dict[str, float]) -> None:
-        """An evaluation has ended. `values` (`eval/...`) is filled on ranks of the language model's last stage, which
-        include the logging rank, and empty elsewhere."""
+        """An evaluation has ended. `values` (`eval/...`) is filled on ranks of the language model's last stage, among
+        them the logging rank, and empty elsewhere."""
 
     def on_checkpoint(self, state: GlobalState, folder: Path) -> None:
-        """A checkpoint is complete in `folder`; with `checkpoint.asynchronous` some steps after its own."""
+        """A checkpoint is complete in `folder`; with `checkpoint.asynchronous`, some steps later."""
 
     def on_train_end(self, state: GlobalState, exit_code: int) -> None:
-        """The loop has ended, after its last step or because an exit was asked for; not after a failure."""
+        """The loop has ended, after its last step or on request; not after a failure."""
 
     def on_failure(self, state: GlobalState, error: BaseException) -> None:
         """This rank has failed with `error`. Other ranks may not have noticed: make no collective call here."""
@@ -66,8 +65,8 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """Calls callbacks in the order given: the user's and those of every run (`training/loop.py`). An event that no
-    callback overrides costs one look-up."""
+    """Calls callbacks in order: the user's and those of every run (`training/loop.py`). An event that no callback
+    overrides costs one look-up."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()):
         """Add `callbacks`; see `add`."""
@@ -79,10 +78,10 @@ class Callbacks:
         return iter(self._callbacks)
 
     def add(self, *callbacks: Callback) -> None:
-        """Call these after those before.
+        """Append callbacks.
 
         Raises:
-            TypeError: one of them is not a `Callback`, or was given an `on_...` function that is not an event.
+            TypeError: one is not a `Callback`, or has an `on_...` function that is not an event.
         """
         for callback in callbacks:
             if not isinstance(callback, Callback):
@@ -96,8 +95,8 @@ class Callbacks:
                     self._listeners[event].append(getattr(callback, event))
 
     def fire(self, event: str, state: GlobalState, *args: Any) -> None:
-        """Call every listener of `event`. An exception propagates, except from `on_failure`: there every listener is
-        called, and an exception is added as a note to the error of the run. Python's own exit is an error too."""
+        """Call every listener of `event`. An exception propagates, Python's own exit as an error. `on_failure` calls
+        every listener and adds exceptions as notes to the run's error."""
         for listener in self._listeners[event]:
             name = getattr(listener, "__qualname__", repr(listener))
             try:
@@ -115,11 +114,11 @@ class Callbacks:
 
 
 def load_callbacks(entries: Iterable[str]) -> list[Callback]:
-    """Instances of the classes in `train.callbacks`; the working directory is searched for modules too.
+    """Instantiate the classes of `train.callbacks`; modules may be in the working directory.
 
     Raises:
-        ConfigError: a module cannot be imported, has no such class, or the class is not a callback, takes arguments or
-            fails; names every such entry.
+        ConfigError: a module cannot be imported or has no such class, or the class is not a callback, takes arguments
+            or fails; names every such entry.
     """
     loaded: list[Callback] = []
     faults: list[Fault] = []
@@ -128,7 +127,7 @@ def load_callbacks(entries: Iterable[str]) -> list[Callback]:
             loaded.append(_load(entry))
         except ConfigError as error:
             faults += error.faults
-        except (Exception, SystemExit) as error:  # whatever a user's code raises
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             faults.append(unusable_code(CALLBACKS, entry, error))
     if faults:
         raise ConfigError(faults)
@@ -149,6 +148,6 @@ def _require_events(owner: str, names: Iterable[str]) -> None:
 
 
 def _overrides(callback: Callback, event: str) -> bool:
-    """True if the class of `callback`, or the object itself, has a method of its own for `event`."""
+    """True if the class of `callback`, or the object itself, overrides `event`."""
     listener = getattr(callback, event)
     return getattr(listener, "__func__", listener) is not getattr(Callback, event)

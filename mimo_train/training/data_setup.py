@@ -1,8 +1,7 @@
-"""What a run learns from its data before the first step: the step at which the data ends the run, and text lengths;
-and the demo data.
+"""Data before the first step: demo shards, the step at which the data ends the run, and text lengths.
 
-`train.epochs` sets the number of steps. `data.exhausted=stop` ends the run before a sample of a source would be drawn a
-second time. Texts are counted on one rank for all, while the others wait.
+`train.epochs` sets the number of steps. `data.exhausted=stop` ends the run before a sample of a source is drawn a
+second time. One rank counts the texts for all.
 """
 
 import time
@@ -29,7 +28,7 @@ from mimo_train.training.step.state import GlobalState, TrainState
 
 
 def make_demo_shards(run: Run) -> None:
-    """Generate the demo shards of `data.demo` if they are missing, on the first rank of each node; the others wait.
+    """Generate the shards of `data.demo` if they are missing, on the first rank of each node. Collective.
 
     Raises:
         DataError: they cannot be made there; on every rank.
@@ -53,11 +52,11 @@ def make_demo_shards(run: Run) -> None:
 
 @dataclass(frozen=True)
 class DataEnd:
-    """Where the data ends a run."""
+    """The step at which the data ends a run."""
 
     step: int
     source: str
-    """Which gives its last sample, empty where there is only one."""
+    """Source that gives its last sample; empty if there is only one."""
     samples: int
     train: TrainConfig
     """`train`, with its number of steps."""
@@ -71,8 +70,8 @@ class DataEnd:
 
 
 def with_steps(run: Run) -> tuple[Run, Samples | None]:
-    """The run with the steps of `train.epochs`, which schedules are built by, and its training samples; without that
-    key the run as it is. Collective."""
+    """Return the run with the steps of `train.epochs`, which schedules need, and its training samples; without that key
+    the run unchanged and None. Collective."""
     if not run.cfg.train.epochs:
         return run, None
     RECORDER.to("index")
@@ -82,7 +81,7 @@ def with_steps(run: Run) -> tuple[Run, Samples | None]:
 
 
 def data_end(run: Run, dataset: Samples, train_state: TrainState) -> DataEnd | None:
-    """Where the data ends the run, if that is before its last step.
+    """Return where the data ends the run, if before its last step.
 
     Raises:
         ConfigError: a new run would have no step.
@@ -101,7 +100,7 @@ def data_end(run: Run, dataset: Samples, train_state: TrainState) -> DataEnd | N
 
 
 def decided_by(state: GlobalState) -> str:
-    """The key that gives the number of steps."""
+    """Return the key that sets the number of steps."""
     if state.data_ends is not None:
         return "data.exhausted=stop"
     return "train.epochs" if state.cfg.train.epochs else "train.iters"
@@ -119,7 +118,7 @@ def nothing_left(state: GlobalState) -> str:
 
 
 ROUND = 20.0
-"""Seconds after which ranks that wait hear that counting goes on: however long it takes, no message waits for long."""
+"""Seconds of counting between two messages to the ranks that wait, so that no message times out."""
 
 
 class CountingStopped(UserError):
@@ -127,11 +126,11 @@ class CountingStopped(UserError):
 
 
 def count_texts(run: Run, dataset: Dataset, should_stop: Callable[[], bool] = lambda: False) -> None:
-    """Give a dataset the lengths of its texts; what has not been counted yet is, on the first rank, and then on the
-    first rank of each node that does not see the files of that one. Collective over all ranks.
+    """Give a dataset the lengths of its texts. The first rank counts what is missing, then the first rank of each node
+    that does not see its files. Collective over all ranks.
 
     Args:
-        should_stop: whether this rank was asked to end the run; all ranks see it within ROUND seconds.
+        should_stop: returns True if this rank was asked to end the run; all ranks see it within ROUND seconds.
 
     Raises:
         UserError, DataError: as `TextLengths.build` does, on every rank.
@@ -159,15 +158,13 @@ def count_texts(run: Run, dataset: Dataset, should_stop: Callable[[], bool] = la
 
 
 class _Work:
-    """Counting, in rounds."""
-
     def __init__(self, run: Run, dataset: Dataset):
         self._run, self._dataset = run, dataset
         self._jobs: Generator[Counted] | None = None
         self._bar: CountBar | None = None
 
     def go_on(self, seconds: float, should_stop: Callable[[], bool]) -> bool:
-        """Count for that long, or until `should_stop`; returns whether anything is left to do."""
+        """Count for `seconds`, or until `should_stop`; returns True if anything is left to count."""
         end = time.monotonic() + seconds
         if self._jobs is None:
             lengths = TextLengths(self._dataset)
@@ -184,7 +181,7 @@ class _Work:
         return False
 
     def close(self) -> None:
-        """End the bar, and the processes that count."""
+        """End the bar and the processes that count."""
         if self._bar is not None:
             self._bar.close()
         if self._jobs is not None:

@@ -1,4 +1,4 @@
-"""When a run evaluates, and where the values are written."""
+"""Schedule of evaluations, and the output of their values."""
 
 import hashlib
 from collections.abc import Callable
@@ -26,17 +26,17 @@ class EvaluationHooks:
     """User functions for evaluations."""
 
     process: Callable[[Any, int, Any], None] | None = None
-    """Called as (data, step, writer) on the logging rank, with TensorBoard's `SummaryWriter`, or None where
-    `log.report_to` has no tensorboard."""
+    """Called as (data, step, writer) on the logging rank; `writer` is TensorBoard's `SummaryWriter`, or None without
+    tensorboard in `log.report_to`."""
     give: Callable[[list], Any] | None = None
-    """Called as (model) on every rank; returns the data. Without it, the data is the list of what the loss functions
-    return with non_loss_data=True for the microbatches of the first held-out step."""
+    """Called as (model) on every rank; returns the data. Without it, the data is the list of the loss functions'
+    results with non_loss_data=True for the microbatches of the first held-out step."""
 
 
 class Evaluator(Callback):
-    """Evaluates every `train.eval_interval` steps and after the last one, there with the test set.
+    """Evaluates every `train.eval_interval` steps and after the last one, which includes the test set.
 
-    Votes that end an evaluation are those of the session from then on, and the run is saved.
+    Votes that end an evaluation become those of the session, and the run is saved.
     """
 
     def __init__(
@@ -47,16 +47,13 @@ class Evaluator(Callback):
         saver: Saver,
         hooks: EvaluationHooks | None = None,
     ):
-        """
-        Args:
-            step_func: the run's forward step, as the schedule calls it.
-        """
+        """`step_func` is the run's forward step, as the schedule calls it."""
         self._session, self._step_func, self._callbacks, self._hooks = session, step_func, callbacks, hooks
         self._saver, self._told_no_text = saver, False
 
     def on_train_start(self, state: GlobalState, model: list) -> None:
-        """Evaluate if the step that the run resumes from has no evaluation on the sets configured now: an earlier job
-        was stopped before its end, or had other sets. Collective over all ranks."""
+        """Evaluate the step that the run resumes from if no earlier job did so on the sets of this config. Collective
+        over all ranks."""
         sets = self._due()
         if not state.train_state.step or not sets:
             return
@@ -68,15 +65,15 @@ class Evaluator(Callback):
             self.on_step_end(state)
 
     def on_step_end(self, state: GlobalState, result: StepResult | None = None) -> None:
-        """Evaluate if the step is due, unless a rank was asked to end the run; the job that resumes evaluates then.
-        Collective over all ranks."""
+        """Evaluate if the step is due, unless a rank was asked to end the run: the next job evaluates it. Collective
+        over all ranks."""
         votes = self._session.votes
         before, votes.agreed = votes.agreed, self._evaluate(votes.agreed)
         if votes.agreed != before:
             self._saver.on_step_end(state, result or StepResult())
 
     def _evaluate(self, votes: AgreedVotes) -> AgreedVotes:
-        """Return the votes, with those that have ended the evaluation."""
+        """Return the votes, including those that ended the evaluation."""
         state, sets = self._session.state, self._due()
         step = state.train_state.step
         if not sets:
@@ -106,7 +103,7 @@ class Evaluator(Callback):
         return votes
 
     def _due(self) -> list[HeldOut]:
-        """The sets to evaluate after the current step."""
+        """Return the sets to evaluate after the current step."""
         state, sets = self._session.state, self._session.held_out_sets
         step = state.train_state.step
         if step == state.last_step:
@@ -121,7 +118,7 @@ class Evaluator(Callback):
         with suppress(OSError):
             for _, kind, facts in progress.events(state.run_dir):
                 if kind == progress.START and facts.get("step", step).isdigit() and int(facts["step"]) < int(step):
-                    is_done = False  # trained once more since
+                    is_done = False  # a later job trained this step again
                 if kind == progress.EVALUATION and facts.get("step") == step:
                     is_done = facts.get("sets") == self._digest(sets)
         return is_done
@@ -155,7 +152,7 @@ class Evaluator(Callback):
             hooks.process(data, state.train_state.step, state.tensorboard_logger)
 
     def _digest(self, sets: list[HeldOut]) -> str:
-        """A fingerprint of what an evaluation measures: the sets, and the name of the forward step with its weights."""
+        """Return a fingerprint of what an evaluation measures: its sets, forward step and loss weights."""
         step = getattr(self._step_func, "func", self._step_func)
         step = step if hasattr(step, "__qualname__") else type(step)
         of_step = (step.__module__, step.__qualname__, sorted(self._session.state.cfg.train.loss_weights.items()))

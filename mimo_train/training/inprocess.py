@@ -1,7 +1,7 @@
 """In-process restart: a run that fails on a rank restarts inside its processes, from its newest checkpoint.
 
-nvidia-resiliency-ext monitors the ranks, aborts their collectives and calls the run again; this file configures it. It
-avoids the start of new processes: interpreter, imports, CUDA contexts and the file cache.
+nvidia-resiliency-ext monitors the ranks, aborts their collectives and calls the run again. This saves the start of new
+processes: interpreter, imports, CUDA contexts and the file cache.
 """
 
 import gc
@@ -21,12 +21,11 @@ from mimo_train.parallel import device
 
 
 def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> Callable[[], int]:
-    """Wrap `life`, which runs from the newest checkpoint to the end, so that it is restarted after failures.
+    """Wrap `life`, which runs from the newest checkpoint to the end, so that it restarts after failures.
 
-    `life` receives the store for the rendezvous; None means the address in the environment. With
-    `run.inprocess_restarts` above 0 it restarts up to that often, when it raises on any rank or the interpreter of a
-    rank hangs for `run.timeout_minutes`. A process that has died cannot be restarted from inside; then all processes
-    end, as they do after the last restart.
+    `life` receives the store for the rendezvous; None means the address in the environment. It restarts at most
+    `run.inprocess_restarts` times, if it raises on any rank or a rank's interpreter hangs for `run.timeout_minutes`. A
+    process that has died cannot restart from inside: then all processes end.
     """
     restarts = run.inprocess_restarts
     if restarts == 0:
@@ -40,9 +39,9 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
             for instance in gc.get_objects():
-                # Not isinstance: some objects of libraries import modules when their class is asked for.
+                # Not isinstance, which reads `__class__`: some libraries' objects import modules then.
                 if issubclass(type(instance), DistributedDataParallel):
-                    # The garbage collector does not look into nodes of the graph, whose hooks hold the model.
+                    # The garbage collector does not see the graph nodes, whose hooks hold the model.
                     for node in instance.grad_accs:
                         node.register_hook(print).hooks_dict_ref().clear()
             return frozen_state
@@ -50,10 +49,10 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
     last_error: list[Exception] = []
 
     def one_life(call_wrapper: inprocess.CallWrapper = None) -> int:
-        # The wrapper has just released the error of the last attempt, and with it the objects in its frames.
+        # The wrapper has just released the last attempt's error, and the objects in its frames.
         gc.collect()
         device.release_cached_memory()
-        # The wrapper's own connection is busy: it waits for the status of the other ranks.
+        # The wrapper's own connection is busy waiting for the status of other ranks.
         meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"mimo_train/life_{call_wrapper.iteration}", meeting)
         try:

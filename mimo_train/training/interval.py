@@ -19,19 +19,19 @@ from mimo_train.training.step.bad_samples import BadSampleCount, EmptySteps
 from mimo_train.training.step.state import GlobalState
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
-"""Counters among the sums of an interval: steps with an update, steps without, and of these the ones with a non-finite
+"""Counters in the sums of an interval: steps with an update, steps without, and of the latter those with a non-finite
 loss."""
 
 EMPTY = "empty iterations of "
-"""Prefix of counters on the device: updates in whose step no token had this loss, which the mean leaves out. Losses
-that are not of tokens, such as those of routers, have values in such steps."""
+"""Prefix of counters on the device: updates in which no token had this loss, which the mean leaves out. Losses that are
+not of tokens, such as router losses, have values in such steps."""
 
 
 SUM, TOKENS = "sum of ", "tokens of "
-"""Prefixes of the sums of sources, whose losses of an interval are divided once."""
+"""Prefixes of the sums of sources, whose losses are divided once per interval."""
 
 OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples", "exact_match", "samples"})
-"""Names that no loss can have: the counters, what every line of `metrics.jsonl` has, and other numbers of an
+"""Names that no loss can have: the counters, the fields of every line of `metrics.jsonl`, and other numbers of an
 evaluation."""
 
 OF_EVALUATIONS = ("eval/", "test/")
@@ -49,7 +49,7 @@ def add_step(
 
     Args:
         totals: sums by loss, and the three counters; starts empty, changed in place.
-        losses: of the step, each one number; those of a skipped iteration are checked but not added.
+        losses: losses of the step, one number each; those of a skipped iteration are checked but not added.
         skipped_iter: 1 if the update was skipped.
         empty: 1 if no token of the step has a loss, 0-d.
         of_sources: [sum, number of tokens] of the losses of sources, by name.
@@ -78,7 +78,7 @@ def add_step(
 
 
 def taken_name(name: str) -> UserError:
-    """The error of a loss that has the name of another number of the log."""
+    """Return the error of a loss with the name of another number of the log."""
     return UserError(
         f"the loss function returns a loss named {name!r}, under which the log keeps another number. Give it another "
         "name"
@@ -93,8 +93,8 @@ def _scalar(name: str, loss: Any) -> torch.Tensor:
 
 
 def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Mean of every loss over the updates of an interval, NaN if none had a token with loss, and the number of steps
-    with a non-finite loss; resets all sums to zero."""
+    """Return the mean of every loss over the updates of an interval, and the number of steps with a non-finite loss;
+    resets all sums. A mean is NaN if no update had a token with that loss."""
     updates, nan_steps = max(totals.get(ADVANCED, 0), 1), totals.get(NAN, 0)
     counters = (ADVANCED, SKIPPED, NAN)
     means = {
@@ -102,7 +102,7 @@ def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
         for name, total in totals.items()
         if name not in counters and not name.startswith((EMPTY, SUM, TOKENS))
     }
-    # Of a source that had no token with loss, none; the number of its tokens tells that from a loss that is NaN.
+    # The token count tells a source without tokens from one whose loss is NaN.
     for name in [name.removeprefix(SUM) for name in totals if name.startswith(SUM)]:
         means[TOKENS + name] = totals[TOKENS + name]
         means[name] = totals[SUM + name] / totals[TOKENS + name].clamp(min=1)
@@ -114,7 +114,7 @@ def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def sums_on_host(totals: dict[str, Any]) -> dict[str, list]:
-    """The sums of `add_step` as plain values: by name (value, whether it is a tensor)."""
+    """Return the sums of `add_step` as plain values: (value, True if it was a tensor) by name."""
     return {
         name: [value.item() if isinstance(value, torch.Tensor) else value, isinstance(value, torch.Tensor)]
         for name, value in totals.items()
@@ -169,7 +169,7 @@ class Interval:
 
     Attributes:
         steps: steps of the interval so far.
-        step_samples, step_tokens: of the latest steps of this job, as many as `log.throughput_window` looks at.
+        step_samples, step_tokens: of the latest `log.throughput_window` steps of this job.
     """
 
     def __init__(
@@ -199,9 +199,10 @@ class Interval:
         """Count a step.
 
         Args:
-            flops: of each module, but for those of the logits that are counted in the step.
+            flops: FLOPs of each module, without logits that `logits` counts.
             seconds: wall time on this rank.
-            logits: positions that got logits, over all ranks, [1] on the device; of_logit: FLOPs of each.
+            logits: positions that got logits, over all ranks, [1] on the device.
+            of_logit: FLOPs of each such position.
         """
         if logits is not None:
             each = devices.tensor([of_logit.model, of_logit.hardware], torch.float64, self._device)
@@ -218,22 +219,22 @@ class Interval:
         self._state.train_state.floating_point_operations_so_far += sum(count.model for count in flops.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far and what was counted in them, as plain values."""
+        """Return the steps so far and their counts, as plain values."""
         flops = {name: [count.model, count.hardware] for name, count in self._flops.items()}
         sums = {"samples": self._samples, "tokens": self._tokens, "positions": self._positions}
         of_logits = self._of_logits.tolist()
         return {"steps": self.steps, **sums, "seconds": self._seconds, "flops": flops, "of_logits": of_logits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from the state of `state_dict`."""
         self.steps, self._samples, self._seconds = state["steps"], state["samples"], state["seconds"]
-        of_whole_rows = self._samples * self._state.cfg.data.sequence_length  # before tokens were counted
+        of_whole_rows = self._samples * self._state.cfg.data.sequence_length  # a checkpoint without token counts
         self._tokens, self._positions = (state.get(name, of_whole_rows) for name in ("tokens", "positions"))
         self._flops |= {name: Flops(*count) for name, count in state["flops"].items() if name in self._flops}
         self._of_logits = torch.tensor(state.get("of_logits", [0.0, 0.0]), dtype=torch.float64).to(self._device)
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
-        """The numbers of all ranks. Collective: one sum over the world and one copy to the host.
+        """Return the numbers of all ranks. Collective: one sum over the world and one copy to the host.
 
         Args:
             losses: mean of every loss over the interval, 0-d on the device.

@@ -36,7 +36,7 @@ from mimo_train.training.step.state import StepResult
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers that a logging step writes besides those of its interval; None values are omitted."""
+    """Numbers of a logging step besides those of its interval; None values are omitted."""
 
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """Learning rates of the step by module, and by NAME.projector if the projector has its own."""
@@ -49,7 +49,7 @@ class StepNumbers:
     max_attention_logit: float | None = None
 
     def values(self) -> dict[str, float]:
-        """By the names of the log."""
+        """Return the numbers by their names in the log."""
         values = {"grad_norm": float("nan") if self.grad_norm is None else float(self.grad_norm)}
         values |= {f"learning_rate/{name}": float(rate) for name, rate in self.learning_rates.items()}
         optional = {
@@ -62,10 +62,10 @@ class StepNumbers:
 
 
 class StepLog:
-    """The log of a loop, with the state it keeps between logging steps.
+    """The log of a loop, with the state it keeps between logging steps. Every rank calls it after every step.
 
-    Called by every rank after every step. Between logging steps nothing leaves the device; at one, there is one sum
-    over the world and one copy to the host, plus those of the `params_norm` and `grad_norms` of `log.metrics`.
+    Between logging steps nothing leaves the device. A logging step costs one sum over the world and one copy to the
+    host, plus those of `params_norm` and `grad_norms` in `log.metrics`.
 
     Attributes:
         stragglers: receives the compute times of the ranks; None unless `log.metrics` has `straggler`.
@@ -79,7 +79,7 @@ class StepLog:
         self._interval = Interval(
             self._state, parts.stopwatch, parts.pipeline.device, session.bad_samples, session.empty_steps
         )
-        self._dataset = getattr(session.data, "dataset", None)  # a user's own iterator has none
+        self._dataset = getattr(session.data, "dataset", None)  # a user's own iterator may have none
         self._totals: dict[str, Any] = {}
         self._shows_memory = True
         self._history: list[float] = []
@@ -93,7 +93,7 @@ class StepLog:
         session.checkpointer.note_sums(self)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the sums since the last line, for a checkpoint; None on ranks that do not log, and after a line."""
+        """Return the sums since the last line, for a checkpoint; None after a line and on ranks that do not log."""
         if not self._interval.steps or not self._state.is_logging_rank:
             return None
         return {
@@ -103,13 +103,13 @@ class StepLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the sums of a checkpoint, so that the next line is that of a run that never stopped."""
+        """Continue the sums of a checkpoint, as if the run had never stopped."""
         self._interval.load_state_dict(state["interval"])
         self._totals = sums_on_device(state["totals"], self._pipeline.device)
         self._last = StepResult(**state["last"])
 
     def continue_sums(self, totals: dict[str, Any]) -> None:
-        """Keep a caller's sums, which checkpoints hold from now on, after those of a checkpoint that was loaded."""
+        """Continue a loaded checkpoint's sums in the caller's `totals`, which checkpoints hold from now on."""
         if not totals:
             totals |= self._totals
         self._totals = totals
@@ -120,8 +120,8 @@ class StepLog:
         self._rates = self._schedulers.learning_rates()
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Record the step that has just ended, and write the log if this is a logging step. Of a step of
-        `train.skip_iters` only its bad samples count.
+        """Record the step that just ended; write the log at logging steps. A step of `train.skip_iters` only counts its
+        bad samples.
 
         Raises:
             TooManyBadSamples: see `write`.
@@ -134,7 +134,7 @@ class StepLog:
             is_empty = self._empty_steps.note(result.tokens)
             add_step(self._totals, result.losses, result.skipped_iter, is_empty, result.of_sources)
             self._last = result
-        # The log may be due after steps that were skipped.
+        # A log that was due at a skipped step is written with the last step that was made.
         cfg, result = self._state.cfg, self._last
         if not (self._interval.steps and is_logging_step(cfg, self._state.train_state.step, self._state.last_step)):
             return
@@ -183,16 +183,16 @@ class StepLog:
         Args:
             totals: see `add_step`; reset to zero.
             history: seconds of the latest steps, newest last.
-            sequence_length: tokens of a sample; default: as many as the samples have.
-            show_memory: whether to print the memory on the console.
+            sequence_length: tokens of a sample; default: the samples' own number.
+            show_memory: print the memory on the console.
 
         Returns:
             The new `show_memory`: False once memory has been printed.
 
         Raises:
             TooManyBadSamples: more bad samples than `data.max_bad_samples`; on every rank at the same step.
-            UserError: more steps without any token with loss than `train.max_empty_steps`, on every rank at the same
-                step; or a loss has the name of another number, on the logging rank.
+            UserError: more empty steps than `train.max_empty_steps`, on every rank at the same step; or a loss has the
+                name of another number, on the logging rank.
         """
         state, cfg = self._state, self._state.cfg
         numbers = self._interval.collect(take_means(totals))
@@ -226,7 +226,7 @@ class StepLog:
         return show_memory and not numbers.memory
 
     def _drawn(self) -> dict[str, float]:
-        """Samples of the sources of a mixture so far, and their epochs."""
+        """Return the samples of a mixture's sources so far, and their epochs."""
         data = self._dataset
         if data is None or len(data.sources) < 2:
             return {}
@@ -237,7 +237,7 @@ class StepLog:
         }
 
     def _peaks(self) -> dict[str, float | None]:
-        """Peak of a device for each module, in TFLOP/s: in fp8 where its layers have it."""
+        """Return the peak TFLOP/s of a device by module; of fp8 for modules with fp8 layers."""
         cfg, name = self._state.cfg, devices.name(self._pipeline.device)
         precisions = dict.fromkeys(has_fp8(cfg), "fp8")
         return {
@@ -248,7 +248,7 @@ class StepLog:
     def _speed(
         self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float]
     ) -> dict[str, float]:
-        """Throughput, FLOPs and where the time went, in seconds per step."""
+        """Return throughput, FLOPs and where the time went, in seconds per step."""
         state, log, progress = self._state, self._state.cfg.log, self._state.train_state
         tokens = numbers.tokens if sequence_length is None else numbers.samples * sequence_length
         values = {"tokens_per_second": tokens / numbers.seconds, "step_seconds": numbers.seconds / numbers.steps}
@@ -288,7 +288,7 @@ class StepLog:
 
 
 def timer_seconds(timers: Timers, steps: int) -> dict[str, float]:
-    """Seconds per step of the timers that ran in the last `steps` steps, as `timers/NAME`; resets them."""
+    """Return seconds per step of the timers that ran in the last `steps` steps, as `timers/NAME`; resets them."""
     seconds = {f"timers/{name}": timer.elapsed(reset=True) / steps for name, timer in timers._timers.items()}
     return {name: value for name, value in seconds.items() if value > 0}
 

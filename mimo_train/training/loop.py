@@ -1,4 +1,4 @@
-"""The one training loop: the same for many modules and for a plain GPT."""
+"""The training loop, the same for many modules and for a plain GPT."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -66,7 +66,7 @@ def train(
             session.freeze_stages.apply(progress.step)
             log.start_step()
             with stopwatch("step"):
-                if data.advance() is None:  # ranks have agreed not to wait for its samples
+                if data.advance() is None:  # ranks agreed not to wait for its samples
                     votes.agreed = AgreedVotes(*(data.ended_by or ()))
                     saver.save_and_decide_exit(data, votes.agreed)
                     break
@@ -96,7 +96,7 @@ def finish(session: Session) -> int:
     """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt.
 
     Returns:
-        The exit code, of a run that may not be finished.
+        The exit code; nonzero is possible if the run is not finished.
     """
     state = session.state
     session.profiler.close()

@@ -34,11 +34,11 @@ from mimo_train.training.train_step import train_step
 
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
-    """Return the forward step that `pretrain` uses if none is given: that of `train.forward_step`, or else the one for
-    several modules, or for the language model alone.
+    """Return the default forward step: that of `train.forward_step`, or the one for several modules or for the language
+    model alone.
 
     Raises:
-        ConfigError: that of `train.forward_step` cannot be used.
+        ConfigError: `train.forward_step` cannot be used.
     """
     if cfg.train.forward_step:
         return load_forward_step(cfg.train.forward_step)
@@ -46,11 +46,7 @@ def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
 
 
 def require_one_forward_step(cfg: ConfigContainer) -> None:
-    """Check a config whose run the caller gives a forward step.
-
-    Raises:
-        ConfigError: the config names another one.
-    """
+    """Raise ConfigError if the config names a forward step, because the caller passes one."""
     if cfg.train.forward_step:
         text = f"is {cfg.train.forward_step}, and this program passes a forward step too. Set train.forward_step=''"
         raise ConfigError([Fault(FORWARD_STEP, text)])
@@ -69,7 +65,7 @@ def pretrain(
     Args:
         config: the config, or a `Run` that `started_run` has resolved.
         forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
-        exit_signal: an `ExitSignal` that is already listening, so that no early signal is lost; it still is at the end.
+        exit_signal: an `ExitSignal` that already listens, so that no early signal is lost; it listens on after the run.
         callbacks: called after those of `train.callbacks`.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
 
@@ -89,7 +85,7 @@ def pretrain(
     if forward_step_func is not None:
         require_one_forward_step(run.cfg)
     step_func, start_time = forward_step_func or default_forward_step(run.cfg), time.time()
-    # One that was given goes on listening: a signal after the run is as harmless as one in it.
+    # The caller's exit signal listens on: a signal after the run is as harmless as one in it.
     listening = nullcontext(exit_signal.listen()) if exit_signal is not None else ExitSignal()
     with listening as signal, numbered(run.layout), watched(run):
         life = partial(one_life, run, step_func, listeners, signal, start_time, pre_wrap_hook)
@@ -108,8 +104,8 @@ def one_life(
     """Set up, train and close once; an in-process restart calls it again.
 
     Args:
-        start_time: of this job, in seconds since the epoch, for `train.exit_duration_minutes`; the log counts from
-            the start of this life.
+        start_time: start of this job, in seconds since the epoch, for `train.exit_duration_minutes`. The log counts
+            from this call.
         store: for the rendezvous, instead of the address in the environment.
 
     Returns:
@@ -128,7 +124,7 @@ def one_life(
         state = session.state if session else GlobalState(run, start_time=start_time)
         callbacks.fire("on_failure", state, error)
         full = full_disk(error, run.dir)
-        note_error(full or error)  # before the end of what is written, which a file system that hangs may hold up
+        note_error(full or error)  # before close(), which a hanging file system may block
         if full is not None:
             raise full from error
         raise
@@ -163,11 +159,11 @@ def finetune(
 class SteppedRun:
     """A run that is set up, or resumed from its newest checkpoint, and makes one step per call.
 
-    There is no log, no evaluation and no checkpoint between steps, and non-finite gradients are only counted.
-    `train.skip_iters` is ignored. Collective over all ranks, which must make the same calls in the same order.
+    It has no log, no evaluation and no checkpoints, only counts non-finite gradients, and ignores `train.skip_iters`.
+    Collective: all ranks make the same calls in the same order.
 
     Attributes:
-        session: everything that the run consists of on this rank.
+        session: all parts of the run on this rank.
         step_func: the forward step as the schedule calls it.
     """
 
@@ -177,11 +173,9 @@ class SteppedRun:
         forward_step_func: ForwardStepCallable | None = None,
         pre_wrap_hook: ModelHook | None = None,
     ):
-        """
-        Args:
-            forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
-            pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
-        """
+        """Args:
+        forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
+        pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`."""
         votes = ExitVotes(ExitSignal(), 0, 0)
         run = started_run(config)
         if forward_step_func is not None:

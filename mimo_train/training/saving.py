@@ -1,4 +1,4 @@
-"""When a run saves, and the end of the loop that follows from it."""
+"""Saves of a run, and the end of the loop that follows from them."""
 
 import time
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.state import GlobalState, StepResult
 
 _LONG_WAIT = 1.0
-"""Seconds of waiting for the previous save that are reported on the console."""
+"""Longest wait for the previous save, in seconds, that the console does not report."""
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """Numbers of a checkpoint that are reported when it is complete, which may be some steps later."""
+    """Numbers of a checkpoint, reported when it is complete, which may be some steps later."""
 
     step: int
     reason: str
     began: float
     """By `time.perf_counter`."""
     waited: float
-    """Seconds for which training stood still."""
+    """Seconds for which training was blocked."""
     tokens: int
     flops: float
 
@@ -44,27 +44,28 @@ class Saver(Callback):
         self._state, self._checkpointer = session.state, session.checkpointer
         self._session, self._callbacks, self.is_ending = session, callbacks, False
         self._first_step = session.state.train_state.step
-        """The step at which this job has begun."""
+        """The step from which this job started."""
         self._saved_step = -1
-        """The last step with a persistent checkpoint of this job, or with one in flight."""
+        """The last step with a persistent checkpoint of this job, complete or in flight."""
         self._in_flight: _Facts | None = None
         self._failures = 0
-        """Saves in a row that have failed."""
+        """Failed saves in a row."""
         self._reported_lacking = False
 
     def on_step_end(self, state: GlobalState, result: StepResult) -> None:
         self.is_ending = self.save_and_decide_exit(self._session.data, self._session.votes.agreed)
 
     def save_and_decide_exit(self, data: StepIterator, votes: AgreedVotes) -> bool:
-        """Save once if the step is due, and return whether the loop should end.
+        """Save once if the step is due, and return True if the loop should end. Collective, with the same decision on
+        all ranks.
 
-        A checkpoint is due when the run ends, for any `exit_reason`, every `checkpoint.save_interval` steps, and,
-        of the non-persistent kind, every `checkpoint.non_persistent_interval` steps where no other is due. When the run
-        ends, it is complete. Collective: every rank decides the same at the same step.
+        A checkpoint is due at any `exit_reason` and every `checkpoint.save_interval` steps. If none is due, a
+        non-persistent one is due every `checkpoint.non_persistent_interval` steps. The last checkpoint of a run is
+        complete on return.
 
         Raises:
-            SaveFailed: one more save has failed in a row than `checkpoint.max_failed_saves`, the last one of the run
-                has, or weights are not finite; on every rank.
+            SaveFailed: more saves in a row failed than `checkpoint.max_failed_saves`, the last save of the run failed,
+                or weights are not finite; on every rank.
         """
         state, step, checkpoint = self._state, self._state.train_state.step, self._state.cfg.checkpoint
         self._poll()
@@ -72,8 +73,8 @@ class Saver(Callback):
         due = ending or ("save_interval" if is_due(checkpoint.save_interval, step) else None)
         non_persistent = due is None and is_due(checkpoint.non_persistent_interval, step)
         if ending:
-            self.finish(can_end=False)  # the last save follows, again if it was of this step and has failed
-        if ending in EXPLAINED and step == self._first_step:  # there is nothing new to save
+            self.finish(can_end=False)  # the last save follows, and repeats a failed one of this step
+        if ending in EXPLAINED and step == self._first_step:  # nothing new to save
             reason = EXPLAINED[ending].format(train=state.cfg.train)
             state.console.message(f"{reason}: this job has made no step, and has saved nothing; start it again")
             return True
@@ -100,17 +101,17 @@ class Saver(Callback):
         """Save everything, wait until it is complete, and report it to progress.txt, the console and the callbacks.
         Collective.
 
-        The time is recorded in the timer `save-checkpoint`, and printed on the console.
+        The timer `save-checkpoint` records the time, and the console prints it.
 
         Args:
             data: iterator at the step of the checkpoint, or at the next one.
-            reason: why it is saved.
-            non_persistent: whether it is of the kind of which only the newest is kept.
-            run_dir: a folder in which all checkpoints are kept, instead of `run.dir` with its `checkpoint.keep`.
-            must_succeed: whether the run ends if it fails; so it does with a `run_dir`.
+            reason: reason of the save, for the reports.
+            non_persistent: save the kind of which only the newest is kept.
+            run_dir: a folder that keeps all checkpoints, instead of `run.dir` with its `checkpoint.keep`.
+            must_succeed: a failure ends the run, as it always does with a `run_dir`.
 
         Returns:
-            The checkpoint's folder; None where it has failed, and the run goes on.
+            The checkpoint's folder; None if the save failed and the run continues.
 
         Raises:
             SaveFailed: see `save_and_decide_exit`.
@@ -132,14 +133,14 @@ class Saver(Callback):
             return None
         finally:
             timer.stop()
-            waited = timer.elapsed(reset=True, barrier=False)  # of this save, whatever becomes of it
+            waited = timer.elapsed(reset=True, barrier=False)  # also of a failed save
         if not non_persistent:
             self._saved_step = self._state.train_state.step
         self._report(self._facts(reason, began, waited), folder)
         return folder
 
     def save_apart(self, data: StepIterator, folder: Path, reason: str) -> Path:
-        """`save` into a folder of its own, whatever becomes of the save in flight."""
+        """Save into `folder`, even if the save in flight fails."""
         saved = self.save(data, reason, run_dir=folder)
         assert isinstance(saved, Path)
         return saved
@@ -148,7 +149,7 @@ class Saver(Callback):
         """Wait for the save in flight, and report it. Collective.
 
         Args:
-            can_end: whether the run ends where one failure too many has come.
+            can_end: one failure too many ends the run.
 
         Raises:
             SaveFailed: see `save_and_decide_exit`.
@@ -158,7 +159,7 @@ class Saver(Callback):
                 self._settle(self._checkpointer.finish, can_end=can_end)
 
     def _begin(self, data: StepIterator, reason: str, non_persistent: bool) -> None:
-        """Save beside training, where the config has it so."""
+        """Start a save while training continues, if the config allows it."""
         if self._in_flight is not None:
             began = time.perf_counter()
             self.finish()
@@ -197,7 +198,7 @@ class Saver(Callback):
         return _Facts(run.step, reason, began, waited, run.consumed_train_tokens, run.floating_point_operations_so_far)
 
     def _poll(self) -> None:
-        """Report the save in flight if the message of the last step says that it is complete, or has failed."""
+        """Report the save in flight if the last step's message says that it is complete or failed."""
         if self._in_flight is not None:
             self._settle(self._checkpointer.poll)
 
@@ -215,7 +216,7 @@ class Saver(Callback):
             self._report(facts, folder)
 
     def _failed(self, error: SaveFailed, step: int, *, can_end: bool = True) -> None:
-        """Count a failure, and say so, or end the run."""
+        """Count and report a failed save, or end the run."""
         self._failures += 1
         if self._saved_step == step:
             self._saved_step = -1

@@ -75,7 +75,7 @@ class Session:
     schedulers: ModuleSchedulers
     losses: StepLosses
     trained_logits: TrainedLogits | None
-    """With `train.logits=learned`."""
+    """None unless `train.logits=learned`."""
     rerun: Rerun
     freeze_stages: FreezeStages
     data: StepIterator
@@ -99,8 +99,8 @@ class Session:
     def close(self) -> None:
         """End threads, profilers and writers, also after a failure."""
         state = self.state
-        with ExitStack() as ends:  # all of them, whichever fails
-            ends.callback(self.opened.close)  # the last of all
+        with ExitStack() as ends:  # closes all, even if one fails
+            ends.callback(self.opened.close)  # closed last
             for part in (state.metrics, state.console, self.checkpointer, self.profiler, self.data):
                 ends.callback(part.close)
 
@@ -113,17 +113,17 @@ def setup(
     store: dist.Store | None = None,
     pre_wrap_hook: ModelHook | None = None,
 ) -> Session:
-    """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
+    """Build a run, or resume it from its newest checkpoint. Collective over all ranks.
 
     Args:
         votes: this rank's reasons to exit.
-        start_time: of this job, in seconds since the epoch.
+        start_time: start of this job, in seconds since the epoch.
         store: for the rendezvous, instead of the address in the environment.
         pre_wrap_hook: changes the model chunks before they are wrapped for data parallelism.
 
     Raises:
         UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used, another process uses `run.dir`,
-            or ranks were started with different configs or see different folders; with the config key.
+            or ranks have different configs or see different folders; with the config key.
     """
     kind, device = start_processes(run.cfg, store)
     opened = ExitStack()
@@ -150,7 +150,7 @@ def _build(
     cfg, train_state = run.cfg, TrainState()
 
     # Groups and model
-    profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
+    profiler = StepProfiler(cfg, run.dir, kind)  # before the model, so that the allocator's history includes it
     drawn = not loads_every_weight(run)
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg) if drawn else all_parts(cfg))
     pipeline, groups = parts.pipeline, parts.pipeline.groups
@@ -198,11 +198,11 @@ def _build(
     )
     RECORDER.to("load")
     resumed_from = checkpointer.resume()
-    if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted
+    if not train_state.consumed_train_tokens:  # a checkpoint from before they were counted
         train_state.consumed_train_tokens = train_state.consumed_train_samples * cfg.data.sequence_length
     RECORDER.to("loop")
 
-    # Data from the step on at which the run resumes, and held-out data
+    # Data from the step at which the run resumes, and held-out data
     votes.meet(devices.meeting)
     dataset.set_phases(mixing.phases)
     with agreed():
@@ -229,7 +229,7 @@ def _build(
     for held_out in held_out_sets:
         opened.callback(held_out.dataset.close)
 
-    # Log, opened last: a failure before it leaves the files of an earlier start as they are
+    # Log, opened last: a failure before it keeps the files of an earlier start
     state = _open_log(run, configured, train_state, start_time, resumed_from, checkpointer, stops)
     report = BadSampleReport(run.dir, run.layout.logging_rank, state.console.message)
     for held_out in held_out_sets:
@@ -268,7 +268,7 @@ def _claim_folder(run: Run, device: torch.device, opened: ExitStack) -> None:
                 if isinstance(saves, Url):
                     opened.callback(ObjectLock(saves, start.mark).close)
     except UserError:
-        RECORDER.discard()  # the folder is another run's
+        RECORDER.discard()  # the folder belongs to another run
         raise
     require_one_config(run.cfg, starts)
     require_own_devices(starts)
@@ -287,10 +287,10 @@ def _open_log(
     checkpointer: Checkpointer,
     stops: DataEnd | None,
 ) -> GlobalState:
-    """Return the state of the run, with the log open on the rank that writes it, and report how the run starts.
+    """Return the run's state, with the log open on the logging rank, and report how the run starts.
 
     Args:
-        configured: the run as its config has it.
+        configured: the run before `train.epochs` was resolved.
         stops: where the data ends the run.
     """
     data_ends = None if stops is None else stops.step

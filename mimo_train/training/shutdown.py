@@ -1,8 +1,7 @@
-"""When a run ends, and why: a signal, a time limit, `train.exit_interval`, or its last step.
+"""The end of a run, and its reason: a signal, a time limit, `train.exit_interval`, or the last step.
 
-A signal and a clock reach ranks at different steps. Every rank votes in the one message of a step, so that all end at
-the same step. Ranks that wait for data see no message: for them a flag in the store of the run says that a rank was
-asked to end.
+A signal and a clock reach ranks at different steps. So every rank votes in the one message of a step, and all end at
+the same step. Ranks that wait for data see no message: a flag in the run's store tells them to end.
 """
 
 import threading
@@ -27,7 +26,7 @@ EXPLAINED = {
 """Console message for each reason to end before the last step."""
 
 _STEPS = 1024
-"""Step numbers are summed modulo this, so that sums of squares stay whole in float64."""
+"""Step numbers are summed modulo this, so that sums of squares are exact in float64."""
 
 
 class StepsDiffer(RuntimeError):
@@ -66,7 +65,7 @@ def agreed_votes(sums: Sequence[float]) -> AgreedVotes:
     """Return the votes of all ranks.
 
     Args:
-        sums: over ranks, of `ExitVotes.numbers`.
+        sums: `ExitVotes.numbers`, summed over ranks.
 
     Raises:
         StepsDiffer: ranks have summed different steps.
@@ -92,12 +91,10 @@ class ExitVotes:
     """Length of `numbers`."""
 
     def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float, *, ends_waits: bool = False):
-        """
-        Args:
-            minutes: `train.exit_duration_minutes`.
-            start_time: of the job, in seconds since the epoch. The clock may be set later without an effect.
-            ends_waits: whether a vote ends waits for data: not where whoever makes the steps looks at no votes.
-        """
+        """Args:
+        minutes: `train.exit_duration_minutes`.
+        start_time: start of the job, in seconds since the epoch; later changes of the clock have no effect.
+        ends_waits: a vote ends waits for data; False if the caller that makes the steps ignores votes."""
         self.agreed = AgreedVotes()
         self._signal, self._ends_waits, self._is_told = exit_signal, ends_waits, False
         self._flag: StopFlag | None = None
@@ -105,13 +102,12 @@ class ExitVotes:
         self._deadline = began + 60 * minutes if minutes > 0 else float("inf")
 
     def local(self) -> tuple[bool, bool]:
-        """Return this rank's votes: (it received a signal, its time limit has passed). Once there is one, it stays."""
+        """Return this rank's votes, which never reset: (it received a signal, its time limit has passed)."""
         return self._is_told or self._signal.requested(), time.monotonic() >= self._deadline
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return what is summed over ranks: the votes, and 1, the step and its square. Sums n, a and b of the last
-        three come from one step only if n * b is a * a.
-        """
+        """Return the numbers to sum over ranks: the votes, 1, the step and its square. Sums n, a, b of the last three
+        come from one step only if n * b == a * a."""
         short = step % _STEPS
         return (*self.local(), 1, short, short * short)
 
@@ -120,10 +116,10 @@ class ExitVotes:
         self.agreed = agreed_votes(sums)
 
     def meet(self, rendezvous: Callable[[], dist.Store]) -> None:
-        """From now on a signal to one rank ends waits for data on all of them.
+        """Let a signal to one rank end waits for data on all of them, from now on.
 
         Args:
-            rendezvous: returns the store by which ranks have met.
+            rendezvous: returns the store of the ranks' rendezvous.
         """
         if self._ends_waits:
             self._flag = StopFlag(rendezvous())
@@ -131,12 +127,12 @@ class ExitVotes:
 
     @property
     def before_a_step(self) -> Callable[[], tuple[bool, bool]] | None:
-        """The votes where ranks have to agree before a step; None where no rank gives up a wait."""
+        """The votes to agree on before a step; None if no rank gives up a wait."""
         return self.local if self._ends_waits else None
 
     def gives_up(self) -> bool:
-        """True if this rank should no longer wait for data: it has a vote, or another rank was asked to end, in which
-        case it votes too. The step that it has data for is the last one then, on all ranks."""
+        """True if this rank should stop waiting for data: it has a vote, or another rank was asked to end and it votes
+        too. The step it has data for is then the last one, on all ranks."""
         if not self._ends_waits:
             return False
         if not any(self.local()) and self._flag is not None:
@@ -151,14 +147,14 @@ class ExitVotes:
 
 _KEY = "mimo_train/end_asked"
 _PAUSE = 2.0
-"""Seconds between two requests of a rank: each is a message to the one store of the run."""
+"""Seconds between two requests of a rank; each is a message to the run's only store."""
 _PATIENCE = 20.0
-"""Seconds to wait for an answer of the store, whose own time limit does not hold for all requests."""
+"""Seconds to wait for the store's answer, because its own time limit does not cover all requests."""
 
 
 class StopFlag:
-    """A flag in the store by which the ranks have met, over a connection of its own: that of the process groups may be
-    waiting. It is opened when it is first needed. If the store does not answer, nobody is told."""
+    """A flag in the rendezvous store, over its own connection, because that of the process groups may be waiting. The
+    connection opens at the first use. If the store does not answer, no rank is told."""
 
     def __init__(self, store: dist.Store):
         self._store: dist.Store | None = store
@@ -167,7 +163,7 @@ class StopFlag:
         self._guard = threading.Lock()
 
     def set(self) -> None:
-        """Tell the ranks that wait. From any thread."""
+        """Tell the waiting ranks; thread-safe."""
         with self._guard:
             self._request(lambda store: store.set(_KEY, "1"))
 
@@ -185,7 +181,7 @@ class StopFlag:
         if self._store is None:
             return None
         answer: Future[Answer] = Future()
-        # In a thread, which is left behind if no answer comes.
+        # In a thread, which is abandoned if no answer comes.
         threading.Thread(target=self._send, args=(self._store, request, answer), name="stop flag", daemon=True).start()
         try:
             return answer.result(_PATIENCE)

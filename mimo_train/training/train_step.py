@@ -58,7 +58,7 @@ def train_step(session: Session, forward_step: ForwardStepCallable) -> StepResul
 
 
 def local_metrics(session: Session) -> dict[str, tuple[int, LocalPart]]:
-    """Return what this rank adds to the message of a step, {name: (length, numbers)}; the same names everywhere."""
+    """Return this rank's part of the message of a step, {name: (length, numbers)}; the same names on all ranks."""
     state, data, losses, pipeline = session.state, session.data, session.losses, session.parts.pipeline
     samples, router_losses = state.run.batch.global_batch_size, pipeline.router_losses
     metrics: dict[str, tuple[int, LocalPart]] = {

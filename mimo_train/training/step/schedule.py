@@ -1,9 +1,8 @@
-"""Communicator, schedule and gradient finalisation for a set of modules: one or many.
+"""Communicator, schedule and gradient finalisation for one module or many.
 
-Where modules are on their own ranks, or a destination has several stages, Megatron-Core's 1F1B runs over
-`ModuleCommunicator`. Sources on the ranks of a destination of one stage, and one module in one stage, run without
-pipelining; one module in several stages runs 1F1B over Megatron-Core's `P2PCommunicator`, interleaved if each stage has
-several model chunks.
+Megatron-Core's 1F1B runs over `ModuleCommunicator` if modules have their own ranks or a destination has several stages.
+It runs over `P2PCommunicator` for one module in several stages, interleaved with several model chunks per stage. All
+else runs without pipelining: one module in one stage, and sources on the ranks of a destination of one stage.
 """
 
 from collections.abc import Callable
@@ -39,8 +38,8 @@ class Pipeline:
     """Runs forward and backward of all modules over the microbatches of a step.
 
     Attributes:
-        shapes: rows that sources send per sample, and rows of text; the data sets it before each step.
-        is_last_stage: whether this rank computes the loss: the language model's last stage.
+        shapes: rows that sources send per sample, and rows of text; set by the data before each step.
+        is_last_stage: True if this rank has the language model's last stage, which computes the loss.
         router_losses: weights and values of the load-balancing loss and the z-loss of experts.
         stopwatch: measures the time that this rank waits for others.
     """
@@ -86,11 +85,11 @@ class Pipeline:
         """Run one step's microbatches. Gradients are summed over the ranks of each module; `divide_gradients` follows.
 
         Args:
-            num_microbatches: that `data_iterator` gives; default: those of the step that a `StepIterator` is at, or of
-                a full batch.
+            num_microbatches: number of microbatches in `data_iterator`; default: those of the current step of a
+                `StepIterator`, or of a full batch.
 
         Returns:
-            What the loss function reported for each microbatch, on ranks of the last stage; else an empty list.
+            The loss function's report for each microbatch, on ranks of the last stage; else an empty list.
         """
         if len(self.model) > 1:
             data_iterator = data_iterator.views(len(self.model))
@@ -132,8 +131,8 @@ class Pipeline:
         """Divide the gradients of all modules by the tokens of the global batch.
 
         Args:
-            tokens: the sum of `local_tokens` over all ranks, [1]. Only the language model's last stage counts tokens;
-                one sum over all ranks gives every module the same divisor, at any pair of data-parallel sizes.
+            tokens: the sum of `local_tokens` over all ranks, [1]: the same divisor for every module, at any
+                data-parallel sizes.
         """
         factor = 1.0 / tokens.clamp(min=1).to(torch.float32)
         for chunks in self._modules.values():
@@ -170,7 +169,6 @@ class Pipeline:
             )
 
     def _connect(self, model: MimoModel, config: TransformerConfig) -> None:
-        """Set the bridges of the model's shared edges."""
         widths = self._hidden_sizes(model, config)
         model.shapes = self.shapes
         model.shared_bridges = {
@@ -189,7 +187,6 @@ class Pipeline:
         }
 
     def _communicator_of(self, model: MimoModel, config: TransformerConfig) -> MultiModulePipelineCommunicator:
-        """The communicator for features and activations between the steps of the schedule."""
         return ModuleCommunicator(
             self._run,
             self.groups,
@@ -201,7 +198,7 @@ class Pipeline:
         )
 
     def _hidden_sizes(self, model: MimoModel, config: TransformerConfig) -> dict[str, int]:
-        """Width of the layers of the modules of this rank, and of the language model."""
+        """Return the layer width of this rank's modules and of the language model."""
         return {LANGUAGE: config.hidden_size} | {
             name: unwrap_model(submodule).encoders[name].config.hidden_size
             for name, submodule in model.modality_submodules.items()
@@ -214,7 +211,7 @@ class Pipeline:
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool = False,
     ) -> None:
-        """Sum every module's gradients over its own groups. Called by the schedule after the last backward."""
+        """Sum every module's gradients over its own groups; the schedule calls it after the last backward."""
         self._num_tokens = num_tokens
         self._when_done()
         with self.stopwatch("reduce"):

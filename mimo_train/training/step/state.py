@@ -21,11 +21,11 @@ from mimo_train.logging.metrics_log import MetricsLog
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, before it is logged, and the actions it asks for."""
+    """Numbers of one step before they are logged, and the actions it asks for."""
 
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Reduced losses by name, on ranks of the language model's last stage, else empty. They are on the device:
-    reading one waits for it."""
+    """Reduced losses by name, on ranks of the language model's last stage, else empty. Reading one waits for the
+    device."""
     of_sources: dict[str, torch.Tensor] = field(default_factory=dict)
     """[sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`, on the same ranks and device."""
     tokens: torch.Tensor | None = None
@@ -35,10 +35,10 @@ class StepResult:
     skipped_iter: int = 0
     """1 if the update was skipped, else 0."""
     grad_norm: float | None = None
-    """Gradient norm over all modules before clipping; not finite if that is why the update was skipped. None if the
-    step asks to exit, or was left out (`train.skip_iters`)."""
+    """Gradient norm over all modules before clipping; None if the step asks to exit or was skipped by
+    `train.skip_iters`. If it is not finite, the update was skipped for that reason."""
     num_zeros_in_grad: int | None = None
-    """Number of gradient elements that are zero; None unless they are counted."""
+    """Gradient elements that are zero; None unless they are counted."""
     should_checkpoint: bool = False
     """True if the step asks for a checkpoint."""
     should_exit: bool = False
@@ -49,30 +49,30 @@ class StepResult:
 
 @dataclass
 class TrainState(FixedKeys):
-    """The progress of a run. Saved in checkpoints. It has no other attributes."""
+    """The progress of a run, saved in checkpoints. Other attributes cannot be set."""
 
     step: int = 0
     """Optimizer steps done."""
     consumed_train_samples: int = 0
-    """Samples consumed; the whole state of the data, since their order is a function of the seed."""
+    """Samples consumed. Their order is a function of the seed, so this is the whole state of the data."""
     consumed_train_tokens: int = 0
-    """Tokens of the consumed samples, without padding where `data.pad` knows their number."""
+    """Tokens of the consumed samples; without padding if `data.pad` counts it."""
     skipped_train_samples: int = 0
-    """Samples of `train.skip_iters` among them."""
+    """Samples skipped by `train.skip_iters`, included in the consumed ones."""
     skipped_iters: int = 0
     """Steps whose update was skipped because a gradient was not finite."""
     bad_samples: int = 0
-    """Samples so far that could not be read, each once."""
+    """Samples that could not be read, each counted once."""
     bad_rows: list[int] = field(default_factory=list)
     """Their rows over all shards."""
     empty_steps: int = 0
-    """Steps so far in which no token had a loss."""
+    """Steps in which no token had a loss."""
     floating_point_operations_so_far: float = 0.0
     """Model FLOPs of all modules."""
 
     def count(self, samples: int, tokens: int, result: StepResult, passed_over: bool = False) -> None:
-        """Count a step of `samples` samples of together `tokens` tokens; `passed_over`: it is one of
-        `train.skip_iters`."""
+        """Count a step of `samples` samples with `tokens` tokens in total; `passed_over` if `train.skip_iters` skipped
+        it."""
         self.step += 1
         self.consumed_train_samples += samples
         self.consumed_train_tokens += tokens
@@ -80,15 +80,15 @@ class TrainState(FixedKeys):
         self.skipped_iters += result.skipped_iter
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, and a list of such."""
+        """Return the attributes as plain numbers and a list of integers."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a checkpoint.
 
         Raises:
-            TypeError: a value is no such number or list.
-            AttributeError: there is no such state.
+            TypeError: a value is not a number or list of the attribute's type.
+            AttributeError: a name is not an attribute.
         """
         for name, value in state.items():
             kind = type(getattr(self, name))
@@ -113,12 +113,12 @@ class GlobalState:
     timers: Timers = field(default_factory=lambda: Timers(log_level=2, log_option="minmax"))
     """Megatron-Core's timers, at every log level. Those of the logging rank are logged as `timers/NAME`."""
     start_time: float = field(default_factory=time.time)
-    """When this job started, in seconds since the epoch."""
+    """Start of this job, in seconds since the epoch."""
     metrics: MetricsLog = field(default_factory=MetricsLog)
     console: Console = field(default_factory=Console.silent)
     data_ends: int | None = None
-    """The step after which the data ends the run (`data.exhausted`), if that is before `train.iters`, by which learning
-    rates go on being computed."""
+    """The step after which the data ends the run (`data.exhausted`), if before `train.iters`. Learning rates still
+    follow `train.iters`."""
     _began: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class GlobalState:
 
     @property
     def job_seconds(self) -> float:
-        """Seconds since this job started; whether or not the clock has been set meanwhile."""
+        """Seconds since this job started, unaffected by changes of the clock."""
         return time.monotonic() - self._began
 
     @property
@@ -161,20 +161,20 @@ class GlobalState:
 
     @property
     def tensorboard_logger(self) -> Any:
-        """TensorBoard's `SummaryWriter`, where one is open on this rank, else None."""
+        """TensorBoard's `SummaryWriter` if one is open on this rank, else None."""
         return self.metrics.handle("tensorboard")
 
     @property
     def wandb_logger(self) -> Any:
-        """The Weights & Biases run, where one is open on this rank, else None."""
+        """The Weights & Biases run if one is open on this rank, else None."""
         return self.metrics.handle("wandb")
 
     @property
     def mlflow_logger(self) -> Any:
-        """MLflow's client and run, where they are open on this rank, else None."""
+        """MLflow's client and run if they are open on this rank, else None."""
         return self.metrics.handle("mlflow")
 
     @property
     def comet_logger(self) -> Any:
-        """Comet's experiment, where one is open on this rank, else None."""
+        """Comet's experiment if one is open on this rank, else None."""
         return self.metrics.handle("comet")
