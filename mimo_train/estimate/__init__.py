@@ -1,1 +1,1 @@
-"""Parameters, memory and FLOPs, from sizes alone."""
+"""Parameters, memory, FLOPs and seconds of a run, from its sizes alone."""

@@ -1,13 +1,13 @@
-"""Bytes of activations of one layer, of the end of the language model, and of the work between.
+"""Bytes of activations of one layer and of the end of the language model.
 
-What is *kept* waits for the backward pass. *Work* is what is there besides at the fullest moment: gradients of
-activations, logits, what is gathered from other ranks, and the gradient of one weight.
+*Kept* bytes wait for the backward pass. *Work* is the rest at the peak: gradients of activations, logits, gathered
+inputs, and the gradient of one weight.
 
 Symbols: s tokens of one sample, b samples of one microbatch on one rank, h hidden size, f feed-forward width, k width
 of all key heads, t tensor parallel size, v vocabulary, e bytes of one activation (4 in fp32, 2 in half precision).
 Formulas follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
-2205.05198), for attention that does not store the s x s scores; `mimo-train check --dry-run` counts the tensors
-themselves (`tests/dist/preflight/dry_run/test_estimates.py` holds both against each other).
+2205.05198), for attention that does not store the s x s scores. `mimo-train check --dry-run` counts the tensors
+themselves (`tests/dist/preflight/dry_run/test_estimates.py` compares both).
 """
 
 import math
@@ -17,9 +17,9 @@ from mimo_train.config.llm_spec import LlmSpec
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
 KEPT_SCORES, BLOCK = range(64, 257), 32
-"""Positions of a row at which `mimo_train.cpu.attention` computes attention, and queries of one of its blocks."""
+"""Sequence lengths at which `mimo_train.cpu.attention` computes attention, and queries per block there."""
 WIDEST_HEAD = 256
-"""Channels of a head that torch's kernel for packed documents takes."""
+"""Maximum head width of torch's kernel for packed documents."""
 
 
 def layer_activations(
@@ -44,29 +44,28 @@ def layer_activations(
     sp: bool = False,
     cp: int = 1,
 ) -> int:
-    """Bytes that one transformer layer keeps for its backward pass, for `tokens` = s * b tokens on one rank.
+    """Return the bytes that one transformer layer keeps for backward, for `tokens` = s * b tokens on one rank.
 
-    Kept in full on each tensor-parallel rank: the inputs of the two norms and of the two linear layers behind them
-    (4 h), what the learned scales of the two branches multiply (2 h where there are some), and the dropout masks of the
-    two branches (1 byte each per h). Divided by t: queries, keys, values, the
-    output of attention (2 h + 2 k), queries and keys once more when rotated (h + k, since the values keep the unrotated
-    ones alive), and the feed-forward activations before and after its function (2 f; 5 f when gated without a fused
-    kernel). Sequence parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate and no rotation
-    this is the paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores, and 34 s b h / t with
-    sequence parallel. Where queries have another width q than the hidden states, it takes the place of h in the second
-    part. Norms behind attention and the feed-forward block keep their inputs: 2 h more in full. Norms of grouped heads
-    keep a copy of the queries.
+    In full on each tensor-parallel rank: the inputs of the two norms and of the linear layers behind them (4 h), the
+    inputs of the learned scales of the two branches (2 h, if any), and their dropout masks (1 byte each per h). Divided
+    by t: queries, keys, values and the output of attention (2 h + 2 k), rotated queries and keys (h + k, since the
+    values keep the unrotated ones alive), and the input and output of the activation function (2 f; 5 f if gated
+    without a fused kernel). Sequence parallel divides the first part too.
+
+    With f = 4 h, k = h, dropout, bf16, no gate and no rotation this is the paper's s b h (10 + 24 / t), without its 5 a
+    s / (h t) of stored attention scores; with sequence parallel 34 s b h / t. A query width other than h replaces h in
+    the second part. Norms after the two blocks keep their inputs (2 h in full). Norms of grouped heads copy the
+    queries.
 
     Args:
-        fused_norms: whether norms keep their inputs alone; else what is normalised is there once more, in fp32, and
-            half precision is copied to fp32 before.
-        frozen: whether the linear layers are not trained, and need no inputs.
-        plain: whether the layer is `mimo_train.models.dense_layer`'s, which takes the two halves of a gated block from
-            one product without a copy (4 f in the place of 5 f).
-        whole_rows: whether one kernel takes the documents of packed rows. It wants values of their own, so that what
-            they were cut from goes, and as many heads of keys as of queries (4 h in all).
-        cp: ranks whose keys and values are gathered, and kept in the place of this rank's own (2 k each); attention of
-            its two chunks of queries is joined by a copy (h).
+        fused_norms: True if norms keep only their inputs. Otherwise they also keep the normalized values in fp32, and
+            half precision is first copied to fp32.
+        frozen: True if the linear layers are not trained, and need no inputs.
+        plain: True for a layer of `mimo_train.models.dense_layer`, which splits a gated matmul without a copy (4 f).
+        whole_rows: True if one kernel takes the documents of packed rows. It copies the values, which frees the fused
+            tensor, and needs as many key heads as query heads (4 h in total).
+        cp: ranks whose keys and values are gathered, and kept instead of this rank's own (2 k each). A copy joins the
+            attention of its two chunks of queries (h).
     """
     size, keys, query = BYTES[precision], key_width or hidden, query_width or hidden
     norms = 4 if post_norms else 2
@@ -89,10 +88,10 @@ def layer_activations(
 def layer_work(
     tokens: int, hidden: int, ffn: int, precision: str, *, gated: bool, frozen: bool, tp: int = 1, sp: bool = False
 ) -> int:
-    """Bytes of work in the backward pass of a layer, at its feed-forward block: the gradients of its output and of the
-    residual (2 h), and either those of what the function gets (f; 2 f with a gate), or, when the activations of the
-    block are gone, the gradient of its first weight (h f / t; twice with a gate). With sequence parallel one input is
-    gathered (h)."""
+    """Return the work in bytes of a layer's backward pass, at its feed-forward block. It has the gradients of its
+    output and of the residual (2 h), and the larger of two: the gradient of the input of the activation function (f; 2
+    f if gated), or, once the activations are freed, of its first weight (h f / t; twice if gated). With sequence
+    parallel one input is gathered (h)."""
     size, up = BYTES[precision], (2 if gated else 1) * ffn // tp
     ends = 2 * tokens * hidden * size // (tp if sp else 1)
     gathered = tokens * hidden * size if sp else 0
@@ -102,11 +101,13 @@ def layer_work(
 
 
 def stack_activations(layers: int, layer: int, boundary: int, in_flight: int, recompute: str) -> int:
-    """Bytes that `layers` layers keep of `in_flight` microbatches between their forward and their backward pass.
+    """Return the bytes that `layers` layers keep for `in_flight` microbatches between forward and backward.
 
-    `layer`: `layer_activations`. `boundary`: the input of one layer (e s b h; 2 s b h in the paper's half precision),
-    which is all that full recompute keeps per layer; the layer that is being computed again is work. Selective
-    recompute saves the attention scores, which our attention does not store: it counts as none.
+    Args:
+        layer: `layer_activations`.
+        boundary: the input of one layer (e s b h; 2 s b h in the paper's half precision), all that full recompute keeps
+            per layer; the layer that is recomputed counts as work.
+        recompute: selective counts as none, since our attention does not store scores.
     """
     return layers * (boundary if recompute == "full" else layer) * in_flight
 
@@ -114,13 +115,12 @@ def stack_activations(layers: int, layer: int, boundary: int, in_flight: int, re
 def expert_activations(
     tokens: int, llm: LlmSpec, precision: str, *, tp: int = 1, etp: int = 1, sp: bool = False
 ) -> int:
-    """Bytes that the experts of one layer keep for the backward pass, in the place of its feed-forward activations.
+    """Return the bytes that the experts of one layer keep for backward, instead of its feed-forward activations.
 
-    With k experts a token of width f, E experts and balanced routing, a rank's experts see k rows for each token of
-    each of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate): one f more
-    than in a dense layer, the product with the router's probability. Where ranks share an expert, the rows of this rank
-    are there once more before they are gathered. The router keeps 3 E numbers in fp32, the shared expert what a dense
-    block does.
+    With k experts per token of width f, E experts and balanced routing, a rank's experts see k rows for each token of
+    the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate): one f more than a
+    dense layer, the product with the router's probability. If ranks share an expert, this rank's rows are also there
+    before they are gathered. The router keeps 3 E numbers in fp32, the shared expert as much as a dense block.
     """
     size, gated, width = BYTES[precision], llm.is_gated, llm.expert_width
     own = tokens // (tp if sp else 1)
@@ -132,8 +132,8 @@ def expert_activations(
 
 
 def expert_work(tokens: int, llm: LlmSpec, precision: str, *, tp: int = 1, etp: int = 1, sp: bool = False) -> int:
-    """Bytes of work in the backward pass of a layer with experts: as in `layer_work`, of the rows of the experts, whose
-    gradients are there before and behind they are dealt, and of what the function gives (3 h + 2 f / etp)."""
+    """Return the work in bytes of the backward pass of a layer with experts. As `layer_work`, for expert rows: their
+    gradients exist before and after the dispatch, plus those of the activation function's output (3 h + 2 f / etp)."""
     size, width = BYTES[precision], llm.expert_width // etp
     own = tokens // (tp if sp else 1)
     rows = own * llm.experts_per_token * etp
@@ -152,10 +152,10 @@ def output_work(
     chosen: bool = False,
     frozen: bool = False,
 ) -> int:
-    """Bytes of work at the end of the language model, for one microbatch: the inputs of the final norm and of the
-    output layer (2 h), with sequence parallel this input gathered twice (2 h), the positions that get logits (h, where
-    they are chosen: all, at most), and logits (v / t) with their softmax in fp32 (4 v / t), or with the gradient of the
-    weight (v h / t)."""
+    """Return the work in bytes at the end of the language model, for one microbatch. It has the inputs of the final
+    norm and of the output layer (2 h), with sequence parallel this input gathered twice (2 h), the positions selected
+    for logits (h at most, if selected), and the logits (v / t) with the larger of their fp32 softmax (4 v / t) and the
+    gradient of the weight (v h / t)."""
     size, share = BYTES[precision], math.ceil(vocab / tp)
     rows = 2 * tokens * hidden * size // (tp if sp else 1)
     rows += ((2 if sp else 0) + (1 if chosen else 0)) * tokens * hidden * size
@@ -163,14 +163,14 @@ def output_work(
 
 
 def score_activations(sequence: int, samples: int, heads: int, tp: int = 1, cp: int = 1) -> int:
-    """Bytes that soft-capped scores of one layer keep for the backward pass: their tanh and their softmax, 4 + 4 bytes
-    in fp32, 2 + 4 + 2 in half precision with the rounded weights."""
+    """Return the bytes of soft-capped scores that one layer keeps: tanh and softmax, 4 + 4 bytes in fp32, 2 + 4 + 2 in
+    half precision with the rounded weights."""
     return samples * heads // tp * sequence * sequence // cp * 8
 
 
 def probability_activations(sequence: int, samples: int, heads: int) -> int:
-    """Return the bytes of probabilities that one layer of `mimo_train.cpu.attention` keeps: of each block of queries
-    over the keys up to its last."""
+    """Return the bytes of probabilities that one layer of `mimo_train.cpu.attention` keeps: each block of queries times
+    the keys up to its last one."""
     ends = [min(first + BLOCK, sequence) for first in range(0, sequence, BLOCK)]
     each = sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
     return samples * heads * each * 4

@@ -1,21 +1,21 @@
-"""Rates, memory and links of GPUs by the vendors' data sheets, and the share of them that a run reaches."""
+"""Rates, memory and links of GPUs from data sheets, and the share of them that a run reaches."""
 
 from dataclasses import dataclass
 
 MATMULS, ATTENTION = 0.6, 0.45
 """Share of the peak rate that matmuls and core attention reach: assumed, not measured. Large dense models train at 0.4
-to 0.55 of the peak altogether (Narayanan et al. 2021, arXiv 2104.04473, table 1); `--profile` measures."""
+to 0.55 of the peak overall (Narayanan et al. 2021, arXiv 2104.04473, table 1); `--profile` measures."""
 TRAFFIC, LINKS = 0.7, 0.75
-"""Share of the peak rate of the device's memory and of links: assumed."""
+"""Share of the peak rate of device memory and of links: assumed."""
 TOUCHED = 2.0
-"""Bytes of memory traffic in a forward pass for each byte of activations that is kept."""
+"""Bytes of memory traffic in forward for each byte of kept activations."""
 LEAST_LAYER = 1e-4
-"""Least seconds that the host takes to start the kernels of a layer's forward pass: assumed."""
+"""Minimum seconds of host time to launch the kernels of a layer's forward pass: assumed."""
 LATENCY_INSIDE, LATENCY_ACROSS = 8e-6, 2e-5
 """Latency of a message inside a node and between nodes, in seconds: assumed."""
 
 MARGIN = 0.15
-"""Share of a GPU's memory kept free for what is not estimated: CUDA context, NCCL buffers, workspaces of kernels,
+"""Share of a GPU's memory kept free for what is not estimated: CUDA context, NCCL buffers, workspaces,
 fragmentation."""
 
 
@@ -33,11 +33,11 @@ class Device:
     traffic: float
     """Memory bandwidth in bytes/s."""
     inside: float
-    """Bandwidth to other GPUs of the node, in bytes/s and one direction."""
+    """Bandwidth to other GPUs of the node, in bytes/s per direction."""
     across: float
     """Bandwidth to other nodes for each GPU, in bytes/s."""
     cores: float = 0.0
-    """Cores of a node that its ranks share; 0: ranks share nothing."""
+    """Cores of a node that its ranks share; 0: no shared cores."""
     latency: float = LATENCY_INSIDE
     """Latency of a message inside a node, in seconds."""
     process: float = 0.0
@@ -46,7 +46,7 @@ class Device:
     """FLOP/s of matmuls in fp8 without sparsity; 0: no fp8."""
 
     def rate(self, precision: str) -> float:
-        """FLOP/s in `train.precision`."""
+        """Return the FLOP/s in `train.precision`."""
         return self.single if precision == "fp32" else self.half
 
 
@@ -56,7 +56,7 @@ _TERA, _GIGA = 1e12, 1e9
 def _device(
     name: str, memory: float, eighth: float, half: float, single: float, traffic: float, inside: float, across: float
 ) -> Device:
-    """A device from GB, TFLOP/s (three) and GB/s (three)."""
+    """Return a device from GB, TFLOP/s (three) and GB/s (three)."""
     rates = half * _TERA, single * _TERA, traffic * _GIGA, inside * _GIGA, across * _GIGA
     return Device(name, memory * _GIGA, *rates, eighth=eighth * _TERA)
 
@@ -72,24 +72,24 @@ DEVICES = {
         _device("l40s", 48, 733, 362, 91.6, 864, 25, 12.5),
     )
 }
-"""SXM modules, but for l40s (PCIe). Between nodes as their usual servers have it: a network card of 400 Gbit/s for each
-GPU, 200 of an a100, 100 of an l40s; `--network` for others."""
+"""SXM modules, except l40s (PCIe). Their usual servers have a 400 Gbit/s network card per GPU (a100 200, l40s 100);
+`--network` sets another."""
 
 
 CORE, CORE_TRAFFIC = 120e9, 20e9
 """FLOP/s of a CPU core, of which the share `MATMULS` is reached, and its memory bandwidth in bytes/s: assumed, so that
-steps of the demo take as long as in benchmarks/planner_demo_cpu2_2026-11-23.md."""
+demo steps match benchmarks/planner_demo_cpu2_2026-11-23.md."""
 MESSAGE, MESSAGES, PROCESS, TOGETHER = 1.3e-4, 1.3e9, 0.017, 0.9
-"""Seconds of a message between processes of a CPU over gloo, bytes in a second, seconds of a step that a process takes
-beside layers, and what of a core each has where several compute at once: as measured there."""
+"""Measured there: seconds of a gloo message between CPU processes, bytes per second, seconds of a step outside layers
+per process, and the share of a core that each process gets if several compute at once."""
 
 
 def processor(memory: float, cores: int) -> Device:
-    """A process of one thread on this machine's CPU, with the rates of any.
+    """Return a process with one thread on this machine's CPU, with assumed rates.
 
     Args:
-        memory: bytes that each process can have.
-        cores: that the processes of a node share.
+        memory: bytes for each process.
+        cores: cores that the processes of a node share.
     """
     links, name = MESSAGES / LINKS, f"processes of this CPU with {cores} core{'s' * (cores != 1)}"
     at_once = TOGETHER * cores if cores > 1 else 1.0
@@ -109,12 +109,14 @@ class Links:
         return ranks > self.node
 
     def send(self, nbytes: float, across: bool) -> float:
-        """Seconds of a message from one rank to another."""
+        """Return the seconds of a message from one rank to another."""
         return self._latency(across) + nbytes / self._rate(across)
 
     def gather(self, nbytes: float, ranks: int, span: int, lanes: int = 1) -> float:
-        """Seconds of an all-gather or a reduce-scatter of `nbytes` in all: (n - 1) / n of them pass each rank in n - 1
-        messages around a ring (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
+        """Return the seconds of an all-gather or reduce-scatter of `nbytes` in total.
+
+        In a ring, (n - 1) / n of them pass each rank in n - 1 messages (Thakur et al. 2005, "Optimization of Collective
+        Communication Operations in MPICH").
 
         Args:
             ranks: n.

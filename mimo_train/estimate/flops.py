@@ -1,14 +1,14 @@
-"""FLOPs of every module in one optimizer step, from the tokens and images that are really computed.
+"""FLOPs of every module in one optimizer step, from the tokens and images that are actually computed.
 
-Counted are the matrix matmuls, a multiplication and an addition as two; norms, activations, softmax and look-ups are
-left out, as the field does (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473,
-section 5.1). A row times a (k x n) weight is 2kn forward. Backward is as much again for the gradient of the weight, if
-the weight is trained, and as much again for the gradient of the input, if backward gets there at all; the core of
-attention has no weights and takes twice its forward pass. So a model that is trained as a whole takes three times its
-forward pass, and a frozen one through which gradients pass two times, apart from attention.
+Only matmuls count, a multiplication and an addition as two. Norms, activations, softmax and look-ups are left out, as
+usual (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473, section 5.1). A row
+times a (k x n) weight is 2kn forward. Backward adds as much for the gradient of a trained weight, and as much for the
+gradient of the input if backward reaches it. Core attention has no weights and takes twice its forward pass. So a
+trained model takes three times its forward pass, and a frozen one that passes gradients two times, apart from
+attention.
 
-Model FLOPs are what forward and backward need; hardware FLOPs add what recomputation runs again. A matmul counts once,
-however many tensor-parallel ranks share or repeat it.
+Model FLOPs are those of forward and backward; hardware FLOPs add recomputation. A matmul counts once, however many
+tensor-parallel ranks share or repeat it.
 """
 
 import math
@@ -35,9 +35,9 @@ class Flops:
     """FLOPs of one module, forward and backward."""
 
     model: float = 0.0
-    """Without recomputation."""
+    """FLOPs without recomputation."""
     hardware: float = 0.0
-    """With recomputation."""
+    """FLOPs with recomputation."""
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(self.model + other.model, self.hardware + other.hardware)
@@ -54,16 +54,16 @@ def count(
     recompute: str = "none",
     adapted: Collection[str] = (),
 ) -> Flops:
-    """FLOPs of forward and backward over `matmuls`.
+    """Return the FLOPs of forward and backward over `matmuls`.
 
-    Backward reaches a matmul if its weight is trained, or any before it is. Only matrices are looked at: where a
-    pattern freezes a matrix and leaves its bias or a norm, these are taken as frozen too.
+    Backward reaches a matmul if its weight, or that of any earlier one, is trained. Only matrices count: if a pattern
+    freezes a matrix but not its bias or norm, these count as frozen too.
 
     Args:
         frozen: shell patterns of parameter names that are not trained.
-        upstream: whether something is trained in front of the first matmul.
-        recompute: none, selective (core attention is computed again in backward) or full (whole layers).
-        adapted: names of matmuls with trained adapters, which are too small to count; gradients go back to the first.
+        upstream: True if something before the first matmul is trained.
+        recompute: none, selective (backward recomputes core attention) or full (whole layers).
+        adapted: names of matmuls with trained adapters, which are too small to count; gradients reach the first one.
     """
     model = again = 0.0
     for passes in passes_of(matmuls, frozen, upstream=upstream, recompute=recompute, adapted=adapted):
@@ -75,15 +75,15 @@ def count(
 
 @dataclass(frozen=True)
 class Passes:
-    """How often the FLOPs of a matmul are computed in forward and backward; the forward pass is one of them."""
+    """How often forward and backward compute the FLOPs of a matmul, the forward pass included."""
 
     matmul: Matmul
     matrix: int
-    """With its weight."""
+    """Passes of the matmul with its weight."""
     attention: int
     """Passes of the core attention after it."""
     matrix_again: int
-    """By recomputation."""
+    """Passes of the matmul by recomputation."""
     attention_again: int
 
 
@@ -95,7 +95,7 @@ def passes_of(
     recompute: str = "none",
     adapted: Collection[str] = (),
 ) -> Iterator[Passes]:
-    """The passes of each matmul; arguments as those of `count`."""
+    """Yield the passes of each matmul. Arguments as in `count`."""
     reached = upstream
     for matmul in matmuls:
         trained = not any(fnmatchcase(matmul.name, pattern) for pattern in frozen)
@@ -107,8 +107,8 @@ def passes_of(
 
 
 def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
-    """Shell patterns of the parameters that a module does not train in optimizer step `step`, counted from 1: those of
-    `freeze`, those of `freeze_until` during that many first steps, and all that have adapters beside them."""
+    """Return shell patterns of the parameters that a module does not train in optimizer step `step`, from 1. These are
+    the patterns of `freeze`, those of `freeze_until` for its first steps, and everything with adapters."""
     entries = [*module.freeze, *(entry for entry, steps in module.freeze_until.items() if step <= steps)]
     if module.lora.rank:
         entries.append("encoder" if module.llm is None else "llm")
@@ -116,7 +116,7 @@ def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
 
 
 Numbers = Mapping[str, Sequence[Sequence[int]]]
-"""Numbers of the media of a step: encoder module -> microbatch -> sample -> number."""
+"""Media counts of a step: encoder module -> microbatch -> sample -> number."""
 
 _Frozen = tuple[tuple[str, tuple[str, ...]], ...]
 """(module, shell patterns of its parameters that are not trained)."""
@@ -146,12 +146,14 @@ class StepFlops:
     def __call__(
         self, *, texts: Mapping[int, int], counts: Numbers, loads: Numbers, pairs: Numbers, step: int
     ) -> dict[str, Flops]:
-        """FLOPs of each module, but for `of_logit`.
+        """Return the FLOPs of each module, except those of `of_logit`.
 
         Args:
-            texts: what of the text attends within itself, by its positions (`StepPlan.texts_of_length`): rows, or the
-                samples of packed ones; padding is computed like text.
-            counts: rows of features; loads: tokens inside the encoder; pairs: of these that attend to each other.
+            texts: number of spans that attend within themselves, by their positions (`StepPlan.texts_of_length`): rows,
+                or samples of packed rows; padding is computed like text.
+            counts: rows of features.
+            loads: tokens inside the encoder.
+            pairs: pairs of these tokens that attend to each other.
             step: number of the step, from 1; `freeze_until` depends on it.
         """
         frozen = self._frozen(step)
@@ -177,7 +179,7 @@ class StepFlops:
         return flops
 
     def of_texts(self, texts: Mapping[int, int], step: int) -> Flops:
-        """FLOPs of the language model over some of the texts of a step; arguments as above."""
+        """Return the FLOPs of the language model over some of the texts of a step. Arguments as above."""
         frozen = self._frozen(step)
         reached, _ = self._units(frozen)
         return sum(
@@ -185,14 +187,14 @@ class StepFlops:
         )
 
     def of_logit(self, step: int) -> Flops:
-        """FLOPs of the logits of one position, with `train.logits=learned`: `of_texts` has none then, since the plan of
-        a step does not know where losses are."""
+        """Return the FLOPs of the logits of one position, for `train.logits=learned`. `of_texts` leaves them out then,
+        since the plan of a step does not know the positions with a loss."""
         frozen = self._frozen(step)
         reached, _ = self._units(frozen)
         return self._logit(frozen, LANGUAGE in reached)
 
     def passes(self, name: str, matmuls: Sequence[Matmul], step: int) -> list[Passes]:
-        """Passes of matmuls of module `name` in a step."""
+        """Return the passes of matmuls of module `name` in a step."""
         frozen = self._frozen(step)
         reached, _ = self._units(frozen)
         return [
@@ -215,8 +217,8 @@ class StepFlops:
         )
 
     def _units(self, key: _Frozen) -> tuple[set[str], dict[str, list[Flops]]]:
-        """The modules that gradients have to go through because something in front of them is trained, and FLOPs of
-        one of everything in `Media`, of each encoder."""
+        """Return the modules that gradients pass because something before them is trained, and the FLOPs of one of
+        every `Media` field for each encoder."""
         if key not in self._unit:
             frozen, reached = dict(key), set[str]()
             for source, destination in self._connections:  # in the order of the forward pass
@@ -232,7 +234,6 @@ class StepFlops:
         return self._unit[key]
 
     def _of_row(self, length: int, frozen: _Frozen, reached: bool) -> Flops:
-        """FLOPs of the language model over one row of `length` positions."""
         return self._count(LANGUAGE, self._of_text(length, logits=self._row_logits), dict(frozen)[LANGUAGE], reached)
 
     def _of_one_logit(self, frozen: _Frozen, reached: bool) -> Flops:
@@ -249,7 +250,7 @@ def is_trained(matmuls: Sequence[Matmul], frozen: Sequence[str]) -> bool:
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
 _LINEAR = re.compile(r"(.*?)(?:layers\.)?layers\.(\d+)\..*linear_(?:qkv|proj|fc1|fc2)\.weight")
-"""Matmuls of a layer that can be in fp8: neither attention nor routers."""
+"""Matches matmuls of a layer that can be in fp8: neither attention nor routers."""
 AT_THE_END = 2**62
 """A step after all steps of `freeze_until`."""
 
@@ -300,14 +301,14 @@ class ModuleWork:
         return sum(self.layers, self.start + self.end)
 
     def of_stage(self, stage: int, stages: int, chunks: int = 1) -> Work:
-        """Work of one pipeline stage, over all its model chunks."""
+        """Return the work of one pipeline stage, over all its model chunks."""
         numbers = stage_layers(len(self.layers), stage, stages, chunks) if self.layers else ()
         own = sum((self.layers[layer] for layer in numbers), Work())
         return own + (self.start if stage == 0 else Work()) + (self.end if stage == stages - 1 else Work())
 
 
 def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: float) -> ModuleWork:
-    """Work of one sample, with everything trained that is trained at the end of the run.
+    """Return the work of one sample at the end of the run, when `freeze_until` no longer applies.
 
     Args:
         vocab: rows of the embedding.
@@ -324,7 +325,7 @@ def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: f
 
 
 def _in_fp8(cfg: ConfigContainer, name: str) -> dict[str, list[int]]:
-    """Layers of a module in fp8, by the prefix of the names of their matmuls."""
+    """Return the fp8 layers of a module, by the prefix of the names of their matmuls."""
     if cfg.fp8_of(name) == "none":
         return {}
     module = cfg.modules[name]
@@ -344,7 +345,7 @@ def _largest(module: ModuleConfig, number: float) -> Media:
     tokens, kept = encoder.most_inner_tokens(merge), encoder.kept_tokens
     pairs = tokens**2
     area = encoder.largest_area
-    if area and encoder.sizes_vary:  # windows, where layers have them, of a square
+    if area and encoder.sizes_vary:  # windows of a square, if layers have them
         side = math.isqrt(area)
         pairs = encoder.attention_pairs(side, side, merge=projector.merge)
     patches = encoder.joined(merge) * (encoder.most_tokens(merge) - kept)

@@ -1,7 +1,4 @@
-"""The matmuls of language models and encoders, with the FLOPs of each.
-
-A row times a (k x n) weight is 2kn forward; `mimo_train.estimate.flops` says what is counted, and counts the passes.
-"""
+"""The matmuls of language models and encoders, with the FLOPs of each (see `mimo_train.estimate.flops`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,20 +14,20 @@ class Matmul:
     """The computation with one weight matrix."""
 
     name: str
-    """Name of the parameter inside its module, by which patterns of `freeze` find it."""
+    """Name of the parameter inside its module, which patterns of `freeze` match."""
     forward: float = 0.0
-    """FLOPs with this weight, forward; 0 for a look-up."""
+    """Forward FLOPs with this weight; 0 for a look-up."""
     attention: float = 0.0
-    """FLOPs of the core attention that follows, forward."""
+    """Forward FLOPs of the core attention that follows."""
     in_layer: bool = False
-    """True in transformer layers, which full recomputation runs again."""
+    """True in transformer layers, which full recompute runs again."""
     input_gradient: bool = True
-    """True if backward computes the gradient of its input even if nothing needs it, as linear layers of Megatron-Core
-    do and torch's do not."""
+    """True if backward always computes the gradient of its input, as Megatron-Core's linear layers do (torch's do
+    not)."""
 
 
 def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Matmul]:
-    """The matmuls of one row of `sequence_length` tokens, padding included since it is computed.
+    """Return the matmuls of one row of `sequence_length` tokens, padding included since it is computed.
 
     Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
     first feed-forward matmul (2f with a gate), S sequence length, P pairs of tokens that attend, L layers, V rows of
@@ -38,11 +35,11 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
 
         L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * P) + 2N * h * V
 
-    The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask P is
-    S(S + 1) / 2, and with a window of w < S tokens w(w + 1) / 2 + (S - w) w. Form: Chowdhery et al. 2022 (PaLM,
-    arXiv:2204.02311), appendix B, which does not halve for the mask. With experts the feed-forward term is that of the
-    experts a token passes: the router 2S * hE for E experts, `experts_per_token` experts of their own width, and the
-    shared expert with its gate.
+    The attention term is q.k and weights.v, 2q for each pair. P is S(S + 1) / 2 under the causal mask, and w(w + 1) / 2
+    + (S - w) w with a window of w < S tokens. The form is that of Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
+    appendix B, which does not halve for the mask. With experts the feed-forward term is that of the experts of a token:
+    the router 2S * hE for E experts, `experts_per_token` experts of their own width, and the shared expert with its
+    gate.
 
     Args:
         vocab: rows of the embedding, padding included.
@@ -67,16 +64,16 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
 
 @dataclass(frozen=True)
 class Media:
-    """Numbers of images or clips through an encoder, on which the FLOPs depend linearly."""
+    """Counts of images or audio through an encoder, on which the FLOPs depend linearly."""
 
     patches: float = 0
-    """Patches of images, frames of clips."""
+    """Patches of images, frames of audio."""
     tokens: float = 0
-    """Inside the encoder: patches and class tokens."""
+    """Tokens inside the encoder: patches and class tokens."""
     pairs: float = 0
-    """Pairs of tokens of the same image or clip that attend to each other, in a layer on average."""
+    """Pairs of tokens of the same image or audio that attend to each other, averaged over layers."""
     kept: float = 0
-    """Features in front of the projector that are not made of patches or frames: class tokens."""
+    """Features before the projector that do not come from patches or frames: class tokens."""
     latents: float = 0
     """Rows of a resampler."""
 
@@ -84,25 +81,25 @@ class Media:
 def encoder_matmuls(
     name: str, spec: LayeredSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
 ) -> list[Matmul]:
-    """The matmuls of images or clips through encoder module `name` and its projector.
+    """Return the matmuls of images or audio through encoder module `name` and its projector.
 
     Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
     pairs of tokens (fewer where layers have windows), h hidden size, f feed-forward width, u the width of the first
-    feed-forward matmul (2f when gated), L layers, N = P / j projected tokens (and class tokens that are kept) of width
+    feed-forward matmul (2f when gated), L layers, N = P / j projected tokens (plus class tokens that are kept) of width
     w = h * j, d language width, m mlp width:
 
         2P * e  +  L * (2T * (4h^2 + hu + fh) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
 
-    For images with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
-    two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
-    Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_matmuls`;
-    the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
+    For images with p x p pixels per patch in 3 channels, e = 3p^2 * h and j = merge^2. For audio P are frames, each of
+    two windows of b mel bands that pass convolutions over 3 neighbours: e = 6b * h + 3h^2 and j = merge, without the
+    Fourier transform. Attention covers all tokens, so its term is not halved. Sources as in `language_matmuls`; layers
+    as in Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
 
-    Of an encoder of plain torch only its number of weights is known: 2T for each, as if every weight met every token
-    once (Kaplan et al. 2020), and 4A times the width of its attention, if its spec says that.
+    A plain torch encoder only gives its number of weights: 2T for each, as if every weight met every token once (Kaplan
+    et al. 2020), and 4A times the width of its attention if its spec sets that.
 
-    A resampler of n latents for each of R / n media reads the N features: each of its layers takes 2R * (2dq + du + fd)
-    + 2(N + R) * 2dk + 4n(N + R) * q, with q and k the widths of its query and key heads.
+    A resampler of n latents for each of R / n media items reads the N features. Each of its layers takes 2R * (2dq + du
+    + fd) + 2(N + R) * 2dk + 4n(N + R) * q, with q and k the widths of its query and key heads.
     """
     if isinstance(spec, PlainSpec):
         matmuls = _plain_matmuls(name, spec, media)
@@ -135,8 +132,7 @@ def _plain_matmuls(name: str, spec: PlainSpec, media: Media) -> list[Matmul]:
 
 
 def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tuple[str, LayeredSpec, Media]]:
-    """(name, encoder, its media) of each encoder that an encoder consists of: all have the same images, and one size
-    of these."""
+    """Yield (name, encoder, media) of each part of an encoder: all parts get the same images, in one size."""
     parts = spec.parts
     for part, own in parts.items():
         if len(parts) == 1:
@@ -149,7 +145,7 @@ def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tupl
 def _layered_matmuls(name: str, spec: LayeredSpec, media: Media) -> list[Matmul]:
     hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
     matmuls = [
-        # Mergers of states are behind layers.
+        # State mergers are behind layers.
         Matmul(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
         for parameter, each in spec.embedding_products().items()
     ]
@@ -177,7 +173,7 @@ def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Itera
 
 
 def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Matmul]:
-    """Router, experts (each token passes `experts_per_token` of them; named as the first one), shared."""
+    """Yield the matmuls of router, `experts_per_token` experts (named as the first one), and shared expert."""
     yield Matmul(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
     rows = tokens * llm.experts_per_token
     yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_width)

@@ -1,7 +1,7 @@
 """Estimates of memory per rank, from sizes alone.
 
-Counted: weights, gradients, optimizer states, activations, and the work at the fullest moment (formulas:
-`mimo_train.estimate.activations`), of full rows. Not counted: the CUDA context, buffers of NCCL, fragmentation.
+Counted for full rows: weights, gradients, optimizer states, activations, and the work at the peak (formulas:
+`mimo_train.estimate.activations`). Not counted: the CUDA context, NCCL buffers, fragmentation.
 """
 
 import math
@@ -45,15 +45,15 @@ class Memory:
     activations: int = 0
     """Bytes kept for the backward pass."""
     work: int = 0
-    """Further bytes at the fullest moment."""
+    """Further bytes at the peak."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.work
 
     def __add__(self, other: "Memory") -> "Memory":
-        """Memory of two modules on one rank, which run one after the other."""
+        """Return the memory of two modules on one rank, which run one after the other."""
         return Memory(
             self.weights + other.weights,
             self.gradients + other.gradients,
@@ -75,12 +75,12 @@ class StageMemory:
 
 
 def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
-    """Weights, gradients and optimizer states of the parameters of one rank, whose states are divided over `dp` ranks.
+    """Return weights, gradients and optimizer states of the parameters of one rank, with states divided over `dp`
+    ranks.
 
     Bytes per trained parameter with Megatron-Core's distributed optimizer and Adam (its "Distributed Optimizer" page):
     fp32 4 + 4 + 8 / dp (two moments); bf16 2 + 4 + 12 / dp (fp32 gradients; fp32 master weights and two moments).
-    Without the distributed optimizer dp is 1.
-    A frozen parameter is a weight and nothing else.
+    Without the distributed optimizer dp is 1. A frozen parameter is only a weight.
     """
     states = 8 if precision == "fp32" else 12
     return Memory(
@@ -91,11 +91,11 @@ def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
 
 
 def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0) -> list[StageMemory]:
-    """Memory of each pipeline stage of one module.
+    """Return the memory of each pipeline stage of one module.
 
     Args:
         vocab: rows of the embedding (see `padded_vocab_size`).
-        media_per_sample: images of this module in one sample, on average.
+        media_per_sample: mean number of media items of this module in a sample.
     """
     module = run.layout.modules[name]
     return [
@@ -107,7 +107,7 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
 
 
 def run_memory(run: Run, vocab: int, media_per_sample: Mapping[str, float] | None = None) -> list[StageMemory]:
-    """Memory of each pipeline stage of all modules.
+    """Return the memory of each pipeline stage of all modules.
 
     Args:
         vocab: rows of the embedding.
@@ -118,7 +118,7 @@ def run_memory(run: Run, vocab: int, media_per_sample: Mapping[str, float] | Non
 
 
 def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sample: float = 1.0) -> Memory:
-    """Memory of a rank of one pipeline stage of one module; arguments as those of `stage_memory`."""
+    """Return the memory of a rank of one pipeline stage. Arguments as in `stage_memory`."""
     cfg, module = run.cfg, run.layout.modules[name]
     sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
     sizes |= {"stage": stage, "stages": module.pp}
@@ -135,7 +135,7 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
-    """Memory of each rank, over all modules on it."""
+    """Return the memory of each rank, over all modules on it."""
     total: dict[int, Memory] = {}
     for stage in stages:
         for rank in stage.ranks:
@@ -164,7 +164,7 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
     flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
     kept = stack_activations(len(own) // sizes.vpp, layer, boundary, flying, recompute)
-    # The outputs that were sent stay until their gradients have come; interleaved, those of all chunks but the last.
+    # Sent outputs stay until their gradients arrive; interleaved, those of all chunks but the last.
     kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
     work = max(_layer_work(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds))
     work += scores if recompute == "selective" else 0
@@ -180,15 +180,14 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
             chosen=train.logits == "learned",
             frozen=frozen,
         )
-        end += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # their tanh
+        end += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # tanh
         work = max(work, end)
-    # What comes from the stage before, ahead of its use, and what goes back to it.
+    # The input that was received ahead of its use, and the gradient that is sent back.
     kept += 2 * boundary if sizes.pp > 1 and last else 0
     return Memory(activations=kept, work=work)
 
 
 def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
-    """Bytes of one layer of the language model, without scores."""
     cfg, llm, train, sizes = run.cfg, run.cfg.llm, run.cfg.train, run.layout.language
     kept = layer_activations(
         tokens,
@@ -227,13 +226,13 @@ def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
 
 
 def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
-    """Torch has a kernel for RMSNorm on CUDA alone, and `mimo_train.cpu.kernels` keeps as little in fp32."""
+    """Torch has an RMSNorm kernel on CUDA only; `mimo_train.cpu.kernels` keeps as little in fp32."""
     return normalization == "LayerNorm" or cfg.run.device != "cpu" or cfg.train.precision == "fp32"
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
-    """True if `mimo_train.models.dense_layer` computes the dense layers of a module that have no norms or learned
-    scales behind their parts."""
+    """True if `mimo_train.models.dense_layer` computes the dense layers of a module, which need no norms or learned
+    scales after their parts."""
     module = cfg.modules[name]
     is_used = cfg.run.cpu_kernels or cfg.compile_of(name) == "layers"
     return is_used and tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
@@ -264,8 +263,8 @@ def _keeps_probabilities(cfg: ConfigContainer) -> bool:
 
 
 def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:
-    """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes. Media of different
-    sizes count as the largest."""
+    """A frozen encoder keeps nothing for backward, and holds one layer while it computes. Media have the largest
+    size."""
     cfg, sizes = run.cfg, run.layout.modules[name]
     module, train = cfg.modules[name], cfg.train
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
@@ -284,7 +283,7 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
 
 
 def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, tokens: int) -> Memory:
-    """Bytes that the layers of an encoder on one rank of a stage keep of `tokens` in each microbatch, and work with."""
+    """Return the bytes that the layers of an encoder keep and work with on one rank, for `tokens` per microbatch."""
     cfg, sizes = run.cfg, run.layout.modules[name]
     module, precision = cfg.modules[name], cfg.train.precision
     size, hidden, gated = BYTES[precision], encoder.hidden_size, encoder.activation == GATED
@@ -305,13 +304,13 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
         sp=sizes.sp,
     )
     layers = layers_of_stage(encoder.built_layers, stage, sizes.pp)
-    # What the patches are cut from comes in fp32, and is copied when it is cut and rounded.
+    # The input of the patch embedding arrives in fp32, and is copied to cut and round it.
     inputs = tokens * sum(encoder.embedding_products().values()) // hidden if stage == 0 else 0
     if frozen:
         return Memory(work=max(layer if layers else 0, inputs * (2 * 4 + size)))
     boundary = tokens * hidden * size // (sizes.tp if sizes.sp else 1)
     kept = stack_activations(layers, layer, boundary, flying, recompute) + inputs * size * flying
-    kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients have come
+    kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients arrive
     adapted = module.lora.rank > 0
     work = layer_work(
         tokens, hidden, encoder.ffn_hidden_size, precision, gated=gated, frozen=adapted, tp=sizes.tp, sp=sizes.sp
@@ -326,15 +325,15 @@ def _keeps_nothing(module: ModuleConfig) -> bool:
 
 
 def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int) -> int:
-    """Bytes that the projector of module `name` keeps of one microbatch: its input and output, and inside an mlp; of
-    each layer of a resampler its normalised features, keys and values, and what a layer keeps of the latents."""
+    """Return the bytes that the projector of module `name` keeps of one microbatch: its input and output, the inside of
+    an mlp, and for each resampler layer the normalized features, keys and values, and the latents' activations."""
     module, width, size = cfg.modules[name], cfg.llm.hidden_size, BYTES[cfg.train.precision]
     encoder, projector, resampler = module.encoder, module.projector, module.projector.resampler
     joined = encoder.joined_width(projector.merge)
     per_token = joined + width + (joined if projector.norm else 0)
     if projector.kind == "mlp":
         per_token += (5 if projector.gated else 2) * (projector.ffn_hidden_size or width) // tp
-    # Mergers of states keep their input, and what is behind norm, first linear layer and activation.
+    # State mergers keep their input, and the outputs of norm, first linear layer and activation.
     per_token += len(encoder.deepstack) * (4 * joined + width)
     kept = encoder.most_features(projector.merge) * per_token * size
     if resampler.latents:
@@ -356,9 +355,9 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
 
 
 def in_flight(run: Run, name: str, stage: int) -> int:
-    """Microbatches between forward and backward on a stage: as many as stages are left, at most m, under the 1F1B
-    schedule. Interleaved in v chunks a stage, those of one chunk each: min(v m, 2 (stages - stage - 1) + (v - 1) stages
-    + 1), the warm-up of Megatron-Core 0.19.2 (schedules.py:902) and one more."""
+    """Return the microbatches between forward and backward on a stage. Under 1F1B this is the number of stages left, at
+    most m. With v interleaved chunks per stage, it counts microbatches of one chunk: min(v m, 2 (stages - stage - 1) +
+    (v - 1) stages + 1), the warm-up of Megatron-Core 0.19.2 (schedules.py:902) plus one."""
     chunks = run.layout.language.vpp
     if chunks > 1:
         stages = pipeline_stages(run.layout)
@@ -367,14 +366,13 @@ def in_flight(run: Run, name: str, stage: int) -> int:
 
 
 FP8_BYTES = 2
-"""Bytes of a weight's copies in fp8: one by rows for the forward pass, one by columns for the gradient of the input."""
+"""Bytes of the fp8 copies of a weight: by rows for forward, by columns for the gradient of the input."""
 
 
 def fp8_weight_bytes(
     cfg: ConfigContainer, name: str, stage: int, *, tp: int, stages: int, vpp: int = 1, ep: int = 1, etp: int = 1
 ) -> int:
-    """Bytes of the copies in fp8 of a module's weights on one rank of a pipeline stage, kept from one step to the
-    next."""
+    """Return the bytes of the fp8 copies of a module's weights on one rank of a pipeline stage, kept between steps."""
     if cfg.fp8_of(name) == "none":
         return 0
     if name == LANGUAGE:
@@ -395,6 +393,6 @@ def fp8_weight_bytes(
 
 
 def _matrices(spec: LayeredSpec) -> int:
-    """Numbers in the matrices of a layer of an encoder."""
+    """Return the numbers in the matrices of a layer of an encoder."""
     up = (2 if spec.activation == GATED else 1) * spec.ffn_hidden_size
     return spec.hidden_size * (4 * spec.hidden_size + up + spec.ffn_hidden_size)

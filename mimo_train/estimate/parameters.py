@@ -1,4 +1,4 @@
-"""Numbers of parameters, of whole modules and of one rank, from sizes alone."""
+"""Numbers of parameters of modules and of single ranks, from sizes alone."""
 
 import math
 from collections.abc import Iterator
@@ -17,23 +17,22 @@ from mimo_train.layout.adapters import adapted_linears, adapter_parameters, adap
 from mimo_train.layout.ranks import layers_of_stage, stage_layers
 
 VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to a multiple of this, whatever the layout: with a padding that depends on tp, a checkpoint
-would not fit another layout."""
+"""Vocabularies are padded to a multiple of this at any layout, so that checkpoints fit every tp."""
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding for a vocabulary of `vocab_size` tokens."""
+    """Return the rows of the embedding for a vocabulary of `vocab_size` tokens."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def embedding_rows(llm: LlmSpec, tokens: int) -> int:
-    """Rows of the embedding, padding included, for a tokenizer of `tokens` tokens."""
+    """Return the rows of the embedding, padding included, for a tokenizer of `tokens` tokens."""
     return padded_vocab_size(llm.vocab_size or tokens)
 
 
 def vocabulary_faults(llm: LlmSpec, tokens: int) -> Iterator[Fault]:
-    """A tokenizer whose texts have `tokens` tokens that the model's embedding has no row for. Placeholders of media
-    need none: features take their places."""
+    """Yield the fault of an embedding with too few rows for `tokens` text tokens. Features replace media
+    placeholders."""
     if 0 < llm.vocab_size < tokens:
         yield Fault(
             f"modules.{LANGUAGE}.llm.vocab_size",
@@ -45,7 +44,7 @@ def vocabulary_faults(llm: LlmSpec, tokens: int) -> Iterator[Fault]:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a part, by whether they are trained."""
+    """Parameters of a part: all, and those that are trained."""
 
     total: int
     trainable: int
@@ -57,13 +56,9 @@ class ParameterCount:
 def language_parameters(
     llm: LlmSpec, vocab: int, sequence_length: int, *, tp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
 ) -> int:
-    """Parameters of a language model on one rank of pipeline stage `stage` (from 0) of `stages`, without its experts.
-
-    Attention and feed-forward matrices are divided over tp; norms, routers and the biases behind row-parallel layers
-    are not.
-    The first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both
-    when these are two stages.
-    """
+    """Return the parameters of a language model on one rank of stage `stage` (from 0) of `stages`, without its experts.
+    tp divides attention and feed-forward matrices, but not norms, routers and the biases after row-parallel layers. The
+    first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both."""
     hidden, norm = llm.hidden_size, 2 if llm.normalization == "LayerNorm" else 1
     layers = stage_layers(llm.num_layers, stage, stages, chunks)
     count = sum(_layer_parameters(llm, llm.has_experts(layer), tp) for layer in layers)
@@ -77,7 +72,7 @@ def language_parameters(
 
 
 def _layer_parameters(llm: LlmSpec, experts: bool, tp: int) -> int:
-    """Parameters of one layer on one rank, without its experts."""
+    """Return the parameters of one layer on one rank, without its experts."""
     hidden, qkv, query = llm.hidden_size, llm.qkv_width, llm.query_width
     ffn = llm.shared_expert_ffn_hidden_size if experts else llm.ffn_hidden_size
     up = (2 if llm.is_gated else 1) * ffn
@@ -95,18 +90,15 @@ def _layer_parameters(llm: LlmSpec, experts: bool, tp: int) -> int:
 def expert_parameters(
     llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
 ) -> int:
-    """Parameters of the experts on one rank of a pipeline stage: dealt to ep ranks, each cut over etp."""
+    """Return the parameters of the experts on one rank of a pipeline stage: split over ep ranks, and each over etp."""
     matrices = 3 if llm.is_gated else 2
     layers = sum(llm.has_experts(layer) for layer in stage_layers(llm.num_layers, stage, stages, chunks))
     return layers * llm.num_experts // ep * matrices * llm.hidden_size * llm.expert_width // etp
 
 
 def encoder_parameters(encoder: LayeredSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
-    """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
-
-    The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one
-    the final norm.
-    """
+    """Return the parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`. tp divides the
+    matrices of its layers, and nothing else. The first stage has the embeddings, the last one the final norm."""
     if isinstance(encoder, PlainSpec):
         return encoder.num_parameters()
     if len(parts := encoder.parts) > 1:
@@ -121,13 +113,13 @@ def encoder_parameters(encoder: LayeredSpec, *, tp: int = 1, stage: int = 0, sta
 
 
 def projector_parameters(projector: ProjectorSpec, width: int, language_width: int, *, tp: int = 1) -> int:
-    """Parameters on one rank of a projector of features of `width`."""
+    """Return the parameters on one rank of a projector of features of `width`."""
     split, whole = projector.parameters(width, language_width)
     return whole + split // tp
 
 
 def freeze_patterns(module: ModuleConfig) -> list[str]:
-    """The entries of `freeze` that are shell patterns of parameter names. Counts here take them as trained."""
+    """Return the entries of `freeze` that are shell patterns of parameter names. Counts here take them as trained."""
     return [entry for entry in module.freeze if entry not in PARTS]
 
 
@@ -143,8 +135,7 @@ def module_parameters(
     stages: int = 1,
     vpp: int = 1,
 ) -> dict[str, ParameterCount]:
-    """Parameters on one rank by part: encoder and projector, or llm and its experts, and the adapters of either. With
-    the defaults, those of the whole module."""
+    """Return the parameters on one rank by part: encoder and projector, or llm and experts, and adapters."""
     module, place = cfg.modules[name], {"stage": stage, "stages": stages}
     if name == LANGUAGE:
         chunks = vpp if stages > 1 else 1

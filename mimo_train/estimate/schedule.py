@@ -1,8 +1,7 @@
-"""Seconds of a step under the schedules of a run: 1F1B over a tree of stages, and interleaved chunks.
+"""Seconds of a step under the pipeline schedules: 1F1B over a tree of stages, and interleaved chunks.
 
-A stage does one thing at a time, in the order that Megatron-Core's schedule fixes (Narayanan et al. 2021, arXiv
-2104.04473, section 2.2; warm-up as in 0.19.2, schedules.py:902); it waits for what it needs from others. Messages go
-beside the computation.
+A stage runs one operation at a time, in the order of Megatron-Core's schedule (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2; warm-up as in 0.19.2, schedules.py:902), and waits for its inputs. Messages overlap with computation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ _Operation = tuple[bool, int, int]
 
 
 class Part(NamedTuple):
-    """A part of the work of a stage that differs between microbatches."""
+    """A part of a stage's work that differs between microbatches."""
 
     forward: float
     """Seconds for a share of 1."""
@@ -29,14 +28,14 @@ class Stage(NamedTuple):
     """Seconds of one microbatch over all chunks of the stage; the mean if microbatches differ."""
     backward: float
     destination: int | None
-    """Number of the stage that receives the output; None for the last stage."""
+    """Index of the stage that receives the output; None for the last stage."""
     send: float = 0.0
-    """Seconds of a message to the destination or of its gradient back."""
+    """Seconds of a message to the destination, or of its gradient back."""
     parts: tuple[Part, ...] = ()
     """Work that differs between microbatches."""
 
     def seconds(self, microbatch: int) -> tuple[float, float]:
-        """Seconds of forward and backward of one microbatch."""
+        """Return the seconds of forward and backward of one microbatch."""
         if not self.parts:
             return self.forward, self.backward
         return (
@@ -46,8 +45,8 @@ class Stage(NamedTuple):
 
 
 def least_seconds(stages: Sequence[Stage], microbatches: float, chunks: int = 1) -> float:
-    """A lower bound of `max(ends(...))`: the computation of a stage, the path of the first microbatch to it, and the
-    path of the last gradient back. It is exact for equal stages without messages."""
+    """Return a lower bound of `max(ends(...))`, exact for equal stages without messages. It adds the computation of a
+    stage, the path of the first microbatch to it, and the path of the last gradient back."""
     before = [0.0] * len(stages)
     for at, stage in enumerate(stages):
         if stage.destination is not None:
@@ -58,7 +57,7 @@ def least_seconds(stages: Sequence[Stage], microbatches: float, chunks: int = 1)
 
 
 def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[float]:
-    """Seconds from the start of a step to the end of each stage's last microbatch.
+    """Return the seconds from the start of a step to the end of each stage's last microbatch.
 
     Args:
         stages: sources before destinations.
@@ -90,8 +89,8 @@ def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[fl
 def ends_on_cores(
     stages: Sequence[Stage], ranks: Sequence[int], cores: float, microbatches: int, chunks: int = 1
 ) -> list[float]:
-    """`ends` of stages whose ranks share cores: if more ranks compute than there are cores, all slow down equally, as
-    under a fair scheduler.
+    """Return `ends` for stages whose ranks share cores. If more ranks compute than there are cores, all slow down
+    equally, as under a fair scheduler.
 
     Args:
         ranks: number of ranks of each stage.
@@ -102,7 +101,7 @@ def ends_on_cores(
     done: dict[tuple[int, _Operation], float] = {}
     at, ended, clock = [0] * len(stages), [0.0] * len(stages), 0.0
     left: dict[int, float] = {}
-    """Remaining seconds of the operation of a stage, if it runs alone."""
+    """Remaining seconds of a stage's operation, if it runs alone."""
     while any(position < len(order) for position, order in zip(at, orders, strict=True)):
         begins = []
         for number, order in enumerate(orders):
@@ -133,11 +132,11 @@ def _ready(
     needs: "tuple[dict[tuple[int, int], list[_Need]], ...]",
     done: dict[tuple[int, _Operation], float],
 ) -> float | None:
-    """The time at which the inputs of an operation are ready; None if not known yet."""
+    """Return the time at which the inputs of an operation are ready; None if not known yet."""
     is_backward, chunk, microbatch = operation
     ready = 0.0
     for other, other_chunk, late, same in needs[is_backward][stage, chunk]:
-        # The last stage has what its gradient needs from its own forward pass.
+        # The last stage has the inputs of its gradient from its own forward pass.
         end = done.get((other, (is_backward and not same, other_chunk, microbatch)))
         if end is None:
             return None
@@ -146,13 +145,13 @@ def _ready(
 
 
 _Need = tuple[int, int, float, bool]
-"""(stage, its chunk, seconds of the message, True if a backward pass waits for the forward pass there)."""
+"""(stage, chunk, seconds of the message, True if a backward pass waits for the forward pass there)."""
 
 
 def _needs(
     stages: Sequence[Stage], chunks: int
 ) -> tuple[dict[tuple[int, int], list[_Need]], dict[tuple[int, int], list[_Need]]]:
-    """The dependencies of the forward and of the backward pass of each (stage, chunk)."""
+    """Return the dependencies of the forward and the backward pass of each (stage, chunk)."""
     forward: dict[tuple[int, int], list[_Need]] = {}
     backward: dict[tuple[int, int], list[_Need]] = {}
     last = len(stages) - 1
@@ -177,7 +176,6 @@ def _stages_to_end(stages: Sequence[Stage], at: int) -> int:
 
 
 def _order(stages: Sequence[Stage], at: int, microbatches: int, chunks: int) -> Iterator[_Operation]:
-    """The operations of a stage, in order."""
     left, number = _stages_to_end(stages, at), microbatches * chunks
     warm_up = left - 1 if chunks == 1 else 2 * (left - 1) + (chunks - 1) * len(stages)
     warm_up, group = min(warm_up, number), len(stages) * chunks

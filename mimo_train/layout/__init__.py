@@ -1,1 +1,1 @@
-"""Which rank does what: modules, edges, placement, batch arithmetic, legality."""
+"""Ranks, edges, placement, batch arithmetic and legality of the modules of a run."""

@@ -1,8 +1,7 @@
-"""Which linear layers have adapters: `lora.targets` against the layers of a module, and what the adapters count.
+"""The linear layers that get adapters (`lora.targets`), and the parameters of these adapters.
 
-Megatron-Core fuses projections that other libraries keep apart: `linear_qkv` is queries, keys and values, `linear_fc1`
-with a gate is gate and up. An adapter is beside the whole layer, or beside some of its projections, each with an A and
-a B of its own, as PEFT has them.
+Megatron-Core fuses projections: `linear_qkv` is queries, keys and values, a gated `linear_fc1` is gate and up. An
+adapter goes next to the whole layer or next to single projections, each with its own A and B, as in PEFT.
 """
 
 from collections.abc import Iterator
@@ -19,45 +18,42 @@ from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.layout.ranks import stage_layers
 
 WHOLE = ""
-"""In the place of a projection's name: the whole linear layer."""
+"""Stands for the whole linear layer instead of a projection's name."""
 
 _PROJECTOR = PARTS["projector"].removesuffix(".*")
 _EXAMPLES = 4
-"""Most names that a message gives as examples."""
+"""Maximum number of names that a message gives as examples."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer that can have adapters, with the sizes of the whole model.
-
-    The rows of its weight are `groups` times the rows of every projection, one after the other: per key head its
-    queries, its key and its value; or gate and up once.
-    """
+    """A linear layer that can have adapters, with the sizes of the unsharded model. The rows of its weight are `groups`
+    blocks, each with the rows of every projection: queries, key and value of one key head; or gate and up once."""
 
     name: str
-    """Inside the module; the weight is `NAME.weight`."""
+    """Name inside the module; the weight is `NAME.weight`."""
     inputs: int
     projections: tuple[tuple[str, int], ...]
-    """(name, rows in a group). A layer of one projection has adapters as a whole only."""
+    """(name, rows in a group). A layer with one projection can only have adapters as a whole."""
     groups: int = 1
     cut_groups: bool = False
-    """Tensor parallelism deals the groups out, instead of cutting each projection."""
+    """True if tensor parallelism splits the groups instead of each projection."""
     column: bool = True
-    """Tensor parallelism cuts the rows (column-parallel), or the inputs (row-parallel)."""
+    """True if tensor parallelism splits the rows (column-parallel), False for the inputs (row-parallel)."""
     layer: int | None = None
-    """Number of the transformer layer; None: it is part of the projector."""
+    """Index of the transformer layer; None for the projector."""
 
     def rows(self, projection: str = WHOLE) -> int:
-        """Rows of the weight, or of one projection."""
+        """Return the number of rows of the weight, or of one projection."""
         return self.groups * sum(rows for name, rows in self.projections if projection in (WHOLE, name))
 
     @property
     def fused(self) -> bool:
-        """Whether there is more than one projection."""
+        """True if there is more than one projection."""
         return len(self.projections) > 1
 
     def names(self) -> dict[str, str]:
-        """What a pattern can name, the layer first and its projections: name -> projection."""
+        """Return the names that a pattern can match, the layer first: name -> projection."""
         path, _, last = self.name.rpartition(".")
         own = {f"{path}.{name}": name if self.fused else WHOLE for name, _ in self.projections if name != last}
         return {self.name: WHOLE} | own
@@ -69,13 +65,11 @@ class AdaptedLinear:
 
     linear: Linear
     projections: tuple[str, ...]
-    """Those that have an adapter, in the order of the weight's rows; (WHOLE,) is one adapter beside the layer."""
+    """The projections with an adapter, in the order of the weight's rows; (WHOLE,) is one adapter for the layer."""
 
     def parameters(self, lora: LoraConfig, tp: int = 1) -> int:
-        """Parameters on one rank: A [rank, inputs], B [rows, rank], with DoRA magnitudes [rows], of each adapter.
-
-        Tensor parallelism divides what the weight is cut along.
-        """
+        """Return the parameters on one rank. Each adapter has A [rank, inputs], B [rows, rank] and, with DoRA, [rows].
+        Tensor parallelism divides the dimension along which the weight is split."""
         linear, rank, of_row = self.linear, lora.rank, lora.rank + lora.dora
         inputs = linear.inputs if linear.column else linear.inputs // tp
         rows = [linear.rows(projection) // (tp if linear.column else 1) for projection in self.projections]
@@ -83,20 +77,20 @@ class AdaptedLinear:
 
 
 def layers_name(module: str) -> str:
-    """Name of the list of a module's transformer layers."""
+    """Return the name of a module's list of transformer layers."""
     return "decoder.layers" if module == LANGUAGE else f"encoders.{module}.layers.layers"
 
 
 def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear]:
-    """The linear layers of a module that can have adapters: of its transformer layers, in order, and of its projector.
+    """Return the linear layers that can have adapters: those of the transformer layers in order, then of the projector.
     Experts, shared experts and routers have none.
 
     Args:
-        name: of the module.
-        language_width: the language model's hidden size, which a projector projects to.
+        name: name of the module.
+        language_width: hidden size of the language model, the projector's output width.
     """
     if isinstance(module.encoder, PlainSpec):
-        return []  # adapters are refused for the whole module
+        return []
     if module.encoder and len(module.encoder.parts) > 1:
         return _projector_linears(module, language_width)  # and here for the encoders
     spec: Any = module.llm or module.encoder
@@ -118,7 +112,6 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
 
 
 def _layers(module: ModuleConfig) -> int:
-    """Transformer layers of a module that are there."""
     return module.llm.num_layers if module.llm else module.encoder.built_layers
 
 
@@ -135,7 +128,7 @@ def _projector_linears(module: ModuleConfig, language_width: int) -> list[Linear
 
 
 def adapted_linears(name: str, module: ModuleConfig, language_width: int) -> dict[str, AdaptedLinear]:
-    """The linear layers of a module with adapters, by name; of a module without faults. Arguments as of `linears`."""
+    """Return the linear layers with adapters by name, for a module without faults. Arguments as in `linears`."""
     found = {}
     for linear in linears(name, module, language_width) if module.lora.rank else ():
         named = {projection for pattern in module.lora.targets for projection in _matches(pattern, linear)}
@@ -146,7 +139,7 @@ def adapted_linears(name: str, module: ModuleConfig, language_width: int) -> dic
 
 
 def adapts_projector(adapters: dict[str, AdaptedLinear]) -> bool:
-    """Whether a linear layer of the projector is among them."""
+    """True if a linear layer of the projector has an adapter."""
     return any(one.linear.layer is None for one in adapters.values())
 
 
@@ -160,7 +153,7 @@ def adapter_parameters(
     stages: int = 1,
     vpp: int = 1,
 ) -> int:
-    """Parameters of a module's adapters on one rank of a pipeline stage; the projector is on the last one."""
+    """Return the adapter parameters of a module on one rank of a pipeline stage; the projector is on the last stage."""
     here: set[int | None] = {*stage_layers(_layers(module), stage, stages, vpp)}
     here |= {None} if stage == stages - 1 else set()
     adapters = adapted_linears(name, module, language_width).values()
@@ -168,10 +161,10 @@ def adapter_parameters(
 
 
 def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iterator[Fault]:
-    """Targets that name nothing or too much, and parts that are frozen with their adapters.
+    """Yield faults of targets that match nothing or overlap, and of frozen parts that include adapters.
 
     Args:
-        module: whose sizes have no faults.
+        module: a module whose sizes have no faults.
     """
     lora, prefix = module.lora, f"modules.{name}"
     if isinstance(module.encoder, PlainSpec) or lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
@@ -216,7 +209,7 @@ def _frozen_adapters(name: str, module: ModuleConfig, adapters: dict[str, Adapte
 
 
 def _matches(pattern: str, linear: Linear) -> set[str]:
-    """The projections of a linear layer that a pattern names; where it names the layer, WHOLE alone."""
+    """Return the projections of a linear layer that a pattern matches; WHOLE alone if it matches the layer."""
     of_projector = pattern.startswith(_PROJECTOR)
     if of_projector != (linear.layer is None):
         return set()

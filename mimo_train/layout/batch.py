@@ -1,7 +1,7 @@
-"""The batch of a run: what divides it, how it grows (`train.rampup_batch_size`), and packed rows (`data.pack`).
+"""The batch of a run: batch sizes, ramp-up (`train.rampup_batch_size`) and packed rows (`data.pack`).
 
-The rule of growth is Megatron's: [first, increment, samples] takes (global_batch_size - first) / increment steps up,
-at equal distances in consumed samples, and is at the full size once more than `samples` are consumed.
+Ramp-up follows Megatron: [first, increment, samples] takes (global_batch_size - first) / increment steps up at equal
+distances in consumed samples. The batch has its full size once more than `samples` are consumed.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ KEY = "train.rampup_batch_size"
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a step and of a microbatch, and how the steps grow."""
+    """Batch sizes of a step and of a microbatch, and their ramp-up."""
 
     global_batch_size: int
     """Samples of a step at full size."""
@@ -28,14 +28,14 @@ class Batch:
     replicas: int
     """Data-parallel ranks of the language model."""
     first: int = 0
-    """Samples of the first step; 0 means that there is no ramp-up."""
+    """Samples of the first step; 0: no ramp-up."""
     increment: int = 0
     ramp_samples: int = 0
     """Consumed samples at which the ramp ends."""
 
     @classmethod
     def of(cls, cfg: ConfigContainer) -> "Batch":
-        """The batch of a config that has no `batch_faults`."""
+        """Return the batch of a config without `batch_faults`."""
         train = cfg.train
         replicas = cfg.language.layout.dp
         return cls(train.global_batch_size, train.micro_batch_size, replicas, *train.rampup_batch_size)
@@ -51,7 +51,7 @@ class Batch:
         return self.global_batch_size // self.microbatch_samples
 
     def size_at(self, consumed: int) -> int:
-        """Samples of the step that begins after `consumed` samples."""
+        """Return the samples of the step that starts after `consumed` samples."""
         if not self.first or consumed > self.ramp_samples:
             return self.global_batch_size
         steps_up = (self.global_batch_size - self.first) // self.increment
@@ -61,13 +61,13 @@ class Batch:
         return min(self.global_batch_size, grown)
 
     def sizes(self) -> Iterator[int]:
-        """Every size of a step, in order."""
+        """Yield every batch size of a step, in order."""
         if self.first:
             yield from range(self.first, self.global_batch_size, self.increment)
         yield self.global_batch_size
 
     def samples_of(self, steps: int, consumed: int = 0) -> int:
-        """Samples of the first `steps` steps after `consumed` samples."""
+        """Return the samples of the first `steps` steps after `consumed` samples."""
         before = consumed
         for done in range(steps):
             if not self.first or consumed > self.ramp_samples:
@@ -76,7 +76,7 @@ class Batch:
         return consumed - before
 
     def steps_within(self, samples: int, consumed: int = 0) -> int:
-        """Steps after `consumed` samples that take at most `samples` samples in all, these included."""
+        """Return the number of steps after `consumed` samples until `samples` samples are consumed in total."""
         steps = 0
         while self.first and consumed <= self.ramp_samples:
             consumed += self.size_at(consumed)
@@ -86,13 +86,13 @@ class Batch:
         return steps + max(0, samples - consumed) // self.global_batch_size
 
     def steps_of(self, samples: int) -> int:
-        """The fewest steps with that many samples."""
+        """Return the smallest number of steps with at least `samples` samples."""
         steps = self.steps_within(samples)
         return steps + (self.samples_of(steps) < samples)
 
 
 def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Faults of `train.rampup_batch_size`, in a run whose batch has none at its full size."""
+    """Yield faults of `train.rampup_batch_size`, for a run whose full batch size has none."""
     values, train, language = cfg.train.rampup_batch_size, cfg.train, cfg.language.layout
     if not values:
         return
@@ -125,10 +125,10 @@ def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Faults of batch sizes and sequence length over the modules' parallel sizes."""
+    """Yield faults of batch sizes and sequence length with the parallel sizes of the modules."""
     train, language = cfg.train, cfg.language.layout
     if min(train.global_batch_size, train.micro_batch_size, cfg.data.sequence_length) < 1:
-        return  # their own keys say so
+        return  # their own keys report it
     microbatch = train.micro_batch_size * language.dp
     if train.global_batch_size % microbatch:
         yield Fault(
@@ -159,7 +159,7 @@ def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
-    """Faults of sequences of `length` tokens over the ranks that share them."""
+    """Yield faults of sequences of `length` tokens that are split over ranks."""
     key = f"modules.{LANGUAGE}.layout"
     chunks, tp = 2 * language.cp if language.cp > 1 else 1, language.tp if language.sp else 1
     if length % chunks:
@@ -178,7 +178,7 @@ def sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
 
 
 def pack_length(cfg: ConfigContainer) -> int:
-    """Most tokens of the samples of a packed row."""
+    """Return the maximum number of tokens of the samples in a packed row."""
     return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.data.sequence_length
 
 
@@ -187,7 +187,7 @@ def has_balancing_loss(llm: LlmSpec) -> bool:
 
 
 def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Faults of packing (`data.pack`), or of its keys without it."""
+    """Yield faults of packing (`data.pack`), or of its keys without it."""
     data, llm = cfg.data, cfg.llm
     if not data.pack:
         if data.pack_length:

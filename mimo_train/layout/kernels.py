@@ -1,5 +1,4 @@
-"""Which kernels the layers of a run use: fp8 matmuls of Transformer Engine (`train.fp8`), compiled layers
-(`train.compile`), and what keeps them from it."""
+"""Kernels of the layers of a run: Transformer Engine in fp8 (`train.fp8`) and compiled layers (`train.compile`)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,26 +12,25 @@ _IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def fp8_unit(recipe: str) -> int:
-    """The unit of widths and rows of matmuls in fp8: 16 for tensor cores, 32 for `mxfp8`, whose scales cover 32
-    numbers."""
+    """Return the unit of widths and rows of fp8 matmuls: 16 for tensor cores, 32 for the scales of `mxfp8`."""
     return 32 if recipe == "mxfp8" else 16
 
 
 def has_fp8(cfg: ConfigContainer) -> dict[str, str]:
-    """The recipe of each module whose layers have fp8."""
+    """Return the fp8 recipe of each module with fp8 layers."""
     recipes = {name: cfg.fp8_of(name) for name in cfg.modules}
     return {name: recipe for name, recipe in recipes.items() if recipe != "none"}
 
 
 def row_unit(cfg: ConfigContainer) -> int:
-    """The unit of the rows of text on one rank of the language model: with sequence parallel, ranks gather rows, and
-    other rows are padded in the matmul."""
+    """Return the unit of text rows on one rank of the language model: sequence-parallel ranks gather rows, and other
+    rows are padded in the matmul."""
     recipe = cfg.fp8_of(LANGUAGE)
     return 1 if recipe == "none" or not cfg.language.layout.sp else fp8_unit(recipe)
 
 
 def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
-    """The reason why a module uses torch's layers even if Transformer Engine is installed; empty if it does not."""
+    """Return why a module uses torch layers even if Transformer Engine is installed; empty if it does not."""
     module = cfg.modules[name]
     if module.lora.rank > 0:
         return f"modules.{name}.lora.rank is {module.lora.rank}, and adapters require torch's layers"
@@ -50,7 +48,7 @@ def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
 
 
 def fp8_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Faults of fp8, for a config whose sizes and layouts have none."""
+    """Yield faults of fp8, for a config without faults of sizes and layouts."""
     if "delayed" in {cfg.train.fp8, *(module.fp8 for module in cfg.modules.values())}:
         yield Fault(
             "train.fp8",
@@ -114,8 +112,8 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
 
 
 def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[str, tuple[int, str, int]]]]:
-    """(prefix of keys, layers, widths of matmuls) of each stack of layers of a module; a width comes with the axis that
-    divides it and its size."""
+    """Yield (key prefix, layers, matmul widths) for each stack of layers of a module. A width comes with the axis that
+    divides it, and the size of this axis."""
     module, layout = cfg.modules[name], cfg.modules[name].layout
     tp = ("tp", layout.tp)
     if module.llm is not None:
@@ -147,13 +145,13 @@ def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[st
 
 
 def layers_in_fp8(cfg: ConfigContainer, numbers: Iterable[int], layers: int) -> list[int]:
-    """Those of the layers `numbers` that are in fp8, in a module with fp8 and `layers` layers."""
+    """Return the layers among `numbers` that are in fp8, for a module with fp8 and `layers` layers."""
     first, end = cfg.train.num_layers_at_start_in_bf16, layers - cfg.train.num_layers_at_end_in_bf16
     return [layer for layer in numbers if first <= layer < end]
 
 
 def fp8_text(cfg: ConfigContainer) -> str:
-    """A phrase about the layers in fp8; empty if there are none."""
+    """Return a phrase about the fp8 layers; empty if there are none."""
     recipes = has_fp8(cfg)
     if not recipes:
         return ""
@@ -164,12 +162,12 @@ def fp8_text(cfg: ConfigContainer) -> str:
 
 
 def compiled_modules(cfg: ConfigContainer) -> list[str]:
-    """Names of the modules whose layers are compiled."""
+    """Return the names of the modules with compiled layers."""
     return [name for name in cfg.modules if cfg.compile_of(name) == "layers"]
 
 
 def compile_remark(cfg: ConfigContainer) -> str:
-    """The note before the first step, which waits for the compiler; empty if nothing is compiled."""
+    """Return a note about the compile time of the first step; empty if nothing is compiled."""
     compiled = compiled_modules(cfg)
     if not compiled:
         return ""
@@ -180,7 +178,7 @@ def compile_remark(cfg: ConfigContainer) -> str:
 
 
 def compile_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Faults of `compile`, for a config whose sizes and layouts have none."""
+    """Yield faults of `compile`, for a config without faults of sizes and layouts."""
     for name in compiled_modules(cfg):
         key = f"modules.{name}.compile" if cfg.modules[name].compile else "train.compile"
         if reason := _not_plain_because(cfg, name):
@@ -188,8 +186,7 @@ def compile_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
-    """The option of a module that keeps its layers from being plain calls of torch on one rank; empty if there is
-    none."""
+    """Return the option that prevents plain torch layers on one rank; empty if there is none."""
     module, key = cfg.modules[name], f"modules.{name}"
     if module.layout.tp > 1:
         return f"tensor parallel ({key}.layout.tp is {module.layout.tp})"

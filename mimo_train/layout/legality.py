@@ -1,4 +1,4 @@
-"""Legality of modules: their parts and sizes, and whether parallel sizes divide these."""
+"""Faults of modules: missing parts, invalid sizes, and sizes that parallel sizes do not divide."""
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
@@ -16,7 +16,7 @@ from mimo_train.layout.ranks import layers_of_stage
 
 
 def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
-    """Faults of the parallel sizes of a language model whose own sizes have none.
+    """Yield faults of the parallel sizes of a language model whose own sizes have none.
 
     Args:
         key: config key of its module.
@@ -43,7 +43,7 @@ def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fa
 
 
 def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
-    """Faults of the parallel sizes of an encoder whose own sizes have none.
+    """Yield faults of the parallel sizes of an encoder whose own sizes have none.
 
     Args:
         key: config key of its module.
@@ -79,11 +79,11 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
 
 
 def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fault]:
-    """Faults of the widths of a projector whose own sizes have none.
+    """Yield faults of the widths of a projector whose own sizes have none.
 
     Args:
-        width: of the language model.
-        name: of its module.
+        width: hidden size of the language model.
+        name: name of its module.
     """
     projector, tp, key = module.projector, module.layout.tp, f"modules.{name}"
     resampler, place = projector.resampler, f"{key}.projector"
@@ -195,8 +195,8 @@ def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterat
 
 
 def _few_key_heads(llm: LlmSpec, tp: int, key: str) -> Iterator[Fault]:
-    """More tensor-parallel ranks than key heads: as many ranks share each, and gather its queries, keys and values of
-    which each has a part."""
+    """Yield faults of tensor parallelism with fewer key heads than ranks. Ranks that share a head gather its queries,
+    keys and values, of which each has a part."""
     if tp % llm.key_heads:
         yield Fault(
             f"{key}.layout.tp",
@@ -212,7 +212,6 @@ def _few_key_heads(llm: LlmSpec, tp: int, key: str) -> Iterator[Fault]:
 
 
 def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
-    """Sizes that tensor parallel does not divide."""
     for name, size in sizes.items():
         if size % tp:
             yield Fault(
@@ -222,8 +221,8 @@ def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
 
 
 def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Modules and layouts that cannot carry the features which an encoder has for layers of the language model: they
-    arrive with those for its input, on its first stage."""
+    """Yield faults of modules and layouts that cannot carry the features of `encoder.deepstack`. These arrive with the
+    input features, on the first stage of the language model."""
     llm, stages = cfg.llm, cfg.language.layout.pp
     first = layers_of_stage(llm.num_layers, 0, stages)
     for name, module in cfg.encoders.items():
@@ -277,9 +276,8 @@ def module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
 
 
 def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
-    """Faults of the sizes of an encoder and its projector, alone and together."""
     encoder, projector = module.encoder, module.projector
-    # Arithmetic with what is not finite raises.
+    # Sizes that are not finite would raise in the arithmetic below.
     faults = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
     faults += value_faults(projector.resampler, f"{prefix}.projector.resampler")
     for name, part in encoder.parts.items():
@@ -292,7 +290,7 @@ def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
 
 
 def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Faults of options that require transformer layers, for encoders of plain torch."""
+    """Yield faults of options that require Megatron-Core layers, for plain torch encoders and joined encoders."""
     for name, module in cfg.encoders.items():
         if not isinstance(module.encoder, PlainSpec):
             if module.lora.rank > 0 and len(module.encoder.parts) > 1:
@@ -318,7 +316,7 @@ def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
-    """The language module has an llm, every other one an encoder and a projector."""
+    """Yield faults of missing or extra parts: the language module has an llm, others an encoder and a projector."""
     prefix, parts = f"modules.{name}", ("encoder", "projector")
     if name == LANGUAGE:
         if module.llm is None:

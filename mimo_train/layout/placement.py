@@ -1,7 +1,7 @@
-"""Placement of modules: edges between them, first ranks, shared ranks, idle processes, nodes.
+"""Placement of modules: edges, first ranks, shared ranks, idle processes and nodes.
 
-An encoder is either on other ranks than the language model, or on exactly the ranks of its first stage. Encoders on
-other ranks may share these with each other, stage by stage.
+An encoder is on other ranks than the language model, or on exactly the ranks of its first stage. Encoders on other
+ranks may share these with each other, stage by stage.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from mimo_train.config.schema_modules import LayoutConfig
 
 @dataclass(frozen=True)
 class Placement:
-    """First ranks, counted over the processes that have a module."""
+    """First ranks of modules, counted over the processes that have a module."""
 
     first_ranks: dict[str, int]
     processes: tuple[int, ...]
-    """The launcher's rank of each process that has a module, in order: without holes 0, 1, 2, ..."""
+    """Launcher rank of each process with a module, in order; 0, 1, 2, ... unless processes are idle."""
 
 
 def place(cfg: ConfigContainer) -> Placement:
-    """The placement of the modules of a valid config."""
+    """Return the placement of the modules of a valid config."""
     spans = _spans(cfg)
     processes = sorted({process for span in spans.values() for process in span})
     rank_of = {process: rank for rank, process in enumerate(processes)}
@@ -33,7 +33,7 @@ def place(cfg: ConfigContainer) -> Placement:
 
 
 def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """All faults of the placement. Sizes are at least 1 and there is a language module."""
+    """Yield all faults of the placement, for sizes of at least 1 and a config with a language module."""
     found = list(_key_faults(cfg))
     yield from found
     if found:
@@ -47,7 +47,7 @@ def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
-    """Faults of the placement on nodes of `node` ranks; none if it is 0."""
+    """Yield faults of the placement on nodes of `node` ranks; none if `node` is 0."""
     if not node:
         return
     spans = _spans(cfg)
@@ -64,7 +64,7 @@ def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
 
 
 def moved_for_nodes(cfg: ConfigContainer) -> str:
-    """How the order of modules differs from the config's, so that no tensor-parallel group crosses a node; else ""."""
+    """Return a message if modules are reordered so that no tensor-parallel group crosses a node; else ""."""
     order = _order(cfg)
     if order == tuple(cfg.modules) or cfg.placement.mode == "shared" or cfg.placement.first_rank:
         return ""
@@ -75,7 +75,7 @@ def moved_for_nodes(cfg: ConfigContainer) -> str:
 
 
 def span_text(ranks: range) -> str:
-    """Ranks as people write them: 3, or 0-3."""
+    """Return ranks as text: 3, or 0-3."""
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
@@ -84,7 +84,6 @@ def _size(sizes: LayoutConfig) -> int:
 
 
 def _spans(cfg: ConfigContainer) -> dict[str, range]:
-    """Processes of each module."""
     firsts = dict(cfg.placement.first_rank)
     if cfg.placement.mode == "shared":
         firsts = dict.fromkeys(cfg.modules, 0)
@@ -103,8 +102,8 @@ def _one_after_the_other(cfg: ConfigContainer, order: tuple[str, ...]) -> dict[s
 
 
 def _order(cfg: ConfigContainer) -> tuple[str, ...]:
-    """The first order of modules, from the config's on, in which no tensor-parallel group crosses a node; the config's
-    if there is none, or if groups may cross."""
+    """Return the first order of modules, starting from the config's, in which no tensor-parallel group crosses a node.
+    This is the config's order if there is none, or if groups may cross nodes."""
     node, dead_ends = cfg.placement.ranks_per_node, set()
 
     def complete(order: tuple[str, ...], following: int) -> tuple[str, ...] | None:
@@ -126,7 +125,7 @@ def _order(cfg: ConfigContainer) -> tuple[str, ...]:
 
 
 def _crossing(cfg: ConfigContainer, name: str, first: int, node: int) -> range | None:
-    """The first tensor-parallel group of a module at `first` that crosses nodes."""
+    """Return the first tensor-parallel group of a module at `first` that crosses nodes."""
     sizes = cfg.modules[name].layout
     groups = (range(start, start + sizes.tp) for start in range(first, first + _size(sizes), sizes.tp))
     return next((group for group in groups if group[0] // node != group[-1] // node), None)
@@ -146,8 +145,7 @@ def _key_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _overlap_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
-    """Modules that share some ranks: a source has exactly those of its destination's first stage, others all or
-    none."""
+    """Yield faults of common ranks: a source must be on exactly the ranks of its destination's first stage."""
     shared: set[str] = set()
     for source, destination in connections(cfg):
         span, of_destination, sizes = spans[source], spans[destination], cfg.modules[destination].layout
@@ -177,7 +175,7 @@ def _overlap_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[F
 
 
 def _partial_overlap(cfg: ConfigContainer, spans: dict[str, range], name: str, other: str) -> Iterator[Fault]:
-    """Modules beside each other share all their ranks, stage by stage, or none."""
+    """Yield the fault of two encoders that share only some ranks, or share them with different stages."""
     pp, pp_of_other = cfg.modules[name].layout.pp, cfg.modules[other].layout.pp
     same = spans[other] == spans[name] and pp_of_other == pp
     if set(spans[other]) & set(spans[name]) and not same:
@@ -227,8 +225,8 @@ def _crossing_faults(
 
 
 def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[str, int]:
-    """First ranks that keep every tensor-parallel group on a node, what shares ranks together and the order, with as
-    few idle ranks as that allows; empty if there are none."""
+    """Return first ranks with every tensor-parallel group on one node, and as few idle ranks as possible. The order and
+    the sharing of ranks are kept. Empty if there are none."""
     firsts: dict[str, int] = {}
     following = 0
     for start in sorted({span[0] for span in spans.values()}):
@@ -243,8 +241,8 @@ def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[s
 
 
 def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
-    """A rank has one random generator: ranks that must draw equal masks for one module would draw different ones for
-    another."""
+    """Yield faults of dropout on shared ranks. A rank has one random generator: ranks that must draw equal masks for
+    one module would draw different masks for the other."""
     dropout = {name: module.encoder.dropout for name, module in cfg.encoders.items()}
     dropout[LANGUAGE] = cfg.llm.dropout
     names = list(spans)
@@ -268,7 +266,7 @@ the ranks of the destination's first stage, inside its forward pass."""
 
 @dataclass(frozen=True)
 class Edge:
-    """Features go from the source to the destination in the forward pass, and their gradients back."""
+    """An edge that carries features from source to destination in forward, and their gradients back."""
 
     source: str
     destination: str
@@ -281,6 +279,5 @@ class Edge:
 
 
 def connections(cfg: ConfigContainer) -> list[tuple[str, str]]:
-    """(source, destination) of every edge, in the order of the config. Every encoder gives to the language model; this
-    is the only place that defines it."""
+    """Return (source, destination) of every edge, in the order of the config: all encoders feed the language model."""
     return [(name, LANGUAGE) for name in cfg.encoders] if LANGUAGE in cfg.modules else []

@@ -1,8 +1,8 @@
 """The layout of a run: the ranks of each module and pipeline stage, and the edges between modules.
 
-A module's ranks are tp * cp * dp * pp, counted from its first rank with tp innermost, then cp, dp, pp (the order of
-the `HyperCommGrid` in `groups`). One microbatch is `micro_batch_size * dp(language)` samples; each data-parallel rank
-of a module takes its `1/dp` of them, so that every module sees the same samples in the same order at any layout.
+A module has tp * cp * dp * pp ranks from its first rank, with tp innermost, then cp, dp, pp (the order of the
+`HyperCommGrid` in `groups`). One microbatch is `micro_batch_size * dp(language)` samples. Each data-parallel rank of a
+module takes `1/dp` of them, so every module sees the same samples in the same order at any layout.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.placement import Edge, connections, place
 
 AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
-"""Parallel sizes of a module, in the order in which they are written."""
+"""Parallel sizes of a module, in display order."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class ModuleLayout:
         return range(self.first_rank, self.first_rank + self.size)
 
     def stage_ranks(self, stage: int) -> range:
-        """Ranks of one pipeline stage."""
+        """Return the ranks of one pipeline stage."""
         width = self.size // self.pp
         return range(self.first_rank + stage * width, self.first_rank + (stage + 1) * width)
 
     def stage_name(self, stage: int) -> str:
-        """The module and the stage, counted from 1, if there are several."""
+        """Return the module's name, with the stage (from 1) if there are several."""
         return f"{self.name}, stage {stage + 1} of {self.pp}" if self.pp > 1 else self.name
 
     def __str__(self) -> str:
@@ -68,11 +68,11 @@ class RunLayout:
 
     modules: dict[str, ModuleLayout]
     edges: tuple[Edge, ...]
-    """In the order of the config."""
+    """Edges in the order of the config."""
     processes: tuple[int, ...]
-    """The launcher's rank of each rank; processes without a module have no rank."""
+    """Launcher rank of each rank; processes without a module have no rank."""
     ranks_per_node: int = 0
-    """0 where it is not known, or all are on one node."""
+    """0 if unknown, or if all ranks are on one node."""
 
     @property
     def language(self) -> ModuleLayout:
@@ -91,34 +91,34 @@ class RunLayout:
 
     @property
     def piped_modules(self) -> tuple[str, ...]:
-        """The modules that are stages of the pipeline, sources before destinations: all that run inside no other."""
+        """Modules that are pipeline stages, sources before destinations: all that do not run inside another one."""
         inside = {edge.source for edge in self.shared_edges}
         return tuple(name for name in self._sources_first() if name not in inside)
 
     def edges_from(self, source: str) -> tuple[Edge, ...]:
-        """The edges from a module."""
+        """Return the edges from a module."""
         return tuple(edge for edge in self.edges if edge.source == source)
 
     @property
     def world_size(self) -> int:
-        """Processes that have a module."""
+        """Number of processes with a module."""
         return len(self.processes)
 
     @property
     def logging_rank(self) -> int:
-        """The rank that writes the log: the first that computes the loss."""
+        """The rank that writes the log: the first one that computes the loss."""
         return self.language.stage_ranks(self.language.pp - 1)[0]
 
     def processes_of(self, ranks: Sequence[int]) -> range:
-        """The launcher's ranks of neighbouring ranks of one module."""
+        """Return the launcher ranks of consecutive ranks of one module."""
         return range(self.processes[ranks[0]], self.processes[ranks[-1]] + 1)
 
     def on_rank(self, rank: int) -> list[str]:
-        """Names of the modules on `rank`, in the order of the config."""
+        """Return the names of the modules on `rank`, in the order of the config."""
         return [name for name, module in self.modules.items() if rank in module.ranks]
 
     def kind_of(self, rank: int) -> str:
-        """The modules on `rank` and their stages, as text; ranks of one kind run the same code."""
+        """Return the modules on `rank` and their stages, as text; ranks with the same text run the same code."""
         kinds = []
         for name in self.on_rank(rank):
             module = self.modules[name]
@@ -127,7 +127,7 @@ class RunLayout:
         return " + ".join(kinds)
 
     def _sources_first(self) -> list[str]:
-        """Every module after its sources, else in the order of the config."""
+        """Return every module after its sources, else in the order of the config."""
         ordered: list[str] = []
         waiting = list(self.modules)
         while waiting:
@@ -142,15 +142,15 @@ class RunLayout:
 
 
 def layers_of_stage(num_layers: int, stage: int, stages: int) -> int:
-    """Number of layers of one pipeline stage: equal parts, and the rest on the first stage, since the last one computes
-    the output layer."""
+    """Return the number of layers of one pipeline stage. The remainder goes to the first stage, since the last one
+    computes the output layer."""
     share = num_layers // stages
     return num_layers - (stages - 1) * share if stage == 0 else share
 
 
 def stage_layers(num_layers: int, stage: int, stages: int, chunks: int = 1) -> list[int]:
-    """Numbers of the layers of one pipeline stage, from 0 over the module; interleaved model chunks are equal parts and
-    follow each other."""
+    """Return the layers of one pipeline stage, numbered from 0 over the module. Interleaved model chunks have equal
+    sizes and follow each other."""
     if chunks > 1:
         share = num_layers // (stages * chunks)
         starts = [(chunk * stages + stage) * share for chunk in range(chunks)]
@@ -160,7 +160,7 @@ def stage_layers(num_layers: int, stage: int, stages: int, chunks: int = 1) -> l
 
 
 def lay_out(cfg: ConfigContainer) -> RunLayout:
-    """The layout of a config whose modules and placement have no faults (see `mimo_train.layout.run`)."""
+    """Return the layout of a config without faults of modules and placement (see `mimo_train.layout.run`)."""
     placement, modules = place(cfg), {}
     for name, module in cfg.modules.items():
         sizes = module.layout
@@ -189,7 +189,7 @@ def lay_out(cfg: ConfigContainer) -> RunLayout:
 
 
 def stages_to_end(layout: RunLayout, name: str, stage: int) -> int:
-    """Pipeline stages from a stage of a module, itself included, to the end of the longest path of its features. A
+    """Return the pipeline stages from a stage of a module, included, to the end of the longest path of its features. A
     module inside the first stage of another counts as that stage."""
     edges = layout.edges_from(name)
     behind = max((stages_to_end(layout, edge.destination, 0) for edge in edges), default=0)
@@ -199,5 +199,5 @@ def stages_to_end(layout: RunLayout, name: str, stage: int) -> int:
 
 
 def pipeline_stages(layout: RunLayout) -> int:
-    """Number of stages on the longest path of a microbatch through the modules."""
+    """Return the number of stages on the longest path of a microbatch through the modules."""
     return max(stages_to_end(layout, name, 0) for name in layout.modules)

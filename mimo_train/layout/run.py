@@ -29,13 +29,12 @@ from mimo_train.layout.placement import placement_faults
 from mimo_train.layout.ranks import RunLayout, lay_out
 
 INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards", "data.test_shards")
-"""Keys of files that need not exist yet when a config is checked without data."""
+"""Keys of files that may be missing when a config is checked without data."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A config with its layout and batch. A training process creates one with `resolve`; `check` creates one if layout
-    and batch have no faults."""
+    """A config with its layout and batch. Training uses `resolve`; `check` builds one if both have no faults."""
 
     cfg: ConfigContainer
     layout: RunLayout
@@ -43,37 +42,37 @@ class Run:
 
     @property
     def dir(self) -> Path:
-        """Folder that the run writes into."""
+        """Folder that the run writes to."""
         return Path(self.cfg.run.dir)
 
     @property
     def checkpoints(self) -> Place:
-        """Folder or URL in which the run's folder `checkpoints` is."""
+        """Folder or URL that contains the folder `checkpoints`."""
         return place_of(self.cfg.checkpoint.dir) if self.cfg.checkpoint.dir else self.dir
 
 
 def with_iters(run: Run, iters: int) -> Run:
-    """The run with `iters` steps, a number that follows from its data."""
+    """Return the run with `iters` steps, a number that follows from its data."""
     return replace(run, cfg=replace(run.cfg, train=replace(run.cfg.train, iters=iters)))
 
 
 def steps_of_epochs(run: Run, samples: int) -> int:
-    """Steps of `train.epochs`.
+    """Return the number of steps of `train.epochs`.
 
     Args:
         samples: samples of an epoch.
     """
-    # As a decimal number: 0.1 of 30 samples are 3 samples, and not 4.
+    # As a decimal number: 0.1 of 30 samples are 3 samples, not 4.
     return max(1, run.batch.steps_of(math.ceil(Fraction(str(run.cfg.train.epochs)) * samples)))
 
 
 def length_of(train: TrainConfig) -> str:
-    """The length of a run, with the key that gives it."""
+    """Return the length of a run as text, with the key that sets it."""
     return f"the {train.iters} steps of train.epochs {train.epochs:g}" if train.epochs else f"train.iters {train.iters}"
 
 
 def all_made(train: TrainConfig, step: int) -> str:
-    """The message for a run that has made all its steps."""
+    """Return the message for a run that has done all its steps."""
     return f"nothing to do: step {step} of {length_of(train)} is done. Raise it, or choose a new run.dir"
 
 
@@ -82,7 +81,7 @@ def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
 
     Args:
         ranks_per_node: processes that the launcher started on each of several nodes, used if `placement` does not set
-            it; 0 if there is no launcher, or one node.
+            it; 0 without a launcher or on one node.
 
     Raises:
         UserError: `cfg` is not a `ConfigContainer`.
@@ -92,7 +91,7 @@ def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
     placed = on_nodes(cfg, ranks_per_node)
     if faults := config_faults(placed):
         raise ConfigError(faults)
-    # The config stays the user's: saved with the launcher's number, it would not fit other nodes.
+    # Keep the user's config: saved with the launcher's number, it would not fit other nodes.
     return Run(cfg, lay_out(placed), Batch.of(cfg))
 
 
@@ -106,15 +105,15 @@ def require_config(cfg: object) -> None:
 
 
 def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:
-    """The config with `placement.ranks_per_node` filled in, if it is not set."""
+    """Return the config with `placement.ranks_per_node` filled in if it is not set."""
     if cfg.placement.ranks_per_node:
         return cfg
     return dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, ranks_per_node=ranks_per_node))
 
 
 def with_config_faults(error: ConfigError) -> ConfigError:
-    """Add the faults of the rest of a config to the errors of reading it. Leaves out faults that may follow from the
-    default of a wrong value: they name its key, or belong to the same module."""
+    """Add the faults of the rest of a config to the errors of reading it. Faults that name a wrong key or belong to its
+    module are left out: they may follow from the key's default."""
     if error.cfg is None:
         return error
     doubtful = [key for fault in error.faults for key in (fault.key, *fault.meant)]
@@ -128,12 +127,12 @@ def with_config_faults(error: ConfigError) -> ConfigError:
 
 
 def _names(key: str, text: str) -> bool:
-    """True if `text` contains `key` as a whole, not as the beginning of a longer key."""
+    """True if `text` contains `key` as a whole, not as the start of a longer key."""
     return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
 def config_faults(cfg: ConfigContainer) -> list[Fault]:
-    """All faults of a config that show without its data, each with key and numbers."""
+    """Return all faults of a config that do not depend on its data."""
     faults = [*layout_faults(cfg)]
     faults += _media_faults(cfg, faults)
     faults += _length_faults(cfg)
@@ -149,7 +148,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
 
 
 def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Faults of modules, sizes, ranks and batch."""
+    """Yield faults of modules, sizes, ranks and batch."""
     stray = [name for name, module in cfg.modules.items() if name != LANGUAGE and _is_empty(module)]
     of_modules = [
         fault
@@ -185,7 +184,7 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _world_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Modules with more ranks than any run has; these are not laid out."""
+    """Yield faults of modules with more ranks than any run has; these are not laid out."""
     for name, module in cfg.modules.items():
         layout = module.layout
         ranks = layout.tp * layout.cp * layout.dp * layout.pp
@@ -199,7 +198,7 @@ def _is_empty(module: ModuleConfig) -> bool:
 
 
 def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
-    """The fault of a module without an encoder, a projector and an llm."""
+    """Return the fault of a module without an encoder, a projector and an llm."""
     present = [other for other in cfg.modules if other not in stray]
     near = near_names(name, present)
     remedy = (
@@ -215,7 +214,7 @@ def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
 
 
 def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Sequences beyond what the language model's positions allow."""
+    """Yield the fault of sequences beyond the language model's positions."""
     llm = cfg.modules[LANGUAGE].llm if LANGUAGE in cfg.modules else None
     if llm and llm.rope_scaling.kind == "dynamic" and cfg.data.sequence_length > llm.max_positions > 0:
         yield Fault(
@@ -226,7 +225,7 @@ def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
-    """Encoders whose largest media item is longer than a sequence, of those without faults."""
+    """Yield faults of encoders whose largest media item is longer than a sequence, for encoders without faults."""
     for name, module in cfg.encoders.items():
         prefix = f"modules.{name}"
         if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in found):
@@ -244,7 +243,7 @@ def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
 
 
 def warm_up_warnings(cfg: ConfigContainer, last_step: int | None = None) -> Iterator[str]:
-    """Warnings about modules whose learning rate never reaches its peak; no faults, since trial runs have few steps.
+    """Yield warnings about learning rates that never reach their peak. These are no faults: trial runs have few steps.
 
     Args:
         last_step: last step of the run if its data may end it before `train.iters`.
@@ -254,8 +253,8 @@ def warm_up_warnings(cfg: ConfigContainer, last_step: int | None = None) -> Iter
     steps_of = {"optim": cfg.optim.warmup_iters}
     steps_of |= {f"modules.{name}.optim": module.optim.warmup_iters or 0 for name, module in cfg.modules.items()}
     for key, steps in steps_of.items():
-        if steps >= length > 0:  # 0: not known yet
-            # Step n has the rate of n - 1 steps of warm-up: the peak is that of the step behind it.
+        if steps >= length > 0:  # not known yet
+            # Step n has the rate of n - 1 warm-up steps, so the peak comes one step later.
             compared = "longer than" if steps > length else "as long as"
             yield (
                 f"{key}.warmup_iters {steps} is {compared} {named}: the learning rate never "
