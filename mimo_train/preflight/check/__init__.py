@@ -1,4 +1,4 @@
-"""`mimo-train check`: check a run without a GPU, and report every fault at once.
+"""`mimo-train check`: checks a run without a GPU, and reports every fault at once.
 
 Parts that do not depend on a fault still run: an invalid layout does not hide a truncated shard.
 """
@@ -19,29 +19,29 @@ from mimo_train.layout.run import INPUT_KEYS, Run, config_faults, with_config_fa
 from mimo_train.preflight.check.report import Report, show
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
-"""With faults below these keys there is no layout."""
+"""Faults below these keys prevent a layout."""
 
 BATCH_KEYS = ("train", "data.sequence_length")
-"""With faults below these keys, batch and memory cannot be computed."""
+"""Faults below these keys prevent the computation of batch and memory."""
 
 
 def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> int:
-    """Check one run, print what was found, and return 1 if it cannot start, else 0.
+    """Check one run, print the report, and return 1 if it cannot start, else 0.
 
     Args:
-        without_data: leave out tokenizer, weights and shards, which need not be there.
+        without_data: skip tokenizer, weights and shards, which may be missing.
     """
     try:
         cfg = compose.load(config, overrides, without_data=without_data)
     except ConfigError as error:
         show(Report(faults=_without_inputs(with_config_faults(error).faults, without_data)), "", sys.stdout, sys.stderr)
         return 1
-    from mimo_train.preflight.check import tables  # slow to import, as are those of `check`
+    from mimo_train.preflight.check import tables  # slow to import, as are the imports of `check`
 
     report = check(cfg, without_data=without_data)
     tables.add_layouts(report, config, overrides, cfg, without_data=without_data)
     script = Path("scripts", "train_vlm.sh" if cfg.encoders else "train_gpt.sh")
-    # Where mimo-train is installed as a package, there are no scripts.
+    # There are no scripts if mimo-train is installed as a package.
     start = [str(script)] if script.is_file() else ["mimo-train", "launch", "here"]
     command = shlex.join([*start, config, *overrides])
     last = (
@@ -54,10 +54,10 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
 
 
 def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
-    """All checks of a run that are possible before it starts.
+    """Run all checks that are possible before a run starts.
 
     Args:
-        without_data: leave out tokenizer, weights and shards. The vocabulary is that of the language model's config.
+        without_data: skip tokenizer, weights and shards. The vocabulary is that of the language model's config.
     """
     from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults
     from mimo_train.inputs.mixture import Mixing
@@ -100,7 +100,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
 
 
 def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
-    """Report missing user code, and what only the start of the run can show."""
+    """Report missing user code, and patterns that only the start of the run can check."""
     from mimo_train.estimate.parameters import freeze_patterns
     from mimo_train.hf.llava_limits import why_several
 
@@ -127,7 +127,7 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
 
 
 def _without_inputs(faults: list[Fault], without_data: bool) -> list[Fault]:
-    """Leave out faults of files that need not exist, with `without_data`."""
+    """Leave out faults of missing files, with `without_data`."""
     return [fault for fault in faults if not without_data or fault.key not in INPUT_KEYS]
 
 
@@ -136,7 +136,7 @@ def _any_below(faults: list[Fault], keys: Sequence[str]) -> bool:
 
 
 def _is_of_spec(fault: Fault) -> bool:
-    """True if a fault says that an encoder, a projector or a language model cannot be built from its sizes."""
+    """True if an encoder, a projector or a language model cannot be built from its sizes."""
     parts = fault.key.split(".")
     return parts[0] == "modules" and (
         len(parts) == 1 or (len(parts) > 2 and parts[2] in ("encoder", "projector", "llm"))

@@ -15,10 +15,10 @@ from mimo_train.preflight.plan.report import of_numbers, quoted, seconds_text
 from mimo_train.preflight.plan.search import Proposal, Request, compare, require_sound
 
 WORTH = 0.2
-"""Share of a step that another layout must be predicted to save: each of both predictions may be off by a tenth, even
-where rates are measured (benchmarks/planner_demo_cpu2_2026-11-23.md)."""
+"""Share of a step that another layout must save. Each prediction may be off by a tenth, even with measured rates
+(benchmarks/planner_demo_cpu2_2026-11-23.md)."""
 DRIVER = Path("/proc/driver/nvidia")
-"""Folder on machines with a driver for NVIDIA GPUs."""
+"""Folder that exists with a driver for NVIDIA GPUs."""
 WINDOWS_GPU = Path("/dev/dxg")
 """The same on Linux inside Windows."""
 GPU, GPUS_OF_NODE = "h100", 8
@@ -46,15 +46,15 @@ def add_advice(report: Report, run: Run, vocab: int, media_per_sample: dict[str,
 
 
 def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advice | None:
-    """Another layout of as many ranks, or fewer, that is predicted to be clearly faster.
+    """Return another layout of as many ranks, or fewer, that is predicted to be clearly faster.
 
-    None of one rank; of `launch.layouts`, which choose layouts by nodes; of three encoders or more of which some share
-    ranks of their own and others do not, since the planner has no such layouts.
+    None for one rank, for `launch.layouts`, which choose layouts by nodes, and if only some separate encoders share
+    ranks, which the planner does not support.
 
     Args:
-        run: without faults.
+        run: a run without faults.
         vocab: rows of the embedding.
-        media_per_sample: images or clips in a sample, by encoder; 1 of those that are not named.
+        media_per_sample: media items in a sample, by encoder; 1 for missing encoders.
     """
     cfg = run.cfg
     if run.layout.world_size == 1 or cfg.launch.layouts:
@@ -63,7 +63,7 @@ def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advic
     device, node = hardware(run, vocab, media)
     own = Candidate.of(cfg, node)
     try:
-        require_sound(cfg)  # on one rank too, as plans start from there
+        require_sound(cfg)  # on one rank too, where plans start
     except ConfigError:
         return None
     if own is None:
@@ -73,8 +73,8 @@ def advice_of(run: Run, vocab: int, media_per_sample: dict[str, float]) -> Advic
 
 
 def hardware(run: Run, vocab: int, media: dict[str, float]) -> tuple[Device, int]:
-    """(the device that the run is probably for, number of devices of a node): `run.device`; for `auto` the CPU if this
-    machine has fewer GPUs than ranks, and memory for all of them."""
+    """Return (the device that the run is probably for, number of devices of a node). `run.device` decides. `auto` is
+    the CPU if this machine has fewer GPUs than ranks, and memory for all of them."""
     placement = run.cfg.placement
     ranks = run.layout.processes[-1] + 1
     if _is_for_cpu(run, ranks, vocab, media):
@@ -99,7 +99,7 @@ def has_gpu_driver() -> bool:
 
 
 def _gpus(driver: Path) -> int:
-    """Number of GPUs of this machine, without torch."""
+    """Return the number of GPUs of this machine, without torch."""
     try:
         return len(os.listdir(driver / "gpus"))
     except OSError:
@@ -111,7 +111,6 @@ def _memory_of_machine() -> int:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

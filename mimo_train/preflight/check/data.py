@@ -1,4 +1,4 @@
-"""The data of a run: tokenizer, training and held-out files, and the number of epochs and steps that they make."""
+"""The data of a run: tokenizer, training and held-out files, and the resulting epochs and steps."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
     seen = Seen(of_sources=[part for *_, part in sources])
     seen.complete = all(part.complete for part in seen.of_sources)
     seen.fingerprint = seen.of_sources[0].fingerprint if len(sources) == 1 else None
-    # The shares of the sources are not known yet: the largest of any source.
+    # The shares of the sources are not known yet, so take the largest of any source.
     media = _media_of_sources(seen)
     seen.media_per_sample = {name: max(values) for name, values in media.items()}
     if len(counts) == len(sources):
@@ -96,8 +96,8 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
 
 
 def with_sound_values(cfg: ConfigContainer) -> ConfigContainer:
-    """`cfg` with defaults for the numbers and the colour of `data` that are config errors: no dataset takes these, and
-    they must not hide what is wrong with the shards."""
+    """Return `cfg` with defaults for invalid numbers and colours of `data`. Datasets reject these, and they must not
+    hide faults of the shards."""
     numbers = {name: default for name, default in vars(DataConfig()).items() if type(default) in (int, float)}
     sound: dict[str, Any] = {name: default for name, default in numbers.items() if _is_wrong(cfg, name)}
     try:
@@ -112,13 +112,13 @@ def _is_wrong(cfg: ConfigContainer, name: str) -> bool:
 
 
 def _is_absent(pattern: str) -> bool:
-    """True if there is nothing at all where the demo's shards belong."""
+    """True if there is nothing at the place of the demo's shards."""
     path = Path(pattern)
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def _tokenizer_rows(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> list[tuple[str, ...]]:
-    """Rows of the table of the data; warn of the template's notes and of a tokenizer that is not the model's."""
+    """Return rows of the data table; warn of template notes and of a tokenizer other than the model's."""
     if not tokenizer:
         return [("data.tokenizer", "at fault", "")]
     report.warnings += [f"data.chat_template: {note}" for note in tokenizer.template.notes]
@@ -140,7 +140,7 @@ def _tokenizer_rows(report: Report, cfg: ConfigContainer, tokenizer: Any | None)
 
 
 def _media_of_sources(seen: Seen) -> dict[str, list[float]]:
-    """Media items in a sample of each source, by module; empty if one source was not read."""
+    """Return the media items in a sample of each source, by module; empty if one source was not read."""
     if not all(part.media_per_sample for part in seen.of_sources):
         return {}
     modules = seen.of_sources[0].media_per_sample
@@ -150,10 +150,10 @@ def _media_of_sources(seen: Seen) -> dict[str, list[float]]:
 def _add_length(
     report: Report, cfg: ConfigContainer, tokenizer: Any, counts: dict[str, int], seen: Seen, rows: list
 ) -> None:
-    """The length of the run in epochs of all sources and of each; for sources whose files can be read."""
+    """Add the length of the run in epochs of all sources and of each, if all files can be read."""
     data, sizes = cfg.data, list(counts.values())
     if any(fault.key == "data.mix" or _WEIGHT_KEYS.match(fault.key) for fault in report.faults):
-        return  # no order follows from such weights
+        return  # there is no order with such weights
     if (data.mix or data.held_out_by or data.split) and tokenizer is not None:
         seen.fingerprint = None
         try:
@@ -209,7 +209,7 @@ def _add_length(
 
 
 def _add_blocks(report: Report, cfg: ConfigContainer, samples: int, rows: list[tuple[str, str, str]]) -> None:
-    """The number of blocks (`data.shuffle_block`) in an epoch of `samples` samples and in a step; warn of few."""
+    """Report the blocks (`data.shuffle_block`) in an epoch of `samples` samples and in a step; warn of few."""
     block, step = cfg.data.shuffle_block, cfg.train.global_batch_size
     blocks = -(-samples // block)
     if block == 1:

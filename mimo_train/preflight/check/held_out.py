@@ -1,4 +1,4 @@
-"""Warnings about held-out samples: seen in training, of a demo, fewer than asked for."""
+"""Warnings about held-out samples: seen in training, of a demo, or too few."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 COMPARED_SAMPLES = 1000
-"""Held-out samples of each set that are compared with the training samples."""
+"""Held-out samples of each set to compare with the training samples."""
 
 
 def add_demo_held_out(report: Report, cfg: ConfigContainer) -> None:
@@ -45,12 +45,12 @@ def add_demo_held_out(report: Report, cfg: ConfigContainer) -> None:
 
 
 def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Samples) -> None:
-    """Warn of held-out samples of `data.validation_fraction` whose media are trained on in other samples, as for
-    records that ask several things about one image. Only samples of shards are compared.
+    """Warn of held-out samples of `data.validation_fraction` whose media occur in other training samples, as with
+    several questions about one image. Only samples of shards are compared.
 
     Args:
         dataset: the training samples.
-        held_out: those of the set `one`.
+        held_out: the samples of the set `one`.
 
     Raises:
         DataError: shards cannot be read.
@@ -99,7 +99,7 @@ def add_repeats(report: Report, cfg: ConfigContainer) -> None:
 
 
 def add_fewer(report: Report, cfg: ConfigContainer, key: str, samples: int) -> None:
-    """Warn if there are fewer held-out samples than an evaluation asks for."""
+    """Warn if there are fewer held-out samples than an evaluation requests."""
     if cfg.train.eval_samples > samples:
         report.warnings.append(
             f"{key}: train.eval_samples asks for {plural(cfg.train.eval_samples, 'sample')}, and there are "

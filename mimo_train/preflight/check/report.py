@@ -37,7 +37,7 @@ class Report:
 
 
 def show(report: Report, last_line: str, out: TextIO, err: TextIO) -> None:
-    """Tables, notes and warnings on `out`, then faults on `err`, or `last_line` on `out` if there are none."""
+    """Print tables, notes and warnings on `out`, then faults on `err`, or `last_line` on `out` if there are none."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -73,13 +73,13 @@ def show(report: Report, last_line: str, out: TextIO, err: TextIO) -> None:
 
 
 def spread(values: Sequence[int]) -> str:
-    """The mean and the range of some whole numbers."""
+    """Return the mean and the range of whole numbers as text."""
     return f"{sum(values) / len(values):.1f} on average, {min(values)} to {max(values)}"
 
 
 def fault_of(error: Exception, key: str) -> Fault:
-    """The fault for an error of the data: with the key that it starts with, or with `key` if there is none or it is
-    `data.shards`, which stands for any shards."""
+    """Return the fault for a data error, with the key that it starts with. Errors without a key, or with `data.shards`,
+    which stands for any shards, get `key`."""
     match = re.match(r"(data\.[\w.\[\]-]+): ", str(error))
     if match is None or match[1] == "data.shards":
         return Fault(key, without_key(error, "data.shards"))
@@ -87,5 +87,5 @@ def fault_of(error: Exception, key: str) -> Fault:
 
 
 def without_key(error: Exception, key: str) -> str:
-    """The text of an error without the key that it starts with."""
+    """Return the text of an error without the key that it starts with."""
     return str(error).removeprefix(f"{key}:").removeprefix(f"{key} ").strip()

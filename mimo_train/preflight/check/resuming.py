@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from, or whose weights it starts from, and whether it fits the run."""
+"""The checkpoint that a run resumes from, or whose weights it starts from, and checks that it fits the run."""
 
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,14 @@ def add_run_dir(
     *,
     without_data: bool = False,
 ) -> None:
-    """Note what the run resumes from; report a folder that cannot be written and a checkpoint that does not fit the
+    """Note what the run resumes from. Report a folder that cannot be written, and a checkpoint that does not fit the
     model, the tokenizer or the data.
 
     Args:
         data_fingerprint: fingerprint of the training shards; None if some cannot be read.
         tokenizer: the tokenizer of the run; None if it cannot be loaded.
         mixing: the weights of the sources; None if their sizes are not known.
-        without_data: skip weights in directories of transformers, which need not exist.
+        without_data: skip weights in Hugging Face directories, which may be missing.
     """
     folder = Path(cfg.run.dir)
     unusable = folder_fault(folder)
@@ -84,7 +84,7 @@ def add_run_dir(
             report.faults += found
             own = [name for names in code_named(to_dict(cfg)).values() for name in names]
             _note(report, checkpoint, record, layout, own)
-            # Of epochs without data the steps are not known, which a checkpoint has.
+            # Without data, the steps of train.epochs are unknown; a checkpoint records them.
             known = not found and (cfg.train.iters or not cfg.train.epochs)
             if known and record.get("step", 0) >= cfg.train.iters:
                 report.warnings.append(all_made(cfg.train, record["step"]))
@@ -116,7 +116,7 @@ def add_run_dir(
 
 
 def _add_base(report: Report, checkpoint: Place, given: str = "") -> None:
-    """Report faults of the checkpoint with the weights that another leaves out. Arguments: see `base_of`."""
+    """Report faults of the checkpoint with the weights that another one leaves out. Arguments as in `base_of`."""
     try:
         base = base_of(checkpoint, given)
         if base is not None:
@@ -169,7 +169,7 @@ def _note(
     try:
         before = lay_out(config_if_trusted(checkpoint, record, own_code))
     except (ValueError, KeyError, TypeError):
-        before = None  # of another version; what counts was compared
+        before = None  # saved by another version; the relevant parts were compared
     if layout is not None and before is not None and before.modules != layout.modules:
         report.notes.append(
             f"resumes {checkpoint}, saved with another layout ({_describe(before)}; now {_describe(layout)}): "

@@ -1,4 +1,4 @@
-"""The files of a run's data: whether they can be read, and their first samples as training reads them.
+"""The files of a run's data: checks that they can be read, and reads their first samples as training does.
 
 Only reading samples imports torch.
 """
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from data.text.templates import Template
 
 FIRST_SAMPLES = 100
-"""Samples of shards that are read and decoded."""
+"""Samples of shards to read and decode."""
 SPREAD_SAMPLES = 64
-"""Samples of .bin files that are read, evenly over all of them."""
+"""Samples of .bin files to read, spread evenly over all of them."""
 END_DOCUMENTS = 100
 """Documents of a .bin file whose last token is read."""
 NAMED_SAMPLES = 5
-"""Bad samples that are listed one per line; the rest is counted."""
+"""Bad samples to list one per line; the rest is counted."""
 SHOWN_CHARACTERS = 400
 """Characters of a rendered sample."""
 _NAMED_TOKENS = 6
@@ -60,19 +60,19 @@ class Seen:
     steps: int | None = None
     """Steps of the run that the data lasts for."""
     name: str = ""
-    """Name of the source or held-out set, where there are several."""
+    """Name of the source or held-out set, if there are several."""
     of_sources: list[Seen] = field(default_factory=list)
-    """Results of each source, where this is the sum."""
+    """Results of each source, if this is the sum."""
 
     def row(self, title: str) -> str:
-        """`title` with the name of this source."""
+        """Return `title` with the name of this source."""
         return f"{title} of {self.name}" if self.name else title
 
 
 def add_files(
     report: Report, cfg: ConfigContainer, key: str, source: Source, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
-    """Return the number of samples in the files of a source that can be read, and report what is wrong with them.
+    """Return the number of readable samples in the files of a source, and report faults.
 
     Args:
         tokenizer: None: no sample is read.
@@ -149,7 +149,7 @@ def _add_shards(
 
 
 def _add_lengths(cfg: ConfigContainer, dataset: Dataset, seen: Seen, rows: list) -> None:
-    """Report whether the lengths of texts are known."""
+    """Report the number of texts with unknown lengths."""
     missing = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
     state = f"{plural(missing, 'text')} to count before the first step" if missing else "known"
     reason = "data.pack=true" if cfg.data.pack else "data.pad=microbatch"
@@ -180,7 +180,7 @@ def _add_first_samples(
             texts.append(text)
             if not text.loss_mask.any():
                 without_loss.append("{}, key {}".format(*dataset.locate(number)))
-    except DataError as error:  # a fault of this machine and of no sample: what reads a sample is not installed
+    except DataError as error:  # a fault of this machine: a package to read samples is missing
         report.faults.append(fault_of(error, key))
         return
     finally:
@@ -236,7 +236,7 @@ def _add_indexed(
     seen: Seen,
     rows: list,
 ) -> int:
-    """Open the .bin and .idx files of a source, and read samples all over them.
+    """Open the .bin and .idx files of a source, and read samples spread over them.
 
     Raises:
         DataError: the source names other files too.

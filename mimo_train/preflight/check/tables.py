@@ -1,5 +1,4 @@
-"""Tables that follow from the config alone: parameters, ranks, memory, work, batch, tokens of media,
-`launch.layouts`."""
+"""Tables from the config alone: parameters, ranks, memory, work, batch, media tokens, `launch.layouts`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,11 +22,11 @@ from mimo_train.layout.run import Run, warm_up_warnings
 from mimo_train.preflight.check.report import Report, Table
 
 IMBALANCE = 2.0
-"""Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
+"""Warn if the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
 
 
 def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, vocab: int | None) -> None:
-    """Parameters of each module, and its place if the layout is sound. `vocab`: None if it is not known."""
+    """Add the parameters of each module, and its ranks if the layout is valid. `vocab`: None if unknown."""
     rows, notes, totals = [], [], ParameterCount(0, 0)
     for name, module in cfg.modules.items():
         counts = module_parameters(cfg, name, vocab or 0)
@@ -48,7 +47,7 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
 
 
 def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: dict[str, float]) -> None:
-    """Estimated memory of each pipeline stage of each module, and of the fullest rank."""
+    """Add the estimated memory of each pipeline stage of each module, and of the fullest rank."""
     cfg, layout = run.cfg, run.layout
     stages = run_memory(run, vocab or 0, media_per_sample)
     rows = [
@@ -87,7 +86,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
 
 
 def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:
-    """Rows for microbatches of packed samples."""
+    """Return the rows for microbatches of packed samples."""
     length, replicas = pack_length(cfg), layout.language.dp
     most = -(-cfg.train.global_batch_size * cfg.data.sequence_length // (length * replicas))
     return [
@@ -100,11 +99,11 @@ def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str
 
 
 def add_batch(report: Report, run: Run) -> None:
-    """Batch arithmetic and the pipeline's bubble."""
+    """Add batch arithmetic and the pipeline bubble."""
     cfg, layout, batch = run.cfg, run.layout, run.batch
     train, microbatches, stages = cfg.train, batch.num_microbatches, pipeline_stages(layout)
     share, chunks = bubble(run), f"{layout.language.vpp} x " if layout.language.vpp > 1 else ""
-    # Held-out samples of several documents each have a row of their own.
+    # Held-out samples of several documents each have their own row.
     apart, replicas = cfg.data.separate_documents, layout.language.dp
     together = replicas if apart else batch.microbatch_samples
     why = "data.separate_documents: 1" if apart else f"train.micro_batch_size {train.micro_batch_size}"
@@ -150,7 +149,7 @@ def add_batch(report: Report, run: Run) -> None:
 
 
 def add_media(report: Report, cfg: ConfigContainer) -> None:
-    """Tokens that one image and one clip take, for each encoder."""
+    """Add the tokens of one image and one audio item, for each encoder."""
     for medium in dict.fromkeys(module.encoder.medium for module in cfg.encoders.values()):
         rows = []
         for name, module in cfg.encoders.items():
@@ -169,7 +168,7 @@ def add_media(report: Report, cfg: ConfigContainer) -> None:
 
 
 def _processes(layout: RunLayout) -> str:
-    """The number of processes, and of idle ones of the launcher below the last."""
+    """Return the number of processes, and of idle ones below the last."""
     idle = layout.processes[-1] + 1 - layout.world_size
     return f"{layout.world_size}" + (f", and {idle} idle" if idle else "")
 
@@ -204,15 +203,15 @@ def _span(layout: RunLayout, ranks: Sequence[int]) -> str:
 
 
 def bubble(run: Run) -> float:
-    """Share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (v m + p - 1) for p stages of
-    equal duration, v chunks a stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give (p - 1) / (v m),
-    of the time without the bubble."""
+    """Return the share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (v m + p - 1) for
+    p equal stages, v chunks per stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give (p - 1) / (v
+    m), of the time without the bubble."""
     stages, chunks = pipeline_stages(run.layout), run.layout.language.vpp * run.batch.num_microbatches
     return (stages - 1) / (chunks + stages - 1)
 
 
 def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
-    """One row per range of equal ranks; ranks are the launcher's, idle ones included."""
+    """Add one row per range of equal ranks; ranks are the launcher's, idle ones included."""
     node = cfg.placement.ranks_per_node
     rows = []
     for here, span in _spans(layout):
@@ -231,7 +230,7 @@ def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
 
 
 def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
-    """Ranges of processes with equal contents, and these contents."""
+    """Yield ranges of processes with equal modules, and the names of these."""
     here: dict[int, list[str]] = {process: [] for process in range(layout.processes[-1] + 1)}
     for module in layout.modules.values():
         for stage in range(module.pp):
@@ -244,7 +243,7 @@ def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
 
 
 def _route(layout: RunLayout, edge: Edge) -> str:
-    """The route of features along an edge, as a sentence."""
+    """Return the route of features along an edge, as a sentence."""
     source, destination = layout.modules[edge.source], layout.modules[edge.destination]
     taking = span_text(layout.processes_of(destination.stage_ranks(0)))
     if edge.is_shared:
@@ -260,15 +259,15 @@ _UNITS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (0.0
 
 
 def flops_of_ranks(run: Run, vocab: int, media_per_sample: dict[str, float]) -> dict[range, dict[str, float]]:
-    """FLOPs of one rank in a step, with recomputation: ranks with equal work -> module and stage, as
+    """Return the FLOPs of one rank in a step, with recomputation: ranks with equal work -> module and stage, as
     `RunLayout.kind_of` names them -> FLOPs.
 
-    Counts every row as full, every media item as the largest, and as trained what is trained at the end of the run.
+    Every row counts as full, every media item as the largest, and parts as trained if they are at the end of the run.
     Ranks of tp, cp and ep share the work of their replica evenly.
 
     Args:
         vocab: rows of the embedding.
-        media_per_sample: images or clips in a sample, by encoder; 1 of those that are not named.
+        media_per_sample: media items in a sample, by encoder; 1 for missing encoders.
     """
     flops_of: dict[range, dict[str, float]] = {}
     for name, module in run.layout.modules.items():
@@ -282,7 +281,7 @@ def flops_of_ranks(run: Run, vocab: int, media_per_sample: dict[str, float]) -> 
 
 
 def add_work(report: Report, run: Run, vocab: int | None, media_per_sample: dict[str, float]) -> None:
-    """One row per kind of rank. `vocab`: None if it is not known."""
+    """Add one row per kind of rank. `vocab`: None if unknown."""
     flops_of = flops_of_ranks(run, vocab or 0, media_per_sample)
     most = max(sum(modules.values()) for modules in flops_of.values())
     rows = []
@@ -308,10 +307,10 @@ def flops_text(flops: float) -> str:
 def add_layouts(
     report: Report, config: str, overrides: Sequence[str], cfg: ConfigContainer, *, without_data: bool
 ) -> None:
-    """A table of the layouts by their nodes, with the faults of each.
+    """Add a table of the layouts by nodes, with the faults of each.
 
     Args:
-        config, overrides: that `cfg` was loaded from.
+        config, overrides: arguments that `cfg` was loaded from.
     """
     if any(fault.key.startswith("launch.") for fault in report.faults):
         return
@@ -322,7 +321,7 @@ def add_layouts(
             changed = launch_of(config, overrides, nodes, {}, without_data=without_data).cfg
             per_node = processes_per_node(changed, nodes, without_data=without_data)
         except ConfigError as error:
-            own = [fault for fault in error.faults if fault not in known]  # and not those of every layout
+            own = [fault for fault in error.faults if fault not in known]  # without those of every layout
             report.faults += [fault if fault.key == key else Fault(key, str(fault)) for fault in own]
         except UserError as error:
             report.faults.append(Fault(key, str(error)))

@@ -1,8 +1,5 @@
-"""`mimo-train shards verify CONFIG`: every sample of a run, as the run would read it.
-
-Not only whether files can be decoded: the run's bounds, its template and tokenizer, its fields, and what each module
-takes. Samples are read in several processes, each with a dataset of its own.
-"""
+"""`mimo-train shards verify CONFIG`: reads every sample as the run would: its limits, template, tokenizer, fields and
+modules. Samples are read in several processes, each with its own dataset."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 64  # samples that a process takes at a time
 
 _readers: dict[int, Samples] = {}
-"""Datasets of a worker process, by the number of their set."""
+"""Datasets of a worker process, by the index of their set."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class _Found:
     silent: int
     """Samples without any token with loss."""
     special: Counter[str]
-    """Samples that have a special token as plain text, by token; by "" those that have any."""
+    """Samples with a special token as plain text, by token; by "" those with any."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ class _Verified:
 
 
 def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
-    """Read every sample of a run's shards, name the bad ones, and sum up. Returns the exit code: 0 if the run could
-    read them all, or all but as many as `data.max_bad_samples` allows.
+    """Read every sample of a run's shards, name the bad ones, and sum up. Return the exit code: 0 if at most
+    `data.max_bad_samples` are bad.
 
     Raises:
         ConfigError: the config has faults.
@@ -112,13 +109,14 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
 
 
 def _sets_of(cfg: ConfigContainer) -> list[_Set]:
-    """All sets; what `data.validation_fraction` holds out is among the training samples."""
+    """Return all sets. Samples that `data.validation_fraction` holds out are among the training samples."""
     trained = [_Set(one.key, one) for one in training_sources(cfg) if one.shards]
     return trained + [_Set(one.key, one.source, one) for one in held_out_sets(cfg) if not one.fraction]
 
 
 def _dataset_of(cfg: ConfigContainer, one: _Set) -> Samples:
-    """Every sample once, in the order of the shards, whatever the run's is. Raises DataError as `build_dataset`."""
+    """Return every sample once, in the order of the shards at any order of the run. Raises DataError as
+    `build_dataset`."""
     plain = replace(cfg, data=replace(cfg.data, shuffle=False))
     return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=one.held_out, shards=[one.source])
 
@@ -126,7 +124,6 @@ def _dataset_of(cfg: ConfigContainer, one: _Set) -> Samples:
 def _verify_set(
     number: int, one: _Set, cfg: ConfigContainer, dataset: Samples, pool: ProcessPoolExecutor | None
 ) -> _Verified:
-    """Read the samples of a set."""
     from data.indexed.dataset import TokenDataset
     from data.samples.dataset import Dataset
 
@@ -147,7 +144,7 @@ def _verify_set(
         print(f"warning: {key}: {sentence}", file=sys.stderr)
     fields = f", data.fields {sorted(read)}" if read else ""
     print(f"{key}: {plural(size, 'sample')}, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
-    if not isinstance(dataset, TokenDataset):  # whose samples are windows, each as long
+    if not isinstance(dataset, TokenDataset):  # its samples are windows of equal length
         print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
     if count := special.pop("", 0):
         tokens = [token for token, _ in special.most_common()]
@@ -164,7 +161,7 @@ def _open(config: str, overrides: Sequence[str]) -> None:
         try:
             _readers[number] = _dataset_of(cfg, one)
         except DataError:
-            _readers.pop(number, None)  # said once, by the main process
+            _readers.pop(number, None)  # reported once, by the main process
 
 
 def _read(job: tuple[int, int, int]) -> _Found:
@@ -189,6 +186,6 @@ def _found(dataset: Samples, numbers: Sequence[int]) -> _Found:
 
 
 def _kind_of(line: str) -> str:
-    """The reason in a line without what differs from sample to sample, so that equal ones can be counted."""
+    """Return the reason in a line without its numbers, so that equal reasons can be counted."""
     reason = line.split(": ", 2)[-1]
     return re.sub(r"\d+([.,]\d+)*", "#", reason)[:100]

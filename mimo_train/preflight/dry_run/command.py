@@ -1,4 +1,4 @@
-"""`mimo-train check CONFIG --dry-run`: each kind of rank in a process of its own, one after the other."""
+"""`mimo-train check CONFIG --dry-run`: runs each kind of rank in its own process, one after the other."""
 
 import multiprocessing
 import os
@@ -16,11 +16,11 @@ from mimo_train.layout.run import Run, resolve
 from mimo_train.preflight.dry_run.observation import Kind, RankFailure, RankResult, selected_kinds
 
 LINES = 6
-"""Lines of the program that are listed for a peak."""
+"""Source lines to list for a peak."""
 
 
 def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = False) -> int:
-    """Run the ranks, print what each does, and return 1 if one fails, else 0.
+    """Run the ranks, print their results, and return 1 if one fails, else 0.
 
     Args:
         ranks: see `selected_kinds`.
@@ -59,7 +59,7 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
 
 
 def require_ranks(config: str, overrides: Sequence[str], ranks: str) -> None:
-    """Check `--ranks` before anything is printed. Config errors are left to the checks.
+    """Check `--ranks` before anything is printed; config errors are left to the checks.
 
     Raises:
         UserError: see `selected_kinds`.
@@ -70,7 +70,7 @@ def require_ranks(config: str, overrides: Sequence[str], ranks: str) -> None:
 
 def in_child(run: Run, kind: Kind, *, engine: bool = False) -> RankResult | RankFailure:
     """Run a rank in a child process, since it changes torch for the whole process."""
-    # Forked: libraries, which take longer to import than most ranks take to run, are imported already.
+    # Forked: the libraries are imported already, and importing them takes longer than most ranks take to run.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(run, kind, engine, sender))
@@ -103,7 +103,7 @@ def _child(run: Run, kind: Kind, engine: bool, pipe: Connection) -> None:
 
 
 def estimates(run: Run) -> dict[int, int]:
-    """Estimated bytes by rank, as in the table of `check`."""
+    """Return the estimated bytes by rank, as in the table of `check`."""
     from mimo_train.estimate.memory import rank_memory, run_memory
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.inputs.inputs import tokenizer_of
@@ -113,10 +113,10 @@ def estimates(run: Run) -> dict[int, int]:
 
 
 def heading(cfg: ConfigContainer, ranks: int, world: int) -> str:
-    """The first lines of the output.
+    """Return the first lines of the output.
 
     Args:
-        ranks: number of ranks that are tried.
+        ranks: number of ranks to run.
         world: number of all ranks.
     """
     device = "the CPU" if cfg.run.device == "cpu" else "CUDA, of which none is touched"
@@ -127,10 +127,10 @@ def heading(cfg: ConfigContainer, ranks: int, world: int) -> str:
 
 
 def rank_text(result: RankResult | RankFailure, estimate: int) -> str:
-    """The paragraph of a rank.
+    """Return the paragraph of a rank.
 
     Args:
-        estimate: its estimated bytes; 0 if not known.
+        estimate: its estimated bytes; 0 if unknown.
     """
     kind = result.kind
     head = f"rank {kind.rank}: {kind.name}" + (f" (one of {kind.number:,} such ranks)" if kind.number > 1 else "")
@@ -168,7 +168,7 @@ def _waits_text(waits: dict[str, int]) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """Bytes in the largest unit of which there is at least one."""
+    """Return bytes as text, in the largest unit with at least one."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"

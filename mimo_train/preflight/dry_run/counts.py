@@ -1,7 +1,7 @@
 """Counts of the steps of a rank: memory, messages, FLOPs, waits of the host for the device.
 
-One dispatch mode sees every operation of torch, on real and on fake tensors. A matmul of operands of two dtypes, which
-fake tensors accept and a device does not, is an error here.
+One dispatch mode sees every operation of torch, on real and on fake tensors. It rejects matmuls of two dtypes, which
+fake tensors accept and a device does not.
 """
 
 import weakref
@@ -41,7 +41,7 @@ class Counts(TorchDispatchMode):
     """
 
     def __init__(self, on_device: Callable[[torch.Tensor], bool]):
-        """`on_device`: true for tensors on the device that is counted."""
+        """`on_device`: True for tensors on the device that is counted."""
         super().__init__()
         self.memory, self._on_device, self._is_inside = Memory(), on_device, False
         self.depth = 0
@@ -94,12 +94,12 @@ class Counts(TorchDispatchMode):
         count[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def wait(self, tensor: torch.Tensor, what: str) -> None:
-        """Note a wait of the host for a tensor, if that is on the device."""
+        """Record a wait of the host for a tensor, if the tensor is on the device."""
         if self._on_device(tensor):
             self.note_wait(what)
 
     def note_wait(self, what: str) -> None:
-        """Note a wait of the host."""
+        """Record a wait of the host."""
         where = innermost_line()
         self.waits[what, where] += 1
         if self._is_inside:
@@ -124,13 +124,13 @@ class Counts(TorchDispatchMode):
             self.wait(args[0], "a size")
         elif name == "aten::index" or name.startswith("aten::index_put"):
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-            # Putting a single value by a mask is a masked fill, which does not wait.
+            # Assigning a single value by a mask is a masked fill, which does not wait.
             if masks and (name == "aten::index" or args[2].numel() > 1):
                 self.wait(args[0], "a size")
 
 
 def _attention_flops(query: Any, key: Any, value: Any) -> int:
-    """FLOPs of attention over [B, heads, S, D]; torch's formula requires as many heads of keys as of queries."""
+    """Return the FLOPs of attention over [B, heads, S, D]; torch's formula requires equal numbers of heads."""
     batch, heads, queries, width = query
     batch *= heads
     return bmm_flop((batch, queries, width), (batch, width, key[2])) + bmm_flop(
@@ -143,7 +143,7 @@ def _forward_attention(args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _backward_attention(args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs as torch counts them: the scores once more, and two matmuls for each of the two of the forward pass."""
+    """Return the FLOPs as torch counts them: the scores again, and two matmuls for each of the two in forward."""
     _, query, key, value = (arg.shape for arg in args[:4])
     batch, heads, queries, width = query
     scores = bmm_flop((batch * heads, queries, width), (batch * heads, width, key[2]))
@@ -151,13 +151,12 @@ def _backward_attention(args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _forward_documents(args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of attention over [T, heads, D], each query with the keys of its document."""
+    """Return the FLOPs of attention over [T, heads, D], each query with the keys of its document."""
     query, key_ends = args[0], args[4]
     return 2 * 2 * pairs_of(key_ends) * query.size(1) * query.size(2)
 
 
 def _backward_documents(args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs as in `_backward_attention`."""
     query, key_ends = args[1], args[7]
     return 5 * 2 * pairs_of(key_ends) * query.size(1) * query.size(2)
 
@@ -181,7 +180,7 @@ PAIRS = "pairs"
 
 
 def pairs_of(key_ends: torch.Tensor) -> int:
-    """Pairs of a query and a key of the documents whose keys end there."""
+    """Return the number of (query, key) pairs of the documents whose keys end there."""
     return getattr(key_ends, PAIRS)
 
 
@@ -196,15 +195,15 @@ _BY_FILE = (
     (OPTIMIZER, ("mimo_train/optim/", "megatron/core/optimizer/")),
     (COMMUNICATION, ("parallel/bridge/", "p2p_communication.py", "tensor_parallel/mappings.py", "parallel/context.py")),
 )
-"""Files by category: after the set-up a tensor belongs to the first category with a file among its innermost lines,
-else to activations."""
+"""Files by category. After the set-up a tensor gets the first category with a file in its innermost lines, else
+activations."""
 
 
 class Memory:
     """Bytes of tensors on the device, now and at the peak, by category and by the line that made them.
 
-    A storage counts from the operation that makes it to its end, rounded to 512 bytes as CUDA's allocator does. Not
-    counted: the CUDA context, workspaces of kernels, communicators, and fragments.
+    A storage counts while it lives, rounded to 512 bytes as in CUDA's allocator. Not counted: the CUDA context, kernel
+    workspaces, communicators, fragmentation.
 
     Attributes:
         peak: bytes.
@@ -255,7 +254,7 @@ class Memory:
         self._note_peak()
 
     def _note_peak(self) -> None:
-        # Counted when the first storage goes, instead of with each that comes: there are thousands.
+        # Counted when a storage is freed, instead of at each of thousands of allocations.
         if not self._is_noted:
             self.at_peak, self._is_noted = Counter({what: size for what, size in self._of.items() if size}), True
 

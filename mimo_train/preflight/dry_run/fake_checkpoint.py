@@ -1,9 +1,5 @@
-"""Checkpoints without values.
-
-A save gathers the parts of this rank on the host and writes nothing. A load reads the index of the checkpoint that the
-run would resume or start from, looks every tensor of this rank up in it, and allocates buffers; it reads no values and
-changes nothing in the folder.
-"""
+"""Checkpoints without values: a save gathers this rank's parts on the host and writes nothing. A load reads the index
+of the checkpoint that the run would resume or start from, looks up every tensor of this rank, and allocates buffers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -32,7 +28,7 @@ def install(given: Run) -> Files:
     """Replace the reading and writing of checkpoints, for the rest of this process.
 
     Args:
-        given: the run as the user starts it; the run that is tried has other folders.
+        given: the run as the user starts it; the trial run has other folders.
     """
     files = Files()
     _install_saves(files)
@@ -113,7 +109,7 @@ def _install_loads(given: Run, files: Files) -> None:
     Reader.fill, Reader.whole = fill, outside(Reader.whole)  # type: ignore[method-assign]
     for module in (checkpointer, load_modules, store):
         module.chosen_by_first = by_itself  # type: ignore[attr-defined]
-    # There are no other ranks to compare with, no values of weights, and no state of a step.
+    # There are no other ranks to compare with, no weight values, and no step state.
     store.require_taken = load_modules._require_all = store.require_same = _nothing
     store.ModuleOptimizer.load_plain_state = _nothing  # type: ignore[method-assign]
     folder_changes.finish_renames = _nothing
@@ -128,19 +124,19 @@ class _Complete:
         self.folder = folder
 
     def own(self) -> tuple[bool, bool]:
-        """(this rank is busy, has failed)."""
+        """Return (this rank is busy, has failed)."""
         return False, False
 
     def heard(self, busy: float, failed: float) -> bool:
-        """True: the save is complete."""
+        """Return True: the save is complete."""
         return True
 
     def finish(self) -> Place:
-        """Its folder."""
+        """Return its folder."""
         return self.folder
 
     def close(self) -> None:
-        """Nothing goes on."""
+        """Do nothing."""
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -1,8 +1,7 @@
-"""A fake CUDA device, for the branches of a run that only a GPU takes.
+"""A fake CUDA device, for the code paths of a run that require a GPU.
 
-Tensors that the program puts on CUDA are on torch's meta device and report `cuda:0`: with a CUDA build of torch and no
-driver, autograd cannot run over fake tensors on 'cuda' itself. Mixing CPU and meta tensors is an error, as mixing CPU
-and CUDA tensors is.
+Tensors on CUDA are on torch's meta device and report `cuda:0`: with a CUDA build of torch and no driver, autograd
+cannot run over fake tensors on 'cuda'. Mixing CPU and meta tensors is an error, like mixing CPU and CUDA tensors.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def _where(device: Any) -> Any:
-    """The device that a name of a device stands for."""
+    """Return the actual device for a device name."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int) or str(device).startswith("cuda"):
@@ -54,7 +53,7 @@ def _where(device: Any) -> Any:
 
 
 class CudaNames(TorchFunctionMode):
-    """Replaces CUDA by the meta device in calls, and meta by CUDA in answers."""
+    """Replaces CUDA by the meta device in arguments, and meta by CUDA in results."""
 
     def __init__(self, counts: Counts):
         super().__init__()
@@ -120,7 +119,7 @@ class CudaNames(TorchFunctionMode):
         if mask is not None and is_lower_right(mask):
             mask, is_causal = None, True
         if mask is None and is_on_device(query):
-            # On meta tensors torch takes the unfused kernel; on a GPU a fused one, which keeps no scores.
+            # On meta tensors torch takes the unfused kernel; a GPU takes a fused one, which keeps no scores.
             return torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, kwargs.get("dropout_p", 0.0), is_causal, False, scale=kwargs.get("scale")
             )[0]
@@ -129,7 +128,7 @@ class CudaNames(TorchFunctionMode):
     def _rms_norm(self, args: Any, kwargs: Any) -> Any:
         inputs, _, *rest = args
         weight = kwargs.get("weight", rest[0] if rest else None)
-        # Where their types differ, a GPU has no kernel either.
+        # A GPU has no kernel either if the types differ.
         if is_on_device(inputs) and weight is not None and weight.dtype == inputs.dtype:
             return RmsNorm.apply(inputs, weight)
         return _RMS_NORM(*args, **kwargs)
@@ -155,52 +154,48 @@ _SPECIAL: dict[Any, Callable[[CudaNames, Any, Any], Any]] = {
 
 
 class _Stream(Stream):
-    """A stream of the device."""
-
     device = SHOWN
     waited: Callable[[str], None]
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Wait for the stream."""
         type(self).waited("a stream")
 
 
 class _Event(Event):
-    """An event of the device."""
-
     waited: Callable[[str], None]
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Wait for the event."""
         type(self).waited("an event")
 
     def elapsed_time(self, other: object) -> float:
-        """Milliseconds."""
+        """Return milliseconds."""
         return 1.0
 
 
 class _Generator:
-    """The device's generator of random numbers."""
+    """The random generator of the device."""
 
     device = SHOWN
 
     def get_state(self) -> torch.Tensor:
-        """A state."""
+        """Return a state."""
         return _state()
 
     graphsafe_get_state = clone_state = get_state
 
     def set_state(self, state: object) -> None:
-        """Without effect."""
+        """Do nothing."""
 
     graphsafe_set_state = set_state
 
     def manual_seed(self, seed: int) -> "_Generator":
-        """Itself."""
+        """Return itself."""
         return self
 
     def initial_seed(self) -> int:
-        """The initial seed, which has no effect."""
+        """Return the initial seed, which has no effect."""
         return 0
 
     seed = initial_seed
@@ -215,10 +210,10 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def install(counts: Counts) -> CudaNames:
-    """Put the device into torch, for the rest of this process.
+    """Install the device in torch, for the rest of this process.
 
     Returns:
-        The mode to be entered above that of fake tensors.
+        The mode to enter above that of fake tensors.
     """
     waited = counts.note_wait
     _Stream.waited = _Event.waited = staticmethod(waited)
@@ -264,7 +259,7 @@ def install(counts: Counts) -> CudaNames:
 
     def shown(tensor: FakeTensor) -> torch.device:
         device = of_fake(tensor)
-        # Inside of an operation torch asks where it really is.
+        # Inside an operation torch asks for the actual device.
         return SHOWN if device.type == "meta" and not counts.depth else device
 
     FakeTensor.device = property(shown)  # type: ignore[assignment]

@@ -1,10 +1,10 @@
-"""A stand-in for Transformer Engine, for tensors without memory and machines without a GPU.
+"""A fake Transformer Engine, for tensors without memory and machines without a GPU.
 
-`install` puts it in the place of the package before Megatron-Core is imported. It has what Megatron-Core 0.19.2 extends
+`install` replaces the package before Megatron-Core is imported. It has what Megatron-Core 0.19.2 extends
 (extensions/transformer_engine.py): constructors that take only keywords of version 2.20.2, which the extra `gpu`
-installs, and forward passes with the right shapes and messages. Numbers of operations are those of torch's own layers;
-memory is close to theirs, since what the real kernels keep is not known here. Numbers in fp8 are not rounded. Attention
-over context-parallel ranks sends nothing, and in packed rows it counts the row as one text.
+installs, and forward passes with the right shapes and messages. FLOPs are those of torch's layers. Memory is close to
+theirs, since what the real kernels keep is unknown here. Values in fp8 are not rounded. Attention over context-parallel
+ranks sends nothing, and counts a packed row as one text.
 
 Shape suffixes: S sequence, B batch, N heads, D head dimension; T positions of a packed row.
 """
@@ -35,7 +35,7 @@ from mimo_train.preflight.dry_run.fake_fp8 import (
 )
 
 VERSION = "2.20.2"
-"""Megatron-Core takes its branches by it."""
+"""Megatron-Core selects code paths by it."""
 PACKED = ("qkv_format", *(f"{what}_{of}" for what in ("cu_seqlens", "max_seqlen") for of in ("q", "kv")),
           "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs", "num_splits",
           "core_attention_bias_type", "core_attention_bias")  # fmt: skip
@@ -43,7 +43,7 @@ PACKED = ("qkv_format", *(f"{what}_{of}" for what in ("cu_seqlens", "max_seqlen"
 
 
 class Unsupported:
-    """A part of Transformer Engine that a dry run does not have."""
+    """A part of Transformer Engine that a dry run does not support."""
 
     def __init__(self, *_: Any, **__: Any):
         raise NotImplementedError("a dry run has no delayed scaling and no generators of Transformer Engine")
@@ -56,7 +56,7 @@ def checkpoint(
     get_rng_state_tracker: Any,
     tp_group: Any,
 ) -> Any:
-    """`te.pytorch.distributed.checkpoint`, without states of generators."""
+    """Replace `te.pytorch.distributed.checkpoint`, without generator states."""
     assert not distribute_saved_activations, "nobody asks for it"
     return recompute.checkpoint(function, *arguments, use_reentrant=True, preserve_rng_state=False)
 
@@ -76,7 +76,7 @@ class _Layer(torch.nn.Module):
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def parameter(self, shape: tuple[int, ...], init: Callable | None) -> Parameter:
-        """A parameter of the layer's type and device."""
+        """Return a parameter with the layer's dtype and device."""
         options = self.options
         weight = Parameter(torch.empty(shape, dtype=options.params_dtype, device=options.device))
         if init is not None:
@@ -88,7 +88,7 @@ class _Layer(torch.nn.Module):
         self.tp_group = tp_group
 
     def get_extra_state(self) -> torch.Tensor:
-        """Empty, as with all recipes but delayed scaling."""
+        """Return an empty state, as with all recipes but delayed scaling."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
@@ -112,7 +112,7 @@ class RMSNorm(_Layer):
             parameter.sequence_parallel = self.options.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., hidden size], normalised."""
+        """Return [..., hidden size], normalized."""
         return _norm(inputs, self.weight, self.bias, self.eps)
 
 
@@ -140,7 +140,7 @@ _LINEAR_OPTIONS = _MATMUL_OPTIONS | {
 
 
 class _Matmul(_Layer):
-    """A layer with weights of [out features, in features], divided by its parallel mode."""
+    """A layer with weights of [out features, in features], split by its parallel mode."""
 
     def __init__(self, in_features: int, out_features: int, options: dict[str, Any]):
         super().__init__(options)
@@ -151,7 +151,7 @@ class _Matmul(_Layer):
         self.in_features = in_features // self.tp_size if self.parallel_mode == "row" else in_features
 
     def weight_and_bias(self) -> tuple[Parameter, Parameter | None]:
-        """New parameters."""
+        """Return new parameters."""
         weight = self.parameter((self.out_features, self.in_features), self.options.init_method)
         return weight, self.parameter((self.out_features,), zeros_) if self.use_bias else None
 
@@ -169,7 +169,7 @@ class Linear(_Matmul):
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[S, B, out features], with the bias apart where that is asked for."""
+        """Return [S, B, out features], with a separate bias if `return_bias`."""
         from megatron.core.tensor_parallel import mappings
 
         group, bias = self.tp_group, None if self.return_bias else self.bias
@@ -209,7 +209,7 @@ class LayerNormLinear(Linear):
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
 
     def forward(self, inputs: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[S, B, out features], see `Linear`."""
+        """Return [S, B, out features], see `Linear`."""
         normed = _norm(inputs, self.layer_norm_weight, self.layer_norm_bias, self.options.eps)
         return super().forward(normed, is_first_microbatch)
 
@@ -232,7 +232,7 @@ class GroupedLinear(_Matmul):
         self.fp8_weights = [Fp8Weight() for _ in range(num_gemms)]
 
     def forward(self, inputs: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
-        """[rows, out features] from [rows, in features], `m_splits` rows of each expert."""
+        """Return [rows, out features] from [rows, in features], with `m_splits` rows per expert."""
         outputs, biases = [], []
         for expert, rows in enumerate(inputs.split(m_splits)):
             weight = self.fp8_weights[expert].of(getattr(self, f"weight{expert}"), rows, is_first_microbatch)
@@ -243,7 +243,7 @@ class GroupedLinear(_Matmul):
 
 
 class DotProductAttention(_Layer):
-    """`te.pytorch.DotProductAttention`: by one fused kernel."""
+    """`te.pytorch.DotProductAttention`, as one fused kernel."""
 
     OPTIONS: ClassVar[dict[str, Any]] = {
         "num_gqa_groups": None, "attention_dropout": 0.0, "attn_mask_type": "causal", "window_size": None,
@@ -265,7 +265,7 @@ class DotProductAttention(_Layer):
         attn_mask_type: str = "causal",
         **packed: Any,
     ) -> torch.Tensor:
-        """[S, B, N * D] from [S, B, N, D], or [T, N * D] from [T, N, D] in a packed row."""
+        """Return [S, B, N * D] from [S, B, N, D], or [T, N * D] from [T, N, D] in a packed row."""
         assert attention_mask is None or attn_mask_type == "no_mask" or "causal" in attn_mask_type, attn_mask_type
         assert not set(packed) - set(PACKED), packed
         assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype, value.dtype)
@@ -290,10 +290,10 @@ class DotProductAttention(_Layer):
 
 
 def install() -> None:
-    """Put the stand-in in the place of `transformer_engine`, for the rest of this process.
+    """Replace `transformer_engine` for the rest of this process.
 
     Raises:
-        AssertionError: Megatron-Core has been imported, and has looked for it.
+        AssertionError: Megatron-Core is imported already, and has looked for it.
     """
     assert "megatron.core" not in sys.modules, "Megatron-Core has been imported"
 
@@ -330,7 +330,7 @@ def install() -> None:
         activation_recompute_forward=Unsupported,
         checkpoint=checkpoint,
     )
-    # Megatron-Core imports them by name from version 2.7 on; routers are torch's without `moe_router_fusion`.
+    # Megatron-Core imports these names from version 2.7 on; routers are torch's without `moe_router_fusion`.
     fused = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
     package("transformer_engine.pytorch.router", **dict.fromkeys(fused, Unsupported))
     layers = (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention, GroupedLinear, Fp8Padding, Fp8Unpadding)

@@ -1,7 +1,7 @@
-"""Transformer Engine's fp8 for `fake_engine`: recipes, the context that switches it on, copies of weights.
+"""Transformer Engine's fp8 for `fake_engine`: recipes, the context that enables it, copies of weights.
 
-As the real one, it rejects sizes that its matmuls do not take, and computes with the copy of a weight that it made when
-it was last told that weights may have changed. Numbers are not rounded.
+As in the real package, sizes that the matmuls do not support are rejected. A matmul uses the copy of a weight from the
+last call that said that weights may have changed. Values are not rounded.
 """
 
 from collections.abc import Iterator
@@ -56,12 +56,12 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: _Recipe | None = None, fp8_gr
 
 
 def supported() -> tuple[bool, str]:
-    """True for every recipe: the device has it."""
+    """Return True: the device supports every recipe."""
     return True, ""
 
 
 class Fp8Padding(torch.nn.Module):
-    """`te.pytorch.Fp8Padding`: rows of zeros after those of each expert, up to a size that matmuls take."""
+    """`te.pytorch.Fp8Padding`: rows of zeros after those of each expert, up to a size that matmuls support."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None):
         super().__init__()
@@ -69,8 +69,8 @@ class Fp8Padding(torch.nn.Module):
         self.num_gemms = num_gemms
 
     def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """(padded rows, number for each expert) from `inputs` [rows, width], `m_splits` rows of each expert. Pads in
-        layers that are left in bf16 too, as the real one does."""
+        """Return (padded rows, number per expert) from `inputs` [rows, width], with `m_splits` rows per expert. As the
+        real one, it also pads in layers that stay in bf16."""
         assert len(m_splits) == self.num_gemms
         padded = _padded(m_splits)
         parts = zip(inputs.split(m_splits), m_splits, padded, strict=True)
@@ -81,7 +81,7 @@ class Fp8Unpadding(Fp8Padding):
     """`te.pytorch.Fp8Unpadding`."""
 
     def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> torch.Tensor:  # type: ignore[override]
-        """`inputs` without the rows that `Fp8Padding` added; `m_splits` are those before padding."""
+        """Return `inputs` without the rows that `Fp8Padding` added; `m_splits` are those before padding."""
         parts = zip(inputs.split(_padded(m_splits)), m_splits, strict=True)
         return torch.cat([part[:rows] for part, rows in parts])
 
@@ -104,8 +104,8 @@ class _CopyForWeight(torch.autograd.Function):
 
 
 class Fp8Weight:
-    """The copy of a layer's weight in fp8: two bytes a number, by rows and by columns together. As in the real package
-    it is made when the caller says that weights may have changed.
+    """The fp8 copy of a layer's weight: two bytes a number, for rows and columns together. As in the real package, it
+    is made when the caller says that weights may have changed.
 
     Attributes:
         made: number of times that the copy was made.
@@ -120,8 +120,8 @@ class Fp8Weight:
         if not _ACTIVE:
             return weight
         rows, unit = inputs.shape[:-1].numel(), _ACTIVE[-1].unit
-        # As `assert_dim_for_fp8_exec` of Transformer Engine, and multiples of 16 for the gradient of the weight, whose
-        # sum is over rows (cublaslt_gemm.cu: "Leading dimension requirement").
+        # As `assert_dim_for_fp8_exec` of Transformer Engine, and multiples of 16 for the gradient of the weight,
+        # which sums over rows (cublaslt_gemm.cu: "Leading dimension requirement").
         wrong = any(size % unit for size in (rows, *weight.shape))
         assert not wrong, f"fp8: {rows} rows, weight {tuple(weight.shape)}"
         if self.copy is None or is_first_microbatch is not False:

@@ -1,4 +1,4 @@
-"""Tensors without memory: torch's fake tensors under the counts of `Counts`."""
+"""Tensors without memory: torch's fake tensors under `Counts`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +18,13 @@ _WITHOUT_KERNEL = (
     "c10d::reduce_scatter_tensor_coalesced_",
     "c10d::allgather_into_tensor_coalesced_",
 )
-"""Messages that torch has no fake kernel for."""
+"""Collectives without a fake kernel in torch."""
 _LOWER_RIGHT = "is_lower_right"
 
 
 class FakeCounts(Counts):
-    """Counts over fake tensors, and results that these do not have: values are 0, and sizes that depend on values are 0
-    unless `selected` is set.
+    """Counts over fake tensors, with substitute results: values are 0, and sizes that depend on values are 0 unless
+    `selected` is set.
 
     Attributes:
         selected: number of values that a mask selects.
@@ -35,12 +35,11 @@ class FakeCounts(Counts):
     @staticmethod
     @contextmanager
     def on_the_host() -> Iterator[None]:
-        """Make real tensors in the block."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             yield
 
     def answer(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an operation."""
+        """Return the result of an operation."""
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if tensors and _is_of_the_host(tensors, kwargs) and not name.startswith("c10d"):
             with _disable_current_modes():
@@ -57,7 +56,7 @@ class FakeCounts(Counts):
 
 
 def _is_of_the_host(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-    """True for an operation on data that the program has read, whose result stays on the host: it has values."""
+    """True for an operation on data that the program has read, if its result stays on the host: it has values."""
     goes = kwargs.get("device")
     return not any(isinstance(tensor, FakeTensor) for tensor in tensors) and (goes is None or goes.type == "cpu")
 
@@ -71,17 +70,17 @@ def _nested(value: Any, shape: tuple[int, ...]) -> Any:
 
 
 def enter(stack: ExitStack, counts: FakeCounts) -> None:
-    """Let all tensors of this thread be fake from here on."""
-    # What only a device computes with is asked for as if there were one; no device is touched.
+    """Make all tensors of this thread fake from here on."""
+    # Code that only a device needs runs as if there were one; no device is touched.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign, assignment]
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     stack.enter_context(counts)
     torch.autograd.set_multithreading_enabled(False)
-    # Function modes are off inside of backward otherwise, and with them the stand-ins for CUDA.
+    # Backward turns function modes off otherwise, and with them the fake CUDA.
     torch.autograd.has_torch_function = lambda *_: False
-    # States of generators are values, by which the program compares them.
+    # Generator states are values that the program compares.
     torch.get_rng_state, torch.set_rng_state = outside(torch.get_rng_state), outside(torch.set_rng_state)
-    # Weights have no values to be drawn.
+    # Weights have no values to initialize.
     initial_weights.next_seed, initial_weights.fill = (lambda: 0), (lambda *_, **__: None)
     FakeTensor.tolist = _tolist(counts)  # type: ignore[method-assign, assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
@@ -97,7 +96,7 @@ def _tolist(counts: FakeCounts) -> Callable[[FakeTensor], Any]:
 
 
 def become(old: torch.Tensor, new: torch.Tensor) -> None:
-    """`old.data = new` across devices, for which torch swaps fake tensors, and not where there are weak references."""
+    """Do `old.data = new` across devices. Torch would swap fake tensors, which fails if there are weak references."""
     new = torch.nn.Parameter(new.detach(), old.requires_grad) if isinstance(old, torch.nn.Parameter) else new.detach()
     torch._C._swap_tensor_impl(old, new)
     if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
@@ -105,7 +104,7 @@ def become(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply`, whose parameters stay the same objects."""
+    """Replace `Module._apply`: parameters stay the same objects."""
     for child in self.children() if recurse else ():
         child._apply(fn)
     for parameter in self._parameters.values():
@@ -122,7 +121,7 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
 
 
 def outside(function: Any) -> Any:
-    """A function whose tensors are real, as those of the reading threads of a run are."""
+    """Return a function with real tensors, like those of the loader threads of a run."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with FakeCounts.on_the_host():
@@ -132,12 +131,10 @@ def outside(function: Any) -> Any:
 
 
 def install_attention(device: str) -> None:
-    """Replace what attention reads values of, for the rest of this process.
-
-    torch's causal mask of fewer queries than keys is a class of tensors that fake ones do not mix with: on the CPU it
-    becomes a plain mask, on CUDA, whose kernel needs none, a marked tensor without memory. Ends of documents are marked
-    with the number of pairs of a query and a key.
-    """
+    """Replace the inputs of attention that need values, for the rest of this process. torch's causal mask of fewer
+    queries than keys is a tensor class that does not mix with fake tensors. On the CPU a plain mask replaces it, on
+    CUDA, whose kernel needs none, a marked tensor without memory. Ends of documents are marked with their number of
+    (query, key) pairs."""
     from mimo_train.models import attention
     from mimo_train.models.documents import Documents
 
@@ -167,19 +164,19 @@ def is_lower_right(mask: torch.Tensor) -> bool:
 
 
 class RmsNorm(torch.autograd.Function):
-    """RMSNorm with the shapes and types of `aten::_fused_rms_norm` on CUDA, which keeps its input: on meta tensors
-    torch 2.11 computes it operation by operation and keeps copies in fp32 that no GPU has."""
+    """RMSNorm with the shapes and types of `aten::_fused_rms_norm` on CUDA, which keeps its input. On meta tensors
+    torch 2.11 computes it operation by operation and keeps fp32 copies that no GPU has."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`inputs` [..., hidden size], `weight` [hidden size]."""
+        """Return [..., hidden size]; `inputs` [..., hidden size], `weight` [hidden size]."""
         rstd = inputs.new_empty((*inputs.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(inputs, weight, rstd)
         return torch.empty_like(inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of the inputs and of the weight, where they are asked for."""
+        """Return the gradients of the inputs and of the weight, if needed."""
         inputs, weight, _ = ctx.saved_tensors
         of_inputs, of_weight = ctx.needs_input_grad
         return torch.empty_like(inputs) if of_inputs else None, torch.empty_like(weight) if of_weight else None

@@ -1,6 +1,6 @@
-"""The other ranks, which do not exist: torch's fake process groups, and what ranks tell each other.
+"""The other ranks, which do not exist: torch's fake process groups, and the objects that ranks exchange.
 
-Messages take no time and bring nothing; every rank is taken to send the objects that this one sends.
+Messages take no time and bring nothing; every rank is assumed to send the same objects as this one.
 """
 
 import os
@@ -29,7 +29,7 @@ def join(rank: int, world: int, per_node: int = 0) -> None:
     here = min(per_node or PER_NODE, world)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
     if "meta" not in dist.Backend.backend_capability["fake"]:
-        dist.Backend.backend_capability["fake"].append("meta")  # the device of what is said to be on a GPU
+        dist.Backend.backend_capability["fake"].append("meta")  # the actual device of tensors on a fake GPU
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     for name, replacement in {
         "all_gather_object": _all_gather_object,
@@ -55,8 +55,8 @@ def _on_the_fake_backend(original: Callable) -> Callable:
 
 
 def trained_parts(cfg: ConfigContainer, module: ModuleLayout) -> Iterator[tuple[tuple[str, int, bool], int]]:
-    """((module, stage, True for the encoder), step from which it is trained) of each trained part. A pattern of
-    `freeze` counts as leaving something to train in its part."""
+    """Yield ((module, stage, True for the encoder), step from which it is trained) of each trained part. A `freeze`
+    pattern counts as leaving something to train in its part."""
     until = cfg.modules[module.name].freeze_until
     for stage in range(module.pp):
         for part, count in module_parameters(cfg, module.name, 0, tp=module.tp, stage=stage, stages=module.pp).items():
@@ -65,8 +65,7 @@ def trained_parts(cfg: ConfigContainer, module: ModuleLayout) -> Iterator[tuple[
 
 
 def install_gradient_needs(run: Run) -> None:
-    """Take which modules on other ranks need gradients from the config, for the rest of this process: in a run those
-    ranks say so."""
+    """Take the gradient needs of modules on other ranks from the config, for the rest of this process."""
     from mimo_train.training import setup as setting_up
 
     class Needs(setting_up.GradientNeeds):
@@ -82,14 +81,14 @@ def install_gradient_needs(run: Run) -> None:
 
 
 def balanced(rows: int, experts: int) -> numpy.ndarray:
-    """Rows of each expert; the first ones have the rest."""
+    """Return the rows of each expert; the first ones have the rest."""
     share, left = divmod(rows, experts)
     return numpy.array([share + (expert < left) for expert in range(experts)])
 
 
 def balance_experts(counts: FakeCounts) -> None:
-    """Give every expert equally many tokens from each rank, for the rest of this process: choices of the router have no
-    values. Megatron-Core 0.19.2 copies the tokens of each expert to the host and cuts by them (token_dispatcher.py,
+    """Give every expert equally many tokens from each rank, for the rest of this process, since router choices have no
+    values. Megatron-Core 0.19.2 copies the tokens of each expert to the host and splits by them (token_dispatcher.py,
     `MoEAlltoAllTokenDispatcher.preprocess`)."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 

@@ -1,4 +1,4 @@
-"""Records of a rank: its kind, its results or its failure, and lines of the program."""
+"""Records of a rank: its kind, its results or its failure, and source lines."""
 
 import sys
 import traceback
@@ -18,7 +18,7 @@ _CORE = "/megatron/core/"
 
 
 def source_line(file: str, number: int) -> str:
-    """`file:line` of the program or of Megatron-Core; empty for files of others."""
+    """Return `file:line` of the program or of Megatron-Core; empty for other files."""
     if file.startswith(_OWN) and not file.startswith(_HERE):
         return f"{file.removeprefix(f'{ROOT}/')}:{number}"
     at = file.find(_CORE)
@@ -26,7 +26,7 @@ def source_line(file: str, number: int) -> str:
 
 
 def source_lines(most: int) -> list[str]:
-    """`file:line` of the innermost `most` frames of the program and of Megatron-Core, from the inside out."""
+    """Return `file:line` of the `most` innermost frames of the program and of Megatron-Core, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     texts: list[str] = []
     while frame is not None and len(texts) < most:
@@ -37,7 +37,7 @@ def source_lines(most: int) -> list[str]:
 
 
 def innermost_line() -> str:
-    """The innermost line; for a line of Megatron-Core with the line of the program that it comes from."""
+    """Return the innermost line; for Megatron-Core with the calling line of the program."""
     texts = source_lines(12)
     if not texts:
         return "?"
@@ -53,7 +53,7 @@ class Kind:
     """Ranks that run the same code on tensors of the same sizes, and one of them."""
 
     rank: int
-    """The rank that is run."""
+    """The rank to run."""
     name: str
     """Its modules and their stages."""
     number: int
@@ -61,7 +61,7 @@ class Kind:
 
 
 def kinds_of(layout: RunLayout) -> list[Kind]:
-    """The lowest rank of each combination of modules and their stages."""
+    """Return the lowest rank of each combination of modules and their stages."""
     first: dict[str, int] = {}
     number: dict[str, int] = {}
     for rank in range(layout.world_size):
@@ -72,7 +72,7 @@ def kinds_of(layout: RunLayout) -> list[Kind]:
 
 
 def selected_kinds(layout: RunLayout, ranks: str) -> list[Kind]:
-    """The kinds that `--ranks` selects: `all-kinds`, or ranks separated by commas.
+    """Return the kinds that `--ranks` selects: `all-kinds`, or ranks separated by commas.
 
     Raises:
         UserError: `ranks` is neither, or there is no such rank.
@@ -100,13 +100,13 @@ class RankResult:
     peak: int
     """Bytes of tensors on the device over all steps, evaluation and save, after the set-up."""
     categories: dict[str, int]
-    """Bytes of the peak."""
+    """Bytes at the peak."""
     lines: list[tuple[str, str, int]]
-    """(category, line, bytes) of the peak, the largest first."""
+    """(category, line, bytes) at the peak, the largest first."""
     groups: list[tuple[str, int]]
     """(description, ranks) of every process group."""
     messages: dict[str, tuple[int, int]]
-    """(number, bytes) of the last step, by operation and size of the group."""
+    """(number, bytes) of the last step, by operation and group size."""
     flops: int
     """FLOPs of the last step."""
     waits: dict[str, int]
@@ -115,12 +115,12 @@ class RankResult:
     """Waits between the first microbatch and the last."""
     evaluated: bool
     saved: int
-    """Bytes of this rank's part of a checkpoint; 0 where the run saves none."""
+    """Bytes of this rank's part of a checkpoint; 0 if the run saves none."""
     loaded: str
     """Checkpoint that the run would resume from, or whose weights it would start from; empty: none."""
     seconds: float
     resident: int
-    """Largest memory of the process, in bytes."""
+    """Peak memory of the process, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class RankFailure:
     kind: Kind
     what: str
     line: str
-    """The innermost line of the program that it comes from; empty: none."""
+    """The innermost line of the program that raised it; empty: none."""
     trace: str
 
     @classmethod
     def of(cls, kind: Kind, error: BaseException) -> "RankFailure":
-        """The failure that an exception is; errors of the user need no line and no traceback."""
+        """Return the failure for an exception; user errors need no line and no traceback."""
         if isinstance(error, (UserError, DataError, EncoderError)):
             return cls(kind, str(error), "", "")
         text = str(error).strip() or type(error).__name__

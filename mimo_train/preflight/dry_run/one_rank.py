@@ -1,4 +1,4 @@
-"""One rank of a run without the others and without a device: set-up, steps, evaluation and save of the program."""
+"""One rank of a run without the others and without a device: set-up, steps, evaluation and save."""
 
 import copy
 import resource
@@ -29,36 +29,36 @@ from mimo_train.preflight.dry_run.fake_tensors import FakeCounts
 from mimo_train.preflight.dry_run.observation import Kind, RankResult
 
 STEPS = 2
-"""The first makes the optimizer's states; the second is like all that follow."""
+"""The first step creates the optimizer states; the second one is like all that follow."""
 
 
 def unsupported(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
-    """Parts of a config that a dry run does not support.
+    """Yield parts of a config that a dry run does not support.
 
     Args:
-        engine: layers are Transformer Engine's.
+        engine: True if layers are Transformer Engine's.
     """
     if (names := ", ".join(has_fp8(cfg))) and not engine:
         yield Fault("train.fp8", f"layers of {names} have fp8, which Transformer Engine's do: add --transformer-engine")
 
 
 def device_kind(cfg: ConfigContainer) -> str:
-    """The kind of device of a dry run: CUDA, unless the run is to be on the CPU."""
+    """Return the kind of device of a dry run: CUDA, unless the config sets the CPU."""
     return "cpu" if cfg.run.device == "cpu" else "cuda"
 
 
 def trial_run(run: Run, folder: Path) -> Run:
-    """The run that is tried: a few steps from initial weights, into another folder, without sinks. Its steps are like
-    the last ones of the run, which take most: of full size, with everything trained that is trained by then."""
+    """Return the trial run: a few steps from initial weights, into another folder, without sinks. Its steps are like
+    the last ones of the run, which take most: full batch size, and everything trained that is trained by then."""
     cfg, iters = copy.deepcopy(run.cfg), run.cfg.train.iters
     cfg.run.dir, cfg.run.device = str(folder), device_kind(cfg)
     cfg.train.iters, cfg.train.epochs, cfg.data.workers = STEPS, 0, 0
     cfg.train.rampup_batch_size = []
-    cfg.train.compile = "none"  # no compiler takes tensors of a device that is not there
+    cfg.train.compile = "none"  # no compiler takes tensors of a fake device
     for module in cfg.modules.values():
         module.compile = ""
         later = {name: step for name, step in module.freeze_until.items() if step}
-        # A part that the run releases is released after the first step here.
+        # A part that the run unfreezes is unfrozen after the first step here.
         module.freeze_until = {name: 1 if step < iters or not iters else step for name, step in later.items()}
         if 1 in module.freeze_until.values():
             cfg.train.iters = STEPS + 1
@@ -77,11 +77,11 @@ def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> RankResult:
     """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process.
 
     Args:
-        engine: layers are Transformer Engine's; requires that `fake_engine` is installed.
+        engine: True if layers are Transformer Engine's; `fake_engine` must be installed.
     """
     began = time.monotonic()
-    # A forked process makes its pool of threads anew at the first call. Where two threads of autograd make that call at
-    # once, one finds no pool and the process aborts (torch 2.11: "Invalid thread pool!"); so it is made here, by one.
+    # A forked process makes its thread pool anew at the first call. If two autograd threads make that call at once,
+    # one finds no pool and the process aborts (torch 2.11: "Invalid thread pool!"). So one thread makes it here.
     torch.set_num_threads(torch.get_num_threads())
     device = device_kind(run.cfg)
     import_program()
@@ -118,15 +118,15 @@ def _is_on_cpu(tensor: torch.Tensor) -> bool:
 
 
 def import_program() -> None:
-    """Import all that a run needs, before anything of torch is replaced: torch.compile, which Megatron-Core imports,
-    tells functions of torch apart by identity."""
+    """Import the whole program before anything of torch is replaced: torch.compile, which Megatron-Core imports,
+    distinguishes torch functions by identity."""
     import mimo_train.training.pretrain  # noqa: F401
 
 
 def _install(device: str, counts: Counts) -> Any:
     from mimo_train.parallel import device as devices
 
-    # Megatron-Core compiles small fusions for the GPU: no compiler takes fake tensors of a device that is not there.
+    # Megatron-Core compiles small fusions for the GPU, but no compiler takes tensors of a fake device.
     torch.compiler.set_stance("force_eager")
     if device == "cuda":
         return fake_cuda.install(counts)
@@ -135,7 +135,7 @@ def _install(device: str, counts: Counts) -> Any:
 
 
 def _choose_layers(engine: bool) -> None:
-    """Use layers of the stand-in or of torch: those of Transformer Engine itself need a GPU."""
+    """Use fake or torch layers: Transformer Engine's own need a GPU."""
     from mimo_train.training import setup as setting_up
     from mimo_train.training.step import parts
 
@@ -143,7 +143,7 @@ def _choose_layers(engine: bool) -> None:
 
 
 def observe(run: Run, counts: Counts) -> dict[str, Any]:
-    """Set up and train under `counts`, on tensors of any kind; fields of `Found`."""
+    """Set up and train under `counts`, on tensors of any kind; returns fields of `RankResult`."""
     from data.pipeline import Dataset, StepLoader
     from encoders.native.whisper import model as whisper
     from mimo_train.launch.exit_signal import ExitSignal
@@ -175,7 +175,7 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
         def on_evaluation(self, state, values):  # type: ignore[no-untyped-def]
             evaluated.append(1)
 
-    setting_up.require_one_folder = lambda *_: None  # rank 0, which would have written into it, is not there
+    setting_up.require_one_folder = lambda *_: None  # rank 0, which would have written into it, does not exist
     setting_up.count_texts = fake_tensors.outside(_count_texts)
     setting_up.make_demo_shards = fake_tensors.outside(setting_up.make_demo_shards)
     StepLoader.__next__ = fake_tensors.outside(StepLoader.__next__)  # type: ignore[method-assign]
@@ -209,7 +209,7 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
 
 
 def _count_texts(run: Run, dataset: Any, _should_stop: Any) -> None:
-    """In a run rank 0 counts them for all."""
+    """Count on this rank: in a run rank 0 counts for all."""
     lengths = TextLengths(dataset)
     for _ in lengths.build():
         pass
@@ -221,7 +221,7 @@ def _by_line(waits: Counter[tuple[str, str]]) -> dict[str, int]:
 
 
 def _buffers(model: list) -> Iterator[Any]:
-    """Megatron-Core's buffers of gradients and weights."""
+    """Yield Megatron-Core's buffers of gradients and weights."""
     from mimo_train.models.parameters import modules_of
 
     for chunks in modules_of(model).values():
@@ -230,7 +230,7 @@ def _buffers(model: list) -> Iterator[Any]:
 
 
 def _states(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Master copies and moments."""
+    """Yield master copies and moments."""
     for inner in optimizer.inner():
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:

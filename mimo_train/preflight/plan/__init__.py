@@ -1,1 +1,1 @@
-"""The planner: searches the legal layouts of a run on a number of GPUs for the shortest predicted step."""
+"""The planner: searches the legal layouts of a run for the shortest predicted step on a number of GPUs."""

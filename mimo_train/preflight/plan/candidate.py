@@ -1,4 +1,4 @@
-"""A candidate layout: the changes of the config that it makes, and the memory of its fullest rank."""
+"""A candidate layout: its config, and the memory of its fullest rank."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -19,7 +19,6 @@ from mimo_train.preflight.plan.space import LanguageOption
 
 
 def ranks_of(layout: LayoutConfig) -> int:
-    """Number of ranks of a module."""
     return layout.tp * layout.cp * layout.dp * layout.pp
 
 
@@ -39,12 +38,11 @@ class Candidate:
     node: int
     """GPUs of a node; 0: all are on one node."""
     gpus: int
-    """Available GPUs."""
 
     @classmethod
     def of(cls, cfg: ConfigContainer, node: int) -> "Candidate | None":
-        """The layout of a config without faults, on nodes of `node` GPUs; None if some encoders share ranks of their
-        own and others do not, which no candidate can express."""
+        """Return the layout of a config without faults, on nodes of `node` GPUs. None if only some encoders with ranks
+        of their own share them, which a candidate cannot express."""
         layout = lay_out(cfg)
         shared = frozenset(edge.source for edge in layout.shared_edges)
         apart = [layout.modules[name].first_rank for name in cfg.encoders if name not in shared]
@@ -65,7 +63,6 @@ class Candidate:
 
     @property
     def language(self) -> LayoutConfig:
-        """The layout of the language model."""
         return self.layouts[LANGUAGE]
 
     @property
@@ -81,13 +78,13 @@ class Candidate:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for candidates that differ only in the sizes of encoders."""
+        """A key that is equal for candidates that differ only in the sizes of encoders."""
         language = astuple(self.language), self.micro_batch_size, self.recompute, self.distributed_optimizer
         return (*language, self.shared, self.together)
 
     def placement(self, cfg: ConfigContainer) -> PlacementConfig:
-        """The placement of the modules. First ranks are set if neither mode gives them, or if the config sets others:
-        an override with an empty mapping would keep those."""
+        """Return the placement of the modules. First ranks are set if no mode implies them, or if the config sets
+        others: an override with an empty mapping would keep those."""
         idle, node = self.world_size < self.gpus, cfg.placement.ranks_per_node
         kept = replace(
             cfg.placement,
@@ -104,7 +101,8 @@ class Candidate:
         return replace(kept, mode="disjoint", first_rank=self.first_ranks())
 
     def first_ranks(self) -> dict[str, int]:
-        """First rank of each module: encoders apart, one after the other or together, then the language model."""
+        """Return the first rank of each module: first the separate encoders, in a row or together, then the language
+        model."""
         firsts, following = {}, 0
         for name in self.apart:
             firsts[name] = 0 if self.together else following
@@ -112,7 +110,7 @@ class Candidate:
         return {name: firsts.get(name, following) for name in self.layouts}
 
     def config(self, cfg: ConfigContainer) -> ConfigContainer:
-        """The config with this layout."""
+        """Return the config with this layout."""
         modules = {name: replace(module, layout=self.layouts[name]) for name, module in cfg.modules.items()}
         return replace(
             cfg,
@@ -123,7 +121,7 @@ class Candidate:
         )
 
     def run_layout(self, cfg: ConfigContainer) -> RunLayout:
-        """Ranks and edges without nodes, for estimates of memory."""
+        """Return ranks and edges without nodes, for memory estimates."""
         firsts, modules = self.first_ranks(), {}
         for name, sizes in self.layouts.items():
             axes = {axis.name: getattr(sizes, axis.name) for axis in fields(LayoutConfig)}
@@ -135,7 +133,7 @@ class Candidate:
         return RunLayout(modules, edges, processes=(), ranks_per_node=self.node)
 
     def overrides(self, cfg: ConfigContainer) -> list[str]:
-        """Overrides that select this layout, as arguments of `mimo-train check CONFIG`."""
+        """Return the overrides that select this layout, as arguments of `mimo-train check CONFIG`."""
         changes = []
         chosen = self.config(cfg)
         for name in cfg.modules:
@@ -174,24 +172,24 @@ class Fullest:
         media: Mapping[str, float],
         candidate: Callable[[LanguageOption, Mapping[str, LayoutConfig], frozenset[str]], Candidate],
     ):
-        """
-        Args:
-            vocab: rows of the embedding.
-            media: media items of each encoder in a sample.
-            candidate: makes a candidate from a language model, encoders, and the names of those that share its ranks.
+        """Args:
+        vocab: rows of the embedding.
+        media: media items of each encoder in a sample.
+        candidate: makes a candidate from a language model, encoders, and the names of the encoders that share its
+            ranks.
         """
         self._cfg, self._vocab, self._media, self._candidate = cfg, vocab, media, candidate
         self._memory = cache(self._memory_of)
         self.least = math.inf
 
     def of_language(self, option: LanguageOption) -> int:
-        """Bytes of the fullest rank of the language model without encoders."""
+        """Return the bytes of the fullest rank of the language model without encoders."""
         most = max(self._language(option, stage).total for stage in _stages(option.pp))
         self.least = min(self.least, most)
         return most
 
     def of(self, candidate: Candidate, option: LanguageOption) -> int:
-        """Bytes of the fullest rank."""
+        """Return the bytes of the fullest rank of a candidate."""
         of_encoders = {
             name: [self._encoder(candidate, name, stage) for stage in {0, layout.pp - 1}]
             for name, layout in candidate.layouts.items()
@@ -215,7 +213,7 @@ class Fullest:
         layout = candidate.layouts[name]
         sizes = layout.tp, layout.pp, layout.dp
         language, samples = candidate.language, candidate.micro_batch_size
-        # The memory of an encoder depends on these sizes of the language model only.
+        # The memory of an encoder depends only on these sizes of the language model.
         option = LanguageOption(
             1, language.pp, 1, language.dp, 1, 1, 1, False, samples, candidate.recompute,
             candidate.distributed_optimizer,
@@ -237,5 +235,5 @@ class Fullest:
 
 
 def _stages(stages: int) -> set[int]:
-    """Stages that differ in memory: the first, the second, the last."""
+    """Return the stages that differ in memory: the first, the second, the last."""
     return {0, min(1, stages - 1), stages - 1}

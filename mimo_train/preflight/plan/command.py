@@ -1,6 +1,7 @@
 """`mimo-train plan`: reads the config, searches layouts, prints and writes the proposals.
 
-Imports torch only to measure or to read shards."""
+Torch is only imported to measure or to read shards.
+"""
 
 import json
 import os
@@ -85,7 +86,7 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
 
 
 def device_of(options: Options) -> Device:
-    """A device of the table, with the values of options."""
+    """Return a device of the table, changed by options."""
     device = DEVICES[options.gpu]
     values = {
         "memory": (options.memory, 1e9),
@@ -117,13 +118,13 @@ def _request(cfg: ConfigContainer, options: Options, steps: tuple[KnownStep, ...
 
 
 def _rows(cfg: ConfigContainer) -> int:
-    """Rows of the embedding; the tokenizer is read only if the config does not set them."""
+    """Return the rows of the embedding. The tokenizer is read only if the config does not set them."""
     tokens = cfg.llm.vocab_size or tokenizer_of(cfg).vocab_size
     return embedding_rows(cfg.llm, tokens)
 
 
 def _require_folder(path: Path, option: str) -> None:
-    """Raise UserError unless the folder of a file exists and can be written, before anything is computed."""
+    """Raise UserError unless the folder of a file exists and is writable, before anything is computed."""
     if not path.parent.is_dir():
         raise UserError(
             f"{option}: the folder {path.parent} of {path.name} does not exist. Create it or choose another"
@@ -133,7 +134,6 @@ def _require_folder(path: Path, option: str) -> None:
 
 
 def _written_text(path: Path, layouts: Plan) -> str:
-    """The line about the file that was written."""
     chosen = layouts.proposals[0].candidate
     ranks, gpus = chosen.world_size, chosen.gpus
     used = f"{ranks:,} of the {gpus:,} GPUs: the others would stand idle" if ranks < gpus else f"all {gpus:,} GPUs"
@@ -141,7 +141,6 @@ def _written_text(path: Path, layouts: Plan) -> str:
 
 
 def _write(path: Path, layouts: Plan, cfg: ConfigContainer, config: str) -> None:
-    """Write the config with the first proposal."""
     chosen = layouts.proposals[0].candidate
     text = f"# {config} with the layout that `mimo-train plan` proposes for {plural(chosen.gpus, 'GPU')}.\n"
     try:
@@ -151,13 +150,13 @@ def _write(path: Path, layouts: Plan, cfg: ConfigContainer, config: str) -> None
 
 
 RANK = 16
-"""Rank of the adapters that are tried if nothing fits."""
+"""Rank of the adapters to try if nothing fits."""
 DOUBLINGS = 6
-"""Times that the number of GPUs is doubled if nothing fits."""
+"""Number of times to double the GPUs if nothing fits."""
 
 
 def alternatives(cfg: ConfigContainer, request: Request) -> str:
-    """Sentences about what fits: the run with adapters, or on more GPUs."""
+    """Return sentences about alternatives that fit: the run with adapters, or on more GPUs."""
     return " ".join(_sentences(cfg, request)) or "Use more or larger GPUs."
 
 
@@ -174,7 +173,7 @@ def _sentences(cfg: ConfigContainer, request: Request) -> Iterator[str]:
 
 
 def _with_adapters(cfg: ConfigContainer) -> ConfigContainer | None:
-    """The run with adapters on its language model; None if it has them, or cannot have them."""
+    """Return the run with adapters on its language model; None if it has them or cannot have them."""
     language = cfg.language
     if language.lora.rank:
         return None

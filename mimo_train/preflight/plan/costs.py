@@ -1,5 +1,5 @@
-"""Seconds of one pipeline stage: computing, messages inside layers, gradients, optimizer; and measured costs of layers,
-kept as JSON."""
+"""Seconds of one pipeline stage: computation, messages inside layers, gradients, optimizer. Also the profile of
+measured layers, a JSON file."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from mimo_train.layout.ranks import layers_of_stage
 _GRADIENT = 4
 """Bytes of a gradient, in fp32."""
 _STEP = 7 * 4
-"""Bytes that an Adam update reads and writes for each parameter: gradient, weight and two moments in fp32."""
+"""Bytes that an Adam update reads and writes per parameter: gradient, weight and two moments in fp32."""
 VERSION = 1
 
 
@@ -55,13 +55,13 @@ class Profile:
     version: int = VERSION
 
     def rates(self, module: str, tp: int) -> tuple[float, float]:
-        """FLOP/s of a module's layers, forward and backward, at the nearest measured tp."""
+        """Return the FLOP/s of a module's layers, forward and backward, at the nearest measured tp."""
         layers = [layer for layer in self.layers if layer.module == module]
         near = min(layers, key=lambda layer: (abs(math.log(layer.tp / tp)), layer.tp))
         return near.forward_flops / near.forward_seconds, near.backward_flops / near.backward_seconds
 
     def write(self, path: Path) -> None:
-        """Write the file.
+        """Write the profile to a file.
 
         Raises:
             UserError: the file cannot be written.
@@ -96,7 +96,7 @@ def read_profile(path: Path, modules: Sequence[str], precision: str) -> Profile:
 
 
 def _profile_of(plain: Any) -> Profile:
-    """Raise ValueError if `plain` is no profile."""
+    """Raise ValueError if `plain` is not a profile."""
     if not isinstance(plain, dict) or plain.get("version") != VERSION:
         raise ValueError(f"expected an object with version {VERSION}")
     profile, faults = structured(Profile, plain, "profile")
@@ -111,18 +111,18 @@ def _profile_of(plain: Any) -> Profile:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of a rank of a stage, of one microbatch unless another unit is named."""
+    """Seconds of a rank of a stage, per microbatch unless stated otherwise."""
 
     forward: float
-    """Computation of the forward pass."""
+    """Computation in forward."""
     backward: float
     forward_messages: float = 0.0
-    """Messages inside layers, over tp, cp and ep, which the next matmuls wait for."""
+    """Messages inside layers over tp, cp and ep, which block the next matmuls."""
     backward_messages: float = 0.0
     gradients: float = 0.0
     """Reduction of gradients after the last microbatch of a step."""
     update: float = 0.0
-    """Update of a step, with the all-gather of weights."""
+    """Optimizer update of a step, with the all-gather of weights."""
 
 
 class Costs:
@@ -136,11 +136,10 @@ class Costs:
         links: Links,
         profile: Profile | None,
     ):
-        """
-        Args:
-            cfgs: the run with each candidate for `train.recompute`.
-            vocab: rows of the embedding.
-            media: media items of each module in a sample.
+        """Args:
+        cfgs: the run with each candidate for `train.recompute`.
+        vocab: rows of the embedding.
+        media: media items of each module in a sample.
         """
         self._cfgs, self._vocab, self._media, self._links, self._profile = cfgs, vocab, media, links, profile
         self._cfg = next(iter(cfgs.values()))
@@ -151,8 +150,8 @@ class Costs:
         self.least_of_language = cache(self._least_of_language)
 
     def _least_of_language(self, recompute: str) -> float:
-        """A lower bound of the seconds that one rank computes for one sample, to be divided by the ranks that share it;
-        0 if not known."""
+        """Return a lower bound of one sample's compute seconds, before division by the ranks that share it; 0:
+        unknown."""
         if self._profile is not None:
             return 0.0  # rates differ with tp
         work = self._work(LANGUAGE, recompute).whole
@@ -161,10 +160,10 @@ class Costs:
         )
 
     def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
-        """Costs of each stage, for microbatches of `samples` samples on a data-parallel rank.
+        """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank.
 
         Args:
-            divided: the optimizer is the distributed one.
+            divided: True for the distributed optimizer.
         """
         llm, cp = self._cfg.llm, layout.cp
         tokens = samples * self._cfg.data.sequence_length // cp
@@ -189,7 +188,7 @@ class Costs:
     def encoder(
         self, name: str, layout: LayoutConfig, samples: float, recompute: str, *, divided: bool
     ) -> list[StageCost]:
-        """Costs of each stage of an encoder, for microbatches of `samples` samples on a data-parallel rank."""
+        """Return the costs of each stage of an encoder, for microbatches of `samples` samples on one replica."""
         module, size = self._cfg.modules[name], self._size
         encoder, media = module.encoder, samples * self._media[name]
         tokens = media * encoder.most_inner_tokens(module.projector.merge)
@@ -214,18 +213,18 @@ class Costs:
         return costs
 
     def boundary(self, layout: LayoutConfig, samples: int) -> float:
-        """Bytes that a rank of the language model sends to the next stage for a microbatch."""
+        """Return the bytes that a rank of the language model sends to the next stage for a microbatch."""
         tokens = samples * self._cfg.data.sequence_length // layout.cp
         return tokens * self._cfg.llm.hidden_size * self._size / (layout.tp if layout.sp else 1)
 
     def features(self, name: str, samples: float) -> float:
-        """Bytes of the features of a module for `samples` samples."""
+        """Return the bytes of the features of a module for `samples` samples."""
         module = self._cfg.modules[name]
         tokens = samples * self._media[name] * most_tokens(module.encoder, module.projector)
         return tokens * self._cfg.llm.hidden_size * self._size
 
     def _inside_language(self, layout: LayoutConfig, tokens: int) -> tuple[float, float]:
-        """Seconds of the messages inside one layer, forward and backward."""
+        """Return the seconds of the messages inside one layer, forward and backward."""
         llm, links, size = self._cfg.llm, self._links, self._size
         tp, cp, across = layout.tp, layout.cp, layout.tp * layout.cp
         # Two all-reduces, or two gathers and two scatters; sequence parallel gathers the two inputs once more.
@@ -244,7 +243,7 @@ class Costs:
     def _seconds(
         self, name: str, work: Work, recompute: str, share: float, tp: int, layers: int, kept: float
     ) -> tuple[float, float]:
-        """Seconds of computation, forward and backward; `share`: samples divided by the ranks that share their work."""
+        """Return the compute seconds, forward and backward; `share`: samples divided by the ranks that share them."""
         has_gradients = work.matmuls_back + work.attention_back > 0
         if self._profile is not None:
             forward, backward = self._profile.rates(name, tp)
@@ -262,14 +261,14 @@ class Costs:
         return forward, max(passes * least, backward) if has_gradients else 0.0
 
     def _computing(self, matmuls: float, attention: float, in_fp8: float) -> float:
-        """Seconds at the assumed rates; `in_fp8` of the FLOPs of matmuls are in fp8."""
+        """Return the seconds at the assumed rates; `in_fp8` of the FLOPs of matmuls are in fp8."""
         device = self._links.device
         rate = device.rate(self._cfg.train.precision)
         slow, fast = (matmuls - in_fp8) / rate, in_fp8 / (device.eighth or rate)
         return (slow + fast) / devices.MATMULS + attention / (rate * devices.ATTENTION)
 
     def _tail(self, name: str, layout: LayoutConfig, stage: int, divided: bool, cp: int) -> tuple[float, float]:
-        """Seconds of the reduction of gradients and of the update."""
+        """Return the seconds of the gradient reduction and of the update."""
         dense, experts = self._parameters(name, layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, stage)
         replicas, inner = layout.dp * cp, layout.tp * cp
         of_experts = layout.tp * cp * layout.dp // (layout.ep * layout.etp)
@@ -294,7 +293,7 @@ class Costs:
     def _parameters_of(
         self, name: str, tp: int, pp: int, vpp: int, ep: int, etp: int, stage: int
     ) -> tuple[ParameterCount, ParameterCount]:
-        """Parameters of a rank without experts, and of its experts."""
+        """Return the parameters of a rank without experts, and of its experts."""
         sizes: dict[str, Any] = {"tp": tp, "ep": ep, "etp": etp, "stage": stage, "stages": pp, "vpp": vpp}
         counts = module_parameters(self._cfg, name, self._vocab, **sizes)
         experts = counts.pop("experts", ParameterCount(0, 0))

@@ -1,7 +1,7 @@
-"""The work of each microbatch by the lengths of texts and the sizes of media in the run's data.
+"""The work of each microbatch from the lengths of texts and the sizes of media in the run's data.
 
-Steps are cut as training cuts them, for each layout: microbatches of similar lengths, packs, parts of encoders. Loads
-are shares of a microbatch of the largest samples, for which costs are computed. Imports torch only to read shards.
+Steps are split as in training, for each layout: microbatches of similar lengths, packs, parts of encoders. Loads are
+shares of a microbatch of the largest samples, for which costs are computed. Torch is only imported to read shards.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from data.pipeline import Samples, StepPlan
 
 STEPS = 4
-"""Steps of the run that are read, spread over its data."""
+"""Steps of the run to read, spread over its data."""
 COUNTED = 20_000
-"""Most texts whose tokens are counted for a plan; of more uncounted texts, rows count as full."""
+"""Maximum number of texts to tokenize for a plan; with more uncounted texts, rows count as full."""
 
 
 class Load(NamedTuple):
@@ -48,12 +48,11 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, shares: Sequence[float]) -> Load:
-        """The load of one step."""
         return cls(tuple(shares), sum(shares), len(shares))
 
     @classmethod
     def mean(cls, loads: Sequence[Load]) -> Load:
-        """The mean load of several steps."""
+        """Return the mean load of several steps."""
         ends = fmean(load.shares[0] for load in loads), fmean(load.shares[-1] for load in loads)
         return cls(ends, fmean(load.total for load in loads), fmean(load.microbatches for load in loads))
 
@@ -64,10 +63,8 @@ Loads = Mapping[str, Load]
 
 @dataclass(frozen=True)
 class KnownStep:
-    """A step of the run's data."""
-
     first: int
-    """Number of the first sample."""
+    """Index of the first sample."""
     samples: StepSamples
 
 
@@ -89,12 +86,12 @@ class Counts:
         self._of_module = cache(self._loads_of)
 
     def loads(self, candidate: Candidate) -> list[Loads]:
-        """Loads in each step."""
+        """Return the loads in each step."""
         by_module = {name: each for name, (each, _) in self._by_module(candidate).items()}
         return [{name: each[step] for name, each in by_module.items()} for step in range(len(self._steps))]
 
     def mean(self, candidate: Candidate) -> Loads:
-        """Mean loads of all steps."""
+        """Return the mean loads of all steps."""
         return {name: mean for name, (_, mean) in self._by_module(candidate).items()}
 
     def _by_module(self, candidate: Candidate) -> dict[str, tuple[list[Load], Load]]:
@@ -130,7 +127,7 @@ class Counts:
         ]
 
     def _rows(self, key: tuple[int, ...]) -> int:
-        """Samples of a data-parallel rank in a full microbatch, as in `Predictor.rows`."""
+        """Return the samples of a data-parallel rank in a full microbatch, as in `Predictor.rows`."""
         return pack_length(self._cfg) // self._cfg.data.sequence_length if self._cfg.data.pack_length else key[0]
 
     def _language(self, key: tuple[int, ...]) -> list[Load]:
@@ -147,7 +144,7 @@ class Counts:
         return loads
 
     def _of_share(self, plan: StepPlan, microbatch: int, replica: int) -> float:
-        """FLOPs of the language model in one microbatch of a rank."""
+        """Return the FLOPs of the language model in one microbatch of a rank."""
         if not plan.packed:
             share = plan.shares[microbatch][replica]
             return len(share.places) * self._of_text(share.length)
@@ -162,7 +159,7 @@ class Counts:
         ]
 
     def _of_ranks(self, plan: StepPlan, loads: np.ndarray, work: np.ndarray, name: str, dp: int) -> np.ndarray:
-        """FLOPs of the ranks of an encoder, [microbatches, dp]; samples are divided as in `StepShapes.spans`."""
+        """Return FLOPs of the ranks of an encoder, [microbatches, dp], with samples split as in `StepShapes.spans`."""
         places = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
         loads_of = [loads[samples].tolist() for samples in places]
         if plan.packed:
@@ -179,7 +176,7 @@ class Counts:
         return self._flops.of_texts(texts, AT_THE_END).hardware
 
     def _encoders(self, samples: StepSamples) -> dict[str, np.ndarray]:
-        """FLOPs of each encoder for each sample of a step."""
+        """Return the FLOPs of each encoder for each sample of a step."""
         flops = {}
         for name in self._cfg.encoders:
             numbers = samples.tokens[name], samples.loads[name], samples.pairs[name]
@@ -189,7 +186,7 @@ class Counts:
         return flops
 
     def _one(self, name: str, at: int) -> Flops:
-        """FLOPs of an encoder per unit of one of its numbers: rows, tokens, pairs."""
+        """Return the FLOPs of an encoder per unit of one of its numbers: rows, tokens, pairs."""
         counts, loads, pairs = (
             {other: [[int(own == at and other == name)]] for other in self._cfg.encoders} for own in range(3)
         )
@@ -197,15 +194,15 @@ class Counts:
 
 
 def _of_busiest(work: np.ndarray) -> Load:
-    """The load of the busiest rank; `work`: [microbatches, ranks]."""
+    """Return the load of the busiest rank; `work`: [microbatches, ranks]."""
     return Load.of(work[:, int(work.sum(axis=0).argmax())].tolist())
 
 
 def known_steps(cfg: ConfigContainer, dataset: Samples) -> list[KnownStep]:
-    """Steps of full size, spread over the data.
+    """Return steps of full size, spread over the data.
 
     Raises:
-        DataError: texts are padded or packed by their lengths, and too many of these are not known.
+        DataError: padding or packing depends on text lengths, and too many of them are unknown.
     """
     from data.pipeline import Dataset
     from data.samples.text_lengths import TextLengths
@@ -224,7 +221,7 @@ def known_steps(cfg: ConfigContainer, dataset: Samples) -> list[KnownStep]:
 
 
 def steps_at_hand(cfg: ConfigContainer) -> tuple[tuple[KnownStep, ...], str]:
-    """(`known_steps` of the run's data, the reason if there are none)."""
+    """Return (`known_steps` of the run's data, the reason if there are none)."""
     data = cfg.data
     if not data.shards and not data.mix:
         return (), "data.shards is empty"

@@ -1,7 +1,7 @@
 """Measures one layer of each module on this machine's device: seconds forward and backward, at every legal tp.
 
-Builds the program's modules with one layer each in one process, with initial weights, and reads no data. For tp above 1
-the process is the first rank of a fake world whose messages take no time; messages are estimated.
+One process builds the run's modules with one layer each and initial weights, and reads no data. For tp above 1 it is
+the first rank of a fake world whose messages take no time; messages are estimated.
 """
 
 import math
@@ -34,12 +34,12 @@ from mimo_train.preflight.plan.costs import LayerCost, Profile
 from mimo_train.training.step.parts import build_parts, start_processes
 
 _WARM_UP, _TIMED = 2, 5
-"""Calls that are not timed, and those of which the median counts."""
+"""Calls that are not timed, and timed calls, of which the median counts."""
 
 
 def measure(cfg: ConfigContainer, vocab: int, most: int = 1) -> Profile:
     """Measure a layer of each module of a run, for the samples of its microbatches. With `most` above 1 this process
-    is left in a fake world.
+    stays in a fake world.
 
     Args:
         vocab: rows of the embedding.
@@ -62,12 +62,12 @@ def measure(cfg: ConfigContainer, vocab: int, most: int = 1) -> Profile:
 
 
 def _of_size(cfg: ConfigContainer, vocab: int, tp: int, names: Sequence[str]) -> list[LayerCost]:
-    """Costs of the modules `names` on one of `tp` ranks."""
+    """Return the costs of the modules `names` on one of `tp` ranks."""
     small = _of_one_layer(cfg, tp, names)
     if tp > 1:
         if dist.is_initialized():
             dist.destroy_process_group()
-        fake_world.join(0, tp, per_node=1)  # which has the device
+        fake_world.join(0, tp, per_node=1)  # has the device already
     kind, device = start_processes(small)
     parts = build_parts(resolve(small), kind, device)
     samples, costs = cfg.train.micro_batch_size, []
@@ -102,8 +102,8 @@ def _cost(name: str, tp: int, tokens: int, work: Work, samples: int, passes: lis
 
 
 def _of_one_layer(cfg: ConfigContainer, tp: int, names: Sequence[str]) -> ConfigContainer:
-    """The run with one layer in each of the modules `names`, all trained, at this tp on `tp` ranks; a language model
-    that is not among them has replicas."""
+    """Return the run with one layer in each of the modules `names`, all trained, on `tp` ranks. A language model that
+    is not among them has replicas."""
     language = LayoutConfig(tp=tp) if LANGUAGE in names else LayoutConfig(dp=tp)
     return replace(
         cfg,
@@ -156,7 +156,6 @@ def _with_one_layer(name: str, module: ModuleConfig, layout: LayoutConfig) -> Mo
 
 
 def _one_layer(encoder: Any) -> Any:
-    """The encoder with its first layer only."""
     kept = {"num_layers": 1, "feature_layer": -1, "full_attention": [0], "deepstack": []}
     named = {field.name for field in fields(encoder)}
     return replace(encoder, **{key: value for key, value in kept.items() if key in named})
@@ -167,7 +166,7 @@ _Call = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def _language_calls(cfg: ConfigContainer, gpt: Any) -> list[_Call]:
-    """The decoder, with the arguments that the model passes to it."""
+    """Return the decoder, with the arguments that the model passes to it."""
     seen: dict[str, Any] = {}
 
     def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -186,7 +185,7 @@ def _language_calls(cfg: ConfigContainer, gpt: Any) -> list[_Call]:
 
 
 def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> list[_Call]:
-    """The layers of each encoder of a module, over media of the largest size."""
+    """Return the layers of each encoder of a module, for media of the largest size."""
     encoder, projector = cfg.modules[name].encoder, cfg.modules[name].projector
     parameter = next(module.parameters())
     area = encoder.largest_area or getattr(encoder, "image_size", 0) ** 2
@@ -194,7 +193,7 @@ def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> 
     sizes = [encoder.input_size(*extent, merge=projector.merge)] * cfg.train.micro_batch_size
     calls: list[_Call] = []
     for staged in (each for each in module.modules() if isinstance(each, StagedEncoder)):
-        if isinstance(staged, JoinedEncoder):  # it has no layers but those of its parts
+        if isinstance(staged, JoinedEncoder):  # only its parts have layers
             continue
         shape = staged.rows_of(sizes), staged.spec.hidden_size
         hidden_RH = torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
@@ -203,7 +202,7 @@ def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> 
 
 
 def _timed(layers: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a forward and of a backward pass."""
+    """Return the median seconds of a forward and of a backward pass."""
     seconds = []
     for number in range(_WARM_UP + _TIMED):
         hidden = inputs.detach().requires_grad_()

@@ -17,10 +17,10 @@ from mimo_train.preflight.plan.counts import Counts, Load, Loads
 
 
 class RankWork(NamedTuple):
-    """The work of the ranks of a pipeline stage, in seconds of one microbatch unless another unit is named."""
+    """The work of the ranks of a pipeline stage, in seconds per microbatch unless stated otherwise."""
 
     modules: tuple[str, ...]
-    """The modules on these ranks."""
+    """Modules on these ranks."""
     stage: int
     """Stage of the first of these modules, from 0."""
     stages: int
@@ -28,7 +28,7 @@ class RankWork(NamedTuple):
     forward: float
     backward: float
     messages: float
-    """Messages of both passes that matmuls wait for."""
+    """Messages of both passes that block matmuls."""
     gradients: float
     """Reduction of gradients after the last microbatch of a step."""
     update: float
@@ -44,7 +44,7 @@ class RankWork(NamedTuple):
         *,
         overlapped: bool = False,
     ) -> "RankWork":
-        """The work of modules that run one after the other; `overlapped`: gradients are reduced during backward."""
+        """Return the work of modules that run one after the other; `overlapped`: backward reduces gradients."""
         forward = sum(cost.forward + cost.forward_messages for cost in costs)
         backward = sum(cost.backward + cost.backward_messages for cost in costs)
         messages = sum(cost.forward_messages + cost.backward_messages for cost in costs)
@@ -77,26 +77,23 @@ class Prediction:
     """The predicted step of a candidate."""
 
     seconds: float
-    """Seconds of a step."""
     bubble: float
     """Share of the schedule in which ranks of the language model wait."""
     idle: Mapping[str, float]
     """Module -> share of a step in which its ranks neither compute nor communicate."""
     busiest: str
-    """The stage that the others wait for."""
+    """The stage that limits the others."""
     shares: Mapping[str, float]
     """Shares of a step of the busiest stage: computing, messages, waiting, gradients, update."""
 
 
 class Predictor:
-    """Predicts steps of one run."""
-
     def __init__(self, cfg: ConfigContainer, costs: Costs, links: Links, counts: Counts | None = None):
         """`counts`: loads of the data; None: every microbatch is full."""
         self._cfg, self._costs, self._links, self._counts = cfg, costs, links, counts
 
     def microbatches(self, micro_batch_size: int, replicas: int) -> int:
-        """Microbatches of a step; for packed rows with samples of full length."""
+        """Return the microbatches of a step; packed rows count as rows of full-length samples."""
         cfg, samples = self._cfg, micro_batch_size * replicas
         if cfg.data.pack:
             tokens = cfg.train.global_batch_size * cfg.data.sequence_length
@@ -105,7 +102,7 @@ class Predictor:
         return cfg.train.global_batch_size // samples
 
     def rows(self, micro_batch_size: int) -> int:
-        """Samples of full length in a microbatch on a data-parallel rank of the language model."""
+        """Return the full-length samples in a microbatch on a data-parallel rank of the language model."""
         cfg = self._cfg
         return pack_length(cfg) // cfg.data.sequence_length if cfg.data.pack_length else micro_batch_size
 
@@ -159,15 +156,15 @@ class Predictor:
         return Pipeline(tuple(stages), tuple(work), number, language.vpp)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of `predict(candidate).seconds`, for a mean step: it is below the mean bound of the steps."""
+        """Return a lower bound of `predict(candidate).seconds`, for a mean step: it is below the steps' mean bound."""
         pipeline = self._pipeline(candidate, {} if self._counts is None else self._counts.mean(candidate))
         gradients = max(work.gradients for work in pipeline.work)
         schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
         return max(schedule, gradients, self._on_cores(pipeline)) + self._update(pipeline)
 
     def least_of_language(self, micro_batch_size: int, replicas: int, ranks: int, recompute: str) -> float:
-        """A lower bound for all candidates with this language model, from its FLOPs alone, as if all ranks computed all
-        the time. Much cheaper than `least_seconds`, which visits every stage."""
+        """Return a lower bound for all candidates with this language model, from its FLOPs alone, as if all ranks were
+        always busy. Much cheaper than `least_seconds`, which visits every stage."""
         if self._counts is not None:
             return 0.0
         samples = self.microbatches(micro_batch_size, replicas) * self.rows(micro_batch_size) * replicas
@@ -222,32 +219,32 @@ class Predictor:
         return ends_on_cores(pipeline.stages, [work.ranks for work in pipeline.work], cores, *cut)
 
     def _on_cores(self, pipeline: Pipeline) -> float:
-        """Seconds that shared cores need for all ranks up to the update; messages take time of a core too."""
+        """Return the seconds that shared cores need for all ranks up to the update. Messages use core time too."""
         number = pipeline.microbatches
         return self._shared(
             pipeline, [number * (work.forward + work.backward) + work.gradients for work in pipeline.work]
         )
 
     def _update(self, pipeline: Pipeline) -> float:
-        """Seconds of the update, which waits for all gradients, and of what a process does outside layers."""
+        """Return the seconds of the update, which waits for all gradients, and of a process outside layers."""
         updates = [work.update + self._links.device.process for work in pipeline.work]
         return max(*updates, self._shared(pipeline, updates))
 
     def _shared(self, pipeline: Pipeline, seconds: Sequence[float]) -> float:
-        """Seconds of shared cores, for `seconds` of each rank of each stage; 0 if ranks share no cores."""
+        """Return the seconds of shared cores, for `seconds` per rank of each stage; 0 if ranks share no cores."""
         cores = self._cores(pipeline)
         if not cores:
             return 0.0
         return sum(work.ranks * own for work, own in zip(pipeline.work, seconds, strict=True)) / cores
 
     def _cores(self, pipeline: Pipeline) -> float:
-        """Cores of all nodes of a candidate; 0 if ranks share none."""
+        """Return the cores of all nodes of a candidate; 0 if ranks share none."""
         ranks, node = sum(work.ranks for work in pipeline.work), self._links.node
         return min(self._links.device.cores, node) * max(1.0, ranks / node)
 
 
 def _loaded(costs: Sequence[tuple[str, StageCost]], loads: Loads) -> tuple[list[StageCost], tuple[Part, ...]]:
-    """(costs of the modules on a stage for a mean microbatch, parts that differ between microbatches)."""
+    """Return (costs of the modules on a stage for a mean microbatch, parts that differ between microbatches)."""
     if not loads:
         return [cost for _, cost in costs], ()
     parts = tuple(

@@ -1,4 +1,4 @@
-"""A plan as text and as data."""
+"""A plan as text and as JSON."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.search import Plan, Proposal, Request
 
 _SMALL = 0.03
-"""Parts below this share of a step are not printed."""
+"""Smaller shares of a step are not printed."""
 
 
 def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
-    """The lines that the command prints."""
+    """Return the lines that the command prints."""
     several = request.gpus > request.node
     nodes = f", {request.node} on a node" if several else ""
     lines = [
@@ -36,7 +36,7 @@ def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
 
 
 def data_of(plan: Plan, cfg: ConfigContainer, request: Request) -> dict[str, Any]:
-    """The plan as JSON values."""
+    """Return the plan as JSON values."""
     return {
         "gpus": request.gpus,
         "device": request.device.name,
@@ -91,14 +91,14 @@ def _layouts(candidate: Candidate, cfg: ConfigContainer) -> str:
 
 
 def _place(candidate: Candidate, name: str) -> str:
-    """The placement of an encoder, if it shares ranks."""
+    """Return the placement of an encoder as text, if it shares ranks."""
     if name in candidate.shared:
         return " shared"
     return " together" if candidate.together and name != LANGUAGE else ""
 
 
 def _samples(proposal: Proposal, cfg: ConfigContainer, request: Request) -> float:
-    """Samples/s for each available GPU, used or not."""
+    """Return the samples/s per available GPU, used or not."""
     return cfg.train.global_batch_size / proposal.prediction.seconds / request.gpus
 
 
@@ -111,7 +111,7 @@ def _described(device: Device) -> str:
 
 
 def of_numbers(cfg: ConfigContainer) -> str:
-    """A sentence if another layout changes results too; else empty."""
+    """Return a sentence if another layout changes results too; else empty."""
     if not cfg.llm.balances_microbatches:
         return ""
     return (
@@ -149,7 +149,6 @@ def _of_fp8(cfg: ConfigContainer, request: Request) -> str:
 
 
 def _counts(request: Request) -> str:
-    """A sentence about the sizes of microbatches."""
     if request.steps:
         return f"texts and media of microbatches as the data has them, in {len(request.steps)} steps spread over it"
     return f"even counts: every row is as if full, every image the largest ({request.even_since})"
@@ -160,10 +159,9 @@ def _rate(number: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds as text."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def quoted(override: str) -> str:
-    """An override, quoted for a shell if necessary."""
+    """Return an override, quoted for a shell if necessary."""
     return f"'{override}'" if any(mark in override for mark in " {}") else override

@@ -22,15 +22,15 @@ from mimo_train.preflight.plan.predict import Prediction, Predictor
 from mimo_train.preflight.plan.space import LanguageOption, Space
 
 SIMULATED = 200
-"""Most candidates that are simulated, those with the best bounds."""
+"""Maximum number of candidates to simulate, those with the best bounds."""
 _SIMULATED_COMPARED = 50
 """The same for `compare`, which should take at most a second."""
 _OF_A_KIND = 8
-"""Layouts of the encoders that are kept for each layout of the language model and placement of encoders."""
+"""Encoder layouts to keep for each language layout and placement of encoders."""
 _ALIKE = 0.01
 """Relative difference of predictions below which they count as equal."""
 _WAYS = 8
-"""Layouts of each encoder on ranks of its own that are combined with those of other encoders."""
+"""Layouts of each separate encoder to combine with those of other encoders."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Request:
     top: int = 5
     profile: Profile | None = None
     steps: tuple[KnownStep, ...] = ()
-    """Steps of the data that are simulated; empty: every sample is full."""
+    """Steps of the data to simulate; empty: every sample is full."""
     even_since: str = ""
     """The reason if `steps` is empty."""
 
@@ -76,19 +76,19 @@ class Plan:
     legal: int
     """Legal layouts of the language model."""
     bounded: int
-    """Layouts of all modules for which a bound was computed."""
+    """Layouts of all modules with a bound."""
     fitting: int
     """Bounded layouts that fit into memory."""
     simulated: int
 
 
 def faults_of(cfg: ConfigContainer) -> list[Fault]:
-    """Faults that `mimo-train check --without-data` reports."""
+    """Return the faults that `mimo-train check --without-data` reports."""
     return [fault for fault in config_faults(cfg) if fault.key not in INPUT_KEYS]
 
 
 def require_sound(cfg: ConfigContainer) -> None:
-    """Raise ConfigError for faults that the config has on one GPU too."""
+    """Raise ConfigError for faults that the config also has on one GPU."""
     if LANGUAGE not in cfg.modules:
         raise ConfigError(config_faults(cfg))
     alone = Candidate(
@@ -106,7 +106,7 @@ def require_sound(cfg: ConfigContainer) -> None:
 
 
 class NothingFits(UserError):
-    """Every legal layout needs more memory than there is."""
+    """Every legal layout needs more memory than available."""
 
 
 def fullest_rank(cfg: ConfigContainer, request: Request) -> int | None:
@@ -132,8 +132,8 @@ class Comparison(NamedTuple):
 
 
 def compare(cfg: ConfigContainer, own: Candidate, request: Request, share: float) -> Comparison:
-    """Search the best layout whose step takes less than `share` of that of `own`, the layout of a run that
-    `require_sound` accepts. Takes less time than a plan, since slower layouts are skipped."""
+    """Search the best layout whose step takes less than `share` of that of `own`, for a run that `require_sound`
+    accepts. This is faster than a plan, since slower layouts are skipped."""
     search = _Search(cfg, request)
     prediction = search.predict(own)
     return Comparison(prediction, search.faster(share * prediction.seconds))
@@ -170,17 +170,16 @@ class _Search:
         return Plan(tuple(proposals[: self._request.top]), len(options), bounded, fitting, simulated)
 
     def fullest_rank(self) -> int | None:
-        """Bytes of the fullest rank of the fastest layout that fits; None if none fits."""
+        """Return the bytes of the fullest rank of the fastest layout that fits; None if none fits."""
         best, *_ = self._bounded([*self._options()], 1, math.inf)
         return best[0][-1] if best else None
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """The prediction for any layout of the run."""
         return self._predictor.predict(candidate)
 
     def faster(self, below: float) -> Proposal | None:
-        """The best layout whose step takes less than `below` seconds; of equal ones that with the fewest ranks, then
-        that with the fewest changes of the config."""
+        """Return the best layout whose step takes less than `below` seconds; of equal ones the one with the fewest
+        ranks, then with the fewest changes of the config."""
         options = [option for option in self._options() if self._least(option) < below]
         best, *_ = self._bounded(options, _SIMULATED_COMPARED, below)
         proposals, *_ = self._chosen(best, 1, _ALIKE)
@@ -190,14 +189,14 @@ class _Search:
         return alike[changes.index(min(changes))] if alike else None
 
     def _bounded(self, options: Sequence[LanguageOption], most: int, below: float) -> tuple[list[_Bounded], int, int]:
-        """(the `most` candidates that fit with the best bounds below `below` seconds, number of bounded candidates,
-        number of those that fit)."""
+        """Return (the `most` candidates that fit with the best bounds below `below` seconds, number of bounded
+        candidates, number of those that fit)."""
         found = [(self._bound(self._alone(option)), number, option) for number, option in enumerate(options)]
         best: list[_Bounded] = []
         bounded = fitting = 0
         for bound, _, option in sorted(found, key=lambda one: one[:2]):
             worst = min(below, -best[0][0]) if len(best) == most else below
-            # The remaining options are no better, whatever their encoders are.
+            # The remaining options are no better with any encoders.
             if bound >= worst:
                 break
             if self._fullest.of_language(option) > self._room:
@@ -211,8 +210,8 @@ class _Search:
         return sorted(best, key=lambda one: (-one[0], -one[1])), bounded, fitting
 
     def _chosen(self, best: list[_Bounded], top: int, slack: float = 0.0) -> tuple[list[Proposal], int, list[Fault]]:
-        """(accepted candidates, one of each kind, the fastest first, number of simulated ones, faults of the last
-        rejected one). The candidates include the `top` fastest and all that take up to `slack` longer."""
+        """Return (accepted candidates, one of each kind, the fastest first; number of simulated ones; faults of the
+        last rejected one). The candidates include the `top` fastest and all that take up to `slack` longer."""
         proposals: dict[Hashable, Proposal] = {}
         refused: list[Fault] = []
         simulated = 0
@@ -235,7 +234,6 @@ class _Search:
         return self._space.language()
 
     def _alone(self, option: LanguageOption) -> Candidate:
-        """The language model without its encoders."""
         return self._candidate(option, {}, frozenset(), together=False)
 
     def _candidate(
@@ -259,7 +257,7 @@ class _Search:
         )
 
     def _least(self, option: LanguageOption) -> float:
-        """A lower bound of `_bound` that is cheaper."""
+        """Return a cheaper lower bound of `_bound`."""
         ranks = ranks_of(option.layout)
         return self._predictor.least_of_language(option.micro_batch_size, option.dp, ranks, option.recompute)
 
@@ -267,7 +265,7 @@ class _Search:
         return self._predictor.least_seconds(candidate)
 
     def _candidates(self, option: LanguageOption) -> Iterator[Candidate]:
-        """All placements and layouts of the encoders for a language model."""
+        """Yield all placements and layouts of the encoders for a language model."""
         encoders = list(self._cfg.encoders)
         free = self._request.gpus - ranks_of(option.layout)
         inside = {name: [*self._space.shared(name, option)] for name in encoders}
@@ -289,7 +287,7 @@ class _Search:
                     yield self._candidate(option, chosen, shared, together=True)
 
     def _best_apart(self, name: str, option: LanguageOption, free: int) -> list[LayoutConfig]:
-        """Layouts of an encoder on its own ranks; of several encoders only the fastest of each number of ranks."""
+        """Return layouts of a separate encoder; with several encoders only the fastest of each number of ranks."""
         every = [*self._space.apart(name, option, free)]
         if len(self._cfg.encoders) == 1:
             return every
@@ -313,8 +311,8 @@ class _Search:
     def _few(
         self, found: list[tuple[float, Candidate]], option: LanguageOption, worst: float
     ) -> Iterator[tuple[float, Candidate, int]]:
-        """(bound, candidate, bytes of its fullest rank) of the best candidates of one language model that fit, with
-        bounds below `worst`, for each placement of the encoders."""
+        """Yield (bound, candidate, bytes of its fullest rank) of the best candidates of one language model that fit,
+        with bounds below `worst`, for each placement of the encoders."""
         taken: dict[Hashable, int] = {}
         for least, candidate in sorted(found, key=lambda one: (one[0], one[1].world_size)):
             if least >= worst:

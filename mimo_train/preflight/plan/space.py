@@ -1,6 +1,6 @@
 """The legal layouts of a run, module by module.
 
-Uses the checks of a config (`mimo_train.layout.legality`, `mimo_train.layout.batch`). Checks across modules run only
+It uses the checks of a config (`mimo_train.layout.legality`, `mimo_train.layout.batch`). Checks across modules only run
 for proposals (`mimo_train.preflight.plan.search`).
 """
 
@@ -18,15 +18,15 @@ from mimo_train.layout.batch import Batch, sequence_faults
 from mimo_train.layout.legality import encoder_faults, language_faults, projector_faults
 
 MOST_CP, MOST_CHUNKS, MOST_STAGES_OF_ENCODER = 16, 8, 8
-"""Largest sizes that are tried."""
+"""Largest sizes to try."""
 _FEW_STAGES = 12
 _LEAST_PART = 256
-"""Least tokens of a context-parallel rank that are tried."""
+"""Minimum tokens of a context-parallel rank."""
 
 
 @dataclass(frozen=True)
 class LanguageOption:
-    """A layout of the language model, its microbatch and recomputation."""
+    """A layout of the language model, its microbatch and recompute."""
 
     tp: int
     pp: int
@@ -57,7 +57,7 @@ class Space:
         self._encoder_is_legal = cache(self._is_legal_encoder)
 
     def language(self) -> Iterator[LanguageOption]:
-        """Every layout of the language model, on all GPUs or fewer."""
+        """Yield every layout of the language model, on all GPUs or fewer."""
         cfg, llm = self._cfg, self._cfg.llm
         recomputes, optimizers = self.recomputes(), (True,) if cfg.optim.distributed_optimizer else (False, True)
         samples = sizes_of_microbatches(cfg)
@@ -77,11 +77,11 @@ class Space:
                                     yield LanguageOption(*sizes, micro, recompute, divided)
 
     def recomputes(self) -> tuple[str, ...]:
-        """Values of `train.recompute` that are tried."""
+        """Return the values of `train.recompute` to try."""
         return ("none", "full") if self._cfg.train.recompute != "selective" else ("none", "selective", "full")
 
     def shared(self, name: str, language: LanguageOption) -> Iterator[LayoutConfig]:
-        """Layouts of an encoder on the ranks of the language model's first stage."""
+        """Yield layouts of an encoder on the ranks of the language model's first stage."""
         ranks = language.tp * language.cp * language.dp
         for tp in _divisors(self._node):
             if ranks % tp == 0 and self._takes(name, ranks // tp, language):
@@ -90,7 +90,7 @@ class Space:
                     yield layout
 
     def apart(self, name: str, language: LanguageOption, free: int) -> Iterator[LayoutConfig]:
-        """Layouts of an encoder on at most `free` ranks of its own."""
+        """Yield layouts of an encoder on at most `free` ranks of its own."""
         most = 1 if self._stays(name) else MOST_STAGES_OF_ENCODER
         microbatch = language.micro_batch_size * language.dp
         for tp, pp in product(_divisors(self._node), _powers(most)):
@@ -114,7 +114,7 @@ class Space:
                 yield cp
 
     def _sequence_parallel(self, tp: int, cp: int) -> bool | None:
-        """True if sequences can be divided over tp too, which is better; None if not even over cp."""
+        """Return True if sequences can be split over tp too, which is better; None if not even over cp."""
         length, choices = self._cfg.data.sequence_length, (True, False) if tp > 1 else (False,)
         for sp in choices:
             if not [*sequence_faults(length, LayoutConfig(tp=tp, cp=cp, sp=sp))]:
@@ -122,14 +122,13 @@ class Space:
         return None
 
     def _replicas(self, ranks: int, micro: int) -> Iterator[int]:
-        """Sizes of dp for which every batch is a whole number of microbatches."""
+        """Yield sizes of dp for which every batch is a whole number of microbatches."""
         train = self._cfg.train
         for dp in _divisors(train.global_batch_size // micro):
             if ranks * dp <= self._gpus and all(size % (micro * dp) == 0 for size in self._sizes):
                 yield dp
 
     def _rest(self, tp: int, pp: int, cp: int, dp: int, sp: bool, micro: int) -> Iterator[tuple[int, int, int]]:
-        """Sizes of ep, etp and vpp."""
         llm = self._cfg.llm
         of_experts = [(1, 1)]
         if llm.num_experts:
@@ -168,7 +167,7 @@ class Space:
 
 
 def sizes_of_microbatches(cfg: ConfigContainer) -> list[int]:
-    """Values of `train.micro_batch_size` that are tried; packed rows of a given length do not depend on it."""
+    """Return the values of `train.micro_batch_size` to try; packed rows of a given length do not depend on it."""
     own = cfg.train.micro_batch_size
     if cfg.data.pack and cfg.data.pack_length:
         return [own]
