@@ -1,4 +1,4 @@
-"""A checkpoint as directories of `transformers`, and its adapters as PEFT keeps them."""
+"""Export of a checkpoint as `transformers` directories, and of its adapters in PEFT's format."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from mimo_train.layout.run import resolve
 from mimo_train.training.step.parts import build_parts, start_processes
 
 BASE = "base"
-"""Folder of the model that adapters are for, beside them, where it is no directory that was there already."""
+"""Folder next to the adapters with their base model, if no existing directory has it."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,27 @@ def export(
 
     Args:
         checkpoint: its folder.
-        cfg: of its run.
+        cfg: config of its run.
         to: an empty folder.
-        dtype: of the weights: fp32, bf16 or fp16; empty: as in the checkpoint.
+        dtype: dtype of the weights: fp32, bf16 or fp16; empty: `train.precision` of the config.
         largest_file: in bytes.
-        merge: put adapters into the weights, instead of writing them by themselves.
-        base_model: what adapters name as their model; empty: its name in a hub, where its folder is one of the hub's
-            cache, or else the folder, which a reader takes from its own working directory if it is not absolute.
+        merge: merge adapters into the weights instead of writing them separately.
+        base_model: model name in the adapters' files. Empty: its name in the hub if its folder is in the hub's cache,
+            else the folder; readers resolve a relative one from their own working directory.
 
     Returns:
-        What was written, and why parts that `transformers` could have as one model are several; empty if they are not.
+        The directories written, and why there are several instead of one; empty if there is one.
 
     Raises:
-        UserError: the checkpoint is damaged, PEFT has no place for its adapters, `merge` is given and it has none, or
-            `base_model` is given and adapters of one model are not what is written.
-        ConfigError: the directory of a module has gone.
+        UserError: the checkpoint is damaged, PEFT has no place for its adapters, `merge` is given without adapters, or
+            `base_model` is given and not exactly one model's adapters are written.
+        ConfigError: the directory of a module no longer exists.
     """
     reader, record = opened(checkpoint)
     if merge and not any(module.lora.rank for module in cfg.modules.values()):
         raise UserError(f"--merge puts adapters into the weights, and no module of {checkpoint} has any: leave it out")
     alone = on_one_process(cfg)
-    # Without the distributed optimizer's copy of the weights: here a model only lends names and shapes.
+    # Without the distributed optimizer's copy of the weights: here a model only gives names and shapes.
     run = resolve(replace(alone, optim=replace(alone.optim, distributed_optimizer=False)))
     undrawn = all_parts(run.cfg)
     if LEFT_OUT in record:
@@ -129,10 +129,10 @@ def _documents(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Documen
 
 
 def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -> dict[str, list[ModuleAdapters]]:
-    """The adapters of each directory, by its name.
+    """Return the adapters of each directory, by its name.
 
     Raises:
-        UserError: there is no model of `transformers` to put them beside.
+        UserError: no model of `transformers` has the layer of an adapter.
     """
     adapters: dict[str, list[ModuleAdapters]] = {}
     for name, module in cfg.modules.items():

@@ -29,7 +29,7 @@ from mimo_train.training.step.schedule import Pipeline
 class PredictStep:
     """Forward step that returns predictions instead of a loss; run with forward_only and collect_non_loss_data.
 
-    The loss function's result for a microbatch: see `_predictions`.
+    Its loss function returns `_predictions` of a microbatch.
     """
 
     def __init__(self, pipeline: Pipeline):
@@ -39,7 +39,7 @@ class PredictStep:
     def __call__(
         self, data_iterator: Iterator[dict[str, Any]], model: MegatronModule
     ) -> tuple[Any, Callable[..., dict[str, Any]] | None]:
-        """One forward pass of this rank's modules over the next microbatch."""
+        """Run one forward pass of this rank's modules over the next microbatch."""
         batch = next(data_iterator)
         inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
         if LEARNED in batch:
@@ -59,8 +59,9 @@ class PredictStep:
 def _predictions(
     batch: dict[str, Any], language: ProcessGroupCollection, logits_BCV: torch.Tensor, non_loss_data: bool = True
 ) -> dict:
-    """The microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token; the whole
-    sequence on every context-parallel rank. Of logits [1, N, V], in the places `learned`, both are 0 elsewhere."""
+    """Return the microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token. Every
+    context-parallel rank gets the full sequence. With logits [1, N, V] at the places `learned`, both are 0
+    elsewhere."""
     labels_BC = own_part({"labels": batch["labels"]}, language.cp)["labels"]
     shape, learned = labels_BC.shape, batch.get(LEARNED)
     if learned is not None:
@@ -77,7 +78,7 @@ def _predictions(
 
 
 def _parallel_argmax(logits_SBV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Index of the largest logit over the whole vocabulary, [S, B]; the lowest index among equals."""
+    """Return the index of the largest logit over the full vocabulary, [S, B]; the lowest index among equals."""
     values, indices = logits_SBV.max(dim=-1)
     ranks = dist.get_world_size(tp_group)
     if ranks == 1:
@@ -100,15 +101,15 @@ def greedy_answers(
     keep_ends: bool = False,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[tuple[int, list[int]]]:
-    """Answers of the current step's samples by greedy decoding, one forward pass of the whole pipeline per token.
+    """Answer the current step's samples by greedy decoding, with one forward pass of the full pipeline per token.
 
-    Every sample is cut before its last answer; the tokens that the model adds replace it. One without an answer, or
-    with media in or behind its last one, is not answered. Collective over all ranks.
+    The model's tokens replace each sample's last answer. Samples without an answer, or with media in or after the last
+    one, are not answered. Collective over all ranks.
 
     Args:
         data_iterator: on a step of samples with `loss_mask` on answers.
-        max_new_tokens: passes, and the longest answer.
-        keep_ends: whether answers have the token that ends them; those without one were cut.
+        max_new_tokens: number of passes, and the longest answer.
+        keep_ends: include the token that ends an answer; an answer without one was cut.
         before_token: called on every rank before each pass; may raise on all of them to end the decoding.
 
     Returns:
@@ -128,7 +129,7 @@ def greedy_answers(
 
 
 def _from_last_stage(pipeline: Pipeline, collected: list, index: int, answers: "_OpenAnswers") -> torch.Tensor:
-    """Next token of every sample of a microbatch, from the stage that computed it to all stages of the module."""
+    """Broadcast the next token of every sample from the last stage to all stages of the module."""
     pp_group = pipeline.groups.collections[LANGUAGE].pp
     if pipeline.is_last_stage:
         tokens = answers.next_tokens(collected[index]["predicted"])
@@ -153,17 +154,17 @@ class _OpenAnswers:
         self._new: list[list[int]] = [[] for _ in self.numbers]
 
     def _prompt(self, ids_S: torch.Tensor, loss_mask_S: torch.Tensor) -> int:
-        """Tokens before the last answer; 0 where there is none, and where it has placeholders in it or behind it: their
-        features come all the same, and need a place."""
+        """Return the number of tokens before the last answer. 0 if there is none, or if it has placeholders in it or
+        after it: their features need a place."""
         length = _prompt_length(loss_mask_S)
         return length if all(self._as_text(token) == token for token in ids_S[length:].tolist()) else 0
 
     def want_next(self) -> None:
-        """Ask the next pass for the logits behind the last token of every sample."""
+        """Request logits at the last token of every sample from the next pass."""
         self._microbatch[WANTED] = torch.zeros_like(self.ids).scatter_(1, self._last()[:, None], 1)
 
     def next_tokens(self, predicted_BS: torch.Tensor) -> torch.Tensor:
-        """The model's next token of every sample, [B]."""
+        """Return the model's next token of every sample, [B]."""
         return predicted_BS.gather(1, self._last()[:, None].to(predicted_BS.device)).squeeze(1).contiguous()
 
     def _last(self) -> torch.Tensor:
@@ -179,7 +180,7 @@ class _OpenAnswers:
                 self._new[row].append(token)
 
     def finished(self, keep_ends: bool) -> list[tuple[int, list[int]]]:
-        """(sample number, answer)."""
+        """Return (sample number, answer) of every sample."""
         return [
             (number, [token for token in new if keep_ends or token not in self._ends])
             for number, new in zip(self.numbers, self._new, strict=True)
@@ -187,14 +188,14 @@ class _OpenAnswers:
 
 
 def true_answer(sample: TextSample) -> list[int]:
-    """The tokens that a right answer has in the place that greedy decoding fills."""
+    """Return the tokens of the true answer that greedy decoding replaces."""
     first = max(_prompt_length(torch.from_numpy(sample.loss_mask)) - 1, 0)
     return sample.labels[first:][sample.loss_mask[first:] > 0].tolist()
 
 
 def _prompt_length(loss_mask_S: torch.Tensor) -> int:
-    """Tokens before the last answer: position i with loss predicts token i + 1, so the prompt ends at the first i of
-    the last run of ones. 0 where nothing is learned."""
+    """Return the number of tokens before the last answer, 0 if nothing is learned. Position i with loss predicts token
+    i + 1, so the prompt ends at the first i of the last run of ones."""
     learned = loss_mask_S.nonzero().flatten().tolist()
     if not learned:
         return 0

@@ -33,11 +33,11 @@ from mimo_train.training.step.schedule import Pipeline
 _logger = logging.getLogger(__name__)
 
 SHOWN_TOKENS = 24
-"""Longest answer that the report's samples are decoded to."""
+"""Longest decoded answer of the report's samples, in tokens."""
 
 
 class EvaluationStopped(Exception):
-    """A rank was asked to end the run; raised on all ranks alike.
+    """A rank was asked to end the run; raised on all ranks.
 
     Attributes:
         votes: (signalled, out of time), of all ranks.
@@ -49,7 +49,7 @@ class EvaluationStopped(Exception):
 
 
 class Ending(NamedTuple):
-    """How an evaluation learns that the run is to end."""
+    """Functions by which an evaluation learns that the run is to end."""
 
     gives_up: GivesUp = never
     """See `StepLoader`."""
@@ -72,15 +72,13 @@ class HeldOut:
         ending: Ending | None = None,
         writes_text: bool = True,
     ):
-        """
-        Args:
-            features: lookups of cached features of frozen encoders.
-            of: the set; default: the run's first.
-            shows: whether its evaluations write samples.json.
-            ending: what ends an evaluation; default: nothing.
-            writes_text: whether the model ends in logits of the vocabulary. Without them there is no exact match, no
-                predictions.jsonl and no samples.json.
-        """
+        """Args:
+        features: look-ups of cached features of frozen encoders.
+        of: the set; default: the run's first.
+        shows: evaluations write samples.json.
+        ending: ends an evaluation early; default: nothing does.
+        writes_text: the model ends in logits of the vocabulary. Otherwise there is no exact match, no
+            predictions.jsonl and no samples.json."""
         of = of or held_out_sets(run.cfg)[0]
         self._run, self._pipeline, self._tokenizer, self._ending = run, pipeline, tokenizer, ending or Ending()
         self.prefix, self.is_test, self._shows = of.prefix, of.is_test, shows and writes_text
@@ -99,7 +97,7 @@ class HeldOut:
         self.steps = math.ceil(self.samples / run.batch.global_batch_size)
 
     def tell_of_bad_samples_by(self, report: BadSampleReport) -> None:
-        """Who tells people of held-out samples that cannot be read, after each evaluation."""
+        """Report held-out samples that cannot be read to `report`, after each evaluation."""
         self._report = report
         report.adopt(self.dataset.bad_samples, "held_out")
 
@@ -107,12 +105,12 @@ class HeldOut:
         """Open an iterator over the samples.
 
         Args:
-            all_logits: whether the model gives logits everywhere, also with `train.logits=learned`.
+            all_logits: compute logits everywhere, also with `train.logits=learned`.
         """
         return self._open(Ending(), all_logits=all_logits)
 
     def __next__(self) -> Any:
-        """Raise an error with what to call instead: a set has no position of its own."""
+        """Raise an error that says what to call instead: a set has no position."""
         raise UserError(
             "valid_data_iterator: next() is not supported. Open an iterator for each pass: "
             "data = valid_data_iterator(), data.advance(), then next(data)"
@@ -137,32 +135,31 @@ class HeldOut:
         step_func: ForwardStepCallable | None = None,
         progress: Callable[[int], None] = lambda samples: None,
     ) -> dict[str, float]:
-        """Measure losses and exact match over the samples; on the logging rank, write samples.json and
-        predictions.jsonl (predictions_NAME.jsonl of a set with a name, test_predictions.jsonl of the test set).
-        Collective over all ranks.
+        """Measure losses and exact match over the samples. Collective over all ranks.
 
-        Losses are those of `step_func`, reduced as in training. A step of the caller's own takes a second forward pass,
-        for exact match.
+        The logging rank writes samples.json and predictions.jsonl, or predictions_NAME.jsonl or test_predictions.jsonl.
+        Losses are those of `step_func`, reduced as in training; a custom step takes a second forward pass for exact
+        match.
 
-        An answer matches exactly when greedy decoding gives the true answer to the last token. That is so
-        if and only if the most likely token after every true prefix is the true one (by induction over the answer), so
-        one pass over the true sequence decides it. The answers in `samples.json` are really decoded.
+        An answer matches exactly if greedy decoding gives the true answer to its last token. By induction that holds if
+        and only if the most likely token after every true prefix is the true one. So one pass over the true sequence
+        decides it. Only the answers in `samples.json` are decoded.
 
         Args:
             step: optimizer steps done, for the files.
             step_func: as the schedule calls it; None: the cross entropy of the learned tokens.
-            progress: called with the number of samples of each batch that is done.
+            progress: called with the number of samples of each finished batch.
 
         Raises:
-            TooManyBadSamples: more of the samples are bad than `data.max_bad_samples` allows, on every rank alike; a
-                rank that has found too many by itself raises earlier.
-            EvaluationStopped: a rank was asked to end the run; seen between two batches.
+            TooManyBadSamples: more samples are bad than `data.max_bad_samples` allows, on every rank; a rank that finds
+                too many alone raises earlier.
+            EvaluationStopped: a rank was asked to end the run; checked between two batches.
 
         Returns:
             {"eval/loss": what training minimises (nats per answer token), "eval/exact_match": share of samples,
-            "eval/samples": their number}, and `eval/LOSS` for each loss that a step of the caller's own names. The
-            prefix is `eval/NAME/` of a set with a name, `test/` of the test set. NaN where no held-out sample has a
-            token with loss; empty on ranks before the language model's last stage.
+                "eval/samples": their number}, and `eval/LOSS` for each loss that a custom step names. The prefix is
+                `eval/NAME/` for a named set, `test/` for the test set. NaN if no sample has a token with loss; empty on
+                ranks before the language model's last stage.
         """
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
@@ -171,7 +168,7 @@ class HeldOut:
         if step_func is not None and not (self._writes_text and is_default_step(step_func)):
             losses = CallerLosses(step_func, pipeline, self._run.cfg)
         run, shown, predictions = self._run, list[dict](), list[dict]()
-        # Each replica of the language model decodes its own samples; one writes them.
+        # Each replica of the language model decodes its own samples; one rank writes them.
         wanted = run.cfg.train.report_samples if self._shows else 0
         of_step = run.batch.global_batch_size // run.layout.language.dp
         iterator = self._open(self._ending)
@@ -180,7 +177,7 @@ class HeldOut:
                 for index in range(self.steps):
                     if iterator.advance() is None:
                         raise EvaluationStopped(iterator.ended_by)
-                    # The last step may begin again with the first samples.
+                    # The last step may wrap around to the first samples.
                     bad += torch.count_nonzero(iterator.bad[: max(self.samples - iterator.current.first_sample, 0)])
                     if losses is not None:
                         losses.run(iterator, self.samples)
@@ -192,14 +189,14 @@ class HeldOut:
                         for microbatch in collected if pipeline.is_last_stage else ():
                             sums += _score(microbatch, self.samples)
                             predictions += predictions_of(microbatch, self.samples, self._tokenizer)
-                    if index * of_step < wanted:  # on every rank alike
+                    if index * of_step < wanted:  # the same on every rank
                         shown += self._answered(iterator)
                     progress(min(self.samples - iterator.current.first_sample, iterator.current.size))
         finally:
             iterator.close()
         if wanted > 0 and dist.get_rank() == run.layout.logging_rank:
             _write_samples(run.dir / "samples.json", shown[:wanted])
-        if int(bad) and self._report is not None:  # on every rank alike
+        if int(bad) and self._report is not None:  # the same on every rank
             self._report(self.dataset.bad_samples, "held_out")
         require_budget(int(bad), self.dataset.allowed_bad_samples, self.dataset.bad_samples.latest)
         if not pipeline.is_last_stage:
@@ -219,8 +216,8 @@ class HeldOut:
         return {f"{self.prefix}{name}": value for name, value in values.items()}
 
     def non_loss_data(self, step_func: Callable, give: Callable[[list], Any] | None = None) -> Any:
-        """The result of `give(model)`, or without `give` of a forward pass over the first held-out step, in evaluation
-        mode. Collective over all ranks.
+        """Return the result of `give(model)`, or of a forward pass over the first held-out step, in evaluation mode.
+        Collective over all ranks.
 
         Args:
             step_func: as the schedule calls it; its loss functions are called with non_loss_data=True.
@@ -237,8 +234,8 @@ class HeldOut:
                 iterator.close()
 
     def _answered(self, iterator: StepIterator) -> list[dict]:
-        """Media, questions, greedy answers and truths of the current step's samples, those of this rank's replica;
-        empty on all ranks but the logging one. Collective over all ranks."""
+        """Return media, questions, greedy answers and truths of the current step's samples, on the logging rank for its
+        replica; else empty. Collective over all ranks."""
 
         def poll() -> None:
             if any(votes := iterator.poll()):
@@ -254,11 +251,11 @@ class HeldOut:
             if number >= self.samples or self.dataset.is_bad(number):
                 continue
             question, _ = self.dataset.prompt_and_truth(number)
-            # Not the record's text: a chat template may write more, or less, of an answer.
+            # Not the record's text: a chat template may write more or less of an answer.
             true_ids = true_answer(self.dataset.read_text(number)[0])
             truth = self._tokenizer.decode(true_ids).strip()
             answer = self._tokenizer.decode(ids).strip()
-            # Nobody knows how one goes on that was cut, here or by `data.sequence_length`.
+            # An answer that was cut, here or by `data.sequence_length`, cannot be compared.
             is_whole = all(one and one[-1] in ends for one in (ids, true_ids))
             words: dict[str, Any] = {"question": question, "answer": answer, "truth": truth}
             words["correct"] = answer == truth if is_whole else None
@@ -273,8 +270,8 @@ def open_held_out(
     features: Features | None = None,
     ending: Ending | None = None,
 ) -> tuple[HeldOut, ...]:
-    """Open all held-out sets of a run, the test set last; the first one's evaluations write samples.json. Collective
-    over all ranks."""
+    """Open all held-out sets of a run, the test set last; evaluations of the first write samples.json. Collective over
+    all ranks."""
     sets = held_out_sets(run.cfg)
     text = not sets or writes_text(pipeline)
     return tuple(
@@ -284,7 +281,7 @@ def open_held_out(
 
 
 def _write_samples(path: Path, shown: list[dict]) -> None:
-    """Where the file cannot be written, that is said: no run ends for it."""
+    """Write the file; an error is a warning, because a run does not end for it."""
     try:
         with replacing(path) as file:
             file.write(json.dumps(shown).encode())
@@ -294,8 +291,8 @@ def _write_samples(path: Path, shown: list[dict]) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: list) -> Iterator[None]:
-    """Chunks in evaluation mode, without gradients. Random numbers of a forward step leave those of training as they
-    are: a run that resumes from the checkpoint before the evaluation draws the same."""
+    """Set chunks to evaluation mode, without gradients, and restore the random state at the end. So a run that resumes
+    from the checkpoint before the evaluation draws the same numbers."""
     before = devices.get_rng_state()
     for chunk in model:
         chunk.eval()
@@ -309,7 +306,8 @@ def _evaluating(model: list) -> Iterator[None]:
 
 
 def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:
-    """[sum of losses, tokens, exact matches, samples] of a microbatch, without samples beyond the held-out ones."""
+    """Return [sum of losses, tokens, exact matches, samples] of a microbatch, without samples beyond the held-
+    out ones."""
     real = (microbatch["sample_numbers"] < samples).to(microbatch["loss_mask"].device)
     mask = microbatch["loss_mask"] * real[:, None]
     learned = mask > 0

@@ -18,13 +18,13 @@ from data.text.tokens import Tokenizer
 _logger = logging.getLogger(__name__)
 
 FILE = "predictions.jsonl"
-"""File in `run.dir` of the newest evaluation: a JSON object for each learned turn, in the order of the samples. Its
-`prediction` has the most likely token at each place of the true answer, given the true tokens before it: up to the
-first wrong one, what greedy decoding writes."""
+"""File in `run.dir` of the newest evaluation: a JSON object per learned turn, in the order of the samples. `prediction`
+has the most likely token at each place of the true answer, given the true tokens before it. Up to the first wrong
+token, greedy decoding writes the same."""
 
 
 def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Return an entry for each learned turn of a microbatch, without samples beyond the held-out ones.
+    """Yield an entry for each learned turn of a microbatch, without samples beyond the held-out ones.
 
     Args:
         microbatch: with `losses` and `predicted`, see `evaluation.greedy`.
@@ -55,8 +55,7 @@ def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenize
 
 
 def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, dataset: Samples) -> None:
-    """Write a line for each entry, with the step and the place of its sample. Where the file cannot be written, that is
-    said: no run ends for it."""
+    """Write a line for each entry, with the step and its sample's shard and key. An error of the file is a warning."""
     lines = []
     for entry in sorted(entries, key=lambda entry: entry["number"]):
         shard, key = dataset.locate(entry["number"])
@@ -69,7 +68,7 @@ def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, data
 
 
 SHOWN_SECONDS = 10
-"""Clips are cut to this for the report."""
+"""Longest audio clip in the report."""
 
 
 def shown_media(
@@ -78,12 +77,12 @@ def shown_media(
     media: Mapping[str, Sequence[torch.Tensor]] | None = None,
     seconds: int | None = SHOWN_SECONDS,
 ) -> dict[str, list[str]]:
-    """Base64 of PNG (`images`) and WAV (`clips`) files of a sample, each medium once, as the first module of its kind
-    gets it.
+    """Return base64 of PNG (`images`) and WAV (`clips`) files of a sample's media, as the first module of each kind
+    gets them.
 
     Args:
         media: inputs of each module, if they have been read; default: read them.
-        seconds: length to cut clips to; None: keep them whole.
+        seconds: length to cut audio to; None: keep all.
     """
     shown: dict[str, list[str]] = {"images": [], "clips": []}
     first = {item.kind: item.module for item in reversed(dataset.modules)}
@@ -98,7 +97,7 @@ def shown_media(
 
 
 def _png(image: torch.Tensor) -> str:
-    """uint8 or float32 [3, height, width] as base64 of a PNG file; of tiles, [tiles, 3, height, width], the first."""
+    """Encode uint8 or float32 [3, height, width], or the first of tiles [tiles, 3, height, width], as base64 PNG."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -110,7 +109,7 @@ def _png(image: torch.Tensor) -> str:
 
 
 def _wav(clip: torch.Tensor, rate: int) -> str:
-    """float32 [samples] in [-1, 1] as base64 of a WAV file of 16 bits."""
+    """Encode float32 [samples] in [-1, 1] as base64 of a 16-bit WAV file."""
     samples = (clip.clamp(-1, 1) * 32767).round().to(torch.int16)
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:

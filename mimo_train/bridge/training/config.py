@@ -1,4 +1,4 @@
-"""Sections of the config, at the path and by the names that Megatron-Bridge gives them."""
+"""Config sections, at Megatron-Bridge's path and with its names."""
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_checkpoint import CheckpointConfig

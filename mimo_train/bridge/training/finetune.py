@@ -1,4 +1,4 @@
-"""`finetune`, at the path that Megatron-Bridge gives it."""
+"""`finetune`, at Megatron-Bridge's path."""
 
 from mimo_train.training.pretrain import finetune
 

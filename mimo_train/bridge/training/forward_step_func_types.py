@@ -1,4 +1,4 @@
-"""The type of a forward step, at the path that Megatron-Bridge gives it."""
+"""The type of a forward step, at Megatron-Bridge's path."""
 
 from mimo_train.training.step.forward_step import ForwardStepCallable
 

@@ -1,4 +1,4 @@
-"""The forward step of a plain GPT, at the path that Megatron-Bridge gives it."""
+"""The forward step of a plain GPT, at Megatron-Bridge's path."""
 
 from mimo_train.training.step.gpt_step import forward_step
 

@@ -1,4 +1,4 @@
-"""Losses, at the path that Megatron-Bridge gives them."""
+"""Losses, at Megatron-Bridge's path."""
 
 from mimo_train.training.step.losses import masked_token_loss
 

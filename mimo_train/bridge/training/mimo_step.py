@@ -1,4 +1,4 @@
-"""The forward step of a run with several modules, at the path that Megatron-Bridge gives it."""
+"""The forward step of a run with several modules, at Megatron-Bridge's path."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The type of a capture of nsys, at the path that Megatron-Bridge gives it."""
+"""The type of an nsys capture, at Megatron-Bridge's path."""
 
 from mimo_train.debug.profiling import NsysCapture as TNvtxContext
 

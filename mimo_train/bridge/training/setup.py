@@ -40,10 +40,10 @@ class SetupOutput:
     valid_data_iterator: HeldOut | None
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
-    """The watch of this rank, and the handlers of signals that `setup` has installed."""
+    """The watch of this rank, and the signal handlers that `setup` installed."""
 
     def close(self) -> None:
-        """End threads, profilers and writers, and the watch of this rank; restore the handlers of signals."""
+        """End threads, profilers and writers, and the watch of this rank; restore the signal handlers."""
         with self.resources:
             self.state.session.close()
 
@@ -56,20 +56,20 @@ def setup(
     pre_wrap_hook: ModelHook | None = None,
     store: dist.Store | None = None,
 ) -> SetupOutput:
-    """Build a run, or continue it from its newest checkpoint. Collective over all ranks. It is recorded and watched as
-    one of `pretrain`, but that nothing is a hang between the calls of this package.
+    """Build a run, or resume it from its newest checkpoint. Collective over all ranks. It is recorded and watched as a
+    run of `pretrain`, but time between calls of this package is never a hang.
 
     Args:
-        exit_signal: an `ExitSignal` that is already listening; it still is after `close`. By default signals are
-            recorded from here to `close`.
+        exit_signal: an `ExitSignal` that already listens; it listens on after `close`. By default signals are recorded
+            from here to `close`.
         callbacks: called by the loop and by the documented functions, after those of `train.callbacks`.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
         store: for the rendezvous, instead of the address in the environment.
 
     Raises:
-        UserError: a run of this process has not been closed, whose recorder and watch this one would take.
-        ConfigError: the config has faults or names a forward step, a callback cannot be loaded, or there are processes
-            without a module. Also all that `pretrain` raises.
+        UserError: this process has a run that has not been closed.
+        ConfigError: the config has faults or names a forward step, a callback cannot be loaded, or a process has no
+            module. Also everything that `pretrain` raises.
     """
     if RECORDER.in_use:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The states, at the path that Megatron-Bridge gives them, and the one that the documented functions take."""
+"""The states, at Megatron-Bridge's path, and the state that the documented functions take."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,7 @@ class SessionState(GlobalState):
 
     @classmethod
     def of(cls, session: Session, callbacks: Callbacks) -> "SessionState":
-        """The state of a session; it shares progress, timers and loggers with the session's own."""
+        """Return the state of a session; it shares progress, timers and loggers with the session's own."""
         own = session.state
         return cls(
             own.run,
@@ -65,7 +65,7 @@ class SessionState(GlobalState):
         )
 
     def nan_policy(self, forward_step: ForwardStepCallable) -> NanPolicy:
-        """Return what applies `train.on_nan` to the next step, which calls `forward_step`."""
+        """Return the policy that applies `train.on_nan` to the next step, which calls `forward_step`."""
         session = self.session
         parts = (session.parts.pipeline, session.optimizer, session.losses)
         run_microbatches = partial(forward_backward, *parts, forward_step)
@@ -76,10 +76,10 @@ class SessionState(GlobalState):
         return self._nan_policy
 
     def count_step(self, result: StepResult, seconds: float) -> None:
-        """Count what a step has consumed. The number of steps is the caller's to count.
+        """Count the consumption of a step; the caller counts the steps.
 
         Raises:
-            TooManyBadSamples, UserError: more bad samples or empty steps than the config allows, on every rank alike.
+            TooManyBadSamples, UserError: more bad samples or empty steps than the config allows, on every rank.
         """
         session, progress = self.session, self.train_state
         self.result = result
@@ -96,16 +96,16 @@ class SessionState(GlobalState):
         session.empty_steps.require_budget()
 
     def count_samples(self) -> None:
-        """Set the number of consumed samples to the position of the data, whatever the caller has added to it."""
+        """Set the number of consumed samples to the position of the data, overriding the caller's count."""
         if (position := self.session.data.consumed_samples) is not None:
             self.train_state.consumed_train_samples = position
 
 
 def session_of(state: GlobalState, function: str) -> Session:
-    """The session of a state.
+    """Return the session of a state.
 
     Raises:
-        TypeError: the run of this state has not been set up by `mimo_train.bridge.training.setup.setup`.
+        TypeError: `mimo_train.bridge.training.setup.setup` has not set up the state's run.
     """
     if not isinstance(state, SessionState):
         raise TypeError(

@@ -54,11 +54,12 @@ def train(
         forward_step_func: see `forward_step.ACCEPTED_FORMS`.
         model, optimizer, scheduler, train_data_iterator: those of `setup`.
         valid_data_iterator: that of `setup`, or None: no evaluation.
-        checkpointing_context: not needed: the session of the state has a `Checkpointer`.
+        checkpointing_context: unused: the session of the state has a `Checkpointer`.
         process_non_loss_data_func: called at evaluations with (data, step, writer) on the logging rank.
-        non_loss_data_func: called at evaluations with the model; gives that data. Without it, the data is a list of
-            what the loss function returns with `non_loss_data=True` for each microbatch of the first held-out step:
-            of the shipped steps {"losses": loss per token, "loss_mask": where it counts}, both [batch, sequence].
+        non_loss_data_func: called at evaluations with the model; returns that data. Without it, the data is a list of
+            the loss function's results with `non_loss_data=True` for each microbatch of the first held-out step. For
+            the shipped steps these are {"losses": loss per token, "loss_mask": 1 where it counts}, both [batch,
+            sequence].
 
     Returns:
         The exit code.
@@ -86,24 +87,24 @@ def train_step(
 ) -> tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None]:
     """Make one step: forward and backward over the microbatches of the next step, then the update.
 
-    It counts the samples and tokens that it consumes in `train_state`. `train_state.step` is the caller's to count.
-    `train.on_nan` applies as in `train`.
+    It counts the consumed samples and tokens in `train_state`; the caller counts `train_state.step`. `train.on_nan`
+    applies as in `train`.
 
     Args:
         forward_step_func: as the schedule calls it (see `prepare_forward_step_func`).
-        data_iterator, model, optimizer, scheduler: those of `setup`. Where the caller has moved the iterator on by its
-            `advance`, to look at the samples, that step is made.
+        data_iterator, model, optimizer, scheduler: those of `setup`. If the caller has called the iterator's `advance`,
+            to look at the samples, that step is made.
 
     Raises:
-        UserError: the steps of the run have been made, more of them had no token with loss than
-            `train.max_empty_steps` allows, or `train.skip_iters` is set.
+        UserError: all steps of the run are done, more of them were empty than `train.max_empty_steps` allows, or
+            `train.skip_iters` is set.
         NonFiniteStep: a gradient was not finite, and `train.on_nan` ends the run.
         TooManyBadSamples: more samples were bad than `data.max_bad_samples` allows, on every rank at the same step.
-        SystemExit: a signal has asked the run to end, and this loop has not; a checkpoint is saved.
+        SystemExit: a signal asked the run to end, and the caller's loop continued; a checkpoint is saved.
 
     Returns:
         The fields of `StepResult` in this order: (losses, skipped_iter, should_checkpoint, should_exit, exit_code,
-        grad_norm, num_zeros_in_grad).
+            grad_norm, num_zeros_in_grad).
     """
     session = session_of(global_state, "train_step")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
@@ -157,16 +158,15 @@ def post_training_step_callbacks(
     """Do what is due after a step; called by every rank after every step.
 
     - `straggler` of `log.metrics`: the report of `straggler_timer` (that of the state, or None), at logging steps;
-    - `train.rerun`, unless disabled: before a step that `checkpoint.save_interval` saves, the weights of data-parallel
-      replicas are compared;
+    - `train.rerun`, unless disabled: a comparison of data-parallel replicas before `checkpoint.save_interval` saves;
     - `profiling`: the end of the recording, after its last step;
     - `train.manual_gc_interval`: garbage collection.
 
     Args:
-        num_floating_point_operations_since_last_log_event: not needed: the timer has those of the interval.
+        num_floating_point_operations_since_last_log_event: unused: the timer has those of the interval.
         iteration: steps done.
         prof: torch's profiler, while it records.
-        should_toggle_forward_pre_hook: not needed: the comparison waits for parameters that are on their way.
+        should_toggle_forward_pre_hook: unused: the comparison waits for parameters that are being gathered.
         nsys_nvtx_context: the capture of nsys, while it records.
 
     Raises:
@@ -188,13 +188,13 @@ def post_training_step_callbacks(
 def should_disable_forward_pre_hook(
     use_megatron_fsdp: bool, use_distributed_optimizer: bool, overlap_param_gather: bool
 ) -> bool:
-    """Return True if forward pre-hooks must be off while a checkpoint is written: with the distributed optimizer and
-    overlapped gathering, except under Megatron-FSDP, which gathers in another way."""
+    """True if forward pre-hooks must be off while a checkpoint is written: with the distributed optimizer and
+    overlapped gathering, except under Megatron-FSDP, which gathers differently."""
     return not use_megatron_fsdp and use_distributed_optimizer and overlap_param_gather
 
 
 def enable_forward_pre_hook(model: list[DistributedDataParallel]) -> None:
-    """Put the hooks back that wait for parameters.
+    """Restore the hooks that wait for parameters.
 
     Args:
         model: the model chunks of this rank: wrapped modules, or a `MimoModel` of them.
@@ -204,11 +204,11 @@ def enable_forward_pre_hook(model: list[DistributedDataParallel]) -> None:
 
 
 def disable_forward_pre_hook(model: list[DistributedDataParallel], param_sync: bool = True) -> None:
-    """Take the hooks off that wait for parameters.
+    """Remove the hooks that wait for parameters.
 
     Args:
         model: the model chunks of this rank: wrapped modules, or a `MimoModel` of them.
-        param_sync: gather at once what the last step has updated. Collective then.
+        param_sync: gather at once what the last step updated; collective then.
     """
     for chunk in overlapping_chunks(model):
         chunk.disable_forward_pre_hook(param_sync=param_sync)
@@ -228,10 +228,10 @@ def save_checkpoint_and_time(
 
     Args:
         model, optimizer, opt_param_scheduler: those of `setup`.
-        num_floating_point_operations_so_far: of the whole run, noted in progress.txt.
-        checkpointing_context: not needed: the session of the state has a `Checkpointer`.
-        non_persistent_ckpt: whether it is of the kind of which only the newest is kept.
-        train_data_iterator: that of `setup`. Its position is stored also where it is left out.
+        num_floating_point_operations_so_far: of the full run, written to progress.txt.
+        checkpointing_context: unused: the session of the state has a `Checkpointer`.
+        non_persistent_ckpt: save the kind of which only the newest is kept.
+        train_data_iterator: that of `setup`; its position is stored even without it.
     """
     session = session_of(state, "save_checkpoint_and_time")
     parts = {"model": model, "optimizer": optimizer, "scheduler": opt_param_scheduler}
@@ -250,7 +250,7 @@ def checkpoint_and_decide_exit(
     checkpointing_context: dict[str, Any],
     train_data_iterator: Any,
 ) -> bool:
-    """Save once if the step is due, and return whether the loop should end; see `Saver.save_and_decide_exit`.
+    """Save once if the step is due, and return True if the loop should end; see `Saver.save_and_decide_exit`.
 
     Args: as those of `save_checkpoint_and_time`.
     """
@@ -263,15 +263,15 @@ def checkpoint_and_decide_exit(
 
 
 def _finish_train(global_state: SessionState) -> None:
-    """End a loop that has not failed: wait for a save in flight, stop profilers, flush the console, write the reason
-    into progress.txt. Collective."""
+    """End a loop that has not failed: wait for a save in flight, stop profilers, flush the console, write progress.txt.
+    Collective."""
     session = session_of(global_state, "_finish_train")
     global_state.saver.finish()
     loop.finish(session)
 
 
 def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
-    """When the run began to use its present number of processes, and the FLOPs done by then; see
+    """Return when the run began to use its present number of processes, and the FLOPs done by then; see
     `mimo_train.logging.progress.start_of_jobs`."""
     run = resolve(cfg)
     return progress.start_of_jobs(run.dir, run.layout.world_size)
@@ -294,15 +294,15 @@ def compute_throughputs_and_append_to_progress_log(
 def _handle_mxfp8_param_buffer_copy(
     optimizer: MegatronOptimizer, reuse_grad_buf_for_mxfp8_param_ag: bool, overlap_param_gather: bool
 ) -> None:
-    """Copy main parameters to the buffer that is gathered, where that buffer is the one of the gradients.
+    """Copy main parameters to the buffer that is gathered, if it is the gradient buffer.
 
-    MXFP8 parameters may be gathered through the gradient buffer. With overlap the gathering begins in the next forward
-    pass, after the buffer has been zeroed for its gradients, so the copy is made behind the zeroing.
+    MXFP8 parameters may be gathered through the gradient buffer. With overlap, gathering begins in the next forward
+    pass, after the buffer has been zeroed for its gradients. So the copy follows the zeroing.
 
     Args:
         optimizer: of one module, of several (a `MimoOptimizer`), or a chain of optimizers.
-        reuse_grad_buf_for_mxfp8_param_ag: whether the two share a buffer.
-        overlap_param_gather: whether gathering overlaps the forward pass.
+        reuse_grad_buf_for_mxfp8_param_ag: the two share a buffer.
+        overlap_param_gather: gathering overlaps the forward pass.
     """
     if not (reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather):
         return
@@ -317,7 +317,7 @@ def _handle_mxfp8_param_buffer_copy(
 
 
 def _require_own(session: Session, model: list, optimizer: Any, scheduler: Any, data: Any = None) -> None:
-    """These functions use the parts of one session: other objects would be ignored silently."""
+    """Raise UserError for objects of another session, which these functions would silently ignore."""
     expected = {"model": session.model, "optimizer": session.optimizer, "scheduler": session.schedulers}
     passed = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if data is not None:

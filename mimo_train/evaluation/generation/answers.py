@@ -1,6 +1,6 @@
-"""Answers of a model: sampling of tokens, text as it becomes certain, the loop over new tokens, and a chat.
+"""Answers of a model: sampling of tokens, streaming of text, the loop over new tokens, and a chat.
 
-Shape suffixes: V vocabulary, K the tokens that are left, the most likely first.
+Shape suffixes: V vocabulary, K tokens kept by top-k and top-p, the most likely first.
 """
 
 import math
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Gives the text of an answer piece by piece. Its pieces make `tokenizer.decode(tokens).strip()`: white space at
-    the end and characters of several tokens are held back until the next tokens decide."""
+    """Writes the text of an answer in pieces, which join to `tokenizer.decode(tokens).strip()`. It holds back trailing
+    white space and incomplete characters until the next tokens decide."""
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]):
-        """
-        Args:
-            write: is called with each piece of text.
-        """
+        """`write` is called with each piece of text."""
         self.tokens: list[int] = []
         self._tokenizer, self._write, self._written = tokenizer, write, ""
 
@@ -48,8 +45,8 @@ class TextStream:
         self._write_up_to(self.text, last=True)
 
     def _write_up_to(self, text: str, last: bool = False) -> None:
-        # Some tokenizers change text that is behind them, as they do to bytes that turn out to be no character. Nothing
-        # can be taken back: the rest follows once the texts agree again.
+        # A later token may change earlier text, for example for bytes that prove to be no character. Written text
+        # cannot be taken back: the rest follows once the texts agree again.
         if last or text.startswith(self._written):
             piece = text[len(self._written) :]
             self._written += piece
@@ -58,7 +55,7 @@ class TextStream:
 
 
 UNDECODED = "\ufffd"
-"""What decoders put in the place of bytes that are no character, or not a whole one yet."""
+"""Replacement that decoders write for bytes that are not a complete character."""
 
 
 class Sampler:
@@ -72,10 +69,10 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def __call__(self, logits_V: torch.Tensor) -> int:
-        """A token.
+        """Draw a token.
 
         Raises:
-            UserError: a logit is not a number, or all are infinite.
+            UserError: the largest logit is not finite.
         """
         best = int(logits_V.argmax())
         if not math.isfinite(float(logits_V[best])):
@@ -90,8 +87,8 @@ class Sampler:
 
 
 def distribution(logits_V: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [K] in float64 of the tokens [K] that can be drawn; of equally likely tokens the lower ids come
-    first. The temperature must be above 0."""
+    """Return probabilities [K] in float64 of the tokens [K] that can be drawn; ties in the order of token ids. The
+    temperature must be above 0."""
     # The largest becomes 0, so that no temperature overflows.
     scaled_V = (logits_V.double() - logits_V.double().max()) / sampling.temperature
     scaled_K, tokens_K = scaled_V.sort(descending=True, stable=True)
@@ -107,10 +104,10 @@ def distribution(logits_V: torch.Tensor, sampling: Sampling) -> tuple[torch.Tens
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said."""
+    """A model's answer."""
 
     tokens: list[int]
-    """Without the one that ends the turn."""
+    """Without the token that ends the turn."""
     text: str
     cut: str = ""
     """Why it was cut before the model ended its turn, as a sentence; empty if the model did."""
@@ -132,11 +129,11 @@ class Answers:
     def __call__(
         self, prompt: Prompt, write: Callable[[str], None] = nowhere, *, keep_interrupted: bool = False
     ) -> Answer:
-        """The answer to a prompt.
+        """Answer a prompt.
 
         Args:
-            write: is called with each piece of the text as soon as it is certain.
-            keep_interrupted: whether an interrupt from the keyboard ends the answer and nothing more.
+            write: called with each piece of the text as soon as it is final.
+            keep_interrupted: a keyboard interrupt ends the answer and is not raised.
 
         Raises:
             UserError: the prompt leaves no room for an answer.
@@ -162,7 +159,7 @@ class Answers:
         return Answer(stream.tokens, stream.text, cut)
 
     def _tokens(self, prompt: Prompt, most: int) -> Iterator[int | None]:
-        """Up to `most` tokens, and None if the model has not ended its turn then."""
+        """Yield up to `most` tokens, then None if the model has not ended its turn."""
         logits_V = self._decoder.begin(prompt, len(prompt.ids) + most)
         for number in range(1, most + 1):
             token = self._sampler(logits_V)
@@ -180,33 +177,29 @@ class Answers:
 
 
 class Chat:
-    """One conversation. Every answer sees all turns before it, with their images and clips."""
+    """One conversation. Every answer sees all turns before it, with their media."""
 
     def __init__(self, prompts: Prompts, answers: Answers, system: str = ""):
-        """
-        Args:
-            system: text of the turn before all others; empty for none.
-        """
+        """`system` is the text of the first turn; empty for none."""
         self._prompts, self._answers, self._system = prompts, answers, system
         self.attached: list[Medium] = []
-        """For the next message."""
+        """Media for the next message."""
         self.reset()
 
     def reset(self) -> None:
-        """Begin again: forget all turns, and what was attached."""
+        """Start again: forget all turns and attached media."""
         self._turns = [Turn("system", (Part("text", self._system),))] if self._system else []
         self._media: list[Medium] = []
         self.attached = []
 
     def say(self, text: str, write: Callable[[str], None] = nowhere, *, keep_interrupted: bool = False) -> Answer:
-        """The answer to the next message, which takes what is attached. A message that fails is forgotten, with what
-        was attached to it.
+        """Answer the next message, with the attached media. A message that fails is forgotten together with its media.
 
         Args:
             write, keep_interrupted: as for `Answers`.
 
         Raises:
-            UserError: other places for media than media, or the conversation leaves no room for an answer.
+            UserError: the message's markers do not match its media, or the conversation leaves no room for an answer.
         """
         attached, self.attached = self.attached, []
         turns, media = [*self._turns, user_turn(text, attached)], [*self._media, *attached]

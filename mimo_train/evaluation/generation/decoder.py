@@ -1,7 +1,7 @@
-"""A model that continues one sequence, token by token, with the keys and values of earlier positions kept.
+"""A decoder of one sequence, token by token, with a cache of keys and values.
 
-The cache is Megatron-Core's `StaticInferenceContext` (0.19.2), which its attention fills and reads as it is, on the CPU
-too. Its engines are not used: they serve batches of requests for texts alone.
+The cache is Megatron-Core's `StaticInferenceContext` (0.19.2), which its attention fills and reads, also on the CPU.
+Its engines are not used: they serve batches of text-only requests.
 
 Shape suffixes: S sequence, B batch of 1, V vocabulary.
 """
@@ -21,13 +21,10 @@ from mimo_train.training.step.schedule import Pipeline
 
 
 class Decoder:
-    """The model of one process. Gives the logits of the next token, after a prompt and after every token."""
+    """The model of one process. Returns the logits of the next token, after a prompt and after every token."""
 
     def __init__(self, pipeline: Pipeline):
-        """
-        Args:
-            pipeline: with every module on this rank; its model is put into evaluation mode.
-        """
+        """Set the model of `pipeline`, with every module on this rank, to evaluation mode."""
         self._pipeline, self._model = pipeline, pipeline.model[0].eval()
         (language,) = modules_of(pipeline.model)[LANGUAGE]
         self._language = unwrap_model(language)
@@ -36,10 +33,10 @@ class Decoder:
 
     @torch.no_grad()
     def begin(self, prompt: Prompt, length: int) -> torch.Tensor:
-        """Start a sequence with a prompt, in one pass of all modules; logits [V] behind it.
+        """Start a sequence with a prompt, in one pass of all modules; returns the logits [V] after it.
 
         Args:
-            length: positions to keep, the prompt's among them.
+            length: positions to cache, the prompt's included.
         """
         self._cache = StaticInferenceContext(max_batch_size=1, max_sequence_length=length)
         self._positions = _positions(prompt, length).to(self._pipeline.device)
@@ -47,7 +44,7 @@ class Decoder:
         batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": own}
         if prompt.inputs:
             batch |= {"modality_inputs": prompt.inputs}
-        # One microbatch of one sample; on one rank loads are not needed.
+        # One microbatch of one sample; one rank needs no loads.
         rows = {name: [[number]] for name, number in prompt.rows.items()}
         self._pipeline.shapes.begin(rows, rows)
         # A MimoModel gives its language model no cache (mimo/model/base.py:700).
@@ -60,10 +57,10 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, token: int) -> torch.Tensor:
-        """Add a token; logits [V] behind it."""
+        """Add a token; returns the logits [V] after it."""
         assert self._cache is not None, "begin comes first"
         at = self._cache.sequence_len_offset
-        # All of them: keys that are kept have been turned, and Megatron-Core looks up the last.
+        # All positions: cached keys are already rotated, and Megatron-Core looks up the last.
         positions = self._positions[..., : at + 1]
         id_BS = torch.tensor([[token]], device=self._pipeline.device)
         embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[..., at:])
@@ -84,7 +81,7 @@ class Decoder:
 
 
 def _positions(prompt: Prompt, length: int) -> torch.Tensor:
-    """Positions of a prompt and of what follows it, which is text: [1, length], or [3, 1, length] on three axes."""
+    """Return positions of a prompt and the text after it: [1, length], or [3, 1, length] on three axes."""
     if prompt.positions is None:
         return torch.arange(length)[None]
     rest = prompt.positions.max() + 1 + torch.arange(length - len(prompt.ids))
@@ -99,6 +96,6 @@ def _last_logits(
     scale_logits: Callable[[torch.Tensor], torch.Tensor],
     **_others: object,
 ) -> torch.Tensor:
-    """Logits [V] of the last position alone: those of a long prompt would take much memory."""
+    """Return logits [V] of the last position only, which saves memory for a long prompt."""
     logits_SBV, _ = output_layer(hidden_states[-1:], weight=output_weight)
     return scale_logits(logits_SBV)[0, 0]

@@ -1,4 +1,4 @@
-"""How an answer is drawn, as the command line gives it. Imports no torch."""
+"""Sampling options of an answer, as the command line gives them. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from mimo_train.config.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: `temperature` first, then `top_k`, then `top_p` of what `top_k` left."""
+    """Options of drawing the next token, applied in the order `temperature`, `top_k`, `top_p`."""
 
     temperature: float = 0.0
-    """What logits are divided by; 0 takes the most likely token (greedy), which the others do not change."""
+    """Divides the logits; 0 takes the most likely token (greedy), which the other options do not change."""
     top_k: int = 0
-    """Only the most likely tokens are drawn, this many of them; 0: all."""
+    """Number of most likely tokens that can be drawn; 0: all."""
     top_p: float = 1.0
-    """Only the most likely tokens are drawn, as few as have this probability together."""
+    """The fewest most likely tokens with at least this total probability can be drawn."""
     seed: int | None = None
-    """The same seed draws the same tokens; None draws others each time."""
+    """Equal seeds draw equal tokens; None draws other tokens each time."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

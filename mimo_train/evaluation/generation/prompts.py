@@ -1,4 +1,4 @@
-"""Files and turns of a conversation -> tokens and inputs of the encoders, as in training."""
+"""Files and turns of a conversation as tokens and encoder inputs, as in training."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ NAMES = {"image": "image", "video": "video", "audio": "clip"}
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, a video or a clip, as the modules that take it get it."""
+    """An image, video or audio clip in the form of the modules that take it."""
 
     kind: str
     tokens: list[tuple[int, int]]
@@ -38,26 +38,26 @@ class Medium:
     inputs: dict[str, torch.Tensor]
     """By module: uint8 [3, height, width] or float32 [samples]."""
     places: dict[str, Place]
-    """By module: its tokens, and their grid for positions on three axes."""
+    """By module: number of tokens, and their grid for positions on three axes."""
     sizes: dict[str, tuple[int, int]]
-    """By module that cuts images into tiles: its own."""
+    """Input size by module; only modules that cut images into tiles."""
     among_several: "Medium | None" = None
-    """Itself in a conversation with several of the kind, where it is read in another way then."""
+    """The same file in a conversation with several of its kind, if it is read differently there."""
     frames: "tuple[Medium, ...]" = ()
-    """Images of a video, which has nothing else."""
+    """Images of a video; its other fields are empty."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model continues."""
+    """A prompt that a model continues."""
 
     ids: list[int]
     inputs: dict[str, dict[str, Any] | None]
-    """Arguments of the encoder of every encoder module; None where there is nothing for it."""
+    """Arguments of every module's encoder; None if it has no input."""
     rows: dict[str, int]
     """Rows of features of every encoder module: its placeholders in `ids`."""
     positions: torch.Tensor | None = None
-    """Of `ids` on three axes, int64 [3, S], for a model that has these; None: 0, 1, 2, ..."""
+    """Positions of `ids` on three axes, int64 [3, S], if the model has these; None: 0, 1, 2, ..."""
 
 
 class Prompts:
@@ -77,7 +77,7 @@ class Prompts:
 
         Raises:
             UserError: no module of the model takes this kind, or the file cannot be read.
-            DecodeError: it is damaged.
+            DecodeError: the file is damaged.
         """
         readers = [item for item in self._modules if item.kind == ("image" if kind == "video" else kind)]
         if not readers:
@@ -105,7 +105,7 @@ class Prompts:
         readers = [item for item in self._modules if item.kind == "image"]
 
         def frames(together: int) -> tuple[Medium, ...]:
-            """As they are read among so many images."""
+            """Read the frames as among `together` images."""
             own = {item.module: item.extents([(header.height, header.width)] * together)[0] for item in readers}
             images = {item.module: self._images(item, raw, count, own[item.module]) for item in readers}
             inputs = ({name: found[at] for name, found in images.items()} for at in range(count))
@@ -121,7 +121,6 @@ class Prompts:
         return decode_frames(raw, count, item.size(*extent), item.resize, canvas, self._bounds)
 
     def _medium(self, kind: str, raw: bytes, extents: dict[str, tuple[int, int]]) -> Medium:
-        """A file as the modules take it, by what `Media` calls its extent for each."""
         inputs = {}
         for item in self._modules:
             if item.module in extents:
@@ -143,10 +142,10 @@ class Prompts:
         )
 
     def of_conversation(self, turns: Sequence[Turn], media: Sequence[Medium]) -> Prompt:
-        """The turns, and the marker that opens the answer to them.
+        """Return the prompt of the turns, with the marker that opens the next answer.
 
         Args:
-            media: of all turns, those of a kind in the order of their places.
+            media: media of all turns, each kind in the order of its placeholders.
         """
         turns, media = _with_frames(turns, media)
         kinds = {item.kind for item in self._modules}
@@ -156,7 +155,7 @@ class Prompts:
         return self._prompt(encode_prompt(turns, self._tokenizer, tokens), media)
 
     def of_text(self, text: str) -> Prompt:
-        """A text as it is, which the model continues."""
+        """Return the prompt of a text that the model continues."""
         begin = [] if self._tokenizer.begin_id is None else [self._tokenizer.begin_id]
         return self._prompt(begin + self._tokenizer.encode(text), ())
 
@@ -181,7 +180,7 @@ class Prompts:
 
 
 def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:
-    """The turns, and the media in the order of their places, with images in the place of videos."""
+    """Replace videos by their frames; returns the turns, and the media in the order of their placeholders."""
     given: dict[str, Iterator[Medium]] = {kind: iter([one for one in media if one.kind == kind]) for kind in NAMES}
     placed: list[Medium] = []
     written = []
@@ -200,13 +199,13 @@ def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[T
 
 
 def user_turn(text: str, media: Sequence[Medium]) -> Turn:
-    """What a user says about media: in the places that the text marks by `<image>`, `<video>` and `<audio>`, as in the
-    records of training; without marks before the text, and without a text alone, as those of a caption.
+    """Return the user's turn with media at the markers `<image>`, `<video>` and `<audio>`, as in training records.
+    Without markers the media come before the text; without a text they stand alone, as in a caption record.
 
     Raises:
-        UserError: another number of marks than of media of a kind, or a mark of what nothing takes.
+        UserError: markers and media of a kind differ in number, or no module takes a marker's kind.
     """
-    # An argument of the command line may hold bytes that are no text.
+    # A command-line argument may hold bytes that are not text.
     text = text.encode("utf-8", "replace").decode()
     given = Counter(medium.kind for medium in media)
     try:
@@ -219,7 +218,7 @@ def user_turn(text: str, media: Sequence[Medium]) -> Turn:
         raise UserError(f"the message has {marker}, and no model here takes what it marks: leave it out")
     marked = Counter(part.kind for part in parts)
     if len(given) > 1 and not any(part.kind != "text" for part in split_markers(text)):
-        # In the order in which they are given.
+        # Without markers, media keep the order in which they are given.
         places = iter(Part(medium.kind) for medium in media)
         parts = tuple(part if part.kind == "text" else next(places) for part in parts)
     for marker, kind in MARKERS.items():

@@ -1,4 +1,4 @@
-"""Where a model comes from: a run, one of its checkpoints, or a directory of `transformers`. Imports torch only to load
+"""The origin of a model: a run, one of its checkpoints, or a `transformers` directory. Imports torch only to load
 weights."""
 
 from collections.abc import Callable, Set
@@ -27,19 +27,18 @@ class Source:
     """A model that can be built and loaded."""
 
     cfg: ConfigContainer
-    """What to build, on one process."""
+    """Config to build, on one process."""
     load: Callable[["Pipeline", "Tokenizer"], None]
     """Reads the weights into a model built from `cfg`, and merges its adapters."""
     run_dir: Path | None
-    """The run that wrote the weights, where libraries' warnings go; None if they were moved out of it, or are in object
+    """Run that wrote the weights, which gets libraries' warnings; None if they were moved out of it, or are in object
     storage."""
     undrawn: Set[tuple[str, str]] = frozenset()
-    """Parts whose initial weights need not be drawn, see `model.build.build_model`."""
+    """Parts whose initial weights need not be drawn, see `build_model`."""
 
 
 def open_source(path: Place, *, trust_code: bool = False) -> Source:
-    """The model in the folder of a run, whose newest checkpoint it is, of a checkpoint, or of a model of
-    `transformers`.
+    """Return the model in a folder: of a run (its newest checkpoint), a checkpoint, or a `transformers` model.
 
     Args:
         trust_code: import encoders that the config of a checkpoint names by their paths.
@@ -58,8 +57,8 @@ def open_source(path: Place, *, trust_code: bool = False) -> Source:
 
 
 def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
-    """Read the weights of a checkpoint into a model whose weights are initial. Collective; errors as of
-    `store.load_checkpoint`."""
+    """Read the weights of a checkpoint into a model with initial weights. Collective; raises as `store.load_checkpoint`
+    does."""
     from mimo_train.checkpoint.folders import LEFT_OUT
     from mimo_train.checkpoint.load_modules import load_modules
     from mimo_train.checkpoint.store import load_base, load_checkpoint
@@ -68,7 +67,7 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
     from mimo_train.models.initial_weights import load_start_weights
 
     if LEFT_OUT in folders.read_record(folder, "config"):
-        # As the run began: the checkpoint has what was trained alone.
+        # The checkpoint has only trained weights: load the others as the run did at its start.
         load_pretrained(cfg, pipeline.model, pipeline.groups, embedding_rows(cfg.llm, tokenizer.vocab_size))
         load_start_weights(pipeline.model)
         load_base(folder, pipeline.layout, pipeline.model)
@@ -95,8 +94,8 @@ def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Toke
 
 
 def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
-    """The same model with every module on one rank, and one sample at a time, on whatever device is here; without what
-    only training uses, such as trackers that are not installed here, or memory for gradients."""
+    """Return the config with every module on one rank and one sample at a time, on any device. Training-only settings
+    are reset, such as trackers and gradient buffers."""
     return replace(
         cfg,
         modules={name: _untrained(module) for name, module in cfg.modules.items()},
@@ -106,7 +105,7 @@ def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
             global_batch_size=1,
             micro_batch_size=1,
             rampup_batch_size=[],
-            # One token at a time is no product for fp8, and few devices have it.
+            # fp8 matmuls need more than one token at a time, and few devices support them.
             fp8="none",
             num_layers_at_start_in_bf16=0,
             num_layers_at_end_in_bf16=0,
@@ -119,8 +118,8 @@ def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
 
 
 def _untrained(module: ModuleConfig) -> ModuleConfig:
-    # A parameter that is trained gets a buffer for its gradient, of four bytes a number. What has adapters is frozen
-    # already, and their buffers are small.
+    # A trained parameter gets a gradient buffer of 4 bytes per number. With adapters the base is frozen already, and
+    # the adapters' buffers are small.
     freeze = module.freeze if module.lora.rank else ["*"]
     return replace(
         module,

@@ -1,8 +1,7 @@
 """Metrics of mixtures of experts, which Megatron-Core writes itself: passed on to every tracker of the run.
 
-Megatron-Core's `track_moe_metrics` supports a TensorBoard writer and a W&B run. The writer here also passes each value
-to Comet and MLflow. Like the sinks of `log`, these are copies: one that fails is reported once and disabled, and
-training continues.
+Megatron-Core's `track_moe_metrics` supports TensorBoard and W&B; the writer here adds Comet and MLflow. A tracker that
+fails is reported once and disabled, and training continues.
 """
 
 import logging
@@ -15,16 +14,16 @@ _logger = logging.getLogger(__name__)
 
 
 class _MoeMetricFanoutWriter:
-    """Has `add_scalar` as TensorBoard's `SummaryWriter` has."""
+    """Has `add_scalar` like TensorBoard's `SummaryWriter`."""
 
     def __init__(self, tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None):
-        """Write to those that are there.
+        """Write to all targets that are not None.
 
         Args:
             tb_writer: `SummaryWriter`.
             comet_logger: Comet experiment.
-            mlflow_logger: what has `log_metric(name, value, step=...)`, as the module `mlflow` does, or a client with
-                the id of its run (`mimo_train.logging.sinks.trackers.MlflowHandle`).
+            mlflow_logger: has `log_metric(name, value, step=...)`, like the module `mlflow`; or a client with its run's
+                id (`mimo_train.logging.sinks.trackers.MlflowHandle`).
         """
         self._targets: dict[str, Callable[[str, Any, int], Any]] = {}
         if tb_writer is not None:
@@ -36,11 +35,11 @@ class _MoeMetricFanoutWriter:
 
     @staticmethod
     def _sanitize(value: Any) -> Any:
-        """The number in a tensor without axes; everything else as it is. Comet and MLflow take no tensors."""
+        """Return the number of a 0-d tensor, which Comet and MLflow do not take; other values unchanged."""
         return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
-        """Write one value of one step everywhere."""
+        """Write one value of one step to all targets."""
         number = self._sanitize(value)
         for target, write in list(self._targets.items()):
             try:
@@ -65,11 +64,8 @@ def _mlflow_writer(logger: Any) -> Callable[[str, Any, int], Any]:
 
 
 def _build_moe_metric_writer(tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None) -> Any | None:
-    """What to give to Megatron-Core's metric functions as `writer`.
-
-    Returns:
-        `tb_writer` itself, None included, where there is neither Comet nor MLflow; else a writer for all of them.
-    """
+    """Return the `writer` for Megatron-Core's metric functions: `tb_writer` itself, None included, without Comet and
+    MLflow; else a writer for all of them."""
     if comet_logger is None and mlflow_logger is None:
         return tb_writer
     return _MoeMetricFanoutWriter(tb_writer, comet_logger, mlflow_logger)

@@ -20,13 +20,13 @@ def calc_params_l2_norm(
     use_megatron_fsdp: bool = False,
     force_create_fp32_copy: bool = False,
 ) -> float:
-    """L2 norm of all parameters of all modules, frozen ones included. Collective over the world.
+    """Return the L2 norm of all parameters of all modules, frozen ones included. Collective over the world.
 
     Args:
         model: the model chunks of this rank.
         model_config: unused: the parameters carry the needed attributes.
-        use_megatron_fsdp: whether all parameters are DTensors.
-        force_create_fp32_copy: count 16-bit parameters themselves, in fp32, and not their master copies.
+        use_megatron_fsdp: all parameters are DTensors.
+        force_create_fp32_copy: use 16-bit parameters themselves, in fp32, instead of their master copies.
 
     Raises:
         UserError: `use_megatron_fsdp`, and a parameter is not a DTensor.
@@ -43,13 +43,14 @@ def report_l2_norm_grad(model: MegatronModule | list[MegatronModule]) -> dict[st
 
 
 def calc_dtensor_params_l2_norm(params: Iterable[DTensor]) -> float:
-    """L2 norm of DTensors that are cut or replicated over their device meshes. Collective over the meshes.
+    """Return the L2 norm of DTensors that are sharded or replicated over their device meshes. Collective over the
+    meshes.
 
     Args:
         params: the same DTensors, in the same order, on every rank of a mesh.
 
     Raises:
-        UserError: a parameter is no DTensor, or holds sums that are not complete (placement `Partial`).
+        UserError: a parameter is not a DTensor, or holds incomplete sums (placement `Partial`).
     """
     by_spec: dict[tuple, list[torch.Tensor]] = {}
     for param in params:

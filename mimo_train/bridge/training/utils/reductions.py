@@ -1,4 +1,4 @@
-"""Values that the ranks of a model-parallel group have to agree on."""
+"""Values that the ranks of a model-parallel group must agree on."""
 
 import math
 
@@ -9,11 +9,10 @@ from mimo_train.parallel import device
 
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: dist.ProcessGroup) -> float | None:
-    """The largest of the ranks' values, the same on every rank of the group. Collective; copies to the host.
+    """Return the largest of the ranks' values, the same on every rank of the group. Collective; copies to the host.
 
     Args:
-        stat: this rank's value, None if it has none (the gradient norm of a rank that trains nothing). NaN counts as
-            the largest.
+        stat: this rank's value; None if it has none, such as the gradient norm of a rank that trains nothing.
         mp_group: the ranks that take part.
 
     Returns:
@@ -21,7 +20,7 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: di
     """
     is_nan = stat is not None and math.isnan(stat)
     value = -math.inf if stat is None or is_nan else stat
-    # Backends differ in the maximum of NaN and missing values, so both are sent as separate flags.
+    # Backends differ in the maximum with NaN, so NaN and missing values are sent as flags.
     message = torch.tensor([value, stat is not None, is_nan], dtype=torch.float64, device=device.current())
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mp_group)
     largest, found, any_nan = message.tolist()

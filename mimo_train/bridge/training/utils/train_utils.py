@@ -105,29 +105,27 @@ def training_log(
 ) -> bool:
     """Gather the losses of a step, and at a logging step write everything to the sinks and the console.
 
-    Called by every rank after every step. Between logging steps nothing leaves the device; at one, there is one sum
+    Every rank calls it after every step. Between logging steps nothing leaves the device. A logging step costs one sum
     over the world and one copy to the host, plus `grad_norms` of `log.metrics`.
 
     Args:
         loss_dict: reduced losses of the step; empty on ranks that have none.
         total_loss_dict: sums since the last logging step, and the counters `advanced iterations`, `skipped iterations`
-            and `nan iterations`; starts empty, changed in place, at zero again after a logging step.
+            and `nan iterations`; starts empty, changed in place, reset by a logging step.
         learning_rate: of the step; by module for several.
-        decoupled_learning_rate: that of embeddings and output layer, if they have one.
+        decoupled_learning_rate: of embeddings and output layer, if they have their own.
         loss_scale: logged if it is not 1.
-        report_memory_flag: whether the next logging step prints the memory on the console.
-        skipped_iter: 1 if the update was skipped, whose losses then do not count.
+        report_memory_flag: the next logging step prints the memory on the console.
+        skipped_iter: 1 if the update was skipped; its losses then do not count.
         grad_norm: over all modules before clipping; None if the update was skipped.
         params_norm: of all parameters.
         num_zeros_in_grad: gradient elements that are zero.
-        history_wct: not needed: `train_step` measures its seconds. Of a step that it has not made: seconds of the
-            latest steps, newest last.
-        model: the model chunks of this rank.
-        pg_collection: not needed: memory is the largest over all ranks of the run, those of the model's pipeline among
-            them.
+        history_wct: seconds of the latest steps, newest last; only used if `train_step` has made none.
+        model: unused.
+        pg_collection: unused: memory is the largest over all ranks of the run.
         log_max_attention_logit: largest attention logit, if it is tracked.
-        loaded_iteration: not needed: the state knows the step that this job started from.
-        seq_length: tokens of a sample; default: as many as the samples have.
+        loaded_iteration: unused: the state has the step that this job started from.
+        seq_length: tokens of a sample; default: the samples' own number.
 
     Returns:
         The new `report_memory_flag`: False once memory has been printed.
@@ -176,7 +174,7 @@ def reduce_max_memory_across_pp_group(
         pp_group: the stages.
 
     Returns:
-        A new dict, or `memory_report` itself where there is nothing to reduce; see
-        `mimo_train.logging.runtime.largest_over`.
+        A new dict, or `memory_report` itself if there is nothing to reduce; see
+            `mimo_train.logging.runtime.largest_over`.
     """
     return runtime.largest_over(memory_report, pp_group)
