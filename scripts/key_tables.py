@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md, written from the dataclasses of the config and the files of configs/.
+"""Write the tables of docs/configuration.md from the dataclasses of the config and the files of configs/.
 
     python scripts/key_tables.py           # exit code 1 if the page is not current
     python scripts/key_tables.py --write   # make it current
@@ -60,17 +60,17 @@ class Undescribed(ValueError):
 
 
 def parts() -> dict[str, str]:
-    """What stands between the markers, by their name."""
-    whole = dataclasses.fields(ConfigContainer)
+    """Return the text between the markers, by their name."""
+    fields = dataclasses.fields(ConfigContainer)
     sections = {
         field.name: "\n".join(_section(field.default_factory, field.name))
-        for field in whole
+        for field in fields
         if field.name != "modules" and _is_group(field)
     }
-    # Keys of the whole run, which belong to no section.
+    # Keys that belong to no section.
     sections |= {
-        field.name: "\n".join([*_table(ConfigContainer, "", lambda one, name=field.name: one.name == name), ""])
-        for field in whole
+        field.name: "\n".join([*_table(ConfigContainer, "", lambda other, name=field.name: other.name == name), ""])
+        for field in fields
         if not _is_group(field) and field.name != "modules"
     }
     return {
@@ -85,23 +85,23 @@ def parts() -> dict[str, str]:
 
 
 def current(page: str) -> str:
-    """The text of the page with its parts as they should be.
+    """Return the text of the page with current parts.
 
     Raises:
-        Undescribed: a part has no markers in the page, markers name no part, or what a part is written from is missing.
+        Undescribed: markers are missing or unknown, or a field or file is not described.
     """
     return filled(page, parts(), PAGE.name)
 
 
 def filled(page: str, written: dict[str, str], file: str) -> str:
-    """The text of a page with what is written between its markers.
+    """Return the text of a page with `written` between its markers.
 
     Args:
-        written: by the names of the markers.
+        written: parts by the names of their markers.
         file: name of the page, for errors.
 
     Raises:
-        Undescribed: a part has no markers in the page, or markers name no part.
+        Undescribed: markers are missing or unknown.
     """
     marked = re.findall(r"<!-- begin (\S+) -->", page)
     if sorted(marked) != sorted(written):
@@ -147,10 +147,10 @@ def _docstrings_in(cls: type, inherited: dict[str, str]) -> dict[str, str]:
 
 
 def described(file: Path) -> str:
-    """The comment that a YAML file begins with, in one line.
+    """Return the first comment of a YAML file, in one line.
 
     Raises:
-        Undescribed: it begins with none.
+        Undescribed: there is none.
     """
     lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
     comment = []
@@ -162,12 +162,12 @@ def described(file: Path) -> str:
 
 
 def _section(cls: type, prefix: str = "") -> Iterator[str]:
-    """The class docstring, and the table of its keys."""
+    """Yield the docstring of a class, and the table of its keys."""
     yield from [_shown_text(inspect.getdoc(cls)), "", *_table(cls, prefix, lambda _: True), ""]
 
 
 def _module() -> Iterator[str]:
-    """The keys of a module: its own, then a table for each group of them."""
+    """Yield a table of a module's keys, then one for each group of them."""
     meanings, fields = docstrings(ModuleConfig), dataclasses.fields(ModuleConfig)
     groups = {field.name: field.default_factory for field in fields if _is_group(field)}
     yield from [*_table(ModuleConfig, "modules.NAME", lambda field: not _is_group(field)), ""]
@@ -177,7 +177,7 @@ def _module() -> Iterator[str]:
 
 
 def _encoders() -> Iterator[str]:
-    """The keys of each family: those that it shares with others once, then what differs from them."""
+    """Yield the keys that encoder families share, then for each family what differs."""
     headings = dict(SHARED)
     for cls, heading in SHARED.items():
         yield from [f"#### {heading}", "", *_differences(cls, headings)]
@@ -188,7 +188,7 @@ def _encoders() -> Iterator[str]:
 
 
 def _differences(cls: type, headings: dict[type, str]) -> Iterator[str]:
-    """What a class has other than its base in `headings`: its defaults in a line, its keys in a table."""
+    """Yield how a class differs from its base in `headings`: defaults in a line, keys in a table."""
     base = next((other for other in cls.__mro__[1:] if other in headings), None)
     if base is None:
         yield from [*_table(cls, "", lambda field: cls in SHARED or field.name not in ("name", "family")), ""]
@@ -224,7 +224,7 @@ def _table(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) 
 
 
 def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -> Iterator[str]:
-    """A row for each key, those of a group inside by their full keys."""
+    """Yield a row for each key, with full keys for groups inside."""
     meanings = docstrings(cls)
     for field in dataclasses.fields(cls):
         if not wanted(field):
@@ -233,18 +233,18 @@ def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -
         if _is_group(field):
             yield from _rows(field.default_factory, key, lambda _: True)
             continue
-        of_each = next((one for one in get_args(field.type) if dataclasses.is_dataclass(one)), None)
-        if get_origin(field.type) in (dict, list) and of_each is not None:
+        item = next((kind for kind in get_args(field.type) if dataclasses.is_dataclass(kind)), None)
+        if get_origin(field.type) in (dict, list) and item is not None:
             yield f"| `{key}` | {_default(field)} | {_shown_text(meanings[field.name])} |"
             each = f"{key}.NAME" if get_origin(field.type) is dict else f"{key}[N]"
-            yield from _rows(of_each, each, lambda _: True)
+            yield from _rows(item, each, lambda _: True)
             continue
         meaning, see, place = meanings[field.name].partition(" See docs/")
         yield f"| `{key}` | {_default(field)} | {_shown_text(meaning + _bounds(field) + see + place)} |"
 
 
 def _bounds(field: dataclasses.Field) -> str:
-    """The range of a number, without bounds that go without saying: 0 or 1 below, `LARGE` and more above."""
+    """Return the range of a number, without obvious bounds: at least 0 or 1, at most `LARGE` or more."""
     rules = rules_of(field)
     bounds = {
         "at least": rules.at_least if rules.at_least not in (0, 1) and abs(rules.at_least or 0) < LARGE else None,
@@ -266,7 +266,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it."""
+    """Return a value in YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -275,7 +275,7 @@ def _shown(value: Any) -> str:
 
 
 def _shown_text(text: str) -> str:
-    """A docstring in a table: pages of docs/ become links."""
+    """Return a docstring for a table, with links to the pages of docs/ that it names."""
 
     def link(match: re.Match) -> str:
         page, anchor = match[1], match[2] or ""
@@ -301,16 +301,16 @@ def _groups() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the page, or write it; returns the exit code."""
+    """Check the page, or write it; return the exit code."""
     return check_or_write(PAGE, current, WRITE, arguments)
 
 
 def check_or_write(page: Path, current: Callable[[str], str], write: str, arguments: list[str]) -> int:
-    """Compare a page with what it should be, or make it so; returns the exit code.
+    """Compare a page with its current text, or write it; return the exit code.
 
     Args:
-        current: its text -> what its text should be.
-        write: the command that makes it so.
+        current: returns the current text of the page from its old one.
+        write: the command that writes it.
     """
     text = page.read_text()
     try:

@@ -1,10 +1,9 @@
-"""The tables of docs/models.md, written from the registries of what can be read from a directory of `transformers`.
+"""Write the tables of docs/models.md from the registries of models that a directory of `transformers` may hold.
 
     python scripts/model_tables.py           # exit code 1 if the page is not current
     python scripts/model_tables.py --write   # make it current
 
-For developers, as key_tables.py beside it. Which values a reader refuses is found by reading a config without keys.
-Imports no torch.
+For developers, as key_tables.py. Reading a config without keys shows which values a reader requires.
 """
 
 import dataclasses
@@ -55,7 +54,7 @@ OPTIONS = {
 
 
 def parts() -> dict[str, str]:
-    """What stands between the markers, by their name."""
+    """Return the text between the markers, by their name."""
     return {
         "version": "\n".join(_version()),
         "language": "\n".join(_language()),
@@ -66,22 +65,22 @@ def parts() -> dict[str, str]:
 
 
 def current(page: str) -> str:
-    """The text of the page with its parts as they should be. Raises Undescribed as `key_tables.current`."""
+    """Return the text of the page with current parts. Raises Undescribed as `key_tables.current`."""
     return filled(page, parts(), PAGE.name)
 
 
 def pinned_version(package: str = "transformers") -> str:
-    """Of a package, as pyproject.toml has it."""
+    """Return the version of a package in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = chain(project["dependencies"], *project["optional-dependencies"].values())
     return next(need.partition("==")[2] for need in needs if need.startswith(f"{package}=="))
 
 
 def version_4() -> str:
-    """Of `transformers`, the one of version 4 that the benchmark installs."""
-    found = re.search(r"transformers==(4[.0-9]+)", VERSION_4.read_text())
-    assert found is not None, VERSION_4
-    return found[1]
+    """Return the version 4 of `transformers` that the benchmark installs."""
+    match = re.search(r"transformers==(4[.0-9]+)", VERSION_4.read_text())
+    assert match is not None, VERSION_4
+    return match[1]
 
 
 def _version() -> Iterator[str]:
@@ -142,17 +141,17 @@ def _encoders() -> Iterator[str]:
 
 
 def _required(family: Family) -> str:
-    """Keys of config.json that can have one value only."""
-    found: dict[str, str] = {}
+    """Return the keys of config.json that must have one value, with it."""
+    required: dict[str, str] = {}
 
     def note(file: ConfigFile, **values: Any) -> None:
         if file.name == "config.json":
-            found.update({key: shown(value) for key, value in values.items()})
+            required.update({key: shown(value) for key, value in values.items()})
 
     with patch.object(ConfigFile, "require", note):
         for kind in family.readers:
             family.read({"model_type": kind}, {})
-    return ", ".join(f"`{key}` {value}" for key, value in found.items()) or "—"
+    return ", ".join(f"`{key}` {value}" for key, value in required.items()) or "—"
 
 
 def _carried(family: Family) -> str:
@@ -183,12 +182,12 @@ def _composites() -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it."""
+    """Return a value in JSON."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def main(arguments: list[str]) -> int:
-    """Check the page, or write it; returns the exit code."""
+    """Check the page, or write it; return the exit code."""
     return check_or_write(PAGE, current, WRITE, arguments)
 
 
