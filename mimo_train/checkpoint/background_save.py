@@ -1,7 +1,7 @@
-"""One save, from a snapshot in host memory to a complete checkpoint, in the foreground or next to training.
+"""One save, from a snapshot in host memory to a complete checkpoint, in the foreground or alongside training.
 
-Every rank writes its part; when all have, rank 0 commits: index, marker, name. No thread takes part in a collective:
-what the other ranks are told of a thread travels in the message of every step, so that all know the same at one step.
+Every rank writes its part; then rank 0 commits: index, marker, name. Threads take no part in collectives: their status
+travels in every step's message, so that all ranks learn it at the same step.
 """
 
 import socket
@@ -22,21 +22,20 @@ from mimo_train.checkpoint.format.write import Part, in_order
 from mimo_train.parallel import device as devices
 
 LONGEST_PARTS = 3.0
-"""Seconds that rank 0 waits, at the end of a run that has failed, for parts of others that are almost written."""
+"""Seconds that rank 0 of a failed run waits for parts that other ranks have almost written."""
 
 LONGEST_CLOSE = 120.0
-"""Seconds that a rank waits, at the end of a run that has failed, for what it writes itself: a file system that hangs
-may never return."""
+"""Seconds that a rank of a failed run waits for its own writes; a hanging file system may never return."""
 
 
 class Job:
-    """Work in a thread, or at once."""
+    """Work in a thread, or done at once."""
 
     def __init__(self, work: Callable[[], object], *, beside: bool):
-        """`beside`: in a thread."""
+        """Start the work, in a thread if `beside`."""
         self.error: BaseException | None = None
         self._work = work
-        # The end of the process does not wait for a file system that hangs.
+        # A daemon: a hanging file system must not delay the end of the process.
         self._thread = Thread(target=self._do, name="mimo-train save", daemon=True) if beside else None
         if self._thread is None:
             self._do()
@@ -46,32 +45,32 @@ class Job:
     def _do(self) -> None:
         try:
             self._work()
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised by the waiting caller
             self.error = error
         del self._work
 
     @property
     def is_busy(self) -> bool:
-        """Whether it goes on."""
+        """True while the thread works."""
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for its end, not longer than `timeout` seconds; whether it has come."""
+        """Wait at most `timeout` seconds for the end; True if it has ended."""
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.is_busy
 
 
 class InFlight:
-    """A save that has begun on every rank. All ranks make the same calls; those that raise, raise on every rank.
+    """A save that has begun on every rank. All ranks make the same calls; errors are raised on every rank.
 
     Attributes:
-        folder: of the checkpoint, when it is complete.
-        is_complete: whether it is, as all ranks know.
+        folder: folder of the complete checkpoint.
+        is_complete: True if all ranks know that it is complete.
     """
 
     NUMBER = 2
-    """Numbers of a rank in a step's message."""
+    """Numbers per rank in a step's message."""
 
     def __init__(
         self,
@@ -84,13 +83,14 @@ class InFlight:
         *,
         beside: bool,
     ):
-        """
+        """Start to write.
+
         Args:
             write: writes this rank's part.
-            commit: completes the checkpoint; called on rank 0, when all parts are written.
+            commit: completes the checkpoint; called on rank 0 when all parts are written.
             abandon: called on rank 0 when the save has failed.
-            all_written: whether all parts are in the folder, as rank 0 sees it.
-            beside: whether this goes on in threads.
+            all_written: True if rank 0 sees all parts in the folder.
+            beside: True to work in threads.
         """
         self.folder, self.is_complete = folder, False
         self._run_dir, self._commit, self._abandon, self._all_written = run_dir, commit, abandon, all_written
@@ -99,30 +99,28 @@ class InFlight:
         self._job = Job(write, beside=beside)
 
     def own(self) -> tuple[bool, bool]:
-        """(this rank is busy with it, has failed in it): for the next message."""
+        """Return (this rank is busy with the save, the save has failed on it) for the next message."""
         return self._job.is_busy, self._job.error is not None
 
     def heard(self, busy: float, failed: float) -> bool:
-        """
-        Args:
-            busy, failed: sums over ranks of what `own` was at the last message; the message was sent after this save
-                began, and after it was heard of the last time.
+        """Advance the save after a step's message; True if the checkpoint is complete.
 
-        Returns:
-            Whether the checkpoint is complete.
+        Args:
+            busy, failed: sums over ranks of `own` in the last message, which was sent after this save began and after
+                the last call.
 
         Raises:
-            SaveFailed: it will not be.
+            SaveFailed: the save has failed.
         """
         if not busy:
             self._go_on(agree=failed > 0)
         return self.is_complete
 
     def finish(self) -> Place:
-        """Wait until it is complete. Collective.
+        """Wait until the checkpoint is complete. Collective.
 
         Raises:
-            SaveFailed: it will not be.
+            SaveFailed: the save has failed.
         """
         while not self._over:
             self._job.join()
@@ -130,21 +128,23 @@ class InFlight:
         return self.folder
 
     def close(self) -> None:
-        """Wait for what this rank does, up to `LONGEST_CLOSE`, after a failure too: not collective. A checkpoint that
-        all ranks have written is completed."""
+        """Wait up to `LONGEST_CLOSE` for this rank's work, also after a failure. Not collective.
+
+        A checkpoint that all ranks have written is completed.
+        """
         if not self._job.join(LONGEST_CLOSE):
             return
         if self._over or self._commits or self._job.error is not None or not self._is_first:
             return
         until = time.monotonic() + LONGEST_PARTS
-        with suppress(Exception):  # the run has failed already, and says why
+        with suppress(Exception):  # the run has already failed and reports why
             while not self._all_written() and time.monotonic() < until:
                 time.sleep(0.05)
             if self._all_written():
                 self._commit()
 
     def _go_on(self, *, agree: bool) -> None:
-        """From writing to committing, and from there to the end. Collective if `agree`, and where `heard` says so."""
+        """Advance from writing to committing to the end. Collective if `agree`."""
         if agree:
             try:
                 raise_together(self._job.error, self._run_dir)
@@ -166,7 +166,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Snapshot:
-    """Memory for one copy of a rank's parts; none before the first, grown where that is too small."""
+    """Memory for a copy of a rank's parts, allocated on first use and grown if too small."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -175,15 +175,15 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Return the size in bytes."""
         return self._memory.numel()
 
     def take(self, parts: Sequence[Part]) -> tuple[list[Part], Callable[[], None], Callable[[], None]]:
-        """Copy the values of all parts, at the values of this moment of the current stream.
+        """Copy the values that all parts have now on the current stream.
 
         Returns:
-            (parts of the copy; waits until it is there, for another thread; makes the current stream wait for it, to be
-            called before the values change). On the host it is there at once.
+            (parts of the copy; a function with which another thread waits for the copy; a function that makes the
+            current stream wait for it, to be called before the values change). On the host the copy is immediate.
         """
         ordered = in_order(parts)
         views = self._views_for(ordered)
@@ -198,7 +198,10 @@ class Snapshot:
         if shape != self._shape:
             needed = sum(part.nbytes for part in ordered)
             if needed > self.size:
-                self._views, self._memory = [], torch.empty(0, dtype=torch.uint8)  # before the larger one is made
+                self._views, self._memory = (
+                    [],
+                    torch.empty(0, dtype=torch.uint8),
+                )  # free it before allocating the larger one
                 pinned = devices.current().type == "cuda"
                 self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
             self._views, at = [], 0
@@ -211,23 +214,25 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a rank would need of its host's memory for a copy."""
+    """Host memory that a rank needs for a copy."""
 
     host: str
     nbytes: int
-    """Beside what it keeps already."""
+    """Bytes in addition to what the rank keeps already."""
     free: int
-    """Bytes of the host's, or of its container's, that nobody uses."""
+    """Free bytes of the host or its container."""
 
     @classmethod
     def of(cls, nbytes: int, kept: int) -> "Demand":
-        """That of this rank for a copy of `nbytes`, of which it keeps memory for `kept`."""
+        """Return this rank's demand for a copy of `nbytes`, of which it already keeps memory for `kept`."""
         return cls(socket.gethostname(), max(nbytes - kept, 0), free_memory())
 
 
 def lacking(demands: Sequence[Demand]) -> str:
-    """What the first host lacks that has not twice the memory free that its ranks need: data, evaluations and the page
-    cache want some too. Empty: none lacks any."""
+    """Return what the first host lacks whose free memory is below twice its ranks' demand; empty if none.
+
+    The factor leaves memory for data, evaluations and the page cache.
+    """
     needed: dict[str, int] = {}
     for one in demands:
         needed[one.host] = needed.get(one.host, 0) + one.nbytes
@@ -239,12 +244,12 @@ def lacking(demands: Sequence[Demand]) -> str:
 
 
 def free_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes that processes of this container can still take."""
+    """Return the bytes that processes of this container can still allocate."""
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no limit, or version 1 of control groups
+    except (OSError, ValueError):  # no limit, or cgroups version 1
         return free
     if limit == "max":
         return free

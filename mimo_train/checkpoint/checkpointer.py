@@ -1,4 +1,4 @@
-"""Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
+"""Save and load a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,14 +44,14 @@ from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.collectives import agreed
 
 SUMS = "log_sums"
-"""Key of a record: what the log had summed since its last line; null where the log had just been written."""
+"""Key of a record: the log's sums since its last line; null if the log has just been written."""
 
 
 class Checkpointer:
-    """Checkpoints of one run. Methods are collective over all ranks, unless they say otherwise."""
+    """Checkpoints of one run. Methods are collective over all ranks unless they say otherwise."""
 
     NUMBER = InFlight.NUMBER
-    """Numbers of a rank in a step's message, see `own`."""
+    """Numbers per rank in a step's message, see `local_status`."""
 
     def __init__(
         self,
@@ -68,14 +68,15 @@ class Checkpointer:
         *,
         drawn: bool = True,
     ):
-        """
+        """Keep references to everything that a checkpoint contains.
+
         Args:
-            read_pretrained: fills the model of a new run from the directories of its modules; returns whether there
-                are any. Collective.
-            mixing: the weights of the sources, which go on from those of the checkpoint.
-            read_adapters: fills the adapters of a new run from those that its modules start with; returns whether there
-                are any. Collective.
-            drawn: whether the model has initial weights, as it must unless `every_weight.loads_every_weight`.
+            read_pretrained: fills a new run's model from its modules' directories; returns True if there are any.
+                Collective.
+            read_adapters: fills a new run's adapters from those that its modules start with; returns True if there are
+                any. Collective.
+            mixing: the sources' weights, which resume from the checkpoint's.
+            drawn: True if the model has initial weights; required unless `frozen_base.loads_every_weight`.
         """
         self._drawn = drawn
         self._read_pretrained, self._read_adapters = read_pretrained, read_adapters
@@ -88,30 +89,30 @@ class Checkpointer:
         self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
         self._began = begun_with(to_dict(run.cfg))
         self.set_aside: list[SetAside] = []
-        """Damaged checkpoints that `resume` has passed over."""
+        """Damaged checkpoints that `resume` has skipped."""
         self.loaded: list[Loaded] = []
         """Modules whose weights `resume` has taken from other runs."""
         self.otherwise = ""
-        """What this run does otherwise than the one that `resume` continues, where its numbers follow from it."""
+        """Config changes since the checkpoint that affect results."""
         self.unread = ""
-        """Weights that it was told to begin with, where it continues with its own."""
+        """Configured initial weights that are not read because the run resumes."""
         self.lacking = ""
-        """What hosts lack for `checkpoint.asynchronous=auto`, as of the last save; empty: nothing."""
+        """Memory that hosts lack for `checkpoint.asynchronous=auto`, at the last save; empty for none."""
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Place | None = None) -> Place:
-        """Write a checkpoint of the run, after one that is in flight; pending parameter gathers are completed first.
+        """Write a checkpoint after finishing the one in flight and pending parameter gathers.
 
         Args:
             data: the step's iterator, if a step may have to be repeated (`train.rerun`).
-            non_persistent: whether it is of the kind of which only the newest is kept.
-            run_dir: a folder in which all checkpoints are kept, instead of `run.dir` with its `checkpoint.keep`. There
-                weights may be NaN or infinite.
+            non_persistent: True for the kind of which only the newest is kept.
+            run_dir: folder that keeps all its checkpoints, instead of `run.dir` with `checkpoint.keep`. Its weights may
+                be NaN or infinite.
 
         Returns:
-            The checkpoint's folder; it is complete.
+            Folder of the complete checkpoint.
 
         Raises:
-            SaveFailed: this one or the one in flight cannot be written; on every rank.
+            SaveFailed: this checkpoint or the one in flight cannot be written; on every rank.
         """
         self.finish()
         self._begin(data, non_persistent, run_dir, beside=False)
@@ -120,35 +121,36 @@ class Checkpointer:
         return folder
 
     def begin(self, data: Any = None, *, non_persistent: bool = False) -> Place | None:
-        """Begin to write a checkpoint beside training, as `checkpoint.asynchronous` has it; otherwise write it. None
-        may be in flight. Arguments and errors as of `save`.
+        """Start a checkpoint alongside training if `checkpoint.asynchronous` allows it, else write it. See `save`.
+
+        No save may be in flight.
 
         Returns:
-            Its folder, if it is complete; None: it is in flight.
+            Its folder if it is complete; None if it is in flight.
         """
         assert self._save is None
         beside = self._begin(data, non_persistent, None, beside=True)
         return None if beside else self.finish()
 
     def local_status(self) -> tuple[float, ...]:
-        """Return what this rank knows of the save in flight, for the message of a step."""
+        """Return this rank's status of the save in flight, for the message of a step."""
         return tuple(map(float, self._save.own())) if self._save is not None else ()
 
     def receive(self, status: Sequence[float]) -> None:
-        """Take the sum over ranks of `local_status`, for `poll`."""
+        """Store the sum over ranks of `local_status`, for `poll`."""
         self._status = status
 
     def poll(self) -> Place | None:
-        """Learn from the message of the last step what became of the save in flight. All ranks learn the same.
+        """Advance the save in flight by the last step's message. All ranks get the same result.
 
         Returns:
             The checkpoint's folder, if it is complete now.
 
         Raises:
-            SaveFailed: it will not be; on every rank.
+            SaveFailed: the save has failed; on every rank.
         """
         save, status, self._status = self._save, self._status, None
-        # A step that was left out, or ended early, has sent no message.
+        # A step that was skipped or ended early has sent no message.
         if save is None or status is None:
             return None
         try:
@@ -163,7 +165,7 @@ class Checkpointer:
         """Wait for the save in flight. Collective.
 
         Returns:
-            The checkpoint's folder; None where no save was in flight.
+            The checkpoint's folder; None if no save was in flight.
 
         Raises:
             SaveFailed: it cannot be written; on every rank.
@@ -172,15 +174,17 @@ class Checkpointer:
         return save.finish() if save is not None else None
 
     def note_sums(self, sums: Sums) -> None:
-        """Save these from now on; and if the run has been resumed, and no step was made since, load them."""
+        """Save these sums from now on. Load them if the run has just resumed and made no step since."""
         self._sums = sums
         step, state = self._resumed
         if state is not None and step == self._train_state.step:
             sums.load_state_dict(state)
 
     def _held(self) -> list[Held]:
-        """What this rank has of the model. Parameters stay the same objects, and to look for them again takes as long
-        as a copy of 150 MB; a module may have put another tensor in the place of a buffer."""
+        """Return this rank's tensors of the model, cached if all are parameters.
+
+        Parameters stay the same objects, and finding them takes as long as copying 150 MB; a buffer may be replaced.
+        """
         if self._parameters is None:
             held = held_tensors(self._model)
             if not all(isinstance(one.tensor, torch.nn.Parameter) for one in held):
@@ -222,15 +226,16 @@ class Checkpointer:
         return beside
 
     def resume(self) -> Place | None:
-        """Continue from the checkpoint that `checkpoint.resume` chooses, or begin with the weights of
-        `checkpoint.weights`, or with those of `modules.NAME.pretrained` and those that an encoder brings itself.
+        """Resume from the checkpoint that `checkpoint.resume` chooses, or load the initial weights of a new run.
+
+        Initial weights come from `checkpoint.weights`, `modules.NAME.pretrained`, or encoders that bring their own.
 
         Returns:
-            The folder that the run continues from; None for a new run.
+            Folder that the run resumes from; None for a new run.
 
         Raises:
-            UserError: the checkpoint is of another model, tokenizer or other shards; or it is damaged, and it was
-                named, or there is none before it. On every rank.
+            UserError: the checkpoint has another model, tokenizer or shards; or it is damaged, and it was named or
+                there is no earlier one. On every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
         self.set_aside, self.loaded, self.otherwise, self.unread = [], [], "", ""
@@ -253,7 +258,7 @@ class Checkpointer:
             read = True
         else:
             read = self._read_initial_weights()
-            # Collective, and whether an encoder has brought weights differs by rank.
+            # Collective, although ranks may differ in whether an encoder has brought weights.
             read = self._read_adapters() or read
         self.loaded = load_modules(cfg, self._model, self._fingerprints.vocabulary)
         if read or self.loaded:
@@ -262,10 +267,10 @@ class Checkpointer:
         return None
 
     def _continue_from(self, folder: Place) -> None:
-        """Load all of a checkpoint. Collective.
+        """Load everything from a checkpoint. Collective.
 
         Raises:
-            UserError: as of `resume`.
+            UserError: see `resume`.
         """
         cfg, layout = self._run.cfg, self._run.layout
         self._require_none(partial(self._resume_faults, folder))
@@ -276,7 +281,7 @@ class Checkpointer:
             self._read_initial_weights()
         load_base(folder, layout, self._model, cfg.checkpoint.weights)
         if partly:
-            # As its run began: `loaded` tells of what a new run has taken.
+            # As when the run began; `loaded` is for new runs only.
             load_modules(cfg, self._model, self._fingerprints.vocabulary)
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
@@ -291,16 +296,13 @@ class Checkpointer:
             self._rerun.load_state_dict(record["rerun"])
 
     def _read_initial_weights(self) -> bool:
-        """Weights of a new run that are not drawn; whether there are any. Collective."""
+        """Load a new run's pretrained weights; True if there are any. Collective."""
         read = self._read_pretrained()
         with agreed():
             return load_start_weights(self._model) or read
 
     def _require_drawn(self) -> None:
-        """
-        Raises:
-            UserError: a checkpoint that was to bring all weights is gone; on every rank.
-        """
+        """Raise UserError on every rank if a checkpoint that was to bring all weights is gone."""
         if not self._drawn:
             raise UserError(
                 f"checkpoint.resume: the checkpoints in {self._run.checkpoints} were changed while this run started: "
@@ -308,7 +310,7 @@ class Checkpointer:
             )
 
     def _require_none(self, faults: Callable[[], list[Fault]]) -> None:
-        """Raise ConfigError on every rank if there are faults on any. Collective."""
+        """Raise ConfigError on every rank if any rank finds faults. Collective."""
         with agreed():
             found = faults()
             if found:
@@ -326,7 +328,7 @@ class Checkpointer:
         return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
 
     def _chosen(self) -> Place | None:
-        """The checkpoint that `checkpoint.resume` names. Collective."""
+        """Return the checkpoint that `checkpoint.resume` names. Collective."""
 
         def choose() -> Place | None:
             folder_changes.finish_renames(self._run.checkpoints)
@@ -335,6 +337,6 @@ class Checkpointer:
         return chosen_by_first(choose, "checkpoint.resume")
 
     def close(self) -> None:
-        """Wait for what this rank writes, also after a failure: not collective."""
+        """Wait for what this rank writes, also after a failure. Not collective."""
         if self._save is not None:
             self._save.close()

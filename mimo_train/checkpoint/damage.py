@@ -1,4 +1,4 @@
-"""Errors of checkpoints that are damaged, cannot be read, or were written by another program."""
+"""Errors for checkpoints that are damaged, unreadable, or written by another program."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -11,24 +11,22 @@ from mimo_train.config.errors import PeersError, UserError
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not those that were written; made by `damaged`."""
+    """A checkpoint whose files are not what was written; made by `damaged`."""
 
 
 class FolderFailed(UserError, OSError):
-    """The file system or the object storage does not say what a folder holds, or does not rename in it: no damage, so
-    that nothing is moved, and no checkpoint is believed missing."""
+    """The storage cannot list a folder or rename in it. This is no damage: nothing is moved or assumed missing."""
 
 
 _LOOKS, _PAUSE = 5, 0.05
-"""Looks at a folder without a marker, and the seconds between them."""
+"""Number of looks at a folder without a marker, and seconds between them."""
 _DAMAGED = " is damaged: "
 REMEDY = "; name another checkpoint (`mimo-train checkpoint list` shows those of a run), or remove this folder"
-"""End of the message of a damaged checkpoint: right for training, an export and any other reader."""
+"""End of a damage message; it suits training, export and any other reader."""
 
 
 def damaged(folder: Place, why: str) -> UserError:
-    """The error of a checkpoint whose files are not those that were written; of one that is being removed, as runs do
-    with old ones, another."""
+    """Return the error for a damaged checkpoint, or another one if a run is removing it."""
     if _is_removed(folder):
         return UserError(
             f"checkpoint {folder} was removed while it was read, as a run removes its old ones: start again, which "
@@ -38,11 +36,11 @@ def damaged(folder: Place, why: str) -> UserError:
 
 
 def all_damaged(run_dir: Place, key: str, errors: Sequence[UserError]) -> UserError:
-    """Return the error of a run of which every checkpoint is damaged: a line for each, and what to do.
+    """Return the error for a run whose checkpoints are all damaged: a line for each, and what to do.
 
     Args:
         key: config key of `run_dir`.
-        errors: of the checkpoints, the newest first.
+        errors: one for each checkpoint, the newest first.
     """
     lines = [str(error).removesuffix(REMEDY) for error in errors]
     last = (
@@ -53,10 +51,10 @@ def all_damaged(run_dir: Place, key: str, errors: Sequence[UserError]) -> UserEr
 
 
 def _is_removed(folder: Place) -> bool:
-    """Whether a folder is gone, or goes: its marker is removed first, and soon the rest."""
+    """True if a folder is gone or being removed: its marker goes first, then the rest."""
     if not isinstance(folder, Path):
         return False
-    with suppress(OSError):  # then it is not known
+    with suppress(OSError):  # then it is unknown
         for _ in range(_LOOKS):
             if not folder.exists():
                 return True
@@ -67,7 +65,7 @@ def _is_removed(folder: Place) -> bool:
 
 
 def unreadable(folder: Place, error: OSError) -> FolderFailed:
-    """The error where the file system does not say what a checkpoint holds."""
+    """Return the error for a checkpoint that the file system cannot read."""
     return FolderFailed(
         f"checkpoint {folder} cannot be read ({error}): an error of the file system or of this machine, which says "
         "nothing about the checkpoint: mend that, and start again"
@@ -76,7 +74,7 @@ def unreadable(folder: Place, error: OSError) -> FolderFailed:
 
 @contextmanager
 def failure_named(folder: Place) -> Iterator[None]:
-    """Turns errors of looking at a folder of checkpoints, and of renaming in it, into FolderFailed."""
+    """Turn errors of listing a checkpoint folder, or of renaming in it, into FolderFailed."""
     try:
         yield
     except OSError as error:
@@ -90,7 +88,7 @@ def failure_named(folder: Place) -> Iterator[None]:
 
 
 def damage_in(folder: Place, error: UserError) -> str:
-    """What is damaged in a checkpoint, if that is what an error says, of this rank or of another; else empty."""
+    """Return the damage of a checkpoint from this or another rank's error; empty if the error is something else."""
     of_peer = isinstance(error, PeersError) and error.kind == DamagedCheckpoint.__name__
     start = f"checkpoint {folder}{_DAMAGED}"
     if not of_peer and not isinstance(error, DamagedCheckpoint) or not str(error).startswith(start):
@@ -100,8 +98,7 @@ def damage_in(folder: Place, error: UserError) -> str:
 
 @contextmanager
 def damage_named(folder: Place) -> Iterator[None]:
-    """Turns `Damage`, and errors of the file system, which are none, into errors that name the checkpoint and the
-    remedy."""
+    """Turn `Damage` and file system errors into errors that name the checkpoint and the remedy."""
     try:
         yield
     except (Damage, FileNotFoundError) as error:
@@ -121,8 +118,10 @@ _FORMATS = {
 
 
 def require_own_format(folder: Place, before: str = "") -> None:
-    """Raises UserError, which begins with `before`, for a checkpoint of another program or of an earlier version:
-    nothing is damaged in it, and copying or renaming it is of no use. None has its folders in object storage."""
+    """Raise UserError, prefixed with `before`, for a checkpoint of another program or of an earlier version.
+
+    Such checkpoints are not damaged, and copying does not help. They do not exist in object storage.
+    """
     if isinstance(folder, Url):
         return
     for names, program in _FORMATS.items():

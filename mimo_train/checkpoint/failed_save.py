@@ -1,4 +1,4 @@
-"""A checkpoint that could not be written: the same error on every rank, at the same step."""
+"""Errors of checkpoints that could not be written: the same error on every rank, at the same step."""
 
 from typing import Any, cast
 
@@ -12,10 +12,10 @@ from mimo_train.parallel.collectives import agreed
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written; earlier ones are as they were.
+    """A checkpoint could not be written; earlier ones are unchanged.
 
     Attributes:
-        is_final: whether no later save can do better.
+        is_final: True if later saves will fail too.
     """
 
     is_final = False
@@ -28,15 +28,15 @@ class NotFiniteWeights(SaveFailed):
 
 
 class _PeersSaveFailed(SaveFailed, PeersError):
-    """One that another rank has found."""
+    """SaveFailed of another rank."""
 
 
 class _PeersNotFiniteWeights(NotFiniteWeights, PeersError):
-    """One that another rank has found."""
+    """NotFiniteWeights of another rank."""
 
 
 def named(error: BaseException, run_dir: Place) -> SaveFailed | None:
-    """What a user is told of an error of a save; None where it is none that a user can cause."""
+    """Return the user's message for a save error; None if a user cannot cause it."""
     if isinstance(error, SaveFailed):
         return error
     if isinstance(error, NotFinite):
@@ -56,12 +56,12 @@ def named(error: BaseException, run_dir: Place) -> SaveFailed | None:
 
 
 def raise_together(own: BaseException | None, run_dir: Place) -> None:
-    """Raise on every rank what any rank has found, with the text of the lowest such rank. Collective.
+    """Raise any rank's error on every rank, with the text of the lowest such rank. Collective.
 
     Raises:
         SaveFailed: a peer's is a PeersError too.
-        BaseException: `own`, where it is no error of a save that a user can cause; on the other ranks a PeersError
-            that is no SaveFailed, since no run goes on without that rank.
+        BaseException: `own`, if a user cannot cause it. Other ranks then raise a PeersError that is no SaveFailed: the
+            run cannot continue without that rank.
     """
     mine = None if own is None else named(own, run_dir)
     strange = None

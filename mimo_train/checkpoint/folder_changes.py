@@ -1,4 +1,4 @@
-"""Create, rename, set aside and remove checkpoint folders; reserve room on the disk before a save."""
+"""Create, rename, set aside and remove checkpoint folders; check for disk space before a save."""
 
 import errno
 import os
@@ -25,14 +25,13 @@ from mimo_train.config.errors import UserError
 
 
 def begin(run_dir: Place, step: int, non_persistent: bool, nbytes: int) -> tuple[Place, Place]:
-    """Make the folder that a checkpoint of `nbytes` is written into, after removing what earlier saves have not
-    finished.
+    """Create the folder for a checkpoint of `nbytes`, after removing unfinished saves.
 
     Returns:
-        (that folder; the one that it is when it is complete).
+        (the folder to write into; its name when it is complete).
 
     Raises:
-        OSError: it cannot be made, or has no room.
+        OSError: it cannot be created, or there is not enough space.
     """
     remove_unfinished(run_dir, non_persistent)
     final, partial = final_folder(run_dir, step, non_persistent), partial_folder(run_dir, step, non_persistent)
@@ -47,7 +46,7 @@ def begin(run_dir: Place, step: int, non_persistent: bool, nbytes: int) -> tuple
 
 
 def require_shared(partial: Place) -> None:
-    """Raises UserError, or OSError of object storage, where a folder that rank 0 has just made is not there."""
+    """Raise UserError (OSError in object storage) if this rank does not see the folder that rank 0 created."""
     if isinstance(partial, Url):
         objects.require_begun(partial)
     elif not partial.is_dir():
@@ -58,19 +57,20 @@ def require_shared(partial: Place) -> None:
 
 
 def holds(folder: Place, names: Collection[str]) -> bool:
-    """Whether a folder has all of these files. Raises OSError of object storage."""
+    """True if a folder has all of these files. Raises OSError of object storage."""
     there = objects.in_folder(folder).objects if isinstance(folder, Url) else os.listdir(folder)
     return set(names) <= set(there)
 
 
 def finish_renames(run_dir: Place) -> None:
-    """Give complete checkpoints their names that a kill has left without: it came between the marker and the rename, or
-    between the two renames that replace a folder. For the one process that writes into `run_dir`. Raises
-    FolderFailed."""
+    """Finish renames that a kill interrupted: after the marker, or between the two renames that replace a folder.
+
+    Only the process that writes into `run_dir` may call it. Raises FolderFailed.
+    """
     for kind in (False, True):
         folder = checkpoints_dir(run_dir, kind)
         if isinstance(folder, Url):
-            return  # they have them
+            return  # objects have no renames
         for pattern in ("step_????????.partial", "step_????????.old.partial"):  # the new one first
             for found in listed(folder, pattern):
                 final = found.with_name(found.name.partition(".")[0])
@@ -80,8 +80,9 @@ def finish_renames(run_dir: Place) -> None:
 
 
 def set_aside(folder: Place) -> Place:
-    """Give a damaged checkpoint a name that is none of a checkpoint, or, in object storage, a mark; returns it. Nothing
-    is removed, then or later.
+    """Rename a damaged checkpoint, or mark it in object storage, and return the new name or the mark.
+
+    It is never removed.
 
     Raises:
         OSError: the folder cannot be renamed or marked.
@@ -97,7 +98,7 @@ def set_aside(folder: Place) -> Place:
 
 
 def remove_unfinished(run_dir: Place, non_persistent: bool = False) -> None:
-    """Remove what earlier saves have not finished."""
+    """Remove what unfinished saves have left."""
     folder = checkpoints_dir(run_dir, non_persistent)
     if isinstance(folder, Url):
         objects.remove_unfinished(folder)
@@ -111,16 +112,16 @@ def remove_old(run_dir: Place, keep: int, non_persistent: bool = False, keep_eve
     """Remove checkpoints beyond `keep`.
 
     Args:
-        keep: number of complete checkpoints to keep; 0 keeps all. Of the non-persistent ones, one is kept.
-        non_persistent: which of the two kinds.
-        keep_every: steps of which every multiple is kept, beside the newest; 0: none.
+        keep: number of complete checkpoints to keep; 0 keeps all. One non-persistent checkpoint is kept.
+        non_persistent: kind of the checkpoints.
+        keep_every: keep every step that is a multiple of this; 0 for none.
 
     Raises:
         OSError: one cannot be removed.
     """
     keep, every = (1, 0) if non_persistent else (keep, keep_every)
     found = complete(run_dir, non_persistent)
-    # Of objects, the one before of a step that was saved again is still there.
+    # In object storage, a step that was saved again still has its earlier checkpoint.
     before = [one for one, after in pairwise(found) if step_in(one) == step_in(after)]
     found = [folder for folder in found if folder not in before]
     old = [folder for folder in found[:-keep] if not every or step_in(folder) % every] if keep else []
@@ -129,14 +130,14 @@ def remove_old(run_dir: Place, keep: int, non_persistent: bool = False, keep_eve
 
 
 def remove(folder: Place) -> None:
-    """Remove a checkpoint, or what there is of one; what cannot be removed is left and is none.
+    """Remove a checkpoint or its remains. Files that cannot be removed no longer count as a checkpoint.
 
     Raises:
         OSError: it cannot be removed.
     """
     if isinstance(folder, Url):
         return objects.remove(folder)
-    # The marker first: without it the folder is no checkpoint.
+    # Remove the marker first: without it the folder is no checkpoint.
     (folder / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -145,8 +146,7 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 
 
 def full_disk(error: BaseException, run_dir: Place) -> UserError | None:
-    """What to raise instead of `error` where a full disk or a used-up quota is its cause; None where it is not, or
-    the disk is another one."""
+    """Return the error to raise instead if a full disk or quota of `run_dir` is the cause; else None."""
     found = why_full(error, run_dir)
     if not found:
         return None
@@ -157,13 +157,12 @@ def full_disk(error: BaseException, run_dir: Place) -> UserError | None:
 
 
 def why_full(error: BaseException, run_dir: Place) -> str:
-    """The system's words where a full disk or a used-up quota of `run_dir` is the cause of an error; else empty."""
+    """Return the system's message if a full disk or quota of `run_dir` caused the error; else an empty string."""
     return next((why for cause in _causes(error) if (why := _why(cause, run_dir))), "")
 
 
 def require_room(folder: Path, nbytes: int) -> None:
-    """Raises OSError where the file system of a folder has no room for so many bytes. One that does not say how large
-    it is is believed to have."""
+    """Raise OSError if the file system has less than `nbytes` free. Unknown sizes pass."""
     system = os.statvfs(folder)
     free = system.f_bavail * system.f_frsize
     if system.f_blocks and free < nbytes:
@@ -185,7 +184,7 @@ def _why(cause: BaseException, run_dir: Place) -> str:
 def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     cause: BaseException | None = error
-    # What has failed over data names its own folder, which may be on another disk.
+    # Data errors name their own folder, which may be on another disk.
     while cause is not None and id(cause) not in seen and not isinstance(cause, DataError):
         seen.add(id(cause))
         yield cause

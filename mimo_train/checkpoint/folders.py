@@ -1,7 +1,7 @@
-"""Checkpoint folders, read only: names, which are complete, the newest, the base of one with trained weights only.
+"""Find checkpoint folders (read only): names, completeness, the newest, and the base of trained-only checkpoints.
 
-They are on file systems or in object storage (`object_folders`): a `run_dir` is the folder or URL in which the folder
-`checkpoints` is, `run.dir` or `checkpoint.dir`.
+They are on file systems or in object storage (`object_folders`). A `run_dir` is `run.dir` or `checkpoint.dir`: the
+folder or URL that contains `checkpoints`.
 """
 
 import json
@@ -31,44 +31,44 @@ RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""
 
 LEFT_OUT = "left_out"
-"""Key of a record: the fingerprint of the weights that the checkpoint does not have; missing where it has all."""
+"""Key of a record: the fingerprint of the weights that the checkpoint leaves out; missing if it has all."""
 
 LAYOUT = ("first_rank", "tp", "cp", "dp", "pp", "vpp", "ep", "etp")
-"""What a record has of a module's layout, in this order."""
+"""Fields of a module's layout in a record, in this order."""
 
 
 def checkpoints_dir(run_dir: Place, non_persistent: bool = False) -> Place:
-    """Folder of all checkpoints of a run, or of the non-persistent ones, of which only the newest is kept."""
+    """Return the folder of a run's checkpoints, or of the non-persistent ones, of which only the newest is kept."""
     return run_dir / "checkpoints" / "non_persistent" if non_persistent else run_dir / "checkpoints"
 
 
 def final_folder(run_dir: Place, step: int, non_persistent: bool = False) -> Place:
-    """Folder of the complete checkpoint of one step."""
+    """Return the folder of the complete checkpoint of a step."""
     return checkpoints_dir(run_dir, non_persistent) / f"step_{step:08d}"
 
 
 def partial_folder(run_dir: Place, step: int, non_persistent: bool = False) -> Place:
-    """Folder that a checkpoint is written into before it is complete and renamed."""
+    """Return the folder that a checkpoint is written into before it is renamed."""
     return final_folder(run_dir, step, non_persistent).with_name(f"step_{step:08d}.partial")
 
 
 def step_in(folder: Place) -> int:
-    """The step that a checkpoint is named after."""
+    """Return the step in a checkpoint's name."""
     named = objects.STEP.fullmatch(folder.name)
     assert named, folder
     return int(named[1])
 
 
 def run_of(folder: Place) -> Place | None:
-    """The folder of the run that a checkpoint was written by; None if it was moved out of it."""
+    """Return the folder of the run that wrote a checkpoint; None if it was moved elsewhere."""
     return next((parent.parent for parent in folder.absolute().parents if parent.name == "checkpoints"), None)
 
 
 def named(run_dir: Place, non_persistent: bool) -> list[Place]:
-    """Everything of one kind that has the name of a checkpoint, complete or not, sorted.
+    """Return everything of one kind that is named as a checkpoint, complete or not, sorted.
 
     Raises:
-        FolderFailed: the file system or the object storage does not list the folder, also when it is asked again.
+        FolderFailed: the storage cannot list the folder, even after retries.
     """
     folder = checkpoints_dir(run_dir, non_persistent)
     if isinstance(folder, Url):
@@ -78,8 +78,10 @@ def named(run_dir: Place, non_persistent: bool) -> list[Place]:
 
 
 def listed(folder: Path, pattern: str) -> list[Path]:
-    """Everything in a folder whose name fits, sorted; nothing if there is no such folder. (`Path.glob` takes a folder
-    that it may not read for an empty one.) Raises FolderFailed as `named` does."""
+    """Return everything in a folder whose name matches, sorted; empty if the folder does not exist.
+
+    Unlike `Path.glob` it does not take an unreadable folder for an empty one. Raises FolderFailed.
+    """
     with failure_named(folder):
         try:
             found = patiently(lambda: os.listdir(folder), folder)
@@ -89,7 +91,7 @@ def listed(folder: Path, pattern: str) -> list[Path]:
 
 
 def complete(run_dir: Place, non_persistent: bool = False) -> list[Place]:
-    """Complete checkpoints of one kind, oldest first. Raises FolderFailed."""
+    """Return complete checkpoints of one kind, oldest first. Raises FolderFailed."""
     folder = checkpoints_dir(run_dir, non_persistent)
     if isinstance(folder, Url):
         with failure_named(folder):
@@ -98,25 +100,22 @@ def complete(run_dir: Place, non_persistent: bool = False) -> list[Place]:
 
 
 def newest(run_dir: Place) -> Place | None:
-    """The newest complete checkpoint of either kind, or None; of two at one step, the persistent one. Raises
-    FolderFailed."""
-    # The name is the step: max takes the first of equal ones.
+    """Return the newest complete checkpoint, or None; the persistent one at equal steps. Raises FolderFailed."""
+    # The name is the step; max returns the first of equals.
     return max([*complete(run_dir), *complete(run_dir, True)], key=lambda folder: folder.name, default=None)
 
 
 def newest_first(run_dir: Place) -> list[Place]:
-    """Everything that has the name of a checkpoint, complete or not, of either kind; of two at one step, the persistent
-    one first. Raises FolderFailed."""
+    """Return everything named as a checkpoint, newest first; at equal steps persistent ones first. Raises FolderFailed."""
     found = [path for kind in (False, True) for path in named(run_dir, kind)]
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
-    """The checkpoint that `checkpoint.resume=auto` continues from, as far as shows without reading tensors, and what is
-    wrong with later ones, which a run sets aside.
+    """Return the checkpoint for `checkpoint.resume=auto`, without reading tensors, and the damage of later ones.
 
     Raises:
-        UserError: every one is damaged.
+        UserError: all are damaged.
     """
     passed_over: list[DamagedCheckpoint] = []
     for folder in newest_first(run_dir):
@@ -134,8 +133,8 @@ def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
 
 
 def _newest_of_whole(run_dir: Place, key: str) -> Place | None:
-    """The newest complete checkpoint, if none of a later step has lost its record. A run never leaves such a one: it
-    writes under another name, and renames.
+    """Return the newest complete checkpoint, if no later one is incomplete. Runs never leave one: they rename at the
+    end.
 
     Raises:
         UserError: there is one, such as a partial copy; with `key`.
@@ -155,11 +154,10 @@ def _newest_of_whole(run_dir: Place, key: str) -> Place | None:
 
 
 def chosen(run_dir: Place, resume: str) -> Place | None:
-    """The checkpoint that `checkpoint.resume` names: a checkpoint's folder or a run's folder; None for `never`.
+    """Return the checkpoint in the checkpoint's or run's folder that `checkpoint.resume` names; None for `never`.
 
     Raises:
-        UserError: the folder holds no complete checkpoint, or a later one that is not; or `run_dir` holds later ones,
-            see `require_none_later`.
+        UserError: the folder has no complete checkpoint, or a later incomplete one; or see `require_none_later`.
     """
     found = None if resume == "never" else in_folder(place_of(resume), "checkpoint.resume")
     require_none_later(run_dir, found)
@@ -167,14 +165,16 @@ def chosen(run_dir: Place, resume: str) -> Place | None:
 
 
 def require_none_later(run_dir: Place, start: Place | None) -> None:
-    """
+    """Require that `run_dir` has no later checkpoints than the start.
+
+    The next start with `checkpoint.resume=auto` would take them, and `checkpoint.keep` would keep them instead of this
+    run's.
+
     Args:
         start: the checkpoint that a run in `run_dir` starts from; None for a new run.
 
     Raises:
-        UserError: `run_dir` holds checkpoints of later steps, of another run or of an earlier start of this one. The
-            next start with `checkpoint.resume=auto` would take them, and `checkpoint.keep` would keep them instead of
-            this run's. Or it holds one that is not complete.
+        UserError: there are later checkpoints, or an incomplete one.
     """
     found = _newest_of_whole(run_dir, "checkpoint.resume")
     if found is None or found == start:
@@ -189,10 +189,10 @@ def require_none_later(run_dir: Place, start: Place | None) -> None:
 
 
 def in_folder(folder: Place, key: str) -> Place:
-    """The checkpoint that the value of `key` names: a checkpoint's folder, or a run's folder, whose newest it is.
+    """Return the checkpoint that the value of `key` names: a checkpoint's folder, or the newest in a run's folder.
 
     Raises:
-        UserError: the folder holds no complete checkpoint, or a later one that is not.
+        UserError: the folder has no complete checkpoint, or a later incomplete one.
     """
     if isinstance(folder, Url) and folder.scheme in WEB and not is_complete(folder):
         raise UserError(
@@ -207,10 +207,10 @@ def in_folder(folder: Place, key: str) -> Place:
 
 
 def is_complete(folder: Place) -> bool:
-    """Whether a folder has the marker of a complete checkpoint. `Path.is_file` may say no after any error.
+    """True if a folder has the marker of a complete checkpoint. `Path.is_file` could return False after any error.
 
     Raises:
-        FolderFailed: the file system does not tell.
+        FolderFailed: the storage does not answer.
     """
 
     def look() -> bool:
@@ -228,10 +228,11 @@ def is_complete(folder: Place) -> bool:
 
 
 def require_complete(folder: Place) -> None:
-    """
+    """Require the marker of a complete checkpoint.
+
     Raises:
-        DamagedCheckpoint: a folder that has the name of a checkpoint has no marker that it is complete.
-        UserError: it is of another program, or of a version before this format; or the file system does not tell.
+        DamagedCheckpoint: the marker is missing.
+        UserError: another program or an earlier version wrote it; or the storage does not answer.
     """
     if not is_complete(folder):
         require_own_format(folder)
@@ -239,26 +240,25 @@ def require_complete(folder: Place) -> None:
 
 
 def require_files(folder: Place) -> None:
-    """Look at the index and at every file of a complete checkpoint, without reading tensors.
+    """Check the index and every file of a complete checkpoint, without reading tensors.
 
     Raises:
         DamagedCheckpoint: one is missing, or its size or header is not what was written.
-        UserError: the file system fails, also when it is tried again.
+        UserError: the file system fails, even after retries.
     """
     with damage_named(folder):
         Blocks(folder).require_files()
 
 
 def read_record(folder: Place, *needed: str) -> dict[str, Any]:
-    """The record of a complete checkpoint.
+    """Return the record of a complete checkpoint.
 
     Args:
-        needed: keys that it must have.
+        needed: required keys.
 
     Raises:
-        DamagedCheckpoint: it is not what was written, lacks one of them, or is of another step than the folder is named
-            after.
-        UserError: the file system fails, also when it is tried again.
+        DamagedCheckpoint: it is not what was written, lacks a key, or has another step than the folder's name.
+        UserError: the file system fails, even after retries.
     """
     try:
         record = json.loads(marked_file(folder, RECORD))
@@ -278,12 +278,12 @@ def read_record(folder: Place, *needed: str) -> dict[str, Any]:
 
 
 def record_text(record: dict[str, Any]) -> bytes:
-    """The record as it is written."""
+    """Return the record's file content."""
     return json.dumps(record, indent=1).encode()
 
 
 def require_seen(folder: Place, key: str) -> None:
-    """Raises UserError, with `key`, where this rank does not find a complete checkpoint that another one has found."""
+    """Raise UserError with `key` if this rank does not see the complete checkpoint that rank 0 has chosen."""
     if not is_complete(folder):
         where = "all ranks need the same storage, endpoint and credentials"
         if not isinstance(folder, Url):
@@ -292,19 +292,19 @@ def require_seen(folder: Place, key: str) -> None:
 
 
 def key_of(run_dir: Place) -> str:
-    """The config key that a folder of checkpoints is of."""
+    """Return the config key of a folder of checkpoints."""
     return "checkpoint.dir" if isinstance(run_dir, Url) else "run.dir"
 
 
 def base_of(folder: Place, given: str = "") -> Place | None:
-    """The checkpoint with the weights that the checkpoint in `folder` leaves out; None if it has all of them, or its
-    run began with those of its seed.
+    """Return the checkpoint with the weights that `folder` leaves out; None if there are none, or they come from the
+    seed.
 
     Args:
-        given: `checkpoint.weights` of this run, used instead of that of the run that has written it.
+        given: `checkpoint.weights` of this run; overrides that of the run that wrote the checkpoint.
 
     Raises:
-        UserError: it is not there any more.
+        UserError: it does not exist any more.
     """
     record = read_record(folder, "config")
     if LEFT_OUT not in record:

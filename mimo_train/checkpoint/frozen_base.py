@@ -1,7 +1,7 @@
-"""The frozen weights that a checkpoint with `checkpoint.trained_only` leaves out: find, compare and rebuild them.
+"""Find, fingerprint and rebuild the frozen weights that a checkpoint with `checkpoint.trained_only` leaves out.
 
-With `checkpoint.trained_only` a checkpoint has no weights that its run never trains. A run that continues from it gets
-these as the first run did, from its `checkpoint.weights` or from its seed, and compares fingerprints.
+A run that resumes from such a checkpoint gets these weights as the first start did, from `checkpoint.weights` or its
+seed, and compares fingerprints.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,14 +22,14 @@ from mimo_train.layout.run import Run
 from mimo_train.models.parameters import seed_for
 
 _CHUNK = 1 << 22
-"""Elements that are hashed at once."""
+"""Elements hashed at once."""
 _MASK = (1 << 64) - 1
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd constants of splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2660193.2660195), as signed numbers."""
 
 
 def is_frozen(held: Held, released: Collection[torch.nn.Parameter]) -> bool:
-    """Whether a run never trains this.
+    """True if a run never trains this tensor.
 
     Args:
         released: parameters that are frozen now and trained later.
@@ -40,8 +40,9 @@ def is_frozen(held: Held, released: Collection[torch.nn.Parameter]) -> bool:
 
 
 def fingerprint(weights: Collection[Held]) -> str:
-    """A fingerprint of weights that is the same at every layout: a sum over elements of a hash of tensor, place in the
-    whole tensor and value. Collective over the world.
+    """Return a fingerprint of weights that is equal at every layout. Collective over the world.
+
+    It is a sum over elements of a hash of tensor, position in the whole tensor, and value.
 
     Returns:
         The number of elements, and 16 hexadecimal digits.
@@ -58,10 +59,10 @@ def fingerprint(weights: Collection[Held]) -> str:
 
 
 def require_same(record: dict[str, Any], missing: Collection[Held], folder: Place) -> None:
-    """The weights here in the place of those that the checkpoint leaves out are those that its run had. Collective.
+    """Require that the left-out weights equal those of the checkpoint's run. Collective.
 
     Raises:
-        UserError: they are not; on every rank.
+        UserError: they differ; on every rank.
     """
     was, now = record[LEFT_OUT], fingerprint(missing)
     if was != now:
@@ -74,7 +75,7 @@ def require_same(record: dict[str, Any], missing: Collection[Held], folder: Plac
 
 
 def _sources(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where a run took its frozen weights from, by key: its seed alone where from nothing else."""
+    """Return the sources of a run's frozen weights by key, always with its seed."""
     sources = {"checkpoint.weights": config["checkpoint"]["weights"]}
     sources |= {
         f"checkpoint.load_modules.{name}.path": load["path"]
@@ -88,7 +89,7 @@ def _sources(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hash(held: Held, span: Span, data: torch.Tensor) -> int:
-    """Sum over the elements of a box of splitmix64 of (tensor, place, bits).
+    """Return the sum over a box's elements of splitmix64 of (tensor, position, bits).
 
     Args:
         data: [span.numel], a whole box.
@@ -103,8 +104,7 @@ def _hash(held: Held, span: Span, data: torch.Tensor) -> int:
 
 
 def _places(span: Span, first: int, values: torch.Tensor) -> torch.Tensor:
-    """Places in the whole tensor of elements of a box from `first` on; of all elements they would take several times
-    the memory of the box."""
+    """Return positions in the whole tensor of a chunk of a box's elements; chunks save memory."""
     left = torch.arange(first, first + values.numel(), device=values.device)
     places, step = torch.zeros_like(left), 1
     for offset, size, whole in reversed(list(zip(span.offset, span.size, span.shape, strict=True))):
@@ -121,17 +121,17 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 _LOOKED_AT = 16
-"""Checkpoints that are looked at: each is one that `checkpoint.resume=auto` may fall back to."""
+"""Most checkpoints that are checked: `checkpoint.resume=auto` may fall back to any of them."""
 
 
 def loads_every_weight(run: Run) -> bool:
-    """Whether this start continues from a checkpoint with every weight of the model, as rank 0 finds it. Collective.
+    """True if this start resumes from a checkpoint with all weights of the model, as rank 0 sees it. Collective.
 
-    Where it is not sure, because a record cannot be read, or there are too many, the answer is no.
+    It is False if that is uncertain: a record is unreadable, or there are too many checkpoints.
     """
     box = [False]
     if dist.get_rank() == 0:
-        with suppress(UserError, DataError, OSError):  # `Checkpointer.resume` says it, on every rank
+        with suppress(UserError, DataError, OSError):  # `Checkpointer.resume` reports it on every rank
             box = [_all_are_whole(run)]
     dist.broadcast_object_list(box)
     return box[0]

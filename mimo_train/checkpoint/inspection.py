@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and whether it is whole: for people, without ranks."""
+"""List the contents of checkpoint folders and verify them, without ranks."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -19,27 +19,27 @@ from mimo_train.config.errors import UserError
 from mimo_train.layout.ranks import AXES
 
 PERSISTENT, NON_PERSISTENT, UNFINISHED, SET_ASIDE = "persistent", "non-persistent", "unfinished", "set aside"
-"""Kinds of folders; no run continues from the last two, whose damage is none of a run's."""
+"""Kinds of folders. No run resumes from the last two, so their damage does not matter to a run."""
 CONTINUED = (PERSISTENT, NON_PERSISTENT)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A folder of a checkpoint, as far as its names, sizes and record tell."""
+    """A checkpoint folder, as described by its names, sizes and record."""
 
     path: Place
     kind: str
     """PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE."""
     step: int | None
-    """None where the record cannot be read."""
+    """None if the record is unreadable."""
     saved_at: float | None
-    """When it became complete, in seconds since the epoch."""
+    """Unix time when it became complete."""
     files: int
     nbytes: int
     layout: dict[str, str]
     """Parallel sizes by module."""
     damage: str
-    """Why it cannot be continued from, as far as that shows; empty if nothing does."""
+    """Why a run cannot resume from it, as far as visible; empty otherwise."""
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,30 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Of the weight, as safetensors names it."""
+    """Dtype of the weight by its safetensors name."""
     states: tuple[str, ...]
-    """Of the optimizer, that are stored for it."""
+    """Stored states of the optimizer."""
     nbytes: int
-    """With those."""
+    """Size including those states."""
     files: int
-    """That have a part of it."""
+    """Number of files that have a part of it."""
     numel: int
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading all of a checkpoint has found."""
+    """Result of reading a whole checkpoint."""
 
     path: Place
     files: int
     nbytes: int
     blocks: int
     damage: list[str]
-    """By file, with tensors; empty if it is whole."""
+    """By file, with tensors; empty if it is intact."""
 
 
 def folders_at(path: Place) -> list[Place]:
-    """The folders of checkpoints in a run's folder, in its `checkpoints`, or the one that `path` is; oldest first.
+    """Return the checkpoint folders of a run's folder or its `checkpoints`, or `path` itself; oldest first.
 
     Raises:
         UserError: there is none.
@@ -110,8 +110,7 @@ def _objects_at(url: Url) -> list[Place]:
 
 
 def look(path: Place) -> list[Found]:
-    """What the folders of `folders_at` hold, without reading their tensors. One that a run has renamed or removed
-    meanwhile is left out."""
+    """Describe the folders of `folders_at` without reading tensors. Folders that vanish meanwhile are skipped."""
     found = [(folder, _look(folder)) for folder in folders_at(path)]
     return [one for folder, one in found if isinstance(folder, Url) or folder.is_dir()]
 
@@ -152,7 +151,7 @@ def _look(folder: Place) -> Found:
 
 
 def _objects_in(folder: Url, blocks: Blocks | None) -> dict[str, ObjectMeta]:
-    """By name; on a web server, which lists nothing, those that belong to a checkpoint."""
+    """Return objects by name; on a web server, which cannot list, those that belong to a checkpoint."""
     if folder.scheme not in WEB:
         return object_folders.in_folder(folder).objects
     found = {}
@@ -163,7 +162,7 @@ def _objects_in(folder: Url, blocks: Blocks | None) -> dict[str, ObjectMeta]:
 
 
 def verify(folder: Place, workers: int) -> Verified:
-    """Read all of a checkpoint and compare every hash, in as many threads."""
+    """Read a whole checkpoint in `workers` threads and compare every hash."""
     try:
         folders.require_complete(folder)
         folders.read_record(folder)
@@ -179,10 +178,10 @@ def verify(folder: Place, workers: int) -> Verified:
 
 
 def tensors(index: Index, patterns: Collection[str] = ()) -> list[Tensor]:
-    """The parameters and buffers of a checkpoint.
+    """Return the parameters and buffers of a checkpoint.
 
     Args:
-        patterns: shell patterns of `module.name`; none means all.
+        patterns: shell patterns of `module.name`; none selects all.
     """
     keys: dict[tuple[str, str], dict[str, Key]] = {}
     for key in index.pieces:
@@ -207,7 +206,7 @@ def _tensor(index: Index, module: str, name: str, by_state: dict[str, Key]) -> T
 
 
 def kind_of(folder: Place) -> str:
-    """PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE, by its name; of objects, by its marks.
+    """Return PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE by the folder's name, or by marks in object storage.
 
     Raises:
         UserError: object storage does not answer.
@@ -227,7 +226,7 @@ def kind_of(folder: Place) -> str:
 
 
 def _layout(sizes: Any) -> dict[str, str]:
-    """By module, as `RunLayout` writes them; empty where a record holds something else."""
+    """Return sizes by module in `RunLayout`'s notation; empty if the record has something else."""
     found = {}
     for name, of in sizes.items() if isinstance(sizes, dict) else ():
         if not isinstance(of, list) or len(of) != len(folders.LAYOUT) or not all(isinstance(one, int) for one in of):

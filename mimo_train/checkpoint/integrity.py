@@ -1,7 +1,7 @@
-"""Check that a checkpoint is complete and holds what the model needs, and read its weights into local shards.
+"""Check that a checkpoint is complete and has what the model needs, and read its weights into local shards.
 
-Every rank comes to the same answer before any of it is loaded, so that none is left waiting for one that has ended.
-What its files hold is compared with their hashes as it is read.
+Every rank reaches the same verdict before loading, so that none waits for a rank that has ended. Contents are verified
+by hash during the read.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,15 +23,14 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.collectives import agreed
 
 RECORD_KEYS = (*("step", "train_state", "schedulers", "optimizer", "layout", "data_fingerprint", "rerun", "config"),)
-"""What a record holds, see `store.record_of`."""
+"""Required keys of a record, see `store.record_of`."""
 
 
 def opened(folder: Place) -> tuple[Reader, dict[str, Any]]:
-    """A checkpoint's tensors and its record. Collective.
+    """Return the reader and the record of a checkpoint. Collective.
 
     Raises:
-        UserError: a file is missing, cut short or changed, as far as that shows without reading the tensors; on every
-            rank.
+        UserError: a file is missing, truncated or changed, as far as visible without reading tensors; on every rank.
     """
     with agreed(), damage_named(folder):
         record = folders.read_record(folder, *RECORD_KEYS)
@@ -42,13 +41,13 @@ def opened(folder: Place) -> tuple[Reader, dict[str, Any]]:
 
 
 def require_held(asked: Iterable[Held], reader: Reader, folder: Place, *, states: bool = False) -> None:
-    """The checkpoint has every tensor that is asked for, in the same shape. Collective.
+    """Require every requested tensor in the checkpoint, with the same shape. Collective.
 
     Args:
-        states: whether the optimizer's states for them are asked for, and not they themselves.
+        states: True to require the tensors' optimizer states instead.
 
     Raises:
-        UserError: it has not; on every rank, with what the lowest rank at fault has found.
+        UserError: some are missing; on every rank, with the findings of the lowest such rank.
     """
     with agreed():
         complaints: dict[str, str] = {}
@@ -70,14 +69,14 @@ def require_held(asked: Iterable[Held], reader: Reader, folder: Place, *, states
 
 
 def require_taken(held: Iterable[Held], reader: Reader, folder: Place, modules: Collection[str] | None) -> None:
-    """Every weight in the checkpoint has its place in the model, on some rank. Collective.
+    """Require a place in the model, on any rank, for every weight in the checkpoint. Collective.
 
     Args:
-        held: what this rank has of the model.
-        modules: of this run, if encoders that it does not have may be left out.
+        held: this rank's tensors of the model.
+        modules: modules of this run, if other encoders may be skipped.
 
     Raises:
-        UserError: some would be lost; on every rank.
+        UserError: some weights would be lost; on every rank.
     """
     asked = {one.key() for one in held}
     everyone: list[Any] = [asked]
@@ -95,7 +94,7 @@ def require_taken(held: Iterable[Held], reader: Reader, folder: Place, modules: 
 
 
 def _weights(keys: Iterable[Key], modules: Collection[str] | None) -> list[Key]:
-    """Those of the model, not of the optimizer or of a rank, and of `modules` if they are given."""
+    """Return the model's weights without optimizer and rank states, restricted to `modules` if given."""
     return [
         key
         for key in keys
@@ -106,12 +105,12 @@ def _weights(keys: Iterable[Key], modules: Collection[str] | None) -> list[Key]:
 
 
 def told(complaints: dict[str, str]) -> str:
-    """Some of what is wrong with tensors, by their names."""
+    """Return a short list of what is wrong with tensors."""
     return listed([f"{key} {why}" for key, why in complaints.items()])
 
 
 def _complaint(key: Key, asked: Held, reader: Reader) -> str:
-    """Why the checkpoint cannot give this; empty if it can."""
+    """Return why the checkpoint lacks a tensor; empty if it does not."""
     if key not in reader.index.pieces:
         return "is not in it" if key.state == WEIGHT else f"has no {key.state} in it"
     was, now = reader.index.shape(key), asked.boxes[0][1].shape
@@ -119,10 +118,10 @@ def _complaint(key: Key, asked: Held, reader: Reader) -> str:
 
 
 def fill_weights(reader: Reader, wanted: Iterable[tuple[Held, Key]]) -> None:
-    """Read tensors, each by the name that it has in the checkpoint.
+    """Read tensors by their keys in the checkpoint.
 
     Raises:
-        Damage: a block that is needed is damaged.
+        Damage: a needed block is damaged.
     """
     fill(
         reader,
@@ -135,7 +134,7 @@ def fill_weights(reader: Reader, wanted: Iterable[tuple[Held, Key]]) -> None:
 
 
 def fill(reader: Reader, targets: list[tuple[Key, Span, torch.Tensor]]) -> None:
-    """Read spans into tensors of any device, [span.numel] each; errors as of `fill_weights`."""
+    """Read spans into tensors on any device, [span.numel] each; errors as in `fill_weights`."""
     staged = [
         (into, into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")) for *_, into in targets
     ]

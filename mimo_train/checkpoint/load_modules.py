@@ -1,4 +1,4 @@
-"""`checkpoint.load_modules`: weights of single modules of a new run, from checkpoints of other runs at any layout."""
+"""Load `checkpoint.load_modules`: a new run's modules from other runs' checkpoints, at any layout."""
 
 from collections.abc import Collection, Iterable
 from contextlib import closing
@@ -32,20 +32,20 @@ from mimo_train.parallel.collectives import agreed
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a module of a new run has got from a checkpoint; names of parameters and buffers in the module here."""
+    """What a module of a new run got from a checkpoint; tensor names are those of the module here."""
 
     module: str
     folder: Place
     source: str
-    """Name of the module there."""
+    """Name of the module in the checkpoint."""
     taken: int
     """Number of parameters and buffers."""
     new: list[str]
-    """Not there: they keep the values that they had."""
+    """Tensors missing in the checkpoint: they keep their values."""
     unused: list[str]
-    """There, without a place here, or not asked for; as they would be called here."""
+    """Tensors of the checkpoint without a place here, or not selected."""
     changes: list[str]
-    """How the model there differs."""
+    """Differences between the two models."""
 
     def __str__(self) -> str:
         text = f"modules.{self.module}: {plural(self.taken, 'tensor')} of {self.source} in {self.folder}"
@@ -58,12 +58,11 @@ def load_modules(cfg: ConfigContainer, model: list[MegatronModule], vocabulary_f
     """Fill the modules of `checkpoint.load_modules`. Collective.
 
     Args:
-        vocabulary_fingerprint: of this run's tokenizer.
+        vocabulary_fingerprint: fingerprint of this run's tokenizer.
 
     Raises:
-        UserError: a checkpoint is damaged or of another model or tokenizer, a pattern matches nothing, a shape differs;
-            with `strict` also where something is new or has no place. On every rank, before anything is changed in
-            that module.
+        UserError: a checkpoint is damaged or has another model or tokenizer, a pattern matches nothing, a shape
+            differs; with `strict` also if a tensor is new or has no place. On every rank, before the module is changed.
     """
     return [_load_module(name, cfg, model, vocabulary_fingerprint) for name in cfg.checkpoint.load_modules]
 
@@ -107,7 +106,7 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
 
 
 def _names_there(reader: Reader, source: str, name: str) -> dict[str, Key]:
-    """Where weights of a module there are, by their names here: those of an encoder have its module's name in them."""
+    """Return the source's weights by their names here: encoder names contain the module's name."""
     found = {}
     for key in reader.index.pieces:
         if key.module == source and key.state == WEIGHT and not is_of_rank(key):
@@ -121,7 +120,7 @@ def _is_asked_for(name: str, only: Collection[str]) -> bool:
 
 
 def _over_ranks(names: list[str]) -> set[str]:
-    """The names of all ranks. Collective."""
+    """Return the names on all ranks. Collective."""
     everyone: list[Any] = [names]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone *= dist.get_world_size()
@@ -136,7 +135,7 @@ def _require_matches(load: LoadConfig, key: str, there: Collection[str], folder:
 
 
 def _require_trained(report: Loaded, key: str) -> None:
-    """What a checkpoint of trained weights leaves out came from a checkpoint that may have gone, or from a seed."""
+    """Reject a trained-only checkpoint that lacks weights: they came from a lost checkpoint or a seed."""
     if missing := [name for name in report.new if not is_adapter(name)]:
         raise UserError(
             f"{key}: checkpoint {report.folder} has trained weights only (checkpoint.trained_only), and not "
@@ -172,7 +171,7 @@ def _require_all(report: Loaded, load: LoadConfig, key: str) -> None:
 
 
 def _start_adapters(name: str, model: list[MegatronModule], held: list[Held], taken: set[int]) -> None:
-    """Magnitudes of adapters that are new are those of the weights that were loaded."""
+    """Derive the magnitudes of new adapters from the loaded weights."""
     new = {id(one.tensor) for one in held if is_adapter(one.name) and id(one.tensor) not in taken}
     for chunk in map(unwrap_model, model):
         parameters: Iterable[tuple[str, torch.nn.Parameter]] = chunk.named_parameters()

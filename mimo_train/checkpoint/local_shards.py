@@ -21,31 +21,31 @@ from mimo_train.config.errors import UserError
 from mimo_train.models.parameters import modules_of, tensor_names
 
 METADATA = {"singleton_local_shards": False}
-"""How Megatron-Core is asked for the places of tensors."""
+"""Metadata with which Megatron-Core returns sharded state dicts."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of Adam for a parameter."""
+"""Adam's states of a parameter."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer of this rank, of which it may have only a part."""
+    """A parameter or buffer of this rank, possibly only a part of it."""
 
     module: str
     name: str
-    """In its module, the same at every layout."""
+    """Name in its module, equal at every layout."""
     tensor: torch.Tensor
     boxes: tuple[tuple[int, Span], ...]
-    """Boxes of the whole tensor that follow each other in this one: each with its first element here."""
+    """Consecutive boxes of the whole tensor in this one: (first element here, span)."""
     replica: tuple[int, ...]
-    """Which copy this is among pipeline stages, tensor-parallel and data-parallel ranks: all 0 for the first."""
+    """Index of this copy among pipeline stages, tensor-parallel and data-parallel ranks; all 0 for the first."""
 
     def key(self, state: str = WEIGHT) -> Key:
-        """What it, or a state of the optimizer for it, is called."""
+        """Return the key of this tensor or of one of its optimizer states."""
         return Key(self.module, self.name, state)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, Span]]:
-        """A flat range of this tensor: (first element, last + 1, what they are of the whole tensor)."""
+        """Yield (first element, last + 1, span of the whole tensor) for a flat range of this tensor."""
         for at, box in self.boxes:
             first, last = max(start, at), min(stop, at + box.numel)
             if first < last:
@@ -53,19 +53,19 @@ class Held:
 
 
 def held_tensors(model: list[MegatronModule]) -> list[Held]:
-    """All parameters and buffers of this rank that a checkpoint has."""
+    """Return all parameters and buffers of this rank that belong in a checkpoint."""
     return [one for module, chunks in modules_of(model).items() for chunk in chunks for one in held_of(module, chunk)]
 
 
 def held_of(module: str, chunk: MegatronModule) -> Iterator[Held]:
-    """Those of one model chunk of a module.
+    """Yield the tensors of one model chunk of a module.
 
     Raises:
-        UserError: a layer has a state that is no tensor.
+        UserError: a layer has a state that is not a tensor.
     """
     names, inner = tensor_names(chunk), unwrap_model(chunk)
     groups = getattr(inner, "pg_collection", None)
-    # As `MimoModel` does for its modules: without it a plain GPT would look up Megatron-Core's global state.
+    # As in `MimoModel`: without it a plain GPT would look up Megatron-Core's global state.
     metadata = METADATA if groups is None else METADATA | {"dp_cp_group": groups.dp_cp}
     for place in nested_values(inner.sharded_state_dict(metadata=dict(metadata))):
         if isinstance(place, ShardedObject):
@@ -75,7 +75,7 @@ def held_of(module: str, chunk: MegatronModule) -> Iterator[Held]:
 
 
 def _require_empty(module: str, place: ShardedObject) -> None:
-    """Transformer Engine's `_extra_state` is empty, but for delayed scaling a pickle in a tensor (2.20)."""
+    """Reject states that need pickle. Transformer Engine's `_extra_state` has one with delayed scaling only (2.20)."""
     data = place.data
     if isinstance(data, io.BytesIO):
         size = data.getbuffer().nbytes
@@ -96,10 +96,10 @@ def _held(module: str, name: str, place: ShardedBase) -> Held:
     first = place.data.storage_offset()
     boxes = []
     for part in parts:
-        # The halves of a gated layer are views, one behind the other.
+        # The halves of a gated layer are consecutive views.
         assert part.data.is_contiguous(), f"{name}: its part is not contiguous"
         assert part.data.untyped_storage().data_ptr() == place.data.untyped_storage().data_ptr(), name
-        # In front are the numbers of layer and expert, which the name has.
+        # Skip the leading layer and expert numbers, which are in the name.
         shape, offset = (sizes[part.prepend_axis_num :] for sizes in (part.global_shape, part.global_offset))
         size = tuple(part.local_shape)
         boxes.append((part.data.storage_offset() - first, Span(tuple(shape), tuple(offset), size, 0, prod(size))))
@@ -108,19 +108,19 @@ def _held(module: str, name: str, place: ShardedBase) -> Held:
 
 @dataclass(frozen=True)
 class Updated:
-    """What the optimizer has for a range of a parameter of this rank."""
+    """The optimizer's values for a range of a parameter of this rank."""
 
     parameter: torch.nn.Parameter
     start: int
     stop: int
     values: dict[str, torch.Tensor]
-    """By state, [stop - start] each: WEIGHT is the fp32 master copy."""
+    """By state, [stop - start] each; WEIGHT is the fp32 master copy."""
     is_cut: bool
-    """Whether data-parallel ranks have other ranges."""
+    """True if data-parallel ranks have other ranges."""
 
 
 def updated_ranges(optimizer: MegatronOptimizer) -> Iterator[Updated]:
-    """Everything that one of Megatron-Core's optimizers holds on this rank; its moments are made if there are none."""
+    """Yield everything that a Megatron-Core optimizer holds on this rank; missing moments are created."""
     if optimizer.is_stub_optimizer:
         return
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -142,7 +142,7 @@ def _flat(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _parameters(optimizer: MegatronOptimizer) -> list[torch.nn.Parameter]:
-    """The model's parameters of an optimizer whose whole state is on every replica."""
+    """Return the model's parameters of an optimizer whose replicas hold the whole state."""
     if hasattr(optimizer, "float16_groups"):
         groups = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
         return [parameter for group in groups for parameter in group]
@@ -158,7 +158,7 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Paramete
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
-    """Ids of the model's parameters that an optimizer updates, also of those of which this rank has no range."""
+    """Return the ids of all parameters that an optimizer updates, including those without a range on this rank."""
     if optimizer.is_stub_optimizer:
         return set()
     if isinstance(optimizer, DistributedOptimizer):
@@ -167,7 +167,7 @@ def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
 
 
 class Stateful(Protocol):
-    """Plain numbers that a checkpoint holds."""
+    """Plain numbers in a checkpoint."""
 
     step: int
 
@@ -177,16 +177,16 @@ class Stateful(Protocol):
 
 
 class Sums(Protocol):
-    """What the log has summed since its last line, for example `mimo_train.training.log.StepLog`."""
+    """The log's sums since its last line, such as `mimo_train.training.log.StepLog`."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """On the rank that writes the log; None on others."""
+        """Return the sums on the rank that writes the log, None on others."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Repeatable(Protocol):
-    """State of a step that may have to be repeated, for example `mimo_train.debug.rerun.Rerun`."""
+    """State of a step that may have to be repeated, such as `mimo_train.debug.rerun.Rerun`."""
 
     def state_dict(self, data: Any) -> dict[str, Any] | None: ...
 
@@ -195,25 +195,25 @@ class Repeatable(Protocol):
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """What a run reads, as far as a checkpoint depends on it."""
+    """Fingerprints of the inputs that a checkpoint depends on."""
 
     data: str
-    """Of the training shards; a checkpoint of others is refused."""
+    """Training shards; checkpoints of other shards are rejected."""
     text: str
-    """Of tokenizer, chat template and placeholders, likewise."""
+    """Tokenizer, chat template and placeholders; other ones are rejected."""
     vocabulary: str
-    """Of the tokenizer's vocabulary; weights that were trained with another one are refused."""
+    """Vocabulary; weights trained with another one are rejected."""
 
     data_size: tuple[int, int] | None = None
-    """(shards, samples) of the training data, so that it can be said how others differ."""
+    """(shards, samples) of the training data, for error messages."""
 
     @classmethod
     def of(cls, dataset: Samples, vocabulary: str) -> "Fingerprints":
-        """Those of a run's training samples."""
+        """Return the fingerprints of a run's training samples."""
         size = (len(dataset.shards), sum(dataset.source_sizes))
         return cls(dataset.fingerprint, dataset.text_fingerprint, vocabulary, size)
 
     def record(self) -> dict[str, Any]:
-        """As a checkpoint's record has them."""
+        """Return the entries of a checkpoint's record."""
         names = {"data": self.data, "text": self.text, "vocabulary": self.vocabulary}
         return {f"{name}_fingerprint": value for name, value in names.items()} | {"data_size": self.data_size}

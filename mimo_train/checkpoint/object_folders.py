@@ -1,12 +1,11 @@
-"""Folders of checkpoints in object storage: what stands for the names that folders of files have.
+"""Checkpoint folders in object storage, where marks replace renames.
 
-Nothing can be renamed there, so that a checkpoint has its final place from the start. It is one when its marker is
-there, as everywhere. Beside it, a mark says what another name says of a folder of files:
+A checkpoint has its final place from the start; as everywhere, its marker makes it complete. Further marks:
 
-PARTIAL   it is being written or removed, and is none: the next save removes it (`step_N.partial`)
-DAMAGED   a run has set it aside, and nothing removes it (`step_N.damaged`)
+PARTIAL   it is being written or removed; the next save removes it (`step_N.partial` on file systems)
+DAMAGED   a run has set it aside; nothing removes it (`step_N.damaged`)
 
-Where a step is saved again, the new one stands beside the older one, as `step_N.002`, until that is removed.
+A step that is saved again goes into `step_N.002`, next to the older one until that is removed.
 """
 
 import errno
@@ -21,7 +20,7 @@ from mimo_train.checkpoint.format.files import COMPLETE, PARTIAL, objects_in
 
 DAMAGED = "DAMAGED"
 STEP = re.compile(r"step_(\d{8})(?:\.(\d{3}))?")
-"""Names of checkpoints: step, and which one of that step, if it is not the first."""
+"""Names of checkpoints: the step, and a number if it is not the step's first."""
 
 
 @dataclass
@@ -30,26 +29,26 @@ class Folder:
 
     url: Url
     objects: dict[str, ObjectMeta] = field(default_factory=dict)
-    """By name."""
+    """Objects by name."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has the marker of a complete checkpoint, and is none that was set aside."""
+        """True if it has the marker of a complete checkpoint and was not set aside."""
         return COMPLETE in self.objects and not self.is_set_aside
 
     @property
     def is_set_aside(self) -> bool:
-        """Whether a run has found it damaged."""
+        """True if a run has found it damaged."""
         return DAMAGED in self.objects
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it is being written or removed, or was when its run was killed."""
+        """True during a write or removal, or after one that was killed."""
         return PARTIAL in self.objects and COMPLETE not in self.objects and not self.is_set_aside
 
 
 def in_folder(url: Url) -> Folder:
-    """What is in one folder.
+    """Return the contents of a folder.
 
     Raises:
         OSError: it cannot be listed.
@@ -58,7 +57,7 @@ def in_folder(url: Url) -> Folder:
 
 
 def every(parent: Url) -> list[Folder]:
-    """Every folder that has the name of a checkpoint, by name.
+    """Return every folder named as a checkpoint, sorted by name.
 
     Raises:
         OSError: they cannot be listed.
@@ -72,17 +71,17 @@ def every(parent: Url) -> list[Folder]:
 
 
 def named(parent: Url) -> list[Url]:
-    """Folders that are checkpoints or should be: neither unfinished nor set aside. By name; errors as of `every`."""
+    """Return folders that are neither unfinished nor set aside, by name; errors as in `every`."""
     return [folder.url for folder in every(parent) if not folder.is_unfinished and not folder.is_set_aside]
 
 
 def complete(parent: Url) -> list[Url]:
-    """Complete checkpoints, by name; errors as of `every`."""
+    """Return complete checkpoints by name; errors as in `every`."""
     return [folder.url for folder in every(parent) if folder.is_complete]
 
 
 def begin(parent: Url, name: str) -> Url:
-    """A new folder for a checkpoint, marked as unfinished: of this name, or of the first of it that is free.
+    """Create a folder with a PARTIAL mark for a checkpoint, under this name or the next free one.
 
     Raises:
         OSError: it cannot be written.
@@ -99,7 +98,7 @@ def _names(name: str) -> Iterator[str]:
 
 
 def require_begun(url: Url) -> None:
-    """Raises OSError where the mark of an unfinished checkpoint, which rank 0 has put there, is not to be seen."""
+    """Raise OSError if this rank does not see the PARTIAL mark of rank 0."""
     try:
         store_of(url).look(url / PARTIAL)
     except FileNotFoundError:
@@ -108,7 +107,7 @@ def require_begun(url: Url) -> None:
 
 
 def remove(url: Url) -> None:
-    """Remove a checkpoint, or what there is of one. A kill leaves one that is unfinished.
+    """Remove a checkpoint or its remains. A kill leaves an unfinished one.
 
     Raises:
         OSError: it cannot be removed.
@@ -124,7 +123,7 @@ def remove(url: Url) -> None:
 
 
 def remove_unfinished(parent: Url) -> None:
-    """Remove what earlier saves have not finished, or not finished to remove. Errors as of `remove`."""
+    """Remove what unfinished saves and removals have left. Errors as in `remove`."""
     for folder in every(parent):
         if folder.is_unfinished:
             remove(folder.url)
@@ -133,7 +132,7 @@ def remove_unfinished(parent: Url) -> None:
 
 
 def set_aside(url: Url) -> Url:
-    """Mark a checkpoint as damaged; returns the mark.
+    """Mark a checkpoint as damaged and return the mark.
 
     Raises:
         OSError: it cannot be written.
@@ -143,10 +142,10 @@ def set_aside(url: Url) -> Url:
 
 
 def is_there(url: Url) -> bool:
-    """Whether there is such an object.
+    """True if the object exists.
 
     Raises:
-        OSError: the storage does not tell.
+        OSError: the storage does not answer.
     """
     try:
         store_of(url).look(url)

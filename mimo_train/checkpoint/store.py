@@ -1,7 +1,7 @@
-"""Saving and loading the state of a run, at any layout.
+"""Save and load the state of a run, at any layout.
 
-Every rank writes what no other rank writes too, and reads what it needs: nothing is gathered. Random generators are
-stored per rank and restored only at the same layout.
+Every rank writes what no other rank writes and reads what it needs: nothing is gathered. Random generators are stored
+per rank and restored only at the same layout.
 """
 
 import logging
@@ -46,48 +46,48 @@ from mimo_train.parallel.collectives import agreed
 _logger = logging.getLogger(__name__)
 
 RERUN_CLASSES = (Call, Caller, RerunDiagnostic, RerunMode, RerunState)
-"""What the state for repeating a step is made of, beside plain values."""
+"""Classes in the state for repeating a step, in addition to plain values."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes, and which others stay."""
+    """Destination of a checkpoint, and which others are kept."""
 
     run_dir: Place
-    """Folder or URL in which the folder `checkpoints` is."""
+    """Folder or URL that contains the folder `checkpoints`."""
     step: int
     non_persistent: bool
-    """Whether it is of the kind of which only the newest is kept."""
+    """True for the kind of which only the newest is kept."""
     keep: int
     """Number of checkpoints of the run to keep; 0 keeps all."""
     keep_every: int
-    """Steps of which every multiple is kept; 0: none."""
+    """Keep every step that is a multiple of this; 0 for none."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Folders of a checkpoint, made by `open_folder`."""
+    """Folders of a checkpoint, created by `open_folder`."""
 
     partial: Place
-    """The one that it is written into."""
+    """Folder that is written into."""
     final: Place
-    """The one that it is when it is complete."""
+    """Folder of the complete checkpoint."""
 
 
 def save_parts(
     run: Run, held: list[Held], optimizer: ModuleOptimizer, rerun: dict[str, Any] | None, *, finite: bool
 ) -> tuple[list[Part], dict[str, str]]:
-    """What this rank writes, as views of the live tensors. Collective.
+    """Return what this rank writes, as views of the live tensors. Collective.
 
-    With `checkpoint.trained_only` there are no weights that the run never trains, but a fingerprint of them.
+    With `checkpoint.trained_only`, weights that the run never trains are replaced by a fingerprint.
 
     Args:
-        held: what this rank has of the model.
+        held: this rank's tensors of the model.
         rerun: this rank's state for repeating the step; on all ranks or on none.
-        finite: whether weights must be finite.
+        finite: True to require finite weights.
 
     Returns:
-        (the parts, what the record has of the weights that are left out).
+        (the parts, record entries of the weights that are left out).
     """
     left_out = {}
     if run.cfg.checkpoint.trained_only:
@@ -99,13 +99,13 @@ def save_parts(
 
 
 def open_folder(target: Target, nbytes: int) -> Opened:
-    """Make the folder that a checkpoint is written into. Collective.
+    """Create the folder that a checkpoint is written into. Collective.
 
     Args:
-        nbytes: what all ranks write.
+        nbytes: total bytes of all ranks.
 
     Raises:
-        SaveFailed: it cannot be made, has no room, or is not on this rank's file system; on every rank.
+        SaveFailed: it cannot be created, lacks space, or is not visible to this rank; on every rank.
     """
 
     box = list[Opened | None]([None])
@@ -133,10 +133,10 @@ def record_of(
     train_state: Any,
     others: dict[str, Any],
 ) -> dict[str, Any]:
-    """The record of a checkpoint of this moment, in plain values.
+    """Return the record of a checkpoint now, in plain values.
 
     Args:
-        others: entries beside those of the run.
+        others: further entries.
     """
     return {
         "step": train_state.step,
@@ -157,20 +157,20 @@ def begin_save(
     sizes: Sequence[int],
     snapshot: Snapshot | None,
 ) -> tuple[InFlight, Callable[[], None]]:
-    """Write what this rank has, into `folder`, which `open_folder` has made.
+    """Start to write this rank's parts into a folder from `open_folder`.
 
     Args:
         sizes: bytes that each rank writes.
-        snapshot: memory for a copy, from which a thread writes; None: all is done at once.
+        snapshot: memory for a copy that a thread writes; None writes at once.
 
     Returns:
-        (the save, what is to be called before the values of `parts` change).
+        (the save, a function to call before the values of `parts` change).
     """
     rank, world, copies = dist.get_rank(), dist.get_world_size(), parts
     wait = hold = _nothing
     if snapshot is not None:
         copies, wait, hold = snapshot.take(parts)
-    # On a device what is copied beside training must live until it is.
+    # Device tensors must live until their background copy is done.
     sources = [] if snapshot is None else [*parts]
 
     def write() -> None:
@@ -179,7 +179,7 @@ def begin_save(
         write_rank(folder.partial, rank, copies)
 
     def commit() -> None:
-        text = folders.record_text(record)  # here, since it takes as long as a copy of 40 MB
+        text = folders.record_text(record)  # here, because it takes as long as copying 40 MB
         complete(folder.partial, folder.final, world, {folders.RECORD: text}, sizes)
         try:
             folder_changes.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
@@ -210,19 +210,17 @@ def load_checkpoint(
     schedulers: Any = None,
     train_state: Any = None,
 ) -> dict[str, Any]:
-    """Load the model from `folder`, and if given optimizer, schedules, train state and generators.
+    """Load the model from `folder`, and if given optimizer, schedules, train state and generators. Collective.
 
-    Collective over all ranks.
-
-    Without an optimizer, adapters may be missing in the checkpoint: they keep their values, but for magnitudes, which
-    are those of the loaded weights; and modules that this run does not have are left out. Weights that the checkpoint
-    leaves out must be in the model already: they are compared with its fingerprint of them.
+    Without an optimizer, modules that this run lacks are skipped, and adapters may be missing: they keep their values,
+        except magnitudes, which follow the loaded weights. Weights that the checkpoint leaves out must be in the model
+        already: their fingerprint is compared.
 
     Returns:
         The checkpoint's record; its `rerun` is this rank's state, None at another layout.
 
     Raises:
-        UserError: files are missing or damaged, tensors are not there or of other shapes, or the model has no place for
+        UserError: files are missing or damaged, tensors are missing or have other shapes, or the model has no place for
             some. On every rank alike.
     """
     reader, record = opened(folder)
@@ -275,8 +273,7 @@ def _loaded(
 
 @contextmanager
 def _record_fits(folder: Place) -> Iterator[None]:
-    """Turns what comes of values of other types into damage: the marker says only that the record is what was
-    written."""
+    """Turn type errors in record values into damage: the marker only proves that the record is unchanged."""
     try:
         yield
     except UserError:
@@ -287,19 +284,17 @@ def _record_fits(folder: Place) -> Iterator[None]:
 
 
 def load_weights(folder: Place, layout: RunLayout, model: list[MegatronModule], base: str = "") -> None:
-    """Load the model alone from `folder`, after the weights that it leaves out, if any, from where its run had them.
-    Collective; errors as of `load_checkpoint`.
+    """Load only the model from `folder`, and first the weights that it leaves out. Collective; see `load_checkpoint`.
 
     Args:
-        base: the folder that these are in, instead of that of the checkpoint's run.
+        base: folder of the left-out weights; overrides that of the checkpoint's run.
     """
     load_base(folder, layout, model, base)
     load_checkpoint(folder, layout, model)
 
 
 def load_base(folder: Place, layout: RunLayout, model: list[MegatronModule], given: str = "") -> None:
-    """Load the weights that the checkpoint in `folder` leaves out, if any, unless they are those of its run's seed.
-    Arguments as of `load_weights`. Collective."""
+    """Load the weights that a checkpoint leaves out, unless they come from the seed. Collective; see `load_weights`."""
     base = chosen_by_first(partial(base_of, folder, given), "checkpoint.weights")
     if base is not None:
         load_weights(base, layout, model)
@@ -311,7 +306,7 @@ def _updated(optimizer: ModuleOptimizer | None) -> Iterator[Updated]:
 
 
 def _own_parts(held: list[Held], optimizer: ModuleOptimizer, finite: bool) -> Iterator[Part]:
-    """What this rank writes: of several that hold the same, the first."""
+    """Yield what this rank writes: only the first of several replicas writes."""
     by_parameter = {id(one.tensor): one for one in held}
     trained: set[int] = set()
     for each in optimizer.inner():
@@ -328,7 +323,7 @@ def _own_parts(held: list[Held], optimizer: ModuleOptimizer, finite: bool) -> It
         if id(one.tensor) not in trained and not any(one.replica):
             flat = one.tensor.detach().reshape(-1)
             if flat.is_cuda and not isinstance(one.tensor, torch.nn.Parameter):
-                flat = flat.clone()  # a forward pass may change it before a copy beside it is made
+                flat = flat.clone()  # a forward pass may change it before its background copy
             for first, last, span in one.spans(0, one.tensor.numel()):
                 yield Part(one.key(), span, flat[first:last])
 
@@ -353,11 +348,11 @@ def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter
 
 
 def _parts_of_rank(name: str, state: dict[str, Any]) -> list[Part]:
-    """This rank's own state, as tensors of one rank."""
+    """Return this rank's own state as tensors of one rank."""
     text, tensors = pack(state, RERUN_CLASSES)
     as_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     module = f"rank_{dist.get_rank():05d}"
-    # `_of_rank` counts them, and a file has no tensor without elements.
+    # `_of_rank` counts them, and files have no empty tensors.
     assert all(tensor.numel() for tensor in tensors), f"{name} has a tensor without elements"
     return [
         Part(Key(module, f"{name}.{number}", WEIGHT), Span.of_whole(tuple(tensor.shape)), tensor.reshape(-1))

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: plain safetensors, JSON, no pickle."""
+"""File format of checkpoints: plain safetensors and JSON, no pickle."""

@@ -1,4 +1,4 @@
-"""The bytes of a complete checkpoint, in blocks that each have a hash."""
+"""Read the bytes of a complete checkpoint in hashed blocks."""
 
 import os
 from collections import deque
@@ -25,19 +25,19 @@ from mimo_train.checkpoint.format.files import (
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index
 
 MOST_VIEWS = 1024
-"""Parts of memory that one call of the system fills."""
+"""Most memory views that one system call fills."""
 AHEAD = 8
-"""Blocks of objects that are on their way while one is used."""
+"""Blocks to read ahead from object storage."""
 
 
 class Blocks:
-    """The blocks of the files of a checkpoint.
+    """The blocks of a checkpoint's files.
 
     Attributes:
-        index: what is in it.
+        index: index of the checkpoint.
 
     Raises:
-        Damage: it is not complete, or its index is not what was written.
+        Damage: it is incomplete, or its index is not what was written.
     """
 
     def __init__(self, folder: Place):
@@ -50,19 +50,19 @@ class Blocks:
         self._begun: dict[tuple[int, int], Future[memoryview]] = {}
 
     def require_files(self) -> None:
-        """Look at every file: for one rank of many, which together would open each file as often as there are files.
+        """Check every file. Call it on one rank: together, ranks would open each file once per rank.
 
         Raises:
-            Damage: one is missing, or its size or header is not what was written.
+            Damage: a file is missing, or its size or header is not what was written.
         """
         there = self._objects()
-        with ThreadPoolExecutor(16) as pool:  # in object storage each answer is on its way for a while
+        with ThreadPoolExecutor(16) as pool:  # requests to object storage have latency
             every = pool.map if isinstance(self.folder, Url) else map
             for _ in every(partial(self._require_patiently, there=there), self.index.files):
                 pass
 
     def damage(self, workers: int = 4) -> list[str]:
-        """What is damaged, by file and tensors. Reads all of the checkpoint, in as many threads."""
+        """Read the whole checkpoint in `workers` threads and return the damage, by file and tensors."""
         found, whole = [], []
         try:
             there = self._objects()
@@ -79,26 +79,26 @@ class Blocks:
             return found + [said for said in pool.map(self._damage, blocks) if said]
 
     def size_of(self, number: int, block: int) -> int:
-        """Bytes of a block behind the header of a file."""
+        """Return the bytes of a block; blocks start after the file's header."""
         file = self.index.files[number]
         return min(BLOCK, file.size - file.header - block * BLOCK)
 
     def read(self, number: int, block: int, into: Sequence[memoryview]) -> None:
-        """Read a block behind the header of a file, and compare its hash.
+        """Read a block and compare its hash.
 
         Args:
-            into: parts of memory, together of its size, which are filled one behind the other.
+            into: memory views of the block's size in total, filled in order.
 
         Raises:
             Damage: it is not what was written; names file and tensors.
-            OSError: it cannot be read, also when it is tried again.
+            OSError: it cannot be read, even after retries.
         """
 
         def once() -> None:
             try:
                 self._read(number, block, into)
             except OSError:
-                # A handle that the server has forgotten stays bad. Another thread may be reading from it yet.
+                # A handle that the server has forgotten stays bad, but another thread may still be reading from it.
                 with self._opening:
                     if number in self._open:
                         self._stale.append(self._open.pop(number))
@@ -120,12 +120,12 @@ class Blocks:
             )
 
     def expect(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """What is read next, in this order: objects are read ahead."""
+        """Set the order of the next reads: objects are read ahead."""
         self._expected = deque(blocks if isinstance(self.folder, Url) else ())
         self._begun.clear()
 
     def _read_object(self, number: int, block: int, into: Sequence[memoryview]) -> None:
-        """Fill `into`; the next few that are expected begin to come meanwhile."""
+        """Fill `into`, and start reading the next expected blocks."""
         own = self._begun.pop((number, block), None) or self._begin(number, block)
         while self._expected and len(self._begun) < AHEAD:
             place = self._expected.popleft()
@@ -174,7 +174,7 @@ class Blocks:
         self._begun.clear()
 
     def _objects(self) -> dict[str, ObjectMeta] | None:
-        """All objects in the folder, if it is one of objects that can be listed."""
+        """Return the objects in the folder by name; None for files and web servers."""
         if not isinstance(self.folder, Url) or self.folder.scheme in WEB:
             return None
         return patiently(partial(objects_in, self.folder), self.folder)
@@ -194,14 +194,13 @@ class Blocks:
 
     def _damage(self, place: tuple[int, int]) -> str:
         try:
-            # Once: of a disk that fails everywhere the pauses would add up.
+            # Without retries: on a disk that fails everywhere the pauses would add up.
             self._read(*place, [memoryview(bytearray(self.size_of(*place)))])
         except (Damage, OSError) as error:
             return str(error)
         return ""
 
     def _held(self, number: int, block: int) -> str:
-        """The tensors that a block has parts of."""
         return listed(list(self._names(number, block)))
 
     def _names(self, number: int, block: int) -> Iterator[str]:
@@ -214,10 +213,10 @@ class Blocks:
 
 
 def require_size(folder: Place, file: File, objects: Mapping[str, ObjectMeta] | None = None) -> None:
-    """Opens the file: on a network file system the size of one that is only looked at may be an old one.
+    """Check a file's size. It opens the file: network file systems may report an old size otherwise.
 
     Args:
-        objects: for a folder of objects, those that are there, by name; None: this one is looked at.
+        objects: for a folder of objects, its contents by name; None requests this one.
 
     Raises:
         Damage: it is missing or has another size.

@@ -1,12 +1,12 @@
-"""The files of a checkpoint: names, durable writes, and whether all are there.
+"""The files of a checkpoint: names, durable writes, and completeness.
 
-rank_00000.safetensors ...   what each rank holds
-index.json                   what is where in them
-run.json                     the run's own record
+rank_00000.safetensors ...   each rank's tensors
+index.json                   positions of all tensors
+run.json                     the run's record
 COMPLETE                     sizes and hashes of the two, written last
 
-In object storage, where no folder can be renamed, also a mark: PARTIAL while it is written or removed, and DAMAGED
-where a run has set it aside.
+Object storage cannot rename folders, so it has marks too: PARTIAL during a write or removal, and DAMAGED after a run
+has set the checkpoint aside.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ from mimo_train.flight.recorder import RECORDER
 
 INDEX, COMPLETE = "index.json", "COMPLETE"
 MOST_MARKER = 100_000
-"""Bytes of a marker, which has about 150."""
+"""Largest size of a marker, which has about 150 bytes."""
 
 RETRIES = 4
-"""Times that a read is tried again after an error of the file system; with the pauses in between 7.5 seconds."""
+"""Retries of a read after a file system error: 7.5 seconds with pauses."""
 
 
 class Damage(ValueError):
@@ -41,7 +41,7 @@ class Damage(ValueError):
 
 
 def of_rank(rank: int) -> tuple[str, str]:
-    """Names of the file of a rank, and of that in which it says what it has written, until all have."""
+    """Return the names of a rank's file and of its listing, which exists until all ranks have written."""
     return f"rank_{rank:05d}.safetensors", f"rank_{rank:05d}.json"
 
 
@@ -56,11 +56,11 @@ def write_marker(folder: Place, files: Mapping[str, bytes]) -> None:
 
 
 def marked_file(folder: Place, name: str) -> bytes:
-    """A file that the marker names.
+    """Return the content of a file that the marker names.
 
     Raises:
-        Damage: it is not there, or not what was written.
-        OSError: it cannot be read, also when it is tried again.
+        Damage: it is missing, or not what was written.
+        OSError: it cannot be read, even after retries.
     """
     marker = patiently(partial(read_file, folder / COMPLETE, at_most=MOST_MARKER), folder / COMPLETE)
     try:
@@ -76,11 +76,10 @@ def marked_file(folder: Place, name: str) -> bytes:
 
 
 def patiently[Result](read: Callable[[], Result], path: Place) -> Result:
-    """What `read` returns, which is done again a few times after an error of the file system: a server that is away for
-    a while, or a full table of files, says nothing about what was written.
+    """Return the result of `read`, retried after file system errors: they are no damage.
 
     Raises:
-        OSError: it failed each time, or for a reason that does not pass.
+        OSError: it failed each time, or for a permanent reason.
     """
     try:
         return retrying(read, f"{path}: cannot read it", RETRIES)
@@ -90,13 +89,13 @@ def patiently[Result](read: Callable[[], Result], path: Place) -> Result:
 
 
 def read_file(path: Place, at_most: int | None = None) -> bytes:
-    """A small file.
+    """Return the content of a small file.
 
     Args:
-        at_most: bytes that it may have; more are not read.
+        at_most: largest size in bytes.
 
     Raises:
-        Damage: it is missing, larger, or no file.
+        Damage: it is missing, too large, or not a regular file.
         OSError: it cannot be read.
     """
     if isinstance(path, Url):
@@ -107,8 +106,8 @@ def read_file(path: Place, at_most: int | None = None) -> bytes:
 
 
 def read_files(paths: Sequence[Place]) -> Iterator[bytes]:
-    """Small files, one after the other; errors as of `read_file`."""
-    if any(isinstance(path, Url) for path in paths):  # side by side: each answer is on its way for a while
+    """Yield the contents of small files in order; errors as in `read_file`."""
+    if any(isinstance(path, Url) for path in paths):  # in parallel: requests have latency
         with ThreadPoolExecutor(16) as pool:
             yield from pool.map(read_file, paths)
     else:
@@ -130,7 +129,7 @@ def _require_at_most(path: Place, size: int, at_most: int | None) -> None:
 
 
 def objects_in(folder: Url) -> dict[str, ObjectMeta]:
-    """The objects in a folder, by name.
+    """Return the objects in a folder, by name.
 
     Raises:
         OSError: they cannot be listed.
@@ -139,10 +138,10 @@ def objects_in(folder: Url) -> dict[str, ObjectMeta]:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor to read a file of a checkpoint with: to open a FIFO in its place would wait for ever.
+    """Return a descriptor for reading a file. Opening a FIFO in its place does not block.
 
     Raises:
-        Damage: it is missing, or no file.
+        Damage: it is missing, or not a regular file.
         OSError: it cannot be opened.
     """
     try:
@@ -159,19 +158,19 @@ FLUSHED = 2**28
 """Bytes after which a file is flushed: one flush of a large file takes minutes without a sign of progress."""
 
 IN_ONE = 2**23
-"""Bytes up to which an object is written by one request."""
+"""Largest object in bytes that is written by a single request."""
 
 PARTIAL = "PARTIAL"
-"""Object in a folder of objects while it is written or removed."""
+"""Name of the mark in a folder of objects during a write or removal."""
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The hash that checkpoints use: it finds damage, and is no protection against an author."""
+    """Return the hash of some bytes; it detects damage but not tampering."""
     return xxh3_128_hexdigest(data)
 
 
 def digest_of(parts: Iterable[bytes | memoryview]) -> str:
-    """The hash of parts one behind the other."""
+    """Return the hash of concatenated parts."""
     hashed = xxh3_128()
     for part in parts:
         hashed.update(part)
@@ -179,24 +178,25 @@ def digest_of(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def write_all(file: int, data: bytes | memoryview) -> None:
-    """Write all of it to an open file: one call may write less."""
+    """Write all data to an open file: a single call may write less."""
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
 
 
 def write_file(path: Place, parts: Iterable[bytes | memoryview], nbytes: int = 0) -> int:
-    """Write a new file and flush it; returns its size. The file is removed if that fails. What reaches the disk
-    meanwhile, FLUSHED bytes at a time, is a sign of progress.
+    """Write and flush a new file and return its size; remove it on failure.
+
+    Every FLUSHED bytes on disk count as a sign of progress.
 
     Args:
-        nbytes: about its size, where it is large; it decides how an object is uploaded.
+        nbytes: approximate size if it is large; it decides how an object is uploaded.
     """
     if isinstance(path, Url):
         return _write_object(path, parts, nbytes)
     size, file = 0, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        # In a thread, which begins with the first flush: what comes next is made and written meanwhile.
+        # Flush in a thread: the next parts are made and written meanwhile.
         with ThreadPoolExecutor(1, "flush") as thread:
             flushed, flush = 0, Future[None]()
             flush.set_result(None)
@@ -228,7 +228,7 @@ def _write_object(url: Url, parts: Iterable[bytes | memoryview], nbytes: int) ->
 
 
 def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The parts, those above FLUSHED bytes in several."""
+    """Yield the parts, split into at most FLUSHED bytes."""
     for part in parts:
         left = memoryview(part)
         while left:
@@ -237,12 +237,13 @@ def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def put_in_place(new: Place, final: Place) -> None:
-    """Give a folder its final name. One that has this name is replaced, and removed only after the new one is on the
-    disk in its place: a kill leaves one of the two, under its name or under one that `folder_changes.finish_renames`
-    knows. A folder of objects has its name already, and loses the mark that it is unfinished.
+    """Give a folder its final name, replacing an existing one.
+
+    The old folder is removed after the new one is on disk. A kill leaves one of the two, under its name or one that
+    `folder_changes.finish_renames` knows. A folder of objects has its name already and loses its PARTIAL mark.
 
     Raises:
-        OSError: the folder that was there still is.
+        OSError: the old folder is still in place.
     """
     if isinstance(new, Url) or isinstance(final, Url):
         assert isinstance(new, Url) and new == final, (new, final)
@@ -267,20 +268,22 @@ def put_in_place(new: Place, final: Place) -> None:
 
 
 def old_name(final: Path) -> Path:
-    """Name of a folder that is being replaced, while neither has the final one."""
+    """Return the temporary name of a folder that is being replaced."""
     return final.with_suffix(".old.partial")
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once; False where the system or the file system cannot."""
+    """Exchange two names atomically; False if the system does not support it."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, where it is not there, with their names on the disk when this returns. Somebody
-    else may have made some of them just before, so all of its file system are flushed that this user may read."""
+    """Create a folder and its parents, with their names on disk.
+
+    Another process may have just created some of the parents, so all readable ones of this file system are flushed.
+    """
     if folder.is_dir():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -293,7 +296,7 @@ def make_folder(folder: Path) -> None:
 
 
 def flush_folder(folder: Place) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to disk."""
     if isinstance(folder, Url):
         return
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

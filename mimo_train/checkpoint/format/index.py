@@ -1,7 +1,7 @@
-"""What is where in a checkpoint: the index of its files and tensors, as JSON.
+"""Index of a checkpoint's files and tensors, as JSON.
 
-Nothing that is read here is believed: names, numbers and places are compared with each other and with the files before
-a byte of a tensor is read or a buffer is made for it.
+The content is not trusted: names, numbers and positions are checked against each other and the files before any tensor
+is read or allocated.
 """
 
 import json
@@ -17,20 +17,20 @@ from mimo_train.checkpoint.format.spans import Span
 
 VERSION = 1
 BLOCK = 4 * 2**20
-"""Bytes of a file that have a hash of their own."""
+"""Bytes per hashed block of a file."""
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1}
-"""Bytes of an element, by the name of its type in safetensors; `dtypes` has those of torch."""
+"""Bytes per element, by safetensors dtype name; `plain.TYPES` has the torch dtypes."""
 _FILE = re.compile(r"rank_\d{5}\.safetensors")
 _LARGEST = 2**62
 _DIMENSIONS = 8
 
 
 class Key(NamedTuple):
-    """What a tensor is called."""
+    """Name of a tensor."""
 
     module: str
     name: str
-    """Of the parameter in its module."""
+    """Name of the parameter in its module."""
     state: str
     """WEIGHT, or a state of the optimizer."""
 
@@ -40,7 +40,7 @@ _OF_RANK = re.compile(r"rank_\d{5}")
 
 
 def is_of_rank(key: Key) -> bool:
-    """Whether it belongs to a rank, such as the state of its random generators, and to no module."""
+    """True if it belongs to a rank (random generators, for example) and not to a module."""
     return _OF_RANK.fullmatch(key.module) is not None
 
 
@@ -50,11 +50,11 @@ class File:
 
     name: str
     size: int
-    """In bytes."""
+    """Size in bytes."""
     header: int
-    """Bytes in front of the tensors."""
+    """Header size in bytes, before the tensors."""
     hashes: tuple[str, ...]
-    """Of the header, then of each BLOCK bytes behind it: xxh3_128, hexadecimal."""
+    """xxh3_128 in hexadecimal: of the header, then of each BLOCK bytes after it."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Piece:
     """A span of a tensor in a file."""
 
     file: int
-    """Place in the index's list."""
+    """Position in the index's list of files."""
     at: int
-    """Its first byte, counted from the end of the header."""
+    """First byte, counted from the end of the header."""
     span: Span
 
 
@@ -78,18 +78,18 @@ class Index:
     """Keys of SIZES."""
 
     def shape(self, key: Key) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Return the shape of a whole tensor."""
         return self.pieces[key][0].span.shape
 
     def nbytes(self, key: Key) -> int:
-        """Of a whole tensor."""
+        """Return the bytes of a whole tensor."""
         return prod(self.shape(key)) * SIZES[self.dtypes[key]]
 
     def add(self, key: Key, dtype: str, piece: Piece) -> None:
         """Add a piece of a tensor.
 
         Raises:
-            Damage: other pieces of it have another shape or dtype.
+            Damage: its other pieces have another shape or dtype.
         """
         if self.dtypes.setdefault(key, dtype) != dtype:
             raise Damage(f"{' '.join(key)} is {dtype} in one file and {self.dtypes[key]} in another")
@@ -101,10 +101,10 @@ class Index:
         pieces.append(piece)
 
     def require_whole(self) -> None:
-        """Every element of every tensor is there once.
+        """Require that every element of every tensor exists once.
 
         Raises:
-            Damage: one is missing, or there twice.
+            Damage: an element is missing or duplicated.
         """
         for key, pieces in self.pieces.items():
             _require_apart(key, [piece.span for piece in pieces])
@@ -113,7 +113,7 @@ class Index:
                 raise Damage(f"{' '.join(key)} has {there} of its {all_of_it} elements")
 
     def dump(self) -> bytes:
-        """As JSON."""
+        """Return the index as JSON."""
         tensors: dict[str, dict[str, Any]] = {}
         for key, pieces in self.pieces.items():
             named = tensors.setdefault(key.module, {}).setdefault(key.name, {"shape": self.shape(key), "states": {}})
@@ -124,10 +124,10 @@ class Index:
         return json.dumps(whole, separators=(",", ":")).encode()
 
     def join(self, other: "Index") -> None:
-        """Add the files and pieces of another one.
+        """Add the files and pieces of another index.
 
         Raises:
-            Damage: the two do not agree about a tensor.
+            Damage: the two disagree about a tensor.
         """
         before = len(self.files)
         self.files += other.files
@@ -137,13 +137,13 @@ class Index:
 
     @classmethod
     def load(cls, text: bytes, *, whole: bool = True) -> "Index":
-        """From JSON.
+        """Return an index from JSON.
 
         Args:
-            whole: whether every element of every tensor must be there.
+            whole: True to require every element of every tensor.
 
         Raises:
-            Damage: it is no index, or holds what cannot be.
+            Damage: it is not an index, or has impossible content.
         """
         try:
             found = json.loads(text)
@@ -215,7 +215,7 @@ def _number(value: Any) -> int:
 
 
 def _require_apart(key: Key, spans: list[Span]) -> None:
-    """Boxes of one tensor are the same or apart, and ranges of the same box are apart."""
+    """Require that boxes of a tensor are equal or disjoint, and that ranges of a box are disjoint."""
     by_box: dict[tuple, list[tuple[int, int]]] = {}
     for span in spans:
         by_box.setdefault(span.box, []).append((span.start, span.stop))

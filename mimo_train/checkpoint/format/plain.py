@@ -1,4 +1,4 @@
-"""Nested plain values, such as the state of random generators, as JSON and tensors; dtypes by name."""
+"""Nested plain values (states of random generators, for example) as JSON and tensors; dtypes by name."""
 
 import enum
 import json
@@ -12,16 +12,17 @@ from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.index import SIZES
 
 _TAG = "$"
-"""Key of a dict that stands for something that JSON has not."""
+"""Key of a dict that encodes a value that JSON lacks."""
 
 
 def pack(value: Any, classes: Collection[type] = ()) -> tuple[str, list[torch.Tensor]]:
-    """
+    """Return plain values as JSON and tensors.
+
     Args:
         classes: enumerations and named tuples that may occur.
 
     Returns:
-        (text, tensors in the host's memory that it refers to).
+        (text, tensors in host memory that it refers to).
 
     Raises:
         TypeError: a value of another type.
@@ -31,10 +32,10 @@ def pack(value: Any, classes: Collection[type] = ()) -> tuple[str, list[torch.Te
 
 
 def unpack(text: str, tensors: list[torch.Tensor], classes: Collection[type] = ()) -> Any:
-    """What `pack` was given.
+    """Return the value that `pack` was given.
 
     Raises:
-        Damage: the text is not of `pack`, or names another class.
+        Damage: the text is not from `pack`, or names another class.
     """
     try:
         return _unpacked(json.loads(text), {one.__name__: one for one in classes}, tensors)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint at any layout: only what is asked for, and nothing whose hash is another one."""
+"""Read a checkpoint at any layout: only the requested elements, with verified hashes."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -20,19 +20,19 @@ KEPT = 16
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be read of a tensor."""
+    """A span of a tensor to read."""
 
     key: Key
     span: Span
     into: torch.Tensor
-    """[span.numel], in the host's memory; values are cast to its dtype."""
+    """[span.numel], in host memory; values are cast to its dtype."""
 
 
 class Reader(Blocks):
-    """The tensors of a complete checkpoint.
+    """Reader of a complete checkpoint's tensors.
 
     Raises:
-        Damage: it is not complete, or its index is not what was written.
+        Damage: it is incomplete, or its index is not what was written.
     """
 
     def __init__(self, folder: Place):
@@ -45,7 +45,7 @@ class Reader(Blocks):
 
         Raises:
             KeyError: a tensor is not in the checkpoint.
-            Damage: a block that is needed has another hash; names file and tensor.
+            Damage: a needed block has another hash; names file and tensor.
         """
         jobs: list[tuple[Piece, Wanted, int, int]] = []
         for one in wanted:
@@ -72,7 +72,7 @@ class Reader(Blocks):
                 raise Damage(f"{' '.join(one.key)} has {copied[id(one)]} of {one.span.numel} elements")
 
     def whole(self, key: Key) -> torch.Tensor:
-        """A whole tensor, in its dtype."""
+        """Return a whole tensor in its stored dtype."""
         shape = self.index.shape(key)
         values = torch.empty(shape, dtype=TYPES[self.index.dtypes[key]])
         self.fill([Wanted(key, Span.of_whole(shape), values.view(-1))])
@@ -84,7 +84,7 @@ class Reader(Blocks):
         self._kept.clear()
 
     def _uses(self, one: Wanted, piece: Piece, first: int, last: int) -> Iterator[tuple[tuple[int, int], "_Use"]]:
-        """What is wanted of which block for a range of a piece."""
+        """Yield what a range of a piece needs from each block."""
         dtype = TYPES[self.index.dtypes[one.key]]
         base, begin, end = self._ends(one.key, piece, first, last)
         in_order = one.span.box == piece.span.box and one.into.dtype == dtype and one.into.is_contiguous()
@@ -92,11 +92,11 @@ class Reader(Blocks):
             start = number * BLOCK
             low, high = max(begin, start), min(end, start + BLOCK)
             part = piece.span.part((low - base) // dtype.itemsize, (high - base) // dtype.itemsize)
-            # One element counts as contiguous at any stride, and then has no view as bytes.
+            # A single element counts as contiguous at any stride, and then has no view as bytes.
             yield (piece.file, number), _Use(low - start, high - start, one, part, dtype, in_order and part.numel > 1)
 
     def _taken(self, place: tuple[int, int], uses: list["_Use"]) -> Iterator[tuple["_Use", int]]:
-        """Read a block and put what is wanted of it into its place; yields the number of elements of each."""
+        """Read a block and copy the wanted parts; yield the number of elements of each."""
         size, at, views = self.size_of(*place), 0, list[memoryview]()
         uses.sort(key=lambda use: use.low)
         straight = sum(use.high - use.low for use in uses if use.is_straight)
@@ -105,7 +105,7 @@ class Reader(Blocks):
             data = self._block(place)
             yield from ((use, use.copy(data)) for use in uses)
             return
-        # Straight into the tensors; what else is in the block goes aside. It is not kept: most of it has been used.
+        # Read straight into the tensors; the rest of the block is discarded, since most of it has been used.
         aside = memoryview(self._aside)
         for use in uses:
             if use.is_straight:
@@ -116,14 +116,14 @@ class Reader(Blocks):
         yield from ((use, use.part.numel if use.is_straight else use.copy(aside)) for use in uses)
 
     def _ends(self, key: Key, piece: Piece, first: int, last: int) -> tuple[int, int, int]:
-        """Where in a file, behind its header, the first element of a piece's box would be, and a range of it is."""
+        """Return byte offsets after the header: of the first element of a piece's box, and the ends of a range."""
         width = SIZES[self.index.dtypes[key]]
         base = piece.at - piece.span.start * width
         return base, base + first * width, base + last * width
 
     def _block(self, place: tuple[int, int]) -> memoryview:
         if place not in self._kept:
-            # New memory costs more than what is read into it.
+            # Reuse memory: allocating it costs more than the read.
             used = self._kept.popitem(last=False)[1] if len(self._kept) == KEPT else None
             size = self.size_of(*place)
             data = used if used is not None and len(used) == size else memoryview(bytearray(size))
@@ -135,25 +135,25 @@ class Reader(Blocks):
 
 @dataclass(frozen=True)
 class _Use:
-    """What is wanted of a block."""
+    """The wanted part of a block."""
 
     low: int
     high: int
-    """Its bytes in the block."""
+    """First and last + 1 of its bytes in the block."""
     one: Wanted
     part: Span
     dtype: torch.dtype
-    """In the file."""
+    """Dtype in the file."""
     is_straight: bool
-    """Whether the bytes are those of the tensor, in its order."""
+    """True if the bytes are the tensor's, in its order."""
 
     def memory(self) -> memoryview:
-        """Of the tensor."""
+        """Return the tensor's memory."""
         first = self.one.span.start
         into = self.one.into[self.part.start - first : self.part.stop - first]
         return memoryview(into.view(torch.uint8).numpy())
 
     def copy(self, data: memoryview) -> int:
-        """From the block's bytes; returns the number of elements."""
+        """Copy from the block's bytes; return the number of elements."""
         values = torch.frombuffer(data[self.low : self.high], dtype=self.dtype)
         return copy_common(self.one.span, self.one.into, self.part, values)

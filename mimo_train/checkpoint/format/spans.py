@@ -1,8 +1,7 @@
-"""Flat ranges of boxes of tensors, and what two of them have in common.
+"""Flat ranges of boxes of tensors, and their overlaps.
 
-The distributed optimizer cuts a rank's part of the parameters into flat ranges, without regard to rows; tensor
-parallelism gives a rank a box of a parameter. What a rank holds of a parameter is therefore a flat range of a box. Two
-layouts meet where such ranges overlap.
+The distributed optimizer cuts a rank's parameters into flat ranges that ignore rows; tensor parallelism gives a rank a
+box of a parameter. So a rank's shard of a parameter is a flat range of a box, and layouts meet where ranges overlap.
 """
 
 from collections.abc import Iterator
@@ -18,45 +17,45 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Span:
-    """Elements `start` to `stop`, counted row by row, of a box of a tensor."""
+    """Elements `start` to `stop`, in row-major order, of a box of a tensor."""
 
     shape: Sizes
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: Sizes
-    """Of the box in the tensor."""
+    """Offset of the box in the tensor."""
     size: Sizes
-    """Of the box."""
+    """Size of the box."""
     start: int
     stop: int
 
     @classmethod
     def of_whole(cls, shape: Sizes) -> "Span":
-        """All of a tensor."""
+        """Return the span of a whole tensor."""
         return cls(shape, (0,) * len(shape), shape, 0, prod(shape))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
     @property
     def box(self) -> tuple[Sizes, Sizes]:
-        """Offset and size of the box."""
+        """Return offset and size of the box."""
         return self.offset, self.size
 
     def part(self, start: int, stop: int) -> "Span":
-        """Another range of the same box."""
+        """Return another range of the same box."""
         return replace(self, start=start, stop=stop)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A box that is one range of elements of a span."""
+    """A box that is one range of a span's elements."""
 
     at: int
-    """Its first element, counted in the span's box."""
+    """First element, counted in the span's box."""
     low: Sizes
-    """Its first index in the whole tensor."""
+    """First index in the whole tensor."""
     size: Sizes
 
     @property
@@ -64,11 +63,11 @@ class _Block:
         return tuple(low + size for low, size in zip(self.low, self.size, strict=True))
 
     def slices(self, low: Sizes, high: Sizes) -> tuple[slice, ...]:
-        """Where a box of the tensor is in this one."""
+        """Return the slices of a box of the tensor within this block."""
         return tuple(slice(a - mine, b - mine) for a, b, mine in zip(low, high, self.low, strict=True))
 
     def range_of(self, low: Sizes, high: Sizes) -> tuple[int, int]:
-        """First and last element + 1 of a box of the tensor that is in this one, counted in the span's box."""
+        """Return the first and last + 1 element of a box within this block, counted in the span's box."""
         first = last = 0
         for a, b, mine, size in zip(low, high, self.low, self.size, strict=True):
             first, last = first * size + a - mine, last * size + b - 1 - mine
@@ -76,8 +75,10 @@ class _Block:
 
 
 def common_range(wanted: Span, stored: Span) -> tuple[int, int] | None:
-    """The shortest range of `stored` with every element that `wanted` has too; None if there is none. Both of one
-    tensor."""
+    """Return the shortest range of `stored` that covers its overlap with `wanted`; None if they are disjoint.
+
+    Both are spans of one tensor.
+    """
     if wanted.box == stored.box:
         first, last = max(wanted.start, stored.start), min(wanted.stop, stored.stop)
         return (first, last) if first < last else None
@@ -86,12 +87,12 @@ def common_range(wanted: Span, stored: Span) -> tuple[int, int] | None:
 
 
 def common_numel(wanted: Span, stored: Span) -> int:
-    """The number of elements that both have. Both of one tensor."""
+    """Return the number of common elements of two spans of one tensor."""
     return sum(prod(b - a for a, b in zip(low, high, strict=True)) for *_, low, high in _common_blocks(wanted, stored))
 
 
 def copy_common(wanted: Span, into: "torch.Tensor", stored: Span, values: "torch.Tensor") -> int:
-    """Copy the elements that both spans of a tensor have; returns their number.
+    """Copy the elements that two spans of one tensor share; return their number.
 
     Args:
         into: [wanted.numel].
@@ -113,7 +114,7 @@ def copy_common(wanted: Span, into: "torch.Tensor", stored: Span, values: "torch
 
 
 def _common_blocks(one: Span, other: Span) -> Iterator[tuple[_Block, _Block, Sizes, Sizes]]:
-    """Every pair of blocks of two spans that overlap, and the first and last index + 1 of what they share."""
+    """Yield every overlapping pair of blocks of two spans, with the first and last + 1 index of the overlap."""
     if _shared(one.offset, _ends(one), other.offset, _ends(other)) is None:
         return
     blocks = list(_blocks(other))
@@ -141,8 +142,10 @@ def _blocks(span: Span) -> Iterator[_Block]:
 
 
 def _cut(size: Sizes, start: int, stop: int) -> Iterator[tuple[int, Sizes, Sizes]]:
-    """A range of the elements of a box as boxes that follow each other: part of a row, whole rows, part of a row; at
-    most 2 x dimensions - 1. Each as (first element, place in the box, size)."""
+    """Yield a range of a box as consecutive boxes (partial row, whole rows, partial row): at most 2 x dimensions - 1.
+
+    Each is (first element, offset in the box, size).
+    """
     if start >= stop:
         return
     if len(size) <= 1:

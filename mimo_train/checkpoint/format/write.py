@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its own file, then the first one the index and the marker that it is complete."""
+"""Write a checkpoint: every rank writes its own file, then rank 0 the index and the completion marker."""
 
 import json
 import math
@@ -41,12 +41,12 @@ class Part:
     key: Key
     span: Span
     values: torch.Tensor
-    """[span.numel]; those of a device are brought to the host when they are written."""
+    """[span.numel]; copied to the host when they are written."""
     must_be_finite: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Size of the values."""
+        """Return the size of the values in bytes."""
         return self.span.numel * self.values.dtype.itemsize
 
 
@@ -55,16 +55,15 @@ class NotFinite(ValueError):
 
 
 def in_order(parts: Iterable[Part]) -> list[Part]:
-    """Parts as they follow each other in a file: the widest first, so that every element is at a multiple of its size,
-    and within one block; of those weights before the optimizer's values, since other ranks, and who loads weights
-    alone, would else read most blocks for a part of them."""
+    """Return parts in file order: by decreasing element size, and weights before optimizer values.
+
+    So every element is aligned and within one block, and readers of weights alone skip most other blocks.
+    """
     return sorted(parts, key=lambda part: (-part.values.dtype.itemsize, part.key.state != WEIGHT))
 
 
 def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:
-    """Write what a rank holds, and beside it, in a file that `complete` takes up, what of which tensor is where.
-
-    The values are written one after the other as they are, without a copy.
+    """Write a rank's tensors without a copy, and a listing of their positions, which `complete` reads and removes.
 
     Raises:
         NotFinite: names the tensors; nothing is left of the file.
@@ -81,7 +80,7 @@ def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:
         places.append(at)
         at += part.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
     head = len(text).to_bytes(8, "little") + text
     (name, listing), hashes = of_rank(rank), [digest(head)]
     size = write_file(folder / name, _hashed(head, ordered, hashes), len(head) + at)
@@ -89,23 +88,21 @@ def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:
     for part, place in zip(ordered, places, strict=True):
         index.add(part.key, NAMES[part.values.dtype], Piece(0, place, part.span))
     content = index.dump()
-    # With its hash: nothing else would tell that a place in it has changed before `complete` takes it up.
+    # Add a hash: otherwise nothing detects changed positions before `complete` reads the listing.
     write_file(folder / listing, [content, digest(content).encode()])
 
 
 def complete(
     partial: Place, final: Place, ranks: int, others: Mapping[str, bytes], sizes: Sequence[int] | None = None
 ) -> None:
-    """Turn the folder with every rank's file into a checkpoint: it has its final name when all of it is on disk. A
-    folder of objects has that name already.
+    """Turn a folder with every rank's file into a checkpoint. It gets its final name when everything is on disk.
 
     Args:
-        others: files that belong to it, by name.
-        sizes: bytes of the values of each rank, where they are known.
+        others: further files by name.
+        sizes: bytes of each rank's values, if known.
 
     Raises:
-        Damage: a rank's file is not there or of another size, or not what was written, or the files together lack
-            elements.
+        Damage: a rank's file is missing, has another size or is not what was written, or elements are missing.
         OSError: the folder cannot be written.
     """
     index = Index()
@@ -146,23 +143,23 @@ def _remove(files: Sequence[Place]) -> None:
 
 
 def _name(part: Part) -> str:
-    """For whoever opens a file with other tools; a checkpoint is read by its index."""
+    """Name a part for other tools that open the file; checkpoints are read by their index."""
     place = ".".join(map(str, part.span.offset))
     return f"{part.key.module}/{part.key.name}/{part.key.state}@{place}+{part.span.start}"
 
 
 def _hashed(head: bytes, parts: Sequence[Part], hashes: list[str]) -> Iterator[bytes | memoryview]:
-    """What is written, piece by piece; the hash of every block is added to `hashes`."""
+    """Yield the file's bytes, and append the hash of every block to `hashes`."""
     yield head
     block, filled = xxh3_128(), 0
     for number, part in enumerate(parts):
-        # One element counts as contiguous at any stride, and then has no view as bytes.
+        # A single element counts as contiguous at any stride, and then has no view as bytes.
         values = part.values.cpu().contiguous().as_strided((part.span.numel,), (1,))
         left, width = memoryview(values.view(torch.uint8).numpy()), values.dtype.itemsize
         while left:
             piece, left = left[: BLOCK - filled], left[BLOCK - filled :]
             at = part.nbytes - len(left)
-            # While it is in the cache, where the hash and the kernel find it next.
+            # Check the piece now: the hash and the kernel find it in the cache next.
             if part.must_be_finite and not _are_finite(values[(at - len(piece)) // width : at // width]):
                 raise _not_finite(parts[number:])
             block.update(piece)
@@ -177,7 +174,7 @@ def _hashed(head: bytes, parts: Sequence[Part], hashes: list[str]) -> Iterator[b
 
 
 def _are_finite(values: torch.Tensor) -> bool:
-    """`isfinite().all()` makes a mask, and takes ten times as long."""
+    """True if all are finite. `isfinite().all()` allocates a mask and takes ten times as long."""
     return all(math.isfinite(end) for end in values.aminmax())
 
 

@@ -1,1 +1,1 @@
-"""Which checkpoint a run resumes from, and whether it fits the run."""
+"""Choose the checkpoint that a run resumes from, and check that it fits the run."""

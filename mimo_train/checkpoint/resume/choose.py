@@ -1,6 +1,6 @@
 """Choose the checkpoint to resume from: rank 0 chooses, damaged ones are set aside.
 
-Each rank that looked for the newest by itself could find another one, while the run that writes them trains on.
+Ranks that searched on their own could find different ones, while another run writes them.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from mimo_train.parallel.collectives import agreed
 
 
 def chosen_by_first(choose: Callable[[], Place | None], key: str) -> Place | None:
-    """What `choose` finds on rank 0; every rank must find it too. Collective.
+    """Return rank 0's result of `choose`, which every rank must see. Collective.
 
     Args:
-        key: for messages, the config key that it comes from.
+        key: config key for messages.
 
     Raises:
-        UserError: that of `choose`, or a rank does not see the checkpoint; on every rank.
+        UserError: the error of `choose`, or a rank does not see the checkpoint; on every rank.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     box = list[Place | None]([None])
@@ -40,12 +40,12 @@ def chosen_by_first(choose: Callable[[], Place | None], key: str) -> Place | Non
 
 @dataclass(frozen=True)
 class SetAside:
-    """A damaged checkpoint that a run did not continue from."""
+    """A damaged checkpoint that a run did not resume from."""
 
     folder: Place
-    """As it was called."""
+    """Old name."""
     now: Place
-    """As it is called now; in object storage, the mark that says that it is damaged."""
+    """New name; in object storage, the DAMAGED mark."""
     why: str
 
     def __str__(self) -> str:
@@ -54,16 +54,16 @@ class SetAside:
 
 
 def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Place | None, list[SetAside]]:
-    """Load the newest checkpoint of a run, or the one before it where that is damaged, and so on. Collective.
+    """Load a run's newest checkpoint that is not damaged. Collective.
 
     Args:
-        load: loads one; collective. What it has changed when it raises does not matter: the next one replaces it.
+        load: loads a checkpoint; collective. Its changes before an error do not matter: the next load replaces them.
 
     Returns:
-        The checkpoint that was loaded, None for a new run; and what was set aside.
+        The loaded checkpoint, None for a new run; and what was set aside.
 
     Raises:
-        UserError: every checkpoint is damaged, and none was moved; or one cannot be loaded for another reason. On every
+        UserError: all checkpoints are damaged, and none was moved; or one cannot be loaded for another reason. On every
             rank alike.
     """
     given_up: list[tuple[Place, UserError]] = []
@@ -86,7 +86,7 @@ def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Pl
 
 
 def _candidates(run_dir: Place) -> list[Place]:
-    """Folders named as checkpoints, the newest first, as rank 0 finds them. Collective."""
+    """Return rank 0's folders named as checkpoints, newest first. Collective."""
     box = list[list[Place]]([[]])
     with agreed():
         if dist.get_rank() == 0:
@@ -97,11 +97,7 @@ def _candidates(run_dir: Place) -> list[Place]:
 
 
 def _require_whole(folder: Place, key: str) -> None:
-    """Rank 0 finds a checkpoint complete, and every other rank finds it. Collective.
-
-    Raises:
-        UserError: not so, with `key`; on every rank.
-    """
+    """Raise UserError on every rank unless rank 0 finds a checkpoint complete and every rank sees it. Collective."""
     with agreed():
         if dist.get_rank() == 0:
             folders.require_complete(folder)
@@ -117,7 +113,7 @@ def _renamed(folder: Place, damage: UserError) -> Place:
 
 
 def _set_aside(given_up: list[tuple[Place, UserError]]) -> list[SetAside]:
-    """Rename them. Collective."""
+    """Rename the damaged checkpoints. Collective."""
     if not given_up:
         return []
     found = []

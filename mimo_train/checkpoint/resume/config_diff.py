@@ -1,7 +1,6 @@
 """Config changes since the checkpoint: those that affect results, and those that make it another model.
 
-Every key of `data`, `modules`, `train` and `optim` is compared, also those that are added to them some day, but for
-those that are named here.
+All keys of `data`, `modules`, `train` and `optim`, including future ones, are compared unless they are listed here.
 """
 
 import dataclasses
@@ -18,28 +17,30 @@ from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 REFUSED = {
     "data": {
         *("shuffle", "shuffle_block"),  # the order of samples
-        *("fields", "null_captions", "background", "video", "blind", "separate_documents"),  # what they are
+        *("fields", "null_captions", "background", "video", "blind", "separate_documents"),  # their content
     },
     "modules": {"freeze_until"},
 }
-"""Keys by section of which another value is a fault by itself (`mimo_train.checkpoint.resume.same_run`); of `encoder`,
-`projector`, `llm` and `lora` every key is, but for those of `model_changes.MAY_CHANGE`."""
+"""Keys by section that `same_run` rejects if they change.
+
+Keys of `encoder`, `projector`, `llm` and `lora` are rejected too, except `MAY_CHANGE`.
+"""
 
 BY_CONTENT = {
-    # A folder may move, and what it holds must stay: fingerprints of shards, texts and weights of sources are compared.
+    # Fingerprints of shards, texts and weights of sources are compared, because a folder may move.
     "data": {
         *("shards", "mix", "demo", "validation_fraction"),
         *("tokenizer", "chat_template", "template_variables", "special_tokens_in_text"),
     },
     "modules": {"placeholder"},
 }
-"""Keys by section of which another value is a fault where it gives other samples or texts."""
+"""Keys by section that are rejected if they change samples or texts."""
 
 FREE = {
     "data": {
-        *("pad", "pack", "pack_length"),  # how the same samples stand in rows
+        *("pad", "pack", "pack_length"),  # the arrangement of the same samples in rows
         *("workers", "read_retries", "cache_dir", "cache_bytes", "max_bad_samples"),
-        "mix_new_weights",  # it asks for the weights that it lets pass
+        "mix_new_weights",  # it names the weights that it permits
     },
     "modules": {
         *("layout", "recompute", "balance", "prefetch_microbatches", "feature_cache", "compile"),
@@ -47,30 +48,30 @@ FREE = {
     },
     "train": {
         *("micro_batch_size", "recompute", "logits", "manual_gc_interval"),
-        *("eval_interval", "report_samples", "log_interval"),  # when it is looked at, and what is shown
-        *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun"),  # when it stops
+        *("eval_interval", "report_samples", "log_interval"),  # reporting
+        *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun"),  # stopping
         "compile",
     },
     "optim": {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
 }
-"""Keys by section that change no number, but for the order in which numbers are summed."""
+"""Keys by section that change no number except by summation order."""
 
 BY_MODULE = {"train": {"fp8"}, "modules": {"fp8"}}
-"""Keys by section of which the value that a module has is compared, wherever it is given."""
+"""Keys by section that are compared by each module's effective value."""
 
 BY_MICROBATCH = {"data": {"pad", "pack", "pack_length"}, "modules": {"layout"}, "train": {"micro_batch_size"}}
-"""Keys by section of `FREE` that change numbers of experts whose loads are balanced over a microbatch of ranks."""
+"""Keys of `FREE` that change numbers of experts whose loads are balanced over a microbatch of ranks."""
 
 FREE_OF_SPECS = {"name", "init_std", "max_positions"}
-"""Of `model_changes.MAY_CHANGE`, those that change no number of a run that has weights."""
+"""Keys of `MAY_CHANGE` that change no number of a run that has weights."""
 
 
 BEGAN = "began_with"
-"""Entry of a checkpoint's record: the weights that the first start of its run began with."""
+"""Entry of a record: the weights that the first start of its run began with."""
 
 
 def begun_with(config: Mapping[str, Any]) -> dict[str, str]:
-    """The weights that a new run of a config, as a record holds it, begins with: key -> what is given there."""
+    """Return the initial weights of a new run, as key -> value, from a config in record form."""
     checkpoint = config["checkpoint"]
     found = {"checkpoint.weights": checkpoint.get("weights")}
     for name, load in checkpoint.get("load_modules", {}).items():
@@ -82,14 +83,13 @@ def begun_with(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unread_weights(record: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
-    """Weights, as key=value, that this run is told to begin with, its first start was not, and it does not read, since
-    it continues.
+    """Yield key=value of initial weights that this resumed run ignores and its first start did not have.
 
     Args:
-        record: of the checkpoint that it continues from.
+        record: record of the checkpoint that the run resumes from.
     """
     if record["config"]["checkpoint"].get("trained_only"):
-        return  # then they are read again, and compared
+        return  # they are read again and compared
     began = began_with(record)
     for key, value in begun_with(to_dict(cfg)).items():
         if value != began.get(key):
@@ -97,19 +97,21 @@ def unread_weights(record: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[
 
 
 def began_with(record: Mapping[str, Any]) -> dict[str, str]:
-    """`begun_with` of the first start of the run of a checkpoint. Its config is that of the start that saved it, and
-    all that is known where the record is of before `BEGAN` was there."""
+    """Return `begun_with` of the first start of a checkpoint's run.
+
+    Records without `BEGAN` only have the config of the start that saved them.
+    """
     return record[BEGAN] if BEGAN in record else begun_with(record["config"])
 
 
 def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
-    """Sentences with key, old and new value, one for each key that is not the same and may be another one.
+    """Yield a sentence with key, old and new value for each permitted change that affects numbers.
 
     Args:
-        before: the config of a checkpoint, as its record holds it, of which `same_run.resume_faults` finds none.
+        before: config from a checkpoint's record, without `same_run.resume_faults`.
 
     Raises:
-        KeyError, TypeError, AttributeError: `before` is no config.
+        KeyError, TypeError, AttributeError: `before` is not a config.
     """
     for section in ("data", "train", "optim"):
         free = _passed_over(section, cfg)
@@ -137,14 +139,13 @@ def _passed_over(section: str, cfg: ConfigContainer) -> set[str]:
 
 
 def key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str] = frozenset()) -> Iterator[str]:
-    """Sentences with key, old and new value, one for each difference; sections inside of it, and in its lists and
-    mappings, are compared too.
+    """Yield a sentence with key, old and new value for each difference, also in nested sections, lists and mappings.
 
     Args:
-        was: as a record holds it. A key that it lacks was added later, and means its default.
+        was: section from a record. A key that it lacks was added later and means its default.
         section: a dataclass.
-        prefix: its key.
-        free: names of keys that are not compared, at any depth.
+        prefix: key of the section.
+        free: key names to skip at any depth.
     """
     now, default = plain(section), _plain_defaults(type(section))
     for name in now:
@@ -157,7 +158,7 @@ def key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str
 
 
 def _changes(old: Any, value: Any, now: Any, key: str, free: Set[str]) -> Iterator[str]:
-    """Sentences about one value: `old` of the record, `value` of now, and `now` the same as a record holds it."""
+    """Yield sentences about one value: `old` from the record, `value` now, and `now` in record form."""
     if dataclasses.is_dataclass(value) and isinstance(old, dict):
         yield from key_changes(old, value, key, free)
     elif isinstance(value, list) and isinstance(old, list) and _of_sections(value, old):
@@ -176,17 +177,17 @@ def _changes(old: Any, value: Any, now: Any, key: str, free: Set[str]) -> Iterat
 
 
 def _of_sections(values: Collection[Any], old: Collection[Any]) -> bool:
-    """Whether sections are in a list or mapping; of an empty one its record tells."""
+    """True if a list or mapping has sections; if it is empty now, its record decides."""
     return any(map(dataclasses.is_dataclass, values)) or (not values and any(isinstance(one, dict) for one in old))
 
 
 def plain(section: Any) -> dict[str, Any]:
-    """A dataclass as a record holds it: a tuple has become a list, a number as a key a text."""
+    """Return a dataclass in record form: tuples become lists, numeric keys become text."""
     return json.loads(json.dumps(dataclasses.asdict(section)))
 
 
 def _plain_defaults(kind: type) -> dict[str, Any]:
-    """Defaults of a section's keys; those without one are left out."""
+    """Return the defaults of a section's keys, if they have one."""
     found = {}
     for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING:
@@ -207,7 +208,7 @@ MAY_CHANGE = {
     "router_balancing",
     "router_z_loss",
 }
-"""Keys that neither shape weights nor interpret them: a run may go on with others."""
+"""Keys that neither shape nor interpret weights: a resumed run may change them."""
 
 MAY_CHANGE_IN_A_NEW_RUN = MAY_CHANGE | {
     "image_size",
@@ -217,24 +218,23 @@ MAY_CHANGE_IN_A_NEW_RUN = MAY_CHANGE | {
     "rope_base",
     "rope_scaling",
 }
-"""Keys that a new run may set otherwise for the weights it begins with: larger images, longer texts."""
+"""Keys that a new run may change for its initial weights: larger images, longer texts."""
 
 SPECS = ("encoder", "projector", "llm")
-"""Keys of a module that say what it is made of."""
+"""Keys of a module's parts."""
 
 
 def model_changes(before: Mapping[str, Any], now: ConfigContainer, *, new_run: bool = False) -> Iterator[str]:
-    """Sentences with key, old and new value, one for each difference.
+    """Yield a sentence with key, old and new value for each difference between models.
 
     Args:
-        before: the config that the weights are of, as a checkpoint's record holds it. A key that it lacks was added
-            later, and means its default.
-        now: the config that asks for them.
-        new_run: whether only the weights are taken (`checkpoint.weights`). Then modules may be left out, and adapters
-            be added.
+        before: config of the weights, from a checkpoint's record. A key that it lacks was added later and means its
+            default.
+        now: config that requests them.
+        new_run: True if only weights are taken (`checkpoint.weights`): modules may be left out, and adapters added.
 
     Raises:
-        KeyError, TypeError, AttributeError: `before` is no config.
+        KeyError, TypeError, AttributeError: `before` is not a config.
     """
     modules: Mapping[str, Any] = before["modules"]
     misfit = _other_modules(list(modules), list(now.modules), new_run)
@@ -251,15 +251,15 @@ def model_changes(before: Mapping[str, Any], now: ConfigContainer, *, new_run: b
 
 
 def module_changes(before: Mapping[str, Any], source: str, now: ModuleConfig, prefix: str) -> Iterator[str]:
-    """Sentences as of `model_changes`, about one module whose weights a new run takes.
+    """Yield sentences like `model_changes`, about one module whose weights a new run takes.
 
     Args:
-        before: the config that the weights are of.
+        before: config of the weights.
         source: name of the module there.
         prefix: key of the module here.
 
     Raises:
-        KeyError, TypeError, AttributeError: `before` is no config, or has no such module.
+        KeyError, TypeError, AttributeError: `before` is not a config, or has no such module.
     """
     was = before["modules"][source]
     yield from _spec_changes(was, now, prefix, MAY_CHANGE_IN_A_NEW_RUN)
@@ -267,7 +267,7 @@ def module_changes(before: Mapping[str, Any], source: str, now: ModuleConfig, pr
 
 
 def _other_modules(before: list[str], now: list[str], new_run: bool) -> str:
-    """How the modules differ; their order matters where the tokens of their media are numbered and joined."""
+    """Return how the modules differ. Their order matters: it numbers and joins the tokens of their media."""
     encoders, left = [name for name in now if name != LANGUAGE], [name for name in before if name != LANGUAGE]
     if new_run and encoders:
         left = [name for name in left if name in encoders]

@@ -1,6 +1,6 @@
 """Check that a checkpoint belongs to this run: model, tokenizer, shards and order of samples.
 
-`train` and `mimo-train check` ask here, so that neither accepts what the other refuses.
+`train` and `mimo-train check` share these checks, so that they always agree.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,17 +36,17 @@ def resume_faults(
     data_size: tuple[int, int] | None = None,
     mixing: Mixing | None = None,
 ) -> list[Fault]:
-    """Why a run cannot continue from a checkpoint.
+    """Return why a run cannot resume from a checkpoint. Unknown (None) values are not compared.
 
     Args:
-        record: of the checkpoint in `folder`.
-        data_fingerprint: of this run's shards; None: not known, and not compared.
-        data_size: (shards, samples) of this run, likewise.
-        text_fingerprint: of this run's tokenizer, chat template and placeholders, likewise.
-        mixing: the weights of this run's sources, likewise.
+        record: record of the checkpoint in `folder`.
+        data_fingerprint: fingerprint of this run's shards.
+        text_fingerprint: fingerprint of this run's tokenizer, chat template and placeholders.
+        data_size: (shards, samples) of this run.
+        mixing: weights of this run's sources.
 
     Raises:
-        UserError: the record holds no config.
+        UserError: the record has no config.
     """
     home = "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
     key = home if cfg.checkpoint.resume == "auto" else "checkpoint.resume"
@@ -63,7 +63,7 @@ def resume_faults(
     found += _other_text(
         "tokenizer, chat template or placeholders are not those",
         folder,
-        record.get("text_fingerprint"),  # one of before it was recorded has none
+        record.get("text_fingerprint"),  # older records have none
         text_fingerprint,
         "give the same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder. If they "
         "are the same, an earlier version saved it, which read records with media as other tokens: continue with that "
@@ -84,7 +84,7 @@ def resume_faults(
     for name, old, new in (
         ("run.seed", before["run"]["seed"], cfg.run.seed),
         ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
-        # Records of before the key was there were in an order without blocks.
+        # Older records without the key had an order without blocks.
         ("data.shuffle_block", before["data"].get("shuffle_block", 1), cfg.data.shuffle_block),
     ):
         if old != new:
@@ -100,8 +100,10 @@ def resume_faults(
 
 
 def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
-    """A sentence with the weights that a run is told to begin with and does not, since it continues with those of the
-    checkpoint. Empty: none. Arguments and errors as of `resume_faults`, which has found none."""
+    """Return a sentence about initial weights that are configured but not read because the run resumes; or empty.
+
+    Requires that `resume_faults` is empty; arguments and errors as there.
+    """
     _config(folder, record)
     unread = _found(unread_weights, folder, record, cfg)
     if not unread:
@@ -114,8 +116,10 @@ def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer)
 
 
 def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
-    """What a run that continues does otherwise than before, key by key: its numbers are others from there on. Empty:
-    nothing. Arguments and errors as of `resume_faults`, which has found none."""
+    """Return the config changes of a resumed run that affect its numbers, key by key; or empty.
+
+    Requires that `resume_faults` is empty; arguments and errors as there.
+    """
     return "; ".join(_found(changed_numbers, folder, _config(folder, record), cfg))
 
 
@@ -132,10 +136,10 @@ def _found(
 
 
 def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
-    """Keys by which the same shards have other samples.
+    """Yield faults of keys that change the samples of the same shards.
 
     Args:
-        before: `data` of the checkpoint's config. A key that it lacks was added later, and means its default.
+        before: `data` of the checkpoint's config. A key that it lacks was added later and means its default.
     """
     now = asdict(cfg.data)
     before = asdict(DataConfig()) | before
@@ -151,7 +155,7 @@ def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, 
 
 
 def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
-    """Moments and counts of updates are those of the stages that a run began with, and of the parts that it trained.
+    """Yield faults of changed stages: optimizer moments exist only for the parts that the run has trained.
 
     Args:
         before: `modules` of the checkpoint's config.
@@ -159,7 +163,7 @@ def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, h
     for name, module in cfg.modules.items():
         was = before.get(name, {}).get("freeze") or []
         freed = [part for part in parts_of(name) if part in was and part not in module.freeze]
-        # Which parameters a pattern leaves, and adapters, is known when the model is built.
+        # Patterns and adapters are resolved only when the model is built.
         if freed and module.lora.rank == 0 and all(entry in PARTS for entry in module.freeze):
             yield Fault(
                 f"modules.{name}.freeze",
@@ -177,12 +181,12 @@ def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, h
 
 
 def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of every source."""
+    """Return the fields of every source."""
     return [one.get("fields") or data.get("fields") or {} for one in data.get("mix") or [{}]]
 
 
 def _ground(said: Any) -> Any:
-    """The colour that `data.background` names; of a record it may be none."""
+    """Return the colour of `data.background`; invalid values of a record are returned unchanged."""
     try:
         return colour_of(said)
     except (DataError, TypeError):
@@ -200,7 +204,7 @@ def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fa
 def _other_shards(
     before: dict[str, Any], record: dict[str, Any], cfg: ConfigContainer, size: tuple[int, int] | None
 ) -> str:
-    """What is known of how the shards differ: where they are, how many they are, how many samples they hold."""
+    """Return known differences between the shards: location, number, and number of samples."""
     said, was = [], record.get("data_size")
     for name in ("shards", "mix", "validation_fraction"):
         old, new = before["data"].get(name), asdict(cfg.data)[name]
@@ -214,7 +218,7 @@ def _other_shards(
 
 
 def _cut(before: dict[str, Any], cfg: ConfigContainer) -> str:
-    """Keys of which the samples of .bin and .idx files are others, where they have changed."""
+    """Return changed keys that cut .bin and .idx files into other samples."""
     now = {"sequence_length": cfg.data.sequence_length, "split": cfg.data.split}
     was = {name: before["data"].get(name, value) for name, value in now.items()}
     said = [f"data.{name} was {was[name] or 'empty'}" for name, value in now.items() if was[name] != value]
@@ -222,7 +226,7 @@ def _cut(before: dict[str, Any], cfg: ConfigContainer) -> str:
 
 
 def left_behind(cfg: ConfigContainer) -> list[Fault]:
-    """The fault of a run that would begin anew in `checkpoint.dir`, while `run.dir` has its checkpoints of before."""
+    """Return the fault of a run that would start anew in `checkpoint.dir` while `run.dir` has checkpoints."""
     if not cfg.checkpoint.dir or cfg.checkpoint.resume != "auto":
         return []
     found = folders.newest(Path(cfg.run.dir))
@@ -240,8 +244,10 @@ def left_behind(cfg: ConfigContainer) -> list[Fault]:
 def weights_faults(
     folder: Place, record: dict[str, Any], cfg: ConfigContainer, *, vocabulary_fingerprint: str | None
 ) -> list[Fault]:
-    """Why a new run cannot begin with the weights of a checkpoint (`checkpoint.weights`). Arguments and errors as of
-    `resume_faults`; the fingerprint is that of the tokenizer's vocabulary alone."""
+    """Return why a new run cannot start with a checkpoint's weights (`checkpoint.weights`).
+
+    Arguments and errors as in `resume_faults`; the fingerprint covers the vocabulary only.
+    """
     found = []
     changes = _changes(folder, _config(folder, record), cfg, new_run=True)
     if changes:
@@ -264,13 +270,13 @@ def module_faults(
     *,
     vocabulary_fingerprint: str | None,
 ) -> tuple[list[Fault], list[str]]:
-    """What keeps a module from beginning with the weights of a checkpoint (`checkpoint.load_modules`).
+    """Return why a module cannot start with a checkpoint's weights (`checkpoint.load_modules`).
 
     Args:
-        name: of the module here. Others as of `weights_faults`.
+        name: module in this run. Other arguments as in `weights_faults`.
 
     Returns:
-        Faults; and how the models differ, which is a fault where `strict` is set.
+        Faults; and differences between the models, which are faults only with `strict`.
     """
     load, key = cfg.checkpoint.load_modules[name], f"checkpoint.load_modules.{name}"
     before, source = _config(folder, record), load.source(name)
@@ -317,7 +323,7 @@ def _other_text(what: str, folder: Place, was: str | None, now: str | None, reme
 
 
 def _config(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
-    """The config in a record, of which every version has written these keys."""
+    """Return the config of a record; all versions have written the keys checked here."""
     config = record.get("config")
     if not isinstance(config, dict):
         raise damaged(folder, f"{folders.RECORD} holds no config")
@@ -334,11 +340,10 @@ _REMEDY = (
 
 
 def recorded_config(folder: Place, *, trust_code: bool) -> ConfigContainer:
-    """The config in the record of a complete checkpoint, without callbacks and forward step, which only training uses,
-    and without the keys of earlier versions.
+    """Return the config in a checkpoint's record, without callbacks, forward step and removed keys.
 
     Args:
-        trust_code: import the encoders that it names by their paths.
+        trust_code: True to import encoders that it names by path.
 
     Raises:
         UserError: the record is damaged, or names code that is not trusted.
@@ -353,7 +358,7 @@ def recorded_config(folder: Place, *, trust_code: bool) -> ConfigContainer:
 
 
 def config_if_trusted(folder: Place, record: dict[str, Any], trusted: Collection[str]) -> ConfigContainer:
-    """As `recorded_config`, of a record that was read already; the user's own config names the code `trusted`."""
+    """Return `recorded_config` from a loaded record; the user's own config names the `trusted` code."""
     plain = _plain(folder, record)
     require_trusted(plain, str(folder / RECORD), trusted, "the config of this run does not name it")
     return from_dict(plain)
