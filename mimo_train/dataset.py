@@ -77,13 +77,8 @@ class RunDataset:
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: int) -> Sample:
-        """Read a sample.
-
-        Raises:
-            IndexError: no sample has this number.
-            TypeError: `number` is not an integer.
-            DataError: a shard cannot be read, or an installed package is missing.
-        """
+        """Read a sample. Raises IndexError if no sample has this number, TypeError if it is not an integer, DataError
+        if a shard cannot be read or a package is missing."""
         from data.collate import collate
 
         number = operator.index(number)  # numpy's integers overflow in the arithmetic of orders
@@ -134,11 +129,7 @@ class RunDataset:
 
     def step_samples(self, step: int) -> range:
         """Return the sample numbers of optimizer step `step`, counted from 1, of a run that starts with this config.
-
-        Raises:
-            UserError: the dataset is a held-out set.
-            IndexError: `step` is below 1.
-        """
+        Raises UserError for a held-out set, IndexError if `step` is below 1."""
         if self._is_held_out:
             raise UserError("step_samples: training steps read no held-out samples. Use open_dataset(config)")
         if step < 1:

@@ -123,11 +123,7 @@ class LayerHooks:
             handle.remove()
 
     def first(self, bad_loss: bool) -> Sighting | None:
-        """Return the first non-finite value of this rank, or None.
-
-        Args:
-            bad_loss: a loss of this rank is not finite.
-        """
+        """Return the first non-finite value of this rank, or None; `bad_loss` if a loss of this rank is not finite."""
         if self._forward:
             # At the origin the layer's input is finite; an input of the module may be bad before any layer.
             place, begins = self._forward[0]

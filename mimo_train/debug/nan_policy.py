@@ -49,10 +49,7 @@ class NanPolicy:
         forward_backward: Callable[[StepIterator, int], None],
         save: Callable[[Path, str], Path],
     ):
-        """
-        Args:
-            save: called as (folder, reason); saves the run and returns the checkpoint's folder. Collective.
-        """
+        """`save` is called as (folder, reason); it saves the run and returns the checkpoint's folder. Collective."""
         self._state, self._pipeline, self._optimizer, self._losses = state, pipeline, optimizer, losses
         self.forward_backward, self._save = forward_backward, save
         self._in_a_row = 0
@@ -67,11 +64,8 @@ class NanPolicy:
             self._scale = self._optimizer.grad_scaler.scale
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Apply `train.on_nan` if the step was bad; collective in that case.
-
-        Raises:
-            NonFiniteStep: by raise and bisect; by skip at the tenth bad step in a row.
-        """
+        """Apply `train.on_nan` if the step was bad; collective in that case. Raises NonFiniteStep by raise and bisect,
+        and by skip at the tenth bad step in a row."""
         if not result.skipped_iter:
             self._in_a_row = 0
         elif not result.should_exit and not self._scale_was_lowered():

@@ -40,22 +40,11 @@ class NsysCapture:
 
 
 class StepProfiler:
-    """The profilers of this rank. Steps are counted from 1.
-
-    Attributes:
-        torch: torch's profiler while it records, else None.
-        nvtx: the capture of nsys while it records, else None.
-    """
+    """The profilers of this rank; `torch` is torch's while it records, else None. Steps are counted from 1."""
 
     def __init__(self, cfg: ConfigContainer, run_dir: Path, kind: str):
-        """Create it before the model, so that the allocator's history includes the model.
-
-        Args:
-            kind: the run's device, cuda or cpu.
-
-        Raises:
-            ConfigError: a profiler needs CUDA and the run has none.
-        """
+        """Create it before the model, so that the allocator's history includes the model; `kind` is cuda or cpu. Raises
+        ConfigError if a profiler needs CUDA and the run has none."""
         faults = list(cfg.profiling.faults(kind, cfg.train.iters))
         if faults:
             raise ConfigError(faults)

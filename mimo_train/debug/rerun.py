@@ -38,11 +38,8 @@ class Rerun:
     every loss to the host, and ranks synchronise once or twice per step."""
 
     def __init__(self, mode: str, report_interval: int = 1):
-        """
-        Args:
-            mode: `train.rerun`.
-            report_interval: steps between two reports of `report_determinism_stats`.
-        """
+        """`mode` is `train.rerun`; `report_interval` is the number of steps between reports of
+        `report_determinism_stats`."""
         self._machine = None
         if mode == RerunMode.DISABLED:
             return
@@ -65,12 +62,8 @@ class Rerun:
         return (False, False, 0) if self._machine is None else self._machine.should_checkpoint_and_exit()
 
     def validate(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Validate the mean loss of a microbatch, if a step is running.
-
-        Args:
-            loss: sum over the tokens, 0-d.
-            num_tokens: 0-d.
-        """
+        """Validate the mean loss of a microbatch, if a step is running. Both are 0-d; `loss` is the sum over the
+        tokens."""
         machine = self._machine
         if machine is None or machine.state == RerunState.NOT_RUNNING_YET:
             return

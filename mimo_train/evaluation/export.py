@@ -129,11 +129,7 @@ def _documents(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Documen
 
 
 def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -> dict[str, list[ModuleAdapters]]:
-    """Return the adapters of each directory, by its name.
-
-    Raises:
-        UserError: no model of `transformers` has the layer of an adapter.
-    """
+    """Return the adapters of each directory, by its name."""
     adapters: dict[str, list[ModuleAdapters]] = {}
     for name, module in cfg.modules.items():
         if not module.lora.rank:

@@ -27,10 +27,7 @@ from mimo_train.training.step.schedule import Pipeline
 
 
 class PredictStep:
-    """Forward step that returns predictions instead of a loss; run with forward_only and collect_non_loss_data.
-
-    Its loss function returns `_predictions` of a microbatch.
-    """
+    """Forward step whose loss function returns `_predictions`; run with forward_only and collect_non_loss_data."""
 
     def __init__(self, pipeline: Pipeline):
         self._groups = pipeline.groups.collections
@@ -129,7 +126,6 @@ def greedy_answers(
 
 
 def _from_last_stage(pipeline: Pipeline, collected: list, index: int, answers: "_OpenAnswers") -> torch.Tensor:
-    """Broadcast the next token of every sample from the last stage to all stages of the module."""
     pp_group = pipeline.groups.collections[LANGUAGE].pp
     if pipeline.is_last_stage:
         tokens = answers.next_tokens(collected[index]["predicted"])

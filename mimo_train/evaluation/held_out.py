@@ -37,11 +37,7 @@ SHOWN_TOKENS = 24
 
 
 class EvaluationStopped(Exception):
-    """A rank was asked to end the run; raised on all ranks.
-
-    Attributes:
-        votes: (signalled, out of time), of all ranks.
-    """
+    """A rank was asked to end the run; raised on all ranks. `votes` is (signalled, out of time) of all ranks."""
 
     def __init__(self, votes: tuple[bool, bool] | None):
         super().__init__()
@@ -72,13 +68,15 @@ class HeldOut:
         ending: Ending | None = None,
         writes_text: bool = True,
     ):
-        """Args:
-        features: look-ups of cached features of frozen encoders.
-        of: the set; default: the run's first.
-        shows: evaluations write samples.json.
-        ending: ends an evaluation early; default: nothing does.
-        writes_text: the model ends in logits of the vocabulary. Otherwise there is no exact match, no
-            predictions.jsonl and no samples.json."""
+        """Open the set `of`, by default the run's first.
+
+        Args:
+            features: look-ups of cached features of frozen encoders.
+            shows: evaluations write samples.json.
+            ending: ends an evaluation early; default: nothing does.
+            writes_text: the model ends in logits of the vocabulary. Otherwise there is no exact match, no
+                predictions.jsonl and no samples.json.
+        """
         of = of or held_out_sets(run.cfg)[0]
         self._run, self._pipeline, self._tokenizer, self._ending = run, pipeline, tokenizer, ending or Ending()
         self.prefix, self.is_test, self._shows = of.prefix, of.is_test, shows and writes_text
@@ -102,11 +100,8 @@ class HeldOut:
         report.adopt(self.dataset.bad_samples, "held_out")
 
     def __call__(self, *, all_logits: bool = False) -> StepIterator:
-        """Open an iterator over the samples.
-
-        Args:
-            all_logits: compute logits everywhere, also with `train.logits=learned`.
-        """
+        """Open an iterator over the samples. With `all_logits`, logits are computed everywhere, also with
+        `train.logits=learned`."""
         return self._open(Ending(), all_logits=all_logits)
 
     def __next__(self) -> Any:
@@ -306,8 +301,8 @@ def _evaluating(model: list) -> Iterator[None]:
 
 
 def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:
-    """Return [sum of losses, tokens, exact matches, samples] of a microbatch, without samples beyond the held-
-    out ones."""
+    """Return [sum of losses, tokens, exact matches, samples] of a microbatch, of its first `samples` held-out
+    samples."""
     real = (microbatch["sample_numbers"] < samples).to(microbatch["loss_mask"].device)
     mask = microbatch["loss_mask"] * real[:, None]
     learned = mask > 0

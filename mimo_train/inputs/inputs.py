@@ -61,11 +61,8 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
 
 
 def tokenizer_of(cfg: ConfigContainer) -> Any:
-    """Return the run's tokenizer, with a placeholder for every encoder module.
-
-    Raises:
-        DataError: `data.tokenizer` cannot be loaded, or its chat template cannot be used.
-    """
+    """Return the run's tokenizer, with a placeholder for every encoder module. Raises DataError if `data.tokenizer`
+    cannot be loaded, or its chat template cannot be used."""
     from data.text.placeholders import Placeholder
     from data.text.tokens import build_tokenizer
 
@@ -236,11 +233,8 @@ def shard_dataset(
 
 
 def members_cache(cfg: ConfigContainer) -> FileCache | None:
-    """Return the cache of remote shards (`data.cache_bytes`) for one dataset of one rank; None if it is off.
-
-    Raises:
-        DataError: its folder cannot be made.
-    """
+    """Return the cache of remote shards (`data.cache_bytes`) for one dataset of one rank; None if it is off. Raises
+    DataError if its folder cannot be made."""
     from data.storage.file_cache import FileCache
 
     data = cfg.data

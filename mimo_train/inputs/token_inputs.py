@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 
 def of_tokens(sources: Sequence[Source]) -> bool:
-    """True if the sources are .bin and .idx files; False if they are tar shards.
-
-    Raises:
-        DataError: some are, and some are not.
-    """
+    """True if the sources are .bin and .idx files, False if they are tar shards. Raises DataError for both kinds
+    together."""
     from data.indexed.find import is_indexed
 
     kinds = {}

@@ -79,11 +79,8 @@ class GarbageCollection(Callback):
 
 
 def compare_replicas(cfg: ConfigContainer, model: list[MegatronModule], step: int) -> None:
-    """With `train.rerun`, compare the weights of data-parallel replicas before `checkpoint.save_interval` saves.
-
-    Raises:
-        RuntimeError: replicas hold different weights.
-    """
+    """Compare the weights of data-parallel replicas before `checkpoint.save_interval` saves, with `train.rerun`. Raises
+    RuntimeError if they differ."""
     if cfg.train.rerun != "disabled" and is_due(cfg.checkpoint.save_interval, step):
         require_equal_replicas(model, step)
 

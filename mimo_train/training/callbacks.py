@@ -78,11 +78,8 @@ class Callbacks:
         return iter(self._callbacks)
 
     def add(self, *callbacks: Callback) -> None:
-        """Append callbacks.
-
-        Raises:
-            TypeError: one is not a `Callback`, or has an `on_...` function that is not an event.
-        """
+        """Append callbacks. Raises TypeError if one is not a `Callback`, or has an `on_...` function that is not an
+        event."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks: {callback!r} is not an instance of {__name__}.Callback")
@@ -148,6 +145,5 @@ def _require_events(owner: str, names: Iterable[str]) -> None:
 
 
 def _overrides(callback: Callback, event: str) -> bool:
-    """True if the class of `callback`, or the object itself, overrides `event`."""
     listener = getattr(callback, event)
     return getattr(listener, "__func__", listener) is not getattr(Callback, event)

@@ -103,7 +103,6 @@ class Evaluator(Callback):
         return votes
 
     def _due(self) -> list[HeldOut]:
-        """Return the sets to evaluate after the current step."""
         state, sets = self._session.state, self._session.held_out_sets
         step = state.train_state.step
         if step == state.last_step:
@@ -112,7 +111,6 @@ class Evaluator(Callback):
         return [each for each in sets if evaluates and not each.is_test]
 
     def _is_done(self, sets: list[HeldOut]) -> bool:
-        """True if progress.txt has an evaluation of the current step on `sets`."""
         state, is_done = self._session.state, False
         step = str(state.train_state.step)
         with suppress(OSError):

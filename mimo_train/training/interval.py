@@ -169,7 +169,7 @@ class Interval:
 
     Attributes:
         steps: steps of the interval so far.
-        step_samples, step_tokens: of the latest `log.throughput_window` steps of this job.
+        step_samples, step_tokens: counts of the latest `log.throughput_window` steps of this job.
     """
 
     def __init__(
@@ -234,11 +234,8 @@ class Interval:
         self._of_logits = torch.tensor(state.get("of_logits", [0.0, 0.0]), dtype=torch.float64).to(self._device)
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
-        """Return the numbers of all ranks. Collective: one sum over the world and one copy to the host.
-
-        Args:
-            losses: mean of every loss over the interval, 0-d on the device.
-        """
+        """Return the numbers of all ranks. Collective: one sum over the world and one copy to the host. `losses` has
+        the mean of every loss over the interval, 0-d on the device."""
         seconds = self._stopwatch.read_and_reset()
         report = report_memory(None) if self._memory_names else {}
         local = [seconds[name] for name in INTERVALS] + [float(report.get(name, 0)) for name in self._memory_names]

@@ -120,12 +120,8 @@ class StepLog:
         self._rates = self._schedulers.learning_rates()
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Record the step that just ended; write the log at logging steps. A step of `train.skip_iters` only counts its
-        bad samples.
-
-        Raises:
-            TooManyBadSamples: see `write`.
-        """
+        """Record the step that just ended; write the log at logging steps, and raise as `write` does. A step of
+        `train.skip_iters` only counts its bad samples."""
         self._bad_samples.note(data)
         if result.tokens is not None:
             self._history.append(time.perf_counter() - self._started)
@@ -248,7 +244,6 @@ class StepLog:
     def _speed(
         self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float]
     ) -> dict[str, float]:
-        """Return throughput, FLOPs and where the time went, in seconds per step."""
         state, log, progress = self._state, self._state.cfg.log, self._state.train_state
         tokens = numbers.tokens if sequence_length is None else numbers.samples * sequence_length
         values = {"tokens_per_second": tokens / numbers.seconds, "step_seconds": numbers.seconds / numbers.steps}

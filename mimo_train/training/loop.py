@@ -93,11 +93,8 @@ def train(
 
 
 def finish(session: Session) -> int:
-    """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt.
-
-    Returns:
-        The exit code; nonzero is possible if the run is not finished.
-    """
+    """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt. Returns
+    the exit code, which may be nonzero if the run is not finished."""
     state = session.state
     session.profiler.close()
     state.console.close()

@@ -35,11 +35,7 @@ from mimo_train.training.train_step import train_step
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
     """Return the default forward step: that of `train.forward_step`, or the one for several modules or for the language
-    model alone.
-
-    Raises:
-        ConfigError: `train.forward_step` cannot be used.
-    """
+    model alone. Raises ConfigError if `train.forward_step` cannot be used."""
     if cfg.train.forward_step:
         return load_forward_step(cfg.train.forward_step)
     return mimo_step.forward_step if cfg.encoders else gpt_step.forward_step

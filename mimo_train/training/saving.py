@@ -35,10 +35,7 @@ class _Facts:
 
 class Saver(Callback):
     """Saves when a checkpoint is due; reports it to progress.txt, the console and the callbacks when it is complete.
-
-    Attributes:
-        is_ending: True if the loop should end: the last step or an exit condition is reached.
-    """
+    `is_ending` is True at the last step or an exit condition."""
 
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, self._checkpointer = session.state, session.checkpointer
@@ -146,14 +143,8 @@ class Saver(Callback):
         return saved
 
     def finish(self, *, can_end: bool = True) -> None:
-        """Wait for the save in flight, and report it. Collective.
-
-        Args:
-            can_end: one failure too many ends the run.
-
-        Raises:
-            SaveFailed: see `save_and_decide_exit`.
-        """
+        """Wait for the save in flight, and report it. Collective. With `can_end`, one failure too many raises
+        SaveFailed (see `save_and_decide_exit`)."""
         if self._in_flight is not None:
             with RECORDER.during("save"):
                 self._settle(self._checkpointer.finish, can_end=can_end)
@@ -216,7 +207,6 @@ class Saver(Callback):
             self._report(facts, folder)
 
     def _failed(self, error: SaveFailed, step: int, *, can_end: bool = True) -> None:
-        """Count and report a failed save, or end the run."""
         self._failures += 1
         if self._saved_step == step:
             self._saved_step = -1

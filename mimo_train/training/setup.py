@@ -287,12 +287,8 @@ def _open_log(
     checkpointer: Checkpointer,
     stops: DataEnd | None,
 ) -> GlobalState:
-    """Return the run's state, with the log open on the logging rank, and report how the run starts.
-
-    Args:
-        configured: the run before `train.epochs` was resolved.
-        stops: where the data ends the run.
-    """
+    """Return the run's state, with the log open on the logging rank, and report how the run starts. `configured` is the
+    run before `train.epochs` was resolved; `stops` is where the data ends it."""
     data_ends = None if stops is None else stops.step
     state = GlobalState(run, train_state, start_time=start_time, data_ends=data_ends)
     rank, step = dist.get_rank(), train_state.step

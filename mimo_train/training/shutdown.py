@@ -62,14 +62,8 @@ def is_due(interval: int, step: int) -> bool:
 
 
 def agreed_votes(sums: Sequence[float]) -> AgreedVotes:
-    """Return the votes of all ranks.
-
-    Args:
-        sums: `ExitVotes.numbers`, summed over ranks.
-
-    Raises:
-        StepsDiffer: ranks have summed different steps.
-    """
+    """Return the votes of all ranks from `ExitVotes.numbers`, summed over ranks. Raises StepsDiffer if ranks have
+    summed different steps."""
     signalled, out_of_time, ranks, steps, squares = sums
     if ranks * squares != steps**2:
         raise StepsDiffer(
@@ -91,10 +85,13 @@ class ExitVotes:
     """Length of `numbers`."""
 
     def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float, *, ends_waits: bool = False):
-        """Args:
-        minutes: `train.exit_duration_minutes`.
-        start_time: start of the job, in seconds since the epoch; later changes of the clock have no effect.
-        ends_waits: a vote ends waits for data; False if the caller that makes the steps ignores votes."""
+        """Start without votes.
+
+        Args:
+            minutes: `train.exit_duration_minutes`.
+            start_time: start of the job, in seconds since the epoch; later changes of the clock have no effect.
+            ends_waits: a vote ends waits for data; False if the caller that makes the steps ignores votes.
+        """
         self.agreed = AgreedVotes()
         self._signal, self._ends_waits, self._is_told = exit_signal, ends_waits, False
         self._flag: StopFlag | None = None
@@ -116,11 +113,8 @@ class ExitVotes:
         self.agreed = agreed_votes(sums)
 
     def meet(self, rendezvous: Callable[[], dist.Store]) -> None:
-        """Let a signal to one rank end waits for data on all of them, from now on.
-
-        Args:
-            rendezvous: returns the store of the ranks' rendezvous.
-        """
+        """Let a signal to one rank end waits for data on all of them, from now on; `rendezvous` returns the run's
+        store."""
         if self._ends_waits:
             self._flag = StopFlag(rendezvous())
             self._signal.tell_by(self._flag.set)

@@ -11,11 +11,8 @@ from mimo_train.training.step.state import StepResult
 
 
 def train_step(session: Session, forward_step: ForwardStepCallable) -> StepResult:
-    """Make the current step of the data. Collective over all ranks.
-
-    Args:
-        forward_step: as the schedule calls it (see `prepare_forward_step_func`).
-    """
+    """Make the current step of the data with a forward step from `prepare_forward_step_func`. Collective over all
+    ranks."""
     data, pipeline, optimizer, losses = session.data, session.parts.pipeline, session.optimizer, session.losses
     sums: dict[str, torch.Tensor] = {}
     for _ in session.rerun.runs(data):

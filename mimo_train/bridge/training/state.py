@@ -76,11 +76,8 @@ class SessionState(GlobalState):
         return self._nan_policy
 
     def count_step(self, result: StepResult, seconds: float) -> None:
-        """Count the consumption of a step; the caller counts the steps.
-
-        Raises:
-            TooManyBadSamples, UserError: more bad samples or empty steps than the config allows, on every rank.
-        """
+        """Count the consumption of a step; the caller counts the steps. Raises TooManyBadSamples or UserError on every
+        rank, if there are more bad samples or empty steps than the config allows."""
         session, progress = self.session, self.train_state
         self.result = result
         if result.should_exit:  # the step was not made
@@ -102,11 +99,8 @@ class SessionState(GlobalState):
 
 
 def session_of(state: GlobalState, function: str) -> Session:
-    """Return the session of a state.
-
-    Raises:
-        TypeError: `mimo_train.bridge.training.setup.setup` has not set up the state's run.
-    """
+    """Return the session of a state. Raises TypeError if `mimo_train.bridge.training.setup.setup` has not set up its
+    run."""
     if not isinstance(state, SessionState):
         raise TypeError(
             f"{function}: expected the state that mimo_train.bridge.training.setup.setup returns, got "

@@ -194,22 +194,14 @@ def should_disable_forward_pre_hook(
 
 
 def enable_forward_pre_hook(model: list[DistributedDataParallel]) -> None:
-    """Restore the hooks that wait for parameters.
-
-    Args:
-        model: the model chunks of this rank: wrapped modules, or a `MimoModel` of them.
-    """
+    """Restore the hooks that wait for parameters; `model` has wrapped modules, or a `MimoModel` of them."""
     for chunk in overlapping_chunks(model):
         chunk.enable_forward_pre_hook()
 
 
 def disable_forward_pre_hook(model: list[DistributedDataParallel], param_sync: bool = True) -> None:
-    """Remove the hooks that wait for parameters.
-
-    Args:
-        model: the model chunks of this rank: wrapped modules, or a `MimoModel` of them.
-        param_sync: gather at once what the last step updated; collective then.
-    """
+    """Remove the hooks that wait for parameters; `model` has wrapped modules, or a `MimoModel` of them. With
+    `param_sync`, gather at once what the last step updated; collective then."""
     for chunk in overlapping_chunks(model):
         chunk.disable_forward_pre_hook(param_sync=param_sync)
 
@@ -250,10 +242,8 @@ def checkpoint_and_decide_exit(
     checkpointing_context: dict[str, Any],
     train_data_iterator: Any,
 ) -> bool:
-    """Save once if the step is due, and return True if the loop should end; see `Saver.save_and_decide_exit`.
-
-    Args: as those of `save_checkpoint_and_time`.
-    """
+    """Save once if the step is due, and return True if the loop should end; see `Saver.save_and_decide_exit`. The
+    arguments are those of `save_checkpoint_and_time`."""
     session = session_of(state, "checkpoint_and_decide_exit")
     parts = {"model": model, "optimizer": optimizer, "scheduler": opt_param_scheduler}
     _require_own(session, **parts, data=train_data_iterator)
@@ -263,8 +253,7 @@ def checkpoint_and_decide_exit(
 
 
 def _finish_train(global_state: SessionState) -> None:
-    """End a loop that has not failed: wait for a save in flight, stop profilers, flush the console, write progress.txt.
-    Collective."""
+    """Wait for a save in flight, and end the loop as `loop.finish` does. Collective."""
     session = session_of(global_state, "_finish_train")
     global_state.saver.finish()
     loop.finish(session)

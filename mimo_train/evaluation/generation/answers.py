@@ -69,11 +69,7 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def __call__(self, logits_V: torch.Tensor) -> int:
-        """Draw a token.
-
-        Raises:
-            UserError: the largest logit is not finite.
-        """
+        """Draw a token. Raises UserError if the largest logit is not finite."""
         best = int(logits_V.argmax())
         if not math.isfinite(float(logits_V[best])):
             raise UserError(

@@ -33,11 +33,8 @@ class Decoder:
 
     @torch.no_grad()
     def begin(self, prompt: Prompt, length: int) -> torch.Tensor:
-        """Start a sequence with a prompt, in one pass of all modules; returns the logits [V] after it.
-
-        Args:
-            length: positions to cache, the prompt's included.
-        """
+        """Start a sequence with a prompt, in one pass of all modules; returns the logits [V] after it. The cache has
+        `length` positions, the prompt's included."""
         self._cache = StaticInferenceContext(max_batch_size=1, max_sequence_length=length)
         self._positions = _positions(prompt, length).to(self._pipeline.device)
         ids_BS, own = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]

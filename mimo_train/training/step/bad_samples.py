@@ -33,11 +33,7 @@ class BadSampleReport:
         self._file, self._logging_rank, self._message = run_dir / FILE, logging_rank, message
 
     def adopt(self, bad_samples: BadSamples, part: str) -> None:
-        """Report these from now on, instead of each rank for itself.
-
-        Args:
-            part: `train` or `held_out`.
-        """
+        """Report these as `part` (`train` or `held_out`) from now on, instead of each rank for itself."""
         bad_samples.is_quiet = True
 
         def append(new: list[BadSample]) -> None:
@@ -124,11 +120,8 @@ class BadSampleCount:
             self.settle()
 
     def settle(self, new: int | None = None) -> None:
-        """Add the new bad samples to `TrainState.bad_samples`, and report them. Collective over all ranks.
-
-        Args:
-            new: their number, if the host has it; otherwise this waits for the device.
-        """
+        """Add the new bad samples to `TrainState.bad_samples`, and report them. Collective over all ranks. Waits for
+        the device unless `new` is their number."""
         count = int(self.new) if new is None else new
         waiting, self._waiting = self._waiting, []
         self.new.zero_()
@@ -162,14 +155,8 @@ class EmptySteps:
         self.new = torch.zeros((), dtype=torch.float64, device=device)
 
     def note(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Count a step.
-
-        Args:
-            tokens: tokens with loss of the step, over all ranks; None if no step was made.
-
-        Returns:
-            1 if the step is empty, else 0; 0-d float64 on the device.
-        """
+        """Count a step with `tokens` tokens with loss over all ranks; None if no step was made. Returns 1 if the step
+        is empty, else 0; 0-d float64 on the device."""
         if tokens is None:
             return torch.zeros_like(self.new)
         empty = (tokens == 0).double()
@@ -177,11 +164,7 @@ class EmptySteps:
         return empty
 
     def settle(self, new: int | None = None) -> None:
-        """Add the new empty steps to `TrainState.empty_steps`.
-
-        Args:
-            new: their number, if the host has it; otherwise this waits for the device.
-        """
+        """Add the new empty steps to `TrainState.empty_steps`. Waits for the device unless `new` is their number."""
         self._train_state.empty_steps += int(self.new) if new is None else new
         self.new.zero_()
 

@@ -294,7 +294,8 @@ class StepIterator:
         return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
-        """[global_batch_size]: learned positions of the samples; one rank of each replica counts its texts."""
+        """Return the learned positions of each sample, [global_batch_size]; one rank of each replica counts its
+        texts."""
         pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
         counts = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0

@@ -33,14 +33,8 @@ class Features:
     """Caches of this rank's frozen encoders, and the look-ups that its datasets use."""
 
     def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], te: bool):
-        """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective.
-
-        Args:
-            te: layers are Transformer Engine's.
-
-        Raises:
-            UserError: a rank cannot make its folder; on every rank.
-        """
+        """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective; raises UserError
+        on every rank if a folder cannot be made. `te` is True if layers are Transformer Engine's."""
         self._lookups: dict[str, Lookup] = {}
         self._prefetched: dict[str, int] = {}
         self._modules: dict[str, EncoderModule] = {}

@@ -31,11 +31,8 @@ _STATE_NAMES = ("state", "global_state")
 
 
 def load_forward_step(entry: str) -> ForwardStepCallable:
-    """Return the forward step of `train.forward_step`: the function of that name, or an instance of the class.
-
-    Raises:
-        ConfigError: it cannot be imported, instantiated or called.
-    """
+    """Return the forward step of `train.forward_step`: the function of that name, or an instance of the class. Raises
+    ConfigError if it cannot be imported, instantiated or called."""
     forward_step = load_code(FORWARD_STEP, entry)
     try:
         if isinstance(forward_step, type):
@@ -48,10 +45,7 @@ def load_forward_step(entry: str) -> ForwardStepCallable:
 
 
 def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: GlobalState) -> ForwardStepCallable:
-    """Return the forward step as the schedule calls it, with the state bound if its signature has one.
-
-    Call it once per loop. The state itself is bound, not a copy.
-    """
+    """Return the forward step as the schedule calls it, with the state itself bound if its signature has one."""
     return maybe_inject_state(forward_step_func, state, needs_global_state_injection(forward_step_func))
 
 
@@ -87,11 +81,8 @@ def maybe_inject_state(
 
 
 def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) -> ForwardStepCallable:
-    """Return the forward step with its loss functions normalised and their reports kept in `losses`.
-
-    Raises (when called):
-        TypeError: the forward step returned something other than (output, loss function or None).
-    """
+    """Return the forward step with its loss functions normalised and their reports kept in `losses`. When called, it
+    raises TypeError unless the forward step returns (output, loss function or None)."""
 
     def step(data_iterator: Any, model: Any, **options: Any) -> tuple[Any, Callable | None]:
         result = forward_step_func(data_iterator, model, **options)

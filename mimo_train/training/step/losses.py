@@ -121,12 +121,15 @@ class StepLosses:
         needs_tokens: bool = False,
         sources: Sequence[str] = (),
     ):
-        """Args:
-        weights: `train.loss_weights`.
-        sources: names of the sources of a mixture.
-        needs_tokens: losses must be sums with their number of tokens, which divides the router losses too
-            (`mimo_train.models.experts.RouterLosses`).
-        validate: called with the loss sum of every microbatch and its number of tokens."""
+        """Start without reports.
+
+        Args:
+            weights: `train.loss_weights`.
+            sources: names of the sources of a mixture.
+            needs_tokens: losses must be sums with their number of tokens, which divides the router losses too
+                (`mimo_train.models.experts.RouterLosses`).
+            validate: called with the loss sum of every microbatch and its number of tokens.
+        """
         self.reports: list[dict[str, torch.Tensor]] = []
         self._weights, self._validate = dict(weights), validate
         language = groups.collections.get(LANGUAGE)
@@ -218,7 +221,6 @@ class StepLosses:
         )
 
     def _require_weighted(self, report: dict[str, torch.Tensor]) -> None:
-        """Check each set of names once: there are not too many, and every weight has its loss."""
         if tuple(report) == self._checked:
             return
         unknown = sorted(self._weights.keys() - report.keys())

@@ -40,11 +40,8 @@ class Parts:
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
-    """Prepare this process for its device and join the others, over `store` if given.
-
-    Returns:
-        (kind of device, device).
-    """
+    """Prepare this process for its device and join the others, over `store` if given. Returns (kind of device,
+    device)."""
     chosen = devices.choose(cfg.run.device, *(int(os.environ.get(*each)) for each in _OF_THIS_MACHINE))
     kind = chosen.kind
     device = devices.install(chosen.kind, chosen.index, cpu_kernels=cfg.run.cpu_kernels)
@@ -68,7 +65,6 @@ _OF_THIS_MACHINE = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def _remark(cfg: ConfigContainer, chosen: devices.Choice) -> None:
-    """Print remarks about the device on the first rank."""
     if os.environ.get("RANK", "0") != "0":
         return
     overlaps = any(module.layout.tp * module.layout.cp > 1 for module in cfg.modules.values())

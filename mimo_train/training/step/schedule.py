@@ -111,12 +111,8 @@ class Pipeline:
         )
 
     def work_ahead(self, while_waiting: Callable[[], None], when_done: Callable[[], None]) -> None:
-        """Run functions while this rank waits for modules on other ranks.
-
-        Args:
-            while_waiting: called in every exchange with them.
-            when_done: called when this rank has finished its part of a step.
-        """
+        """Call `while_waiting` in every exchange with modules on other ranks, and `when_done` after this rank's part of
+        a step."""
         if self.layout.disjoint_edges:
             assert self._communicator is not None, "modules on other ranks are reached by a communicator"
             for bridge in self._communicator.bridge_comms:
@@ -128,12 +124,8 @@ class Pipeline:
         return self._num_tokens if self._counts_tokens else None
 
     def divide_gradients(self, tokens: torch.Tensor) -> None:
-        """Divide the gradients of all modules by the tokens of the global batch.
-
-        Args:
-            tokens: the sum of `local_tokens` over all ranks, [1]: the same divisor for every module, at any
-                data-parallel sizes.
-        """
+        """Divide the gradients of all modules by the tokens of the global batch: the sum of `local_tokens` over all
+        ranks, [1]. So every module has the same divisor, at any data-parallel sizes."""
         factor = 1.0 / tokens.clamp(min=1).to(torch.float32)
         for chunks in self._modules.values():
             for chunk in chunks:
@@ -198,7 +190,6 @@ class Pipeline:
         )
 
     def _hidden_sizes(self, model: MimoModel, config: TransformerConfig) -> dict[str, int]:
-        """Return the layer width of this rank's modules and of the language model."""
         return {LANGUAGE: config.hidden_size} | {
             name: unwrap_model(submodule).encoders[name].config.hidden_size
             for name, submodule in model.modality_submodules.items()

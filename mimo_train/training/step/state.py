@@ -84,12 +84,8 @@ class TrainState(FixedKeys):
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint.
-
-        Raises:
-            TypeError: a value is not a number or list of the attribute's type.
-            AttributeError: a name is not an attribute.
-        """
+        """Load the state of a checkpoint. Raises TypeError for a value of the wrong type, AttributeError for an unknown
+        name."""
         for name, value in state.items():
             kind = type(getattr(self, name))
             types = (int, float) if kind is float else (int,)
