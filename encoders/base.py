@@ -9,28 +9,27 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
 """Activation functions of encoders and projectors. `gelu_tanh` is the approximation by tanh."""
 
 GATED = "swiglu"
-"""The activation of layers of encoders whose feed-forward block is gated (Shazeer 2020, arXiv 2002.05202)."""
+"""Activation of layers with a gated feed-forward block (Shazeer 2020, arXiv 2002.05202)."""
 
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """How an image becomes one of `EncoderSpec.input_size`."""
+    """The preprocessing that turns an image into one of `EncoderSpec.input_size`."""
 
     interpolation: str = "bicubic"
     """`bicubic` or `bilinear`, both with antialiasing."""
     shortest_edge: int = 0
-    """Pixels that the shorter side gets before the middle is cut out; 0: nothing is cut, both sides are resized to what
-    they become."""
+    """Pixels of the shorter side before the center crop; 0: no crop, both sides are resized."""
     tile: int = 0
-    """Side in pixels of the tiles that it is cut into; 0: it is not."""
+    """Side in pixels of the tiles that the image is cut into; 0: no tiles."""
     background: tuple[int, int, int] = (0, 0, 0)
-    """Of a square around an image that is not cut where others are: red, green, blue."""
+    """Color (red, green, blue) of the square around an image that is not cut into tiles when others are."""
     rounded: bool = True
-    """Whether resized pixels are rounded to whole numbers (uint8); otherwise they are float32, from 0 to 255."""
+    """True if resized pixels are rounded to integers (uint8); otherwise they are float32, from 0 to 255."""
 
 
 class Merging(Protocol):
-    """What the arithmetic of an encoder needs of the projector behind it."""
+    """The properties of a projector that the arithmetic of an encoder needs."""
 
     merge: int
     """See `encoders.projectors.spec.ProjectorSpec`."""
@@ -43,15 +42,16 @@ class Merging(Protocol):
 
 
 class EncoderSpec(ABC):
-    """The interface of every encoder's spec, with the defaults of what most encoders lack.
+    """The interface of every encoder's spec, with defaults for what most encoders lack.
 
-    `extent0` and `extent1` are read from the header of an image or audio item: height and width in pixels, or samples
-    and samples per second. Everything is a pure function of the spec, so that data (placeholders), `mimo-train check`
-    and the pipeline (message shapes) agree without the model. Attributes without an annotation are properties of a
-    family; a family that lets the user choose has a field of that name.
+    `extent0` and `extent1` come from the header of an image or audio item: height and width in pixels, or samples and
+    samples per second. Everything is a pure function of the spec, so data (placeholders), `mimo-train check` and the
+    pipeline (message shapes) agree without the model. Attributes without an annotation are properties of a family. If
+    the
+    user may choose one, the family has a field of that name.
     """
 
-    if TYPE_CHECKING:  # fields of the dataclasses that derive from it
+    if TYPE_CHECKING:  # fields of derived dataclasses
         name: str
         family: str
 
@@ -61,14 +61,14 @@ class EncoderSpec(ABC):
         def dropout(self) -> float: ...
 
     kind: ClassVar[str] = ""
-    """Kind of media this encoder reads: `image` or `audio`."""
+    """Kind of media that this encoder reads: `image` or `audio`."""
     medium: ClassVar[str] = ""
-    """What one item of it is called."""
+    """Name of one item in messages."""
     placeholder: ClassVar[str] = ""
-    """Marker in a record's text at the place of an item."""
+    """Marker of an item in a record's text."""
 
     resize = ""
-    """How images are resized; `tiles`: they are cut into tiles (`encoders.native.vit.tiles`)."""
+    """The way images are resized; `tiles`: they are cut into tiles (`encoders.native.vit.tiles`)."""
     rotary_positions = False
     """True if queries and keys are rotated by position."""
     deepstack: Sequence[int] = ()
@@ -76,7 +76,7 @@ class EncoderSpec(ABC):
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        """The encoders with layers that this one consists of, by name; of a single one, itself without a name."""
+        """The layered encoders in this one, by name; a single encoder has the empty name."""
         return {"": self}
 
     @property
@@ -86,22 +86,22 @@ class EncoderSpec(ABC):
 
     @property
     def leading_tokens(self) -> int:
-        """Tokens of each item in front of its patches, inside the encoder."""
+        """Tokens of each item before its patches, inside the encoder."""
         return 0
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of each item in front of its patches, in the sequence."""
+        """Tokens of each item before its patches, in the sequence."""
         return 0
 
     @property
     def largest_area(self) -> int:
-        """Pixels of the largest image that layers see; 0: not known."""
+        """Pixels of the largest image that layers see; 0: unknown."""
         return 0
 
     @property
     def transform(self) -> ImageTransform:
-        """How an image becomes one of `input_size`."""
+        """The preprocessing that turns an image into one of `input_size`."""
         return ImageTransform()
 
     @property
@@ -112,19 +112,19 @@ class EncoderSpec(ABC):
     @abstractmethod
     def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
         """Return the size in which the encoder gets an item: (height, width) in pixels, or (samples, samples per
-        second). Raises EncoderError for an extent that it cannot take."""
+        second). Raise EncoderError for an unsupported extent."""
 
     @abstractmethod
     def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """Return the tokens of an item inside the encoder. Raises EncoderError as `input_size` does."""
+        """Return the tokens of an item inside the encoder. Raise EncoderError as `input_size` does."""
 
     @abstractmethod
     def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """Return the tokens of an item in the sequence. Raises EncoderError as `input_size` does."""
+        """Return the tokens of an item in the sequence. Raise EncoderError as `input_size` does."""
 
     @abstractmethod
     def joined(self, merge: int) -> int:
-        """Return how many tokens inside the encoder make one of the sequence."""
+        """Return the number of tokens inside the encoder that make one of the sequence."""
 
     @abstractmethod
     def most_tokens(self, merge: int = 1) -> int:
@@ -136,43 +136,45 @@ class EncoderSpec(ABC):
 
     @abstractmethod
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """Return how an item is read, what the layers see of it, and its tokens in the sequence, in words."""
+        """Return descriptions of an item's input, of its tokens inside the layers, and of its tokens in the
+        sequence."""
 
     @abstractmethod
     def faults(self) -> list[tuple[str, str]]:
-        """Return (field, sentence) of everything that cannot be built."""
+        """Return (field, message) of every config error."""
 
     @abstractmethod
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """Return (field of the module, sentence) of faults together with a projector."""
+        """Return (field of the module, message) of every config error together with a projector."""
 
     @abstractmethod
     def num_parameters(self) -> int:
         """Return the number of parameters, biases and norms included."""
 
     def token_grid(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int] | None:
-        """Return (rows, columns) of the tokens in the sequence that come from an image; None where there is no grid."""
+        """Return (rows, columns) of an image's tokens in the sequence; None if there is no grid."""
         return None
 
     def attention_pairs(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """Return the pairs of tokens of an item that attend to each other, in a layer on average: all."""
+        """Return the number of token pairs of an item that attend to each other, averaged over layers: by default
+        all."""
         return self.inner_tokens(extent0, extent1, merge=merge) ** 2
 
     def most_features(self, merge: int = 1) -> int:
-        """Return the features of the largest item in front of the projector."""
+        """Return the features of the largest item before the projector."""
         return self.most_tokens(merge)
 
     def patches_of(self, tokens: float, merge: int = 1) -> float:
-        """Return the patches or frames of items that take `tokens` in the sequence, all together."""
+        """Return the total patches or frames of items that take `tokens` in the sequence."""
         return tokens * self.joined(merge)
 
     def joined_width(self, merge: int) -> int:
-        """Return the width of the features that the projector reads: all that make a token, side by side."""
+        """Return the width of the projector's input: all features of a token, side by side."""
         return self.hidden_size * self.joined(merge)
 
 
 class LayeredSpec(EncoderSpec):
-    """The spec of an encoder whose layers are built here, and so can be split by tensor and pipeline parallelism."""
+    """The spec of an encoder whose layers are built here, so that tensor and pipeline parallelism can split them."""
 
     if TYPE_CHECKING:
         num_layers: int
@@ -184,14 +186,14 @@ class LayeredSpec(EncoderSpec):
 
     normalization = "LayerNorm"
     feature_layer = -1
-    """The layer whose output is read, counted from the last one; layers behind it are not built."""
+    """The layer whose output is read, counted from the last one; layers after it are not built."""
     final_norm = True
     """True if a norm follows the layers."""
     key_bias = True
     layer_scale = 0.0
-    """Initial factor of the learned scale behind attention and feed-forward block; 0: none."""
+    """Initial factor of the learned scale after attention and feed-forward block; 0: none."""
     full_attention: Sequence[int] | None = None
-    """Layers, counted from 0, whose tokens attend to the whole item, where others attend inside windows; None: all."""
+    """Layers, counted from 0, that attend to the whole item, while others attend inside windows; None: all."""
 
     @property
     def built_layers(self) -> int:
@@ -201,18 +203,18 @@ class LayeredSpec(EncoderSpec):
     @property
     @abstractmethod
     def token_unit_fields(self) -> tuple[str, ...]:
-        """Fields of the module that `token_unit` follows from."""
+        """Fields of the module that determine `token_unit`."""
 
     @abstractmethod
     def token_unit(self, merge: int = 1) -> int:
-        """Return a divisor of the number of tokens that any item has inside the encoder."""
+        """Return a divisor of the number of tokens of any item inside the encoder."""
 
     @abstractmethod
     def embedding_products(self) -> dict[str, int]:
-        """Return the parameters in front of the layers: multiplications with each for one token inside."""
+        """Return {weight before the layers: its multiplications for one token inside}."""
 
     def layer_faults(self) -> list[tuple[str, str]]:
-        """Return (field, sentence) of everything that is wrong with the sizes of the layers."""
+        """Return (field, message) of every wrong layer size."""
         faults = [
             (name, f"must be at least 1, is {getattr(self, name)}")
             for name in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
@@ -252,25 +254,25 @@ class LayeredSpec(EncoderSpec):
 
 
 def num_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
-    """Tokens that a medium takes in the language model's sequence. Raises EncoderError as `EncoderSpec.input_size`."""
+    """Return the tokens of an item in the language model's sequence. Raise EncoderError as `EncoderSpec.input_size`."""
     tokens = encoder.num_tokens(*extent, merge=projector.merge)
     return projector.latents or tokens
 
 
 def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
-    """Tokens that the largest medium takes in the language model's sequence."""
+    """Return the tokens of the largest item in the language model's sequence."""
     return projector.latents or encoder.most_tokens(projector.merge)
 
 
 def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int] | None:
-    """(rows, columns) of the tokens that an image takes in the sequence, row by row; None where they form no grid, as
-    those of a clip, latents of a resampler, or those behind a class token. A spec without `token_grid` has none."""
+    """Return (rows, columns) of an image's tokens in the sequence, in row order. Return None if they form no grid: for
+    audio, for latents of a resampler, and after a class token."""
     grid = None if projector.latents else encoder.token_grid(*extent, merge=projector.merge)
     return grid if grid and grid[0] * grid[1] == num_tokens(encoder, projector, *extent) else None
 
 
 def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, str]]:
-    """(field of the module, sentence) of faults of an encoder and a projector together."""
+    """Return (field of the module, message) of every config error of an encoder together with a projector."""
     found, tiled = encoder.joint_faults(projector.merge), encoder.is_tiled
     if tiled and projector.latents:
         text = f"is {projector.latents}, and with encoder.resize tiles an image has lines of features: set it to 0"

@@ -2,4 +2,4 @@
 
 
 class EncoderError(ValueError):
-    """A medium that an encoder cannot take. The message has the numbers and the key to change."""
+    """A media item that an encoder cannot take. The message has the numbers and the key to change."""

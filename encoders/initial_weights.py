@@ -1,13 +1,13 @@
 """Initial weights drawn as a function of (seed, row, column), the same on every machine and at any layout.
 
-A rank draws the part of a weight that it holds, in the time that this part takes, and gets the numbers that it would
-have cut out of the whole weight. Columns are in strips; the numbers of a strip are a stream of Philox4x64 (Salmon et
-al. 2011, doi 10.1145/2063384.2063405), row by row, which can begin anywhere.
+A rank draws only its part of a weight, and gets the same numbers as a cut of the whole weight. Columns are in strips.
+The numbers of a strip are a stream of Philox4x64 (Salmon et al. 2011, doi 10.1145/2063384.2063405), row by row, which
+can start anywhere.
 
 A number is the normal distribution's inverse at 31 random bits, interpolated linearly in a table with 256 places for
-each halving of the probability: it is off by less than 3e-6, and at most 6.23 from 0. Only look-ups, single additions
-and multiplications are made, which IEEE 754 rounds in one way; what torch draws depends on the CPU's instructions, and
-what libraries make of logarithms on their version.
+each halving of the probability. It is off by less than 3e-6, and at most 6.23 from 0. Only look-ups, single additions
+and multiplications are made, which IEEE 754 rounds in one way. Numbers of torch depend on the CPU's instructions, and
+logarithms on the version of a library.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from torch.nn.utils import skip_init
 _STRIP = 64
 """Columns of a strip, of which a rank draws all or none."""
 _BLOCKS = _STRIP // 8
-"""What Philox counts, in a row of a strip: each gives 4 x 64 bits, two numbers in each 64."""
+"""Philox blocks in a row of a strip: each gives 4 x 64 bits, two numbers per 64 bits."""
 _ROWS = 256
-"""Rows that are drawn at once, which caches hold."""
+"""Rows drawn at once, which fit in caches."""
 _PLACES = 256
-"""Of the table, for each halving of the probability."""
+"""Table places for each halving of the probability."""
 _MANTISSA = 15
 """Bits of a float below those that choose the place."""
 _ONE = 127 * _PLACES
@@ -38,7 +38,7 @@ _ONE = 127 * _PLACES
 class Normal:
     """Initial weights of a normal distribution around 0; callable, as Megatron-Core's `init_method`.
 
-    Every weight takes its seed from torch's generator, so that what was seeded by layer is drawn by layer.
+    Every weight takes its seed from torch's generator, so weights seeded by layer are drawn by layer.
 
     Attributes:
         std: standard deviation.
@@ -47,7 +47,7 @@ class Normal:
     std: float
 
     def __call__(self, whole: torch.Tensor) -> torch.Tensor:
-        """Draw a whole weight of any shape; one of two dimensions gets what `draw_part` gives its parts."""
+        """Draw a whole weight of any shape. In two dimensions it equals the parts of `draw_part`."""
         if whole.dim() == 2:
             self.draw_part(whole)
             return whole
@@ -63,9 +63,9 @@ class Normal:
 
         Args:
             weight: the part, [rows, columns].
-            dim: what is cut.
-            rank: which of the parts.
-            ranks: how many there are.
+            dim: the dimension that is cut.
+            rank: index of the part.
+            ranks: number of parts.
             pieces: equal pieces of the whole weight along `dim`, each of which is cut, as the halves of a gated layer.
         """
         seed, size = next_seed(), weight.size(dim) // pieces
@@ -75,7 +75,7 @@ class Normal:
 
 
 def next_seed() -> int:
-    """A seed from torch's generator of the CPU, which goes on by one number."""
+    """Return a seed from torch's CPU generator, which advances by one number."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
@@ -85,9 +85,9 @@ def fill(block: torch.Tensor, std: float, seed: int, row: int = 0, column: int =
     Args:
         block: [rows, columns], of any type, strides and device.
         std: standard deviation.
-        seed: of the weight, at least 0 and below 2^63.
-        row: of the weight, where the block begins.
-        column: likewise.
+        seed: seed of the weight, at least 0 and below 2^63.
+        row: first row of the block in the weight.
+        column: first column of the block in the weight.
     """
     rows, columns = block.shape
     strips = range(column // _STRIP, -(-(column + columns) // _STRIP))
@@ -102,11 +102,9 @@ def fill(block: torch.Tensor, std: float, seed: int, row: int = 0, column: int =
 
 
 def _normal(stream: Any, count: int, std: float) -> numpy.ndarray:
-    """The next numbers of a stream, [count] in float32; `count` is even.
-
-    Of 32 bits one is the sign. The others are, as a float, 2^32 times the probability of a number further from 0: its
-    exponent and the first bits of its mantissa are a place in the table, the last bits lie between it and the next.
-    """
+    """Return the next numbers of a stream, [count] in float32; `count` is even. One of 32 bits is the sign. The others
+    are, as a float, 2^32 times the probability of a number further from 0. Its exponent and the first bits of its
+    mantissa select a place in the table. The last bits interpolate to the next place."""
     values, slopes = _table()
     random = stream.random_raw(count // 2).astype("<u8", copy=False).view("<i4")
     bits = random & 0x7FFFFFFF
@@ -127,7 +125,7 @@ def _normal(stream: Any, count: int, std: float) -> numpy.ndarray:
 
 @cache
 def _table() -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(value at each place, what it changes by for each step of the mantissa's last bits), for floats of 1 to 2^31."""
+    """Return (value at each place, its change per step of the mantissa's last bits), for floats of 1 to 2^31."""
     places = 31 * _PLACES
     floats = [2.0 ** (place // _PLACES) * (1 + place % _PLACES / _PLACES) for place in range(places + 1)]
     values = numpy.array([-NormalDist().inv_cdf(value / 2**32) for value in floats])
@@ -136,12 +134,13 @@ def _table() -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def bare_layer(kind: type, *sizes: int, **options: Any) -> Any:
-    """A linear layer or convolution of torch, whose memory is as it was, for `draw_weights`."""
+    """Return a linear layer or convolution of torch with uninitialized memory, for `draw_weights`."""
     return skip_init(kind, *sizes, **options)
 
 
 def draw_weights(layer: Any, std: float, config: TransformerConfig) -> None:
-    """Weights of a normal distribution, biases of 0; nothing without `config.perform_initialization`."""
+    """Draw weights from a normal distribution and set biases to 0; do nothing without
+    `config.perform_initialization`."""
     if config.perform_initialization:
         Normal(std)(layer.weight)
         if layer.bias is not None:
@@ -149,7 +148,7 @@ def draw_weights(layer: Any, std: float, config: TransformerConfig) -> None:
 
 
 def drawn(shape: tuple[int, ...], std: float, config: TransformerConfig) -> torch.nn.Parameter:
-    """A parameter of a normal distribution; without `config.perform_initialization` its memory is as it was."""
+    """Return a parameter of a normal distribution; uninitialized without `config.perform_initialization`."""
     parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
     if config.perform_initialization:
         Normal(std)(parameter)

@@ -1,9 +1,5 @@
-"""Two encoders as one: on every pipeline stage that of both.
-
-Between stages the tokens of the two go side by side, the fewer filled up by zeros.
-
-Shape suffixes as in `encoders.staged`.
-"""
+"""Two encoders as one: every pipeline stage has a stage of both. Between stages their tokens are side by side, the
+fewer padded by zeros. Shape suffixes as in `encoders.staged`."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,12 +15,12 @@ from encoders.staged import Size
 
 
 class JoinedEncoder(VisionTransformer):
-    """Images -> features of both encoders for each token, side by side: what one pipeline stage has of them.
+    """One pipeline stage of two encoders: images -> features of both for each token, side by side.
 
     Args:
-        config: its hidden size is that of both together.
-        parts: by key of the spec, what builds this stage of each encoder.
-        merge, pg_collection: as of `StagedEncoder`.
+        config: its hidden size is the sum of both.
+        parts: {key of the spec: builder of this stage of the encoder}.
+        merge, pg_collection: as in `StagedEncoder`.
     """
 
     spec: JoinedSpec  # type: ignore[assignment]  # one spec for two vision transformers
@@ -37,7 +33,7 @@ class JoinedEncoder(VisionTransformer):
         merge: int,
         pg_collection: ProcessGroupCollection,
     ):
-        MegatronModule.__init__(self, config=config)  # it has neither embeddings nor layers of its own
+        MegatronModule.__init__(self, config=config)  # without embeddings or layers
         self.spec, self.merge = spec, merge
         self._names = tuple(parts)
         for name, build in parts.items():

@@ -43,67 +43,56 @@ class JoinedSpec(FixedKeys, EncoderSpec):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the joined features, and of what goes from one pipeline stage to the next."""
+        """Width of the joined features, and of messages between pipeline stages."""
         return sum(part.hidden_size for part in self.parts.values())
 
     @property
     def dropout(self) -> float:
-        """Largest dropout probability of the encoders."""
         return max(part.dropout for part in self.parts.values())
 
     @property
     def transform(self) -> ImageTransform:
-        """How an image becomes one of `input_size`. Its pixels are rounded if those of either encoder are."""
+        """The preprocessing of an image. Pixels are rounded if those of either encoder are."""
         return replace(self.first.transform, rounded=any(part.transform.rounded for part in self.parts.values()))
 
     @property
     def leading_tokens(self) -> int:
-        """Tokens of each image beside its patches, inside the encoder that has more of them."""
+        """Tokens of each image besides its patches, inside the encoder that has more of them."""
         return max(part.leading_tokens for part in self.parts.values())
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of each image in front of its patches, in the sequence."""
         return self.first.kept_tokens
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels in which the encoders get an image of `height` x `width`."""
         return self.first.input_size(height, width, merge=merge)
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that an image takes inside the encoder that has more of them."""
+        """Return the tokens of an image inside the encoder that has more of them."""
         return self.most_inner_tokens(merge)
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that an image takes in the sequence."""
         return self.first.num_tokens(height, width, merge=merge)
 
     def joined(self, merge: int) -> int:
-        """Patches that make one token of the sequence."""
         return self.first.joined(merge)
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens of an image in the sequence."""
         return self.first.most_tokens(merge)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens of an image inside the encoder that has more of them."""
         return max(part.most_inner_tokens(merge) for part in self.parts.values())
 
     def patches_of(self, tokens: float, merge: int = 1) -> float:
-        """Patches of images that take `tokens` in the sequence, all together."""
         return self.first.patches_of(tokens, merge=merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How an image is read, its patches and its tokens, in words."""
         return self.first.describe_input(merge)
 
     def num_parameters(self) -> int:
-        """Number of trainable parameters of both."""
         return sum(part.num_parameters() for part in self.parts.values())
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = []
         for name, part in self.parts.items():
             if not isinstance(part, PatchSpec):
@@ -119,7 +108,6 @@ class JoinedSpec(FixedKeys, EncoderSpec):
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults of both together, and with a projector."""
         found = [
             (f"encoder.{name}.{field.removeprefix('encoder.')}" if field.startswith("encoder.") else field, text)
             for name, part in self.parts.items()

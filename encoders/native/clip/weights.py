@@ -29,7 +29,7 @@ LAYERS = LayerNames(
     down="mlp.fc2",
     norms=("layer_norm1", "layer_norm2"),
 )
-"""Of CLIP and SigLIP."""
+"""Layer names of CLIP and SigLIP."""
 
 OTHER_TENSORS = (
     "*embeddings.position_ids",
@@ -39,7 +39,7 @@ OTHER_TENSORS = (
     "logit_scale",
     "logit_bias",
 )
-"""Of CLIP and SigLIP: what a vision tower does not read."""
+"""Tensors of CLIP and SigLIP that a vision tower does not read."""
 
 _DEFAULTS = {
     "hidden_size": 768,
@@ -68,7 +68,7 @@ _PREPROCESSING = {
 
 
 def tower_values(file: ConfigFile) -> dict[str, Any]:
-    """Fields of the sizes that CLIP and SigLIP name alike."""
+    """Return the size fields that CLIP and SigLIP name alike."""
     file.require(num_channels=3, attention_dropout=0.0)
     return {
         "patch_size": file.side("patch_size"),
@@ -82,7 +82,7 @@ def tower_values(file: ConfigFile) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`; of CLIP, or of its vision tower alone."""
+    """Read CLIP or its vision tower; see `encoders.registry.Family.read`."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
     images = image_values(preprocessor, _PREPROCESSING, file.side("image_size"))
     return {"family": "clip", **tower_values(file), **images}

@@ -37,12 +37,10 @@ class Dinov2Spec(TowerSpec):
 
     @property
     def position_antialias(self) -> bool:  # type: ignore[override]
-        """Whether positions of a finer grid are averaged on their way to a coarser one: in the models with register
-        tokens."""
+        """True if interpolation to a coarser grid averages positions: in the models with register tokens."""
         return self.register_tokens > 0
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         return super().faults() + _own_faults(self)
 
 
@@ -75,7 +73,6 @@ class Dinov3Spec(TowerSpec):
     key_bias = False
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         return super().faults() + _own_faults(self) + self.rotary_faults()
 
 

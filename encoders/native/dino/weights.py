@@ -105,7 +105,7 @@ _LAYERS_3 = LayerNames(
 
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`; of DINOv2, with register tokens or without."""
+    """Read DINOv2, with or without register tokens; see `encoders.registry.Family.read`."""
     with_registers = config["model_type"] == "dinov2_with_registers"
     file = ConfigFile("config.json", config, _DEFAULTS | ({"patch_size": 16} if with_registers else {}))
     file.require(num_channels=3, qkv_bias=True, drop_path_rate=0.0)
@@ -125,7 +125,7 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
 
 
 def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`; of DINOv3's vision transformers."""
+    """Read DINOv3's vision transformers; see `encoders.registry.Family.read`."""
     file = ConfigFile("config.json", config, _DEFAULTS_3)
     file.require(num_channels=3, attention_dropout=0.0, drop_path_rate=0.0)
     file.require(query_bias=True, key_bias=False, value_bias=True, proj_bias=True, mlp_bias=True)
@@ -158,14 +158,14 @@ def _values(file: ConfigFile) -> dict[str, Any]:
 
 
 def _ffn_size(hidden: int, ratio: float, activation: str) -> int:
-    """Return the width of DINOv2's feed-forward block; a gated one has two thirds of it, rounded up to a multiple of
+    """Return the width of DINOv2's feed-forward block. A gated one has two thirds of it, rounded up to a multiple of
     8."""
     ffn = int(hidden * ratio)
     return -(-int(ffn * 2 / 3) // 8) * 8 if activation == GATED else ffn
 
 
 def published(spec: Dinov2Spec) -> Published:
-    """See `encoders.registry.Family.published`; of DINOv2."""
+    """Publish DINOv2; see `encoders.registry.Family.published`."""
     hidden, registers = spec.hidden_size, spec.register_tokens
     widths = {_ffn_size(hidden, ratio, spec.activation): ratio for ratio in range(64, 0, -1)}
     if spec.ffn_hidden_size not in widths:
@@ -188,7 +188,7 @@ def published(spec: Dinov2Spec) -> Published:
 
 
 def published_3(spec: Dinov3Spec) -> Published:
-    """See `encoders.registry.Family.published`; of DINOv3."""
+    """Publish DINOv3; see `encoders.registry.Family.published`."""
     config = _config(
         spec,
         model_type="dinov3_vit",
@@ -211,7 +211,7 @@ def _config(spec: Dinov2Spec | Dinov3Spec, **keys: Any) -> dict[str, Any]:
 
 
 def weight_map(spec: Dinov2Spec) -> WeightMap:
-    """See `encoders.registry.Family.weight_map`; of DINOv2."""
+    """Return DINOv2's map; see `encoders.registry.Family.weight_map`."""
     hidden, names = spec.hidden_size, _LAYERS
     if spec.activation == GATED:
         names = replace(names, up=("mlp.weights_in",) * 2, down="mlp.weights_out")
@@ -230,7 +230,7 @@ def weight_map(spec: Dinov2Spec) -> WeightMap:
 
 
 def weight_map_3(spec: Dinov3Spec) -> WeightMap:
-    """See `encoders.registry.Family.weight_map`; of DINOv3."""
+    """Return DINOv3's map; see `encoders.registry.Family.weight_map`."""
     hidden, names = spec.hidden_size, _LAYERS_3
     if spec.activation == GATED:
         names = replace(names, up=("mlp.gate_proj", "mlp.up_proj"))
@@ -245,5 +245,5 @@ def weight_map_3(spec: Dinov3Spec) -> WeightMap:
         rules += norm_rules("layers.final_layernorm", "norm", hidden)
     carried = ("embeddings.mask_token", *unread(spec, names.at, "norm"))
     if not spec.register_tokens:
-        carried = (*carried, "embeddings.register_tokens")  # a tensor of none
+        carried = (*carried, "embeddings.register_tokens")  # a tensor without elements
     return WeightMap(tuple(rules), carried=carried, is_renamed=True)

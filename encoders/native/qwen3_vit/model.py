@@ -1,7 +1,6 @@
-"""The vision transformer of Qwen3-VL of Megatron-Core layers.
+"""The vision transformer of Qwen3-VL, of Megatron-Core layers.
 
-Its features are, side by side, those in front of the projector and those of each layer of `deepstack`, which have gone
-through their mergers already.
+Its features are, side by side, the projector's input and the merged states of each layer of `deepstack`.
 
 Shape suffixes as in `encoders.native.vit.model`; W width of a merger's output.
 """
@@ -19,8 +18,8 @@ from encoders.staged import Size
 
 
 class Qwen3VisionTransformer(VisionTransformer):
-    """Images -> features per token of `merge` x `merge` patches, [rows, H * merge^2 + W * layers of deepstack], on
-    one stage."""
+    """Images -> features per token of `merge` x `merge` patches, [rows, H * merge^2 + W * layers of deepstack], on one
+    stage."""
 
     spec: Qwen3VitSpec
 
@@ -40,7 +39,8 @@ class Qwen3VisionTransformer(VisionTransformer):
         return angles[self._order(grid)]
 
     def _states(self, hidden_SBH: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """[S, B, H * (1 + layers of deepstack)]: the last states, behind the final norm, and those of deepstack."""
+        """Return [S, B, H * (1 + layers of deepstack)]: the last states after the final norm, and those of
+        deepstack."""
         found = self.layers(hidden_SBH, **inputs, extract_layer_indices=set(self.spec.deepstack))
         return torch.cat([found[0], *found[1]], dim=-1) if self.spec.deepstack else found
 
@@ -53,7 +53,7 @@ class Qwen3VisionTransformer(VisionTransformer):
 
 
 class StateMerger(torch.nn.Module):
-    """Merged states of a layer -> what a layer of the language model adds: norm, linear, GELU, linear."""
+    """Maps merged states of a layer to the input of a language-model layer: norm, linear, GELU, linear."""
 
     def __init__(self, width: int, language_width: int, eps: float, init_std: float, config: TransformerConfig):
         super().__init__()
@@ -65,5 +65,5 @@ class StateMerger(torch.nn.Module):
             draw_weights(linear, init_std, config)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., H * merge^2] -> [..., W]."""
+        """Map [..., H * merge^2] to [..., W]."""
         return self.linear_fc2(torch.nn.functional.gelu(self.linear_fc1(self.norm(states))))

@@ -43,21 +43,20 @@ class Qwen3VitSpec(PatchSpec):
     rotary_positions = True
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """See `nearest_size`."""
+        """Return the size of `nearest_size`."""
         return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
 
     @property
     def merged_width(self) -> int:
-        """Width of the patches of a token, side by side."""
+        """Width of a token's patches, side by side."""
         return self.hidden_size * self.merge_size**2
 
     def num_parameters(self) -> int:
-        """Number of trainable parameters, biases and norms included."""
         width, out = self.merged_width, self.deepstack_width
         return super().num_parameters() + len(self.deepstack) * (2 * width + width * (width + 1) + out * (width + 1))
 
     def embedding_products(self) -> dict[str, int]:
-        """Parameters outside of the layers: multiplications with each for one patch."""
+        """Return {weight outside of the layers: its multiplications for one patch}."""
         width, squares = self.merged_width, self.merge_size**2
         products = super().embedding_products()
         for number in range(len(self.deepstack)):
@@ -66,7 +65,6 @@ class Qwen3VitSpec(PatchSpec):
         return products
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
         found = super().joint_faults(merge)
         if merge != self.merge_size:
             text = f"{merge} is not encoder.merge_size {self.merge_size}: the projector and the mergers of deepstack "
@@ -74,7 +72,6 @@ class Qwen3VitSpec(PatchSpec):
         return found
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if self.resize != "native":
             found.append(("resize", f"must be native, is {self.resize!r}"))

@@ -40,7 +40,7 @@ PREFIXES = ("model.visual.", "visual.", "")
 
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`; of Qwen3-VL, or of its vision part."""
+    """Read Qwen3-VL or its vision part; see `encoders.registry.Family.read`."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
     file.require(in_channels=3, temporal_patch_size=2)
     positions = file["num_position_embeddings"]
@@ -66,8 +66,8 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
 
 
 def weight_map(spec: Qwen3VitSpec) -> WeightMap:
-    """See `encoders.registry.Family.weight_map`. The norm of the patch merger is the encoder's last, its two linear
-    layers are those of the projector."""
+    """See `encoders.registry.Family.weight_map`. The patch merger's norm is the encoder's last. Its two linear layers
+    belong to the projector."""
     rules = [
         *patch_rules(spec, "patch_embed.proj"),
         same("position_embedding", "pos_embed.weight", (spec.image_size // spec.patch_size) ** 2),

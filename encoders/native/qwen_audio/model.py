@@ -1,7 +1,5 @@
-"""The audio transformer of Qwen2-Audio of Megatron-Core layers.
-
-Shape suffixes as in `encoders.native.whisper.model`.
-"""
+"""The audio transformer of Qwen2-Audio, of Megatron-Core layers. Shape suffixes as in
+`encoders.native.whisper.model`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,14 +13,14 @@ from encoders.staged import Size
 
 
 class QwenAudioEncoder(WhisperEncoder):
-    """Clips -> features per pair of frames, joined `merge` by `merge`: what one pipeline stage has of it."""
+    """One pipeline stage: audio -> features per pair of frames, joined `merge` by `merge`."""
 
     spec: QwenAudioSpec
 
     def _embed_alike(self, waves_NW: torch.Tensor) -> torch.Tensor:
-        """Clips of one length, [N, W] -> the input of the first layer, [N, T, H]."""
+        """Embed audio of one length, [N, W], as the input of the first layer, [N, T, H]."""
         spec, length = self.spec, waves_NW.size(1)
-        # As far as the convolutions and the window of the last frame reach, and the spectrogram mirrors silence alone.
+        # Enough for the convolutions and the last frame's window, so that the spectrogram mirrors only silence.
         reach = 2 * spec.frame
         silence = max(0, min(round(spec.padded_seconds * spec.sample_rate) - length, reach))
         return super()._embed_alike(F.pad(waves_NW, (0, silence)))[:, : self._tokens((length, spec.sample_rate))]
@@ -43,10 +41,10 @@ class QwenAudioEncoder(WhisperEncoder):
 
 
 def _mean_of_pairs(frames: Sequence[int], _norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """The input of the final norm, [S, B, H] -> [S / 2, B, H].
+    """Average the input of the final norm in pairs, [S, B, H] -> [S / 2, B, H].
 
     Args:
-        frames: of each clip in the sequence. Where each rank has a part of the sequence, all are even.
+        frames: frames of each audio item in the sequence. With sequence parallelism, all are even.
     """
     hidden_SBH = inputs[0]
     if any(count % POOLED for count in frames):

@@ -30,8 +30,10 @@ class QwenAudioSpec(WhisperSpec):
     key_bias: bool = False
 
     def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
-        """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
-        with silence behind it up to a whole frame; up to a whole token where `merge` features are one.
+        """Return (samples, samples per second) of the encoder's input: resampled, and padded with silence to a whole
+        frame.
+
+        If `merge` is above 1, the input is padded to a whole token.
 
         Raises:
             EncoderError: it is longer than `max_seconds`, or too short for a token.
@@ -46,38 +48,31 @@ class QwenAudioSpec(WhisperSpec):
         return length, rate_here
 
     def num_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
-        """Tokens that a clip takes in the sequence: `merge` features each. Raises EncoderError as `input_size` does."""
         return self.inner_tokens(samples, rate, merge) // self.joined(merge)
 
     def joined(self, merge: int) -> int:
-        """Frames that make one token of the sequence."""
         return POOLED * merge
 
     def joined_width(self, merge: int) -> int:
-        """Width of the features that the projector reads."""
         return self.hidden_size * merge
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the longest clip."""
         return self.most_inner_tokens(merge) // self.joined(merge)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens inside the encoder of the longest clip."""
         return self.input_size(self.max_samples, self.sample_rate, merge)[0] // self.frame
 
     def token_unit(self, merge: int = 1) -> int:
-        """What divides the number of tokens that any clip has inside the encoder; of pairs of frames, so that a rank
-        that has a part of the sequence has both frames of a pair."""
+        """Return a divisor of the number of frames of any audio item. It counts pairs of frames, so that
+        sequence-parallel ranks have both frames of a pair."""
         return merge
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a clip is read, its frames and its tokens, in words."""
         read_as, frames, _ = super().describe_input(merge)
         per_second = self.sample_rate / self.frame / self.joined(merge)
         return read_as, frames, f"{per_second:g} a second, up to {self.most_tokens(merge)}"
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if found:
             return found

@@ -1,8 +1,8 @@
-"""The vision transformer of Qwen2.5-VL of Megatron-Core layers.
+"""The vision transformer of Qwen2.5-VL, of Megatron-Core layers.
 
-Inside the layers the patches of an image are ordered by window, within a window by token of the sequence (a square of
-`merge` x `merge` patches), so that windows are neighbours, those of one length too, and a token's patches. Images are
-always in a packed row, whose documents they are, with windows inside of them.
+Inside the layers the patches of an image are ordered by window, then by token of the sequence (a square of `merge` x
+`merge` patches). Windows are contiguous, and those of one length are adjacent. Images are always documents of a packed
+row, with windows inside of them.
 
 Shape suffixes as in `encoders.native.vit.model`.
 """
@@ -21,12 +21,12 @@ from encoders.staged import Size
 
 
 class QwenVisionTransformer(VisionTransformer):
-    """Images -> features per token of `merge` x `merge` patches: what one pipeline stage has of it."""
+    """One pipeline stage: images -> features per token of `merge` x `merge` patches."""
 
     spec: QwenVitSpec
 
     def _kept(self, size: Size) -> torch.Tensor:
-        # The place of a token among windows, by its place in the image.
+        # Position of each token in window order, by its position in the image.
         rows, columns = self._grid(size)
         tokens = torch.argsort(_by_window(rows // self.merge, columns // self.merge, self._window))
         return (tokens[:, None] * self.merge**2 + torch.arange(self.merge**2)).flatten()
@@ -57,7 +57,7 @@ class QwenVisionTransformer(VisionTransformer):
 
 
 def _windows(rows: int, columns: int, window: int) -> list[torch.Tensor]:
-    """Places, row by row, of the tokens of each window; those of one length are neighbours."""
+    """Return the positions (in row order) of the tokens of each window; windows of one length are adjacent."""
     places = torch.arange(rows * columns).view(rows, columns)
     windows = [part.flatten() for band in places.split(window, 0) for part in band.split(window, 1)]
     return sorted(windows, key=len, reverse=True)
@@ -70,7 +70,7 @@ def _window_lengths(rows: int, columns: int, window: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _by_window(rows: int, columns: int, window: int) -> torch.Tensor:
-    """Places, row by row, of tokens that are ordered by window."""
+    """Return the positions (in row order) of all tokens, ordered by window."""
     return torch.cat(_windows(rows, columns, window))
 
 

@@ -9,7 +9,7 @@ from encoders.pretrained import CLIP_MEAN, CLIP_STD
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 
 LONGEST = 200
-"""Most times that an image may be longer than wide, or wider than long."""
+"""Maximum ratio of an image's longer side to its shorter side."""
 
 
 @dataclass
@@ -50,11 +50,11 @@ class QwenVitSpec(PatchSpec):
     rotary_positions = True
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """See `nearest_size`."""
+        """Return the size of `nearest_size`."""
         return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
 
     def window_tokens(self, rows: int, columns: int, merge: int) -> list[int]:
-        """Tokens in each window of an image of `rows` x `columns` patches, row by row."""
+        """Return the tokens in each window of an image of `rows` x `columns` patches, in row order."""
         side = self.window_size // self.patch_size // merge
         heights, widths = (
             [min(side, count // merge - at) for at in range(0, count // merge, side)] for count in (rows, columns)
@@ -62,14 +62,12 @@ class QwenVitSpec(PatchSpec):
         return [height * width * merge**2 for height in heights for width in widths]
 
     def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
-        """Pairs of tokens of an image that attend to each other, in a layer on average."""
         rows, columns = self.grid(height, width, merge)
         whole = len(self.full_attention)
         windows = sum(tokens**2 for tokens in self.window_tokens(rows, columns, merge))
         return (whole * (rows * columns) ** 2 + (self.num_layers - whole) * windows) // self.num_layers
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if self.resize != "native":
             found.append(("resize", f"must be native, is {self.resize!r}"))
@@ -84,7 +82,6 @@ class QwenVitSpec(PatchSpec):
         return found + self.rotary_faults()
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
         found = super().joint_faults(merge)
         if self.window_size // self.patch_size < merge:
             text = f"a window of {self.window_size} pixels holds no token of {merge} x {merge} patches: raise it"
@@ -93,18 +90,19 @@ class QwenVitSpec(PatchSpec):
 
 
 def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """(height, width) in pixels that an image of `height` x `width` is resized to: the nearest multiples of `unit`;
-    outside of the bounds both are scaled alike first.
+    """Return (height, width) in pixels of a resized image: the nearest multiples of `unit`.
+
+    Outside of the bounds both sides are first scaled by one factor.
 
     Args:
         least, most: bounds of the area in pixels.
 
     Raises:
-        EncoderError: it is too long for its width, or does not fit the largest area with a token at its side.
+        EncoderError: the image is too long for its width, or does not fit the largest area.
     """
     if max(height, width) > LONGEST * min(height, width):
         raise EncoderError(f"an image of {height} x {width} pixels is more than {LONGEST} times longer than wide")
-    # Halves go to the even number, as in the published preprocessing.
+    # Halves round to the even number, as in the published preprocessing.
     rows, columns = round(height / unit), round(width / unit)
     if rows * columns * unit**2 > most:
         scale = math.sqrt(height * width / most)

@@ -51,7 +51,7 @@ _PREPROCESSING = {
 
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`; of Qwen2.5-VL, or of its vision part."""
+    """Read Qwen2.5-VL or its vision part; see `encoders.registry.Family.read`."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
     file.require(in_channels=3, temporal_patch_size=2)
     if file.activation() != "silu":
@@ -73,15 +73,15 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
 
 
 def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> dict[str, Any]:
-    """Fields of the spec that a preprocessor's config gives.
+    """Return the fields of the spec that a preprocessor's config determines.
 
     Args:
         preprocessor: as for `encoders.registry.Family.read`.
         patch: side of the encoder's patches.
-        merge: side of the squares of them that make a token.
+        merge: side of the squares of patches that make a token.
 
     Raises:
-        EncoderError: it does something that our data path does not, or is of another encoder.
+        EncoderError: our data path does not support it, or it belongs to another encoder.
     """
     preprocessor = preprocessor.get("image_processor") or preprocessor
     defaults = _PREPROCESSING if preprocessor else _PREPROCESSING | {"patch_size": patch, "merge_size": merge}
@@ -89,7 +89,7 @@ def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> di
     own.require(patch_size=patch, temporal_patch_size=2, merge_size=merge)
     size = own["size"]
     pixels = {name: value for name, value in preprocessor.items() if name not in ("size", "do_center_crop")}
-    square = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}  # of no effect
+    square = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}  # has no effect
     images = image_values(pixels, _PREPROCESSING | square, 0, any_size=True)
     return {
         "min_pixels": own.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"],
@@ -99,8 +99,8 @@ def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> di
 
 
 def weight_map(spec: QwenVitSpec) -> WeightMap:
-    """See `encoders.registry.Family.weight_map`. The norm of the patch merger is the encoder's last, its two linear
-    layers are those of the projector."""
+    """See `encoders.registry.Family.weight_map`. The patch merger's norm is the encoder's last. Its two linear layers
+    belong to the projector."""
     rules = [
         *patch_rules(spec, "patch_embed.proj"),
         *layer_rules(spec, _LAYERS),
@@ -110,11 +110,11 @@ def weight_map(spec: QwenVitSpec) -> WeightMap:
 
 
 def merger_map(width: int, language_width: int) -> WeightMap:
-    """The linear layers of the patch merger, as a projector's.
+    """Return the map of the patch merger's linear layers, as a projector's.
 
     Args:
-        width: of the merged patches, and between the two layers.
-        language_width: of the language model.
+        width: width of the merged patches, and between the two layers.
+        language_width: width of the language model.
     """
     sizes = {"encoder.linear_fc1": ("merger.mlp.0", width), "encoder.linear_fc2": ("merger.mlp.2", language_width)}
     rules = with_biases(same(f"{ours}.weight", f"{name}.weight", rows) for ours, (name, rows) in sizes.items())

@@ -45,18 +45,16 @@ class Siglip2Spec(TowerSpec):
 
     @property
     def largest_area(self) -> int:
-        """Pixels of the largest image that layers see."""
         return self.max_patches * self.patch_size**2
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels in which the encoder gets an image of `height` x `width`: scaled by the largest
-        factor with which its sides, rounded up to multiples of patch_size * merge, hold at most `max_patches`."""
+        """Return the (height, width) in pixels of the encoder's input. Both sides are scaled by the largest factor for
+        which they, rounded up to multiples of patch_size * merge, hold at most `max_patches`."""
         unit = self.patch_size * merge
         rows, columns = _largest_grid(height, width, unit, self.max_patches // merge**2)
         return rows * unit, columns * unit
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if self.resize != "native":
             found.append(("resize", f"must be native, is {self.resize!r}: images of one size are family siglip"))
@@ -70,7 +68,6 @@ class Siglip2Spec(TowerSpec):
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
         if self.max_patches < merge**2:
             text = f"{self.max_patches} patches make no token of {merge} x {merge} (projector.merge): raise it"
             return [("encoder.max_patches", text)]
@@ -79,11 +76,8 @@ class Siglip2Spec(TowerSpec):
 
 @lru_cache(maxsize=65536)
 def _largest_grid(height: int, width: int, unit: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of an image, see `Siglip2Spec.input_size`.
-
-    The factor is found by bisection between 1e-6 and 100 to 1e-5, as the published preprocessing does: at another
-    precision some images get another grid.
-    """
+    """Return (rows, columns) of an image, see `Siglip2Spec.input_size`. Bisection between 1e-6 and 100 to 1e-5 finds
+    the factor, as in the published preprocessing: another precision changes the grid of some images."""
 
     def grid(scale: float) -> tuple[int, int]:
         rows, columns = (max(1, ceil(side * scale / unit)) for side in (height, width))

@@ -50,14 +50,14 @@ _NORM = "vision_model.post_layernorm"
 
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`; of SigLIP, or of its vision tower alone."""
+    """Read SigLIP or its vision tower; see `encoders.registry.Family.read`."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
     images = image_values(preprocessor, _PREPROCESSING, file.side("image_size"))
     return {"family": "siglip", **tower_values(file), **images}
 
 
 def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`; of SigLIP 2 NaFlex, or of its vision tower alone."""
+    """Read SigLIP 2 NaFlex or its vision tower; see `encoders.registry.Family.read`."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
     side = isqrt(file["num_patches"])
     if side**2 != file["num_patches"]:
@@ -75,7 +75,7 @@ def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> d
 
 
 def published(spec: SiglipSpec | VisionSpec) -> Published:
-    """See `encoders.registry.Family.published`; of `siglip`, and of those of `vit` that compute the same."""
+    """Publish `siglip`, or a `vit` that computes the same; see `encoders.registry.Family.published`."""
     if spec.class_token or spec.normalization != "LayerNorm":
         raise EncoderError("it has a class token without a position, or RMSNorm: no vision tower of transformers does")
     sizes = {"image_size": spec.image_size, "patch_size": spec.patch_size, "vision_use_head": False}
@@ -84,7 +84,7 @@ def published(spec: SiglipSpec | VisionSpec) -> Published:
 
 
 def published_native(spec: Siglip2Spec) -> Published:
-    """See `encoders.registry.Family.published`; of `siglip2`."""
+    """Publish `siglip2`; see `encoders.registry.Family.published`."""
     sizes = {"num_patches": prod(spec.position_grid), "patch_size": spec.patch_size, "vision_use_head": False}
     config = tower_config(spec, **sizes, model_type="siglip2_vision_model", architectures=["Siglip2VisionModel"])
     sizes = {"patch_size": spec.patch_size, "max_num_patches": spec.max_patches}

@@ -1,9 +1,9 @@
 """Vision transformers of Megatron-Core layers: patches + positions -> layers -> final norm.
 
-One class for all families that differ in nothing but what `PatchSpec` names.
+One class serves all families that differ only in what `PatchSpec` names.
 
-Shape suffixes: N images, C channels, P patches of all images, T tokens of one inside the encoder (class token,
-register tokens, patches), H hidden size, R rows: tokens of all images.
+Shape suffixes: N images, C channels, P patches of all images, T tokens of one inside the encoder (class token, register
+tokens, patches), H hidden size, R rows: tokens of all images.
 """
 
 import math
@@ -24,7 +24,7 @@ from encoders.staged import Size, StagedEncoder, to_device
 
 
 class VisionTransformer(StagedEncoder):
-    """Images -> features per patch, joined `merge` x `merge`: what one pipeline stage has of it."""
+    """One pipeline stage: images -> features per patch, joined `merge` x `merge`."""
 
     spec: PatchSpec
 
@@ -34,17 +34,19 @@ class VisionTransformer(StagedEncoder):
         sizes: Sequence[Size] | None = None,
         hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What this stage makes of the images.
+        """Run this stage on the images.
 
         Args:
-            pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each image; of one that
-                is cut into tiles [tiles, 3, height, width].
-            sizes: on later stages, and of images that are cut into tiles on all: (height, width) of each image.
-            hidden_states: on later stages: what the stage before returned.
+            pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each image, or [tiles, 3,
+                height,
+                width] of each image that is cut into tiles.
+            sizes: (height, width) of each image, on later stages, and with tiles on all.
+            hidden_states: on later stages: the output of the previous stage.
 
         Returns:
-            Rows of one image after the other, and of its tiles. On the last stage features [N * P / merge^2, H *
-            merge^2]; before it the tokens inside the encoder, [R, H].
+            Rows in the order of the images and their tiles. On the last stage features [N * P / merge^2, H * merge^2];
+            before
+            it the tokens inside the encoder, [R, H].
         """
         if self.spec.is_tiled:
             assert sizes, "how many tiles an image has follows from its own size"
@@ -58,7 +60,7 @@ class VisionTransformer(StagedEncoder):
         return self._run(pixels, sizes, hidden_states)
 
     def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        """The patches of each token side by side, behind the class token where it is kept: then a patch is a token."""
+        """Place the patches of each token side by side. A kept class token implies that every patch is a token."""
         return rows_RH.unflatten(0, (-1, self.merge**2)).flatten(1)
 
     def _tokens(self, size: Size) -> int:
@@ -77,14 +79,14 @@ class VisionTransformer(StagedEncoder):
         return {"rotary_pos_emb": to_device(torch.cat(angles)[:, None, None], next(self.parameters()).device)}
 
     def _angles(self, size: Size) -> torch.Tensor:
-        """Angles of rotary positions of an image's tokens inside the encoder, [T, size of a head]."""
+        """Return the rotary angles of an image's tokens inside the encoder, [T, size of a head]."""
         spec, grid = self.spec, self._grid(size)
         patches = relative_angles(spec.hidden_size // spec.num_attention_heads, spec.rotary_base, *grid)
         return F.pad(patches[self._order(grid)], (0, 0, spec.leading_tokens, 0))
 
     def _order(self, grid: Grid) -> torch.Tensor:
-        """Places in the image, row by row, of the patches of a grid as they stand inside the encoder: those of a
-        token are neighbours, tokens are row by row."""
+        """Return the positions (in row order) of a grid's patches, in their order inside the encoder: token by
+        token."""
         return token_by_token(*grid, self.merge)
 
     def _build_embeddings(self) -> None:
@@ -107,7 +109,7 @@ class VisionTransformer(StagedEncoder):
         self.register_buffer("pixel_std", 255 * _channels(spec.pixel_std), persistent=False)
 
     def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
-        """Images, those of one size neighbours -> the input of the first layer, [R, H]."""
+        """Embed images as the input of the first layer, [R, H]. Images of one size are adjacent."""
         grids = Counter(map(self._grid, sizes))
         assert len(grids) == len(set(sizes)), "images of one grid are neighbours"
         hidden_PH = self.patch_embedding(self._patches(media, grids))
@@ -128,8 +130,8 @@ class VisionTransformer(StagedEncoder):
         return hidden_PH if self.pre_norm is None else self.pre_norm(hidden_PH)
 
     def _positions(self, learned_H: torch.Tensor, grids: Counter[Grid]) -> torch.Tensor:
-        """Positions of the patches of all images, so many of each grid, [P, H], from those of the grid that is
-        learned."""
+        """Return the positions of the patches of all images, [P, H], interpolated from the learned grid. `grids` counts
+        the images of each grid."""
         spec = self.spec
         options = (spec.position_grid, spec.position_resize, spec.position_antialias, spec.position_corners)
         places, weights, counts = [], [], []
@@ -140,7 +142,7 @@ class VisionTransformer(StagedEncoder):
             counts.append(torch.full((len(order) * count,), taps.places.size(1)))
         ends = torch.cat(counts).cumsum(0)
         device = learned_H.device
-        # Its gradient is the same at every run, which that of torch's interpolation is not on CUDA.
+        # Its gradient is deterministic, unlike that of torch's interpolation on CUDA.
         positions_PH = F.embedding_bag(
             to_device(torch.cat(places), device),
             learned_H.float(),
@@ -151,12 +153,11 @@ class VisionTransformer(StagedEncoder):
         return positions_PH.to(learned_H.dtype)
 
     def _grid(self, size: Sequence[int]) -> Grid:
-        """(rows, columns) of patches of an image of `size` pixels, (height, width)."""
+        """Return (rows, columns) of patches of an image of `size` (height, width) pixels."""
         return size[0] // self.spec.patch_size, size[1] // self.spec.patch_size
 
     def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Counter[Grid]) -> torch.Tensor:
-        """Normalised pixels of each patch, [P, values of a patch], in the order in which patches stand inside the
-        encoder."""
+        """Return the normalized pixels of each patch, [P, values of a patch], in the order inside the encoder."""
         spec = self.spec
         values_PCAA = gather_patches(media, grids, {grid: self._order(grid) for grid in grids}, spec.patch_size)
         values_PCAA = (values_PCAA.float() - self.pixel_mean) / self.pixel_std

@@ -17,8 +17,8 @@ Grid = tuple[int, int]
 
 @lru_cache(maxsize=1024)
 def token_by_token(rows: int, columns: int, merge: int) -> torch.Tensor:
-    """Places in an image, row by row, of its patches in the order of tokens: squares of `merge` x `merge` patches row
-    by row, and inside of each its patches row by row."""
+    """Return the positions (in row order) of an image's patches, token by token: squares of `merge` x `merge` patches
+    in row order, and inside of each its patches in row order."""
     places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
     return places.transpose(1, 2).flatten()
 
@@ -29,14 +29,16 @@ def gather_patches(
     orders: Mapping[Grid, torch.Tensor],
     side: int,
 ) -> torch.Tensor:
-    """Pixels of the patches of all images, [P, C, A, A], by operations whose number does not depend on the sizes.
+    """Return the pixels of the patches of all images, [P, C, A, A], by operations whose number does not depend on the
+    sizes.
 
     Args:
-        images: [N, C, height, width], or [C, height, width] of each, those of one grid neighbours. Pixels at the
-            right and lower edge that make no whole patch are not read.
-        grids: how many images have each grid, in their order.
-        orders: places in an image of each grid, row by row, of its patches in the order in which they are wanted.
-        side: of a patch, in pixels.
+        images: [N, C, height, width], or [C, height, width] of each, those of one grid adjacent. Pixels at the right
+            and
+            lower edge outside of whole patches are not read.
+        grids: number of images of each grid, in their order.
+        orders: positions (in row order) of the patches of each grid, in the wanted order.
+        side: side of a patch, in pixels.
     """
     if isinstance(images, torch.Tensor):
         ((rows, columns),) = grids
@@ -48,8 +50,8 @@ def gather_patches(
     of_each = (grid for grid, count in grids.items() for _ in range(count))
     cut = [one[:, : rows * side, : columns * side] for one, (rows, columns) in zip(images, of_each, strict=True)]
     lines = torch.cat([one.reshape(-1, side) for one in cut])
-    # A line is `side` pixels of a row of an image that are in one patch. Of each patch: number of its first one among
-    # all lines, and how many lines there are from channel to channel and from row to row.
+    # A line is the `side` pixels of an image row in one patch. Each patch has the number of its first line, and the
+    # number of lines from channel to channel and from row to row.
     first, plans = 0, []
     for (rows, columns), count in grids.items():
         order, lines_of_channel = orders[rows, columns], rows * side * columns

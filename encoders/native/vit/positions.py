@@ -10,12 +10,12 @@ from encoders.native.vit.patches import Grid
 
 
 class Taps(NamedTuple):
-    """What makes the position of each patch of an image, row by row: a weighted sum of some of those learned."""
+    """The position of each patch of an image, in row order, as a weighted sum of learned positions."""
 
     places: torch.Tensor
-    """Of the learned ones in their grid, row by row: int64 [patches, taps]."""
+    """Indices of the learned positions in their grid, in row order: int64 [patches, taps]."""
     weights: torch.Tensor
-    """float32 [patches, taps]."""
+    """Weights, float32 [patches, taps]."""
 
 
 @lru_cache(maxsize=256)
@@ -27,16 +27,17 @@ def position_taps(
     antialias: bool = False,
     corners: bool = False,
 ) -> Taps:
-    """Positions of an image of `rows` x `columns` patches, each at its place in the grid that was learned.
+    """Return the positions of an image of `rows` x `columns` patches, interpolated in the learned grid.
 
-    Bicubic interpolation over the grid, as Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) do to read
-    larger images. Of the same grid each is the learned one.
+    As in Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) for larger images. The same grid gives the
+    learned
+    positions.
 
     Args:
-        learned: rows and columns of the grid that was learned.
+        learned: rows and columns of the learned grid.
         method: `bicubic` or `bilinear`.
-        antialias: whether positions of a finer grid are averaged.
-        corners: whether the corners of both grids are at the same places.
+        antialias: True to average positions of a finer grid.
+        corners: True if the corners of both grids coincide.
     """
     (down, down_weights), (across, across_weights) = (
         _taps_on(before, after, method, antialias, corners)
@@ -48,8 +49,8 @@ def position_taps(
 
 
 def _taps_on(before: int, after: int, method: str, antialias: bool, corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """On one axis: places on a line of `before` values, and their weights, for each place of a line of `after`; as many
-    for each, of which some may have no weight."""
+    """Return the taps on one axis: indices on a line of `before` values and their weights, for each index of a line of
+    `after`. All have the same number of taps, some of weight 0."""
     if before == after:
         return torch.arange(before)[:, None], torch.ones(before, 1, dtype=torch.float64)
     weights = _weights(before, after, method, antialias, corners)
@@ -66,16 +67,15 @@ def interpolate(
     antialias: bool = False,
     corners: bool = False,
 ) -> torch.Tensor:
-    """Values on a grid at the places of another of `rows` x `columns`.
+    """Interpolate values on a grid to another of `rows` x `columns`.
 
-    It is written as one matrix per axis: the gradient of a matrix product is the same at every run, that of torch's own
-    interpolation is not on CUDA.
+    Uses one matrix per axis: the gradient of a matmul is deterministic, unlike that of torch's interpolation on CUDA.
 
     Args:
-        values_RCH: R x C of them.
+        values_RCH: values on a grid of R x C.
         method: `bicubic` or `bilinear`.
-        antialias: whether values of a finer grid are averaged.
-        corners: whether the corners of both grids are at the same places.
+        antialias: True to average values of a finer grid.
+        corners: True if the corners of both grids coincide.
 
     Returns:
         [rows, columns, H]; the same values, to rounding, if the grid is the same.
@@ -96,7 +96,7 @@ def _weights_on(
 
 
 def _weights(before: int, after: int, method: str, antialias: bool, corners: bool) -> torch.Tensor:
-    """[after, before]: how much of each value on a line of `before` there is at each place of a line of `after`."""
+    """Return [after, before]: the weight of each value on a line of `before` at each index of a line of `after`."""
     lines = torch.eye(before, dtype=torch.float64)[None, None]
     resized = torch.nn.functional.interpolate(
         lines, size=(before, after), mode=method, align_corners=corners, antialias=antialias
@@ -106,12 +106,9 @@ def _weights(before: int, after: int, method: str, antialias: bool, corners: boo
 
 @lru_cache(maxsize=1024)
 def relative_angles(head: int, base: float, rows: int, columns: int) -> torch.Tensor:
-    """Angles of patches, row by row, [patches, head].
-
-    As DINOv3 (Simeoni et al. 2025, arXiv:2508.10104, section 3.2): with d a head's size, places from -1 to 1 on either
-    axis and frequencies 2 pi * base^(-4i / d), d / 4 of them for the row and as many for the column, used for both
-    halves of the head.
-    """
+    """Return the angles of patches in row order, [patches, head]. As in DINOv3 (Simeoni et al. 2025, arXiv:2508.10104,
+    section 3.2): with d a head's size, positions are from -1 to 1 on either axis, and frequencies are 2 pi * base^(-4i
+    / d). d / 4 of them are for the row and as many for the column, used for both halves of the head."""
     frequencies = 1 / base ** torch.arange(0, 1, 4 / head)
     places = [2 * torch.arange(0.5, count) / count - 1 for count in (rows, columns)]
     grid_P2 = torch.cartesian_prod(*places)
@@ -120,8 +117,8 @@ def relative_angles(head: int, base: float, rows: int, columns: int) -> torch.Te
 
 @lru_cache(maxsize=1024)
 def axial_angles(head: int, base: float, rows: int, columns: int) -> torch.Tensor:
-    """Angles of patches, row by row, [P, head]: with d a head's size, base^(-4i / d) times the row, then times the
-    column, d / 4 of each, for both halves of the head."""
+    """Return the angles of patches in row order, [P, head]. With d a head's size: base^(-4i / d) times the row, then
+    times the column, d / 4 of each, for both halves of the head."""
     frequencies = 1 / base ** (torch.arange(0, head // 2, 2) / (head // 2))
     grid_P2 = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
     return (grid_P2[:, :, None] * frequencies).flatten(1).tile(2)

@@ -1,9 +1,10 @@
 """Images of any size as tiles of one size (AnyRes; LLaVA-NeXT, Liu et al. 2024; pooling as in LLaVA-OneVision, Li et
-al. 2024, arXiv 2408.03326, section 4.1).
+al.
+2024, arXiv 2408.03326, section 4.1).
 
-An image is read twice: whole, as one tile, and cut. To be cut it is resized to fit into one of several canvases and
-centred there. In the sequence its tile comes first; then the features of the canvas line by line, without those of
-the border alone, each line with a learned row behind it.
+An image is read twice: whole as one tile, and cut into tiles. For the cut it is resized to fit into one of several
+canvases and centered there. The whole image's tile comes first in the sequence. Then come the features of the canvas
+line by line, without the border, each line followed by a learned row.
 """
 
 import math
@@ -16,22 +17,22 @@ UNCUT = (0, 0)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the features of an image become its tokens. All counts are of features."""
+    """The mapping of an image's features to its tokens. All counts are of features."""
 
     rows: int
     columns: int
     """Tiles of the canvas; both 0: there is none."""
     side: int
-    """Of a tile."""
+    """Side of a tile."""
     top: int = 0
     left: int = 0
-    """Of the border that is left out, as much at the opposite side."""
+    """Width of the omitted border, on this and on the opposite side."""
     pooled: tuple[int, int] | None = None
-    """(rows, columns) to which what is left is averaged; None: it is kept as it is."""
+    """(rows, columns) to which the rest is averaged; None: not averaged."""
 
     @property
     def tiles(self) -> int:
-        """With that of the whole image."""
+        """Number of tiles, with that of the whole image."""
         return 1 + self.rows * self.columns
 
     @property
@@ -41,7 +42,7 @@ class Tiling:
 
     @property
     def tokens(self) -> int:
-        """In the sequence, learned rows included. One is behind an image that is not cut."""
+        """Tokens in the sequence, learned rows included. One follows an image that is not cut."""
         if not self.rows:
             return self.side**2 + 1
         rows, columns = self.pooled or self.inner
@@ -49,8 +50,8 @@ class Tiling:
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(height, width) in pixels of the canvas that keeps most pixels of an image, and of those the one with the
-    smallest border; the first of several."""
+    """Return (height, width) in pixels of the canvas that keeps most pixels of an image. Ties go to the smallest
+    border, then to the first canvas."""
     best, kept_most, least_waste = (0, 0), 0, math.inf
     for rows, columns in canvases:
         scale = min(columns / width, rows / height)
@@ -62,16 +63,18 @@ def best_canvas(height: int, width: int, canvases: Sequence[Sequence[int]]) -> t
 
 
 def tiling(height: int, width: int, canvas: tuple[int, int], tile: int, side: int, most: int) -> Tiling:
-    """
+    """Return the tiling of an image on a canvas.
+
     Args:
         height, width: of the image, in pixels.
         canvas: (height, width) in pixels.
-        tile: side of a tile in pixels; side: in features.
-        most: tiles beyond whose features they are averaged; 0: they are not.
+        tile: side of a tile in pixels.
+        side: side of a tile in features.
+        most: tiles beyond whose features they are averaged; 0: never.
     """
     rows, columns = canvas[0] // tile, canvas[1] // tile
     high, wide = rows * side, columns * side
-    # Rounded to 7 places, as in the published models: elsewhere some images get another border.
+    # Rounded to 7 places, as in the published models: otherwise some images get another border.
     if width / height > wide / high:
         top, left = (high - int(round(height * (wide / width), 7))) // 2, 0
     else:
@@ -85,4 +88,4 @@ def tiling(height: int, width: int, canvas: tuple[int, int], tile: int, side: in
 
 
 POOLED_FROM = 1.1
-"""Ratio of sides, of the features to those of the most tiles, above which they are averaged."""
+"""Ratio of sides, to those of the `most` tiles, above which features are averaged."""

@@ -1,5 +1,6 @@
 """Sizes of a step's messages: rows and load of every sample, the replica that holds it, and the text rows of every
-microbatch. Every rank knows them before the step runs, so no message has to announce the size of the next one."""
+microbatch. Every rank knows them before the step runs, so no message has to announce the size of the next one. Imports
+no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
