@@ -56,9 +56,8 @@ class CheckpointConfig(Section):
     """When a run is saved and how it starts again."""
 
     dir: str = ""
-    """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az); using it again resumes the run. The rest of the
-    run stays in `run.dir`. Empty: in `run.dir`. Credentials come from the environment. Needs the extra `remote`. See
-    docs/checkpoints.md#object-storage."""
+    """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az); the rest of the run stays in `run.dir`. Empty:
+    in `run.dir`. Needs the extra `remote`. See docs/checkpoints.md#object-storage."""
     save_interval: int = key(0, at_least=0)
     """Steps between checkpoints; 0: at the end only."""
     resume: str = key("auto", filled="auto, never or a folder")

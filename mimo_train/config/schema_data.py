@@ -57,9 +57,8 @@ class DataConfig(Section):
     """Where the samples are and how they become sequences."""
 
     shards: str = ""
-    """Training shards: a folder, a glob, a brace range `x-{000000..000127}.tar`, or several with commas; paths or URLs
-    (`s3://`, `gs://`, `az://`, `https://`, ...). Or a folder of an Energon dataset, the YAML of a metadataset, or for
-    text the prefix of `.bin` and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
+    """Training shards: a folder, glob, brace range or URLs, several with commas; an Energon dataset; for text a prefix
+    of `.bin` and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
     mix: list[SourceConfig] = field(default_factory=list)
     """Weighted sources, instead of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
@@ -67,8 +66,7 @@ class DataConfig(Section):
     mix_new_weights: bool = False
     """Allow a resumed run to have other weights than its checkpoint. They hold from then on."""
     exhausted: str = key("repeat", choices=("repeat", "stop"))
-    """When all samples of a source are used: `repeat` (next epoch, new order) or `stop` (end the run before any sample
-    repeats)."""
+    """After all samples of a source: `repeat` (next epoch, new order) or `stop` (end the run)."""
     validation_shards: str = ""
     """Held-out shards, in the same forms. Empty: no evaluation, unless `validation` or `validation_fraction` is set."""
     validation: dict[str, ValidationConfig] = field(default_factory=dict)
@@ -78,38 +76,37 @@ class DataConfig(Section):
     validation_fraction: float = key(0.0, at_least=0, below=1)
     """Share of the training samples to hold out; 0: none. See docs/data.md#held-out-sets."""
     split: str = ""
-    """For `.bin` and `.idx` files: shares of documents for training, evaluation and test, in file order, as
-    Megatron-LM's `--split`: `969,30,1`. Empty: train on all."""
+    """For `.bin` and `.idx` files: shares of documents for training, evaluation and test, as Megatron-LM's `--split`:
+    `969,30,1`. Empty: train on all."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
     """Make demo shards at `shards` and `validation_shards` on first use: `digits`, `mixed` (images, audio and text) or
     `text`. Empty: no; needed for your own shards."""
     sequence_length: int = key(1024, at_least=1, at_most=2**27)
     """Tokens of a sample, placeholders included. Longer text is cut at the end."""
     pad: str = key("microbatch", choices=("microbatch", "sequence"))
-    """Pad rows to the longest sample of the `microbatch` (samples of a step are sorted by length), or to
-    `sequence_length` (`sequence`). See docs/data.md#padding."""
+    """Pad rows to the longest sample of the `microbatch`, or to `sequence_length` (`sequence`). See
+    docs/data.md#padding."""
     pack: bool = False
-    """Pack several samples of a step into a row without padding. Results do not change: attention stays inside samples.
-    `train.micro_batch_size` then only sets the default of `pack_length`. See docs/data.md#packing."""
+    """Pack several samples of a step into a row instead of padding, with the same results. See docs/data.md#packing."""
     pack_length: int = key(0, at_least=0, at_most=2**27)
     """With `pack`: most tokens of a row, at least `sequence_length`; 0: `train.micro_batch_size` x
     `sequence_length`."""
     separate_documents: bool = False
-    """For `.bin` and `.idx` files with `pack`: end attention, positions and loss at each document, as Megatron-LM's
-    `--reset-position-ids`, `--reset-attention-mask` and `--eod-mask-loss`."""
+    """For `.bin` and `.idx` files with `pack`: end attention, positions and loss at each document. See
+    docs/data.md#token-files."""
     tokenizer: str = key("bytes", filled="bytes or a folder")
     """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
     chat_template: str = key("auto", filled="auto, own or a file")
     """`auto` (the tokenizer's chat template; our own format if it has none), `own` (our own format), or a Jinja file.
     See docs/data.md#chat-templates."""
     template_variables: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as `{enable_thinking: false}` or `{date_string: 26 Jul 2024}`."""
+    """Variables for the chat template, such as `{enable_thinking: false}`."""
     special_tokens_in_text: str | list[str] = field(default_factory=list)
-    """Special tokens allowed in a record's text, such as `["<|box_start|>", "<|box_end|>"]`, or `grounding` for all
-    tokens of boxes, points and references. Others are read as plain text. See docs/data.md#special-tokens-in-text."""
+    """Special tokens allowed in a record's text, or `grounding` for those of boxes, points and references. See
+    docs/data.md#special-tokens-in-text."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Members and JSON values that are the record and its media: `{caption: caption.txt}`, `{question: "json[q]",
-    answer: "json[a]", image: [left.jpg, right.jpg]}`. See docs/data.md#fields."""
+    """Members and JSON values that are the record and its media: `{question: "json[q]", answer: "json[a]", image:
+    [left.jpg, right.jpg]}`. See docs/data.md#fields."""
     null_captions: str = key("bad", choices=("bad", "skip"))
     """A sample with a null caption is `bad`, or has no loss and is not counted (`skip`; blank answers too)."""
     background: str = key("white", filled="white, black, grey, none or #RRGGBB")
@@ -120,8 +117,8 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle training samples each epoch."""
     shuffle_block: int = key(1, at_least=1, at_most=2**20)
-    """Neighbouring samples that stay together when shuffled, for storage that is slow with small reads; 1: none. Only
-    for shards that are already shuffled. See docs/data.md#order."""
+    """Neighbouring samples that stay together when shuffled, for storage that is slow with small reads; 1: none. See
+    docs/data.md#order."""
     blind: bool = False
     """Ablation: replace images and audio by zeros."""
     max_bad_samples: int | float = key(0, at_least=0)

@@ -19,19 +19,16 @@ class LogConfig(Section):
     """Where metrics go, besides metrics.jsonl and the console."""
 
     report_to: list[str] = key(factory=lambda: ["tensorboard"], choices=("tensorboard", "wandb", "mlflow", "comet"))
-    """Sinks: `tensorboard` (in `tensorboard/` of the run), `wandb` (project `WANDB_PROJECT` or `mimo-train`), `mlflow`
-    (`MLFLOW_TRACKING_URI`, else `mlflow/`) and `comet`. Without an API key, `wandb` and `comet` write offline into the
-    run's folder. `mlflow` and `comet` need the extra `track`. See docs/metrics.md#where-the-numbers-go."""
+    """`tensorboard`, `wandb`, `mlflow` and `comet`, next to metrics.jsonl. The last two need the extra `track`. See
+    docs/metrics.md#where-the-numbers-go."""
     metrics: list[str] = key(
         factory=list,
         choices=("params_norm", "grad_norms", "num_zeros_in_grad", "memory", "router_losses_per_layer", "straggler"),
     )
-    """Further metrics: `params_norm` and `grad_norms` (L2 norms of parameters, and of each clipped gradient),
-    `num_zeros_in_grad`, `memory` (CUDA allocator, or resident memory), `router_losses_per_layer`, and `straggler`
-    (slowest and fastest rank of each module). See docs/metrics.md."""
+    """Further metrics: `params_norm`, `grad_norms`, `num_zeros_in_grad`, `memory`, `router_losses_per_layer` (of
+    experts), `straggler`. See docs/metrics.md."""
     module_times: bool = True
-    """Log seconds of compute, bubble, bridge wait, data wait, reduction and optimizer for each module. See
-    docs/metrics.md#where-the-time-goes."""
+    """Log where the time of each module goes. See docs/metrics.md#where-the-time-goes."""
     peak_tflops: float = key(0.0, at_least=0)
     """Dense peak of a device in TFLOP/s, for model FLOPs utilisation; 0: that of the device, if it is known, in
     `train.precision` or fp8. See docs/metrics.md#flops."""

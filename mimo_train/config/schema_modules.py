@@ -28,8 +28,8 @@ class LayoutConfig(Section):
     dp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Data parallel size (replicas)."""
     cp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Context parallel size: ranks that share each sequence; `language` only. `data.sequence_length` must be a multiple
-    of `2 cp` (with `sp`, of `2 cp tp`). See docs/context-parallel.md."""
+    """Context parallel size; `language` only. `data.sequence_length` must be a multiple of `2 cp` (with `sp`, of `2 cp
+    tp`). See docs/context-parallel.md."""
     ep: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Expert parallel size. Must divide `num_experts`; `ep * etp` must divide `tp * cp * dp`."""
     etp: int = key(1, at_least=1, at_most=MOST_RANKS)
@@ -108,10 +108,9 @@ class LoraConfig(Section):
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of the adapters' input."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
-    """Shell patterns of linear layers with adapters. Without a dot: the last part of a layer's name: `linear_qkv`,
-    `linear_proj`, `linear_fc1`, `linear_fc2`, or PEFT's `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
-    `down_proj`. With a dot: the whole name, `"*.layers.[0-3].*linear_proj"`. Names of the projector start with
-    `input_projections`. Experts get no adapters. A pattern without a match is an error. See docs/frozen.md#targets."""
+    """Shell patterns of linear layers with adapters: `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`, PEFT's
+    names such as `q_proj`, or full names such as `"*.layers.[0-3].*linear_proj"`. A pattern without a match is an
+    error. See docs/frozen.md#targets."""
     rslora: bool = False
     """Multiply by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732)."""
     dora: bool = False

@@ -99,9 +99,8 @@ class LaunchConfig(Section):
     """Layouts by the number of nodes."""
 
     layouts: dict[int, str] = key(factory=dict)
-    """Config changes by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. A word without = is a file of
-    the group `layout`. Overrides of the command line come later. Other numbers of nodes are an error. Empty: any number
-    of nodes. See docs/launch.md#fewer-nodes."""
+    """Config changes by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. Empty: any number of nodes.
+    See docs/launch.md#fewer-nodes."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be. `mimo-train check` looks at the layouts themselves."""

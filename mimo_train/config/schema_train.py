@@ -50,16 +50,14 @@ class TrainConfig(Section):
     """`fp32`, `bf16` or `fp16` weights and activations. Master weights and gradients stay fp32; fp16 scales the
     loss."""
     fp8: str = key("none", choices=FP8)
-    """Matmuls of the transformer layers in fp8, by Transformer Engine on CUDA: `none`, `tensorwise` (a scale per
-    tensor), `blockwise` (per 128 values, weights per 128 x 128) or `mxfp8` (per 32). Needs `precision` bf16. Per
-    module: `modules.NAME.fp8`. See docs/fp8.md."""
+    """Matmuls of the transformer layers in fp8: `none`, `tensorwise`, `blockwise` or `mxfp8`. Needs Transformer Engine
+    and `precision` bf16. Per module: `modules.NAME.fp8`. See docs/fp8.md."""
     num_layers_at_start_in_bf16: int = key(0, at_least=0)
     """First layers of each fp8 module that stay in bf16. At most the layers of a pipeline stage."""
     num_layers_at_end_in_bf16: int = key(0, at_least=0)
     """Last layers of each fp8 module that stay in bf16."""
     compile: str = key("none", choices=COMPILE)
-    """`none` or `layers`: compile each layer before and after core attention with `torch.compile`. Per module:
-    `modules.NAME.compile`. See docs/compile.md."""
+    """`none` or `layers`: compile torch's layers. Per module: `modules.NAME.compile`. See docs/compile.md."""
     recompute: str = key("none", choices=RECOMPUTE)
     """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer). Per module:
     `modules.NAME.recompute`."""
@@ -82,12 +80,11 @@ class TrainConfig(Section):
     """Weights of the losses that a loss function returns as `{name: loss}`; missing names weigh 1. Unknown names are an
     error."""
     on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
-    """On a loss or gradient that is not finite: `raise` (an error with module, rank, microbatch and samples, and a
-    replay file), `skip` (the update) or `bisect` (find the first bad microbatch and layer, then raise). See
-    docs/reliability.md."""
+    """On a loss or gradient that is not finite: `raise` (an error that locates it, and a replay file), `skip` (the
+    update) or `bisect` (find the first bad layer, then raise). See docs/reliability.md."""
     rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
-    """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat steps with a suspect loss, to tell
-    hardware faults from bad data) or `report_determinism_stats`. See docs/reliability.md#suspect-losses."""
+    """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat steps with a suspect loss) or
+    `report_determinism_stats`. See docs/reliability.md#suspect-losses."""
     exit_interval: int = key(0, at_least=0)
     """Save and exit at multiples of this step; 0: never."""
     exit_duration_minutes: float = key(0.0, at_least=0, at_most=MOST_MINUTES)
