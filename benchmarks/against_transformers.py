@@ -197,7 +197,7 @@ def train_reference(case: Case, folder: Path, name: str, turns: Turns, compiled:
         compiled: backend of torch.compile for the whole model; empty: it is not compiled.
         reads: whether it also reads and decodes a step's samples.
     """
-    from mimo_train.inputs.inputs import placeholders_of, tokenizer_of
+    from mimo_train.inputs.datasets import placeholders_of, tokenizer_of
 
     if compiled:
         from torch._dynamo.utils import counters

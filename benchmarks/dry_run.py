@@ -28,7 +28,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.devices import DEVICES
 from mimo_train.estimate.memory import GIB
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.inputs.inputs import placeholders_of
+from mimo_train.inputs.datasets import placeholders_of
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.dry_run.command import estimates, in_child
 from mimo_train.preflight.dry_run.observation import Kind, RankFailure, RankResult, kinds_of

@@ -65,7 +65,7 @@ class BareLoop:
     def __init__(self, session: Any, forward_step: Any):
         from megatron.core.utils import get_model_config
 
-        from mimo_train.inputs.inputs import build_dataset
+        from mimo_train.inputs.datasets import build_dataset
         from mimo_train.models.parameters import modules_of
         from mimo_train.training.step.batches import open_loader
 

@@ -72,13 +72,13 @@ GPT = (
 
 def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
     """Forward and backward of steps of all ways in turn; the first round is not counted."""
-    from mimo_train.inputs.inputs import build_dataset
+    from mimo_train.inputs.datasets import build_dataset
     from mimo_train.inputs.padding import padding_of
     from mimo_train.layout.run import resolve
     from mimo_train.parallel.device import to_device
     from mimo_train.training.data_setup import count_texts
     from mimo_train.training.step.batches import open_loader
-    from mimo_train.training.step.parts import build_parts, start_processes
+    from mimo_train.training.step.startup import build_parts, start_processes
 
     run = resolve(cfgs[0])
     kind, device = start_processes(run.cfg)

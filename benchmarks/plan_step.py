@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.pipeline import Batching, Dataset, Padding
 from data.samples.text_lengths import TextLengths
 from mimo_train.config.compose import load
-from mimo_train.inputs.inputs import media_of, tokenizer_of
+from mimo_train.inputs.datasets import media_of, tokenizer_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image
 

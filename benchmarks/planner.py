@@ -30,7 +30,7 @@ from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.devices import DEVICES, LINKS, Device, Links
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.inputs.inputs import tokenizer_of
+from mimo_train.inputs.datasets import tokenizer_of
 from mimo_train.layout.ranks import lay_out
 from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.costs import Costs, Profile

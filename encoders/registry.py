@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from encoders.base import EncoderSpec
 from encoders.errors import EncoderError
 from encoders.joined.spec import JoinedSpec
+from encoders.key_rules import nearest
 from encoders.native.clip.spec import ClipSpec
 from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.native.qwen3_vit.spec import Qwen3VitSpec
@@ -22,7 +23,6 @@ from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.plain.spec import PlainSpec
-from encoders.ranges import nearest
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from data.text_format import shown
 from mimo_train.config.compose import load
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.inputs.inputs import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
+from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.run import Run, resolve
 from mimo_train.logging.report.data_page import DecodedSample, token_runs

@@ -1,7 +1,7 @@
 """The dataset: global sample number -> tokens, images, or just counts, each read on its own, by the index.
 
 What the index says (token counts, sizes) is the same on every rank and costs no read. What is read of a sample:
-`data.metad`.
+`data.samples.sample_meta`.
 """
 
 from __future__ import annotations

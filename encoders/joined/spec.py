@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from encoders.base import EncoderSpec, ImageTransform
+from encoders.key_rules import FixedKeys
 from encoders.native.vit.patch_spec import PatchSpec
-from encoders.ranges import FixedKeys
 
 PARTS = ("first", "second")
 """Keys of the encoders that are joined."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from encoders.base import EncoderSpec
 from encoders.errors import EncoderError
-from encoders.ranges import MOST_PIXELS, MOST_WIDTH, key
+from encoders.key_rules import MOST_PIXELS, MOST_WIDTH, key
 
 
 @dataclass

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from encoders.base import ACTIVATIONS, GATED
-from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
+from encoders.key_rules import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
 
 NORMS = ("LayerNorm", "RMSNorm")
 

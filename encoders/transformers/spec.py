@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from encoders.base import ImageTransform
 from encoders.errors import EncoderError
+from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 from encoders.plain.spec import AudioSpec, ImageSpec
 from encoders.pretrained import RESAMPLE
-from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 from encoders.transformers.directory import (
     KNOWN,
     largest_dropout,

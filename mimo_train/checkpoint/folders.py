@@ -106,7 +106,7 @@ def newest(run_dir: Place) -> Place | None:
 
 
 def newest_first(run_dir: Place) -> list[Place]:
-    """Return everything named as a checkpoint, newest first; at equal steps persistent ones first. Raises FolderFailed."""
+    """Return all folders named as checkpoints, newest first, persistent ones before others. Raises FolderFailed."""
     found = [path for kind in (False, True) for path in named(run_dir, kind)]
     return sorted(found, key=lambda path: path.name, reverse=True)
 

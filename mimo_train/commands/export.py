@@ -60,7 +60,7 @@ def main(
 
     Args:
         file_gigabytes: above which a new file begins; a tensor is never divided.
-        base_model: what adapters name as their model, see `exporting.export`.
+        base_model: what adapters name as their model, see `mimo_train.evaluation.export`.
         trust_code: import encoders that the checkpoint's config names by their paths.
 
     Raises:

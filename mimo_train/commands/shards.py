@@ -80,7 +80,7 @@ def _index(args: argparse.Namespace) -> int:
     from data.indexed.find import is_indexed
     from data.order.sources import found_shards
     from mimo_train.config.compose import is_config, load
-    from mimo_train.inputs.inputs import held_out_sets, training_sources
+    from mimo_train.inputs.datasets import held_out_sets, training_sources
 
     if not args.overrides and (is_url(args.pattern) or Path(args.pattern).is_dir() or not is_config(args.pattern)):
         if is_indexed(args.pattern):
@@ -99,7 +99,7 @@ def _index(args: argparse.Namespace) -> int:
 def _count_texts(cfg: Any, workers: int) -> int:
     from data.samples.dataset import Dataset
     from data.samples.text_lengths import TextLengths
-    from mimo_train.inputs.inputs import OneShard, build_dataset, tokenizer_of
+    from mimo_train.inputs.datasets import OneShard, build_dataset, tokenizer_of
     from mimo_train.inputs.padding import padding_of
     from mimo_train.layout.run import resolve
     from mimo_train.logging.console import CountBar

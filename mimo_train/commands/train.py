@@ -185,7 +185,7 @@ def _print_error(error: BaseException, rank: int) -> None:
 
 def _summary(run: "Run") -> list[str]:
     """The last lines of a run: its result, the path of its report, which is written, and a command to try."""
-    from mimo_train.inputs.inputs import held_out_sets
+    from mimo_train.inputs.datasets import held_out_sets
     from mimo_train.logging.report.page import write_report
     from mimo_train.logging.sinks.jsonl import read_metrics
 

@@ -14,11 +14,12 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from encoders.ranges import nearest
+from encoders.key_rules import nearest
 from mimo_train.config.energon import fill_in_energon
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.directory import Directory, leave_out_absent
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
+from mimo_train.config.read_values import shown_plain, structured
 from mimo_train.config.run_files import (
     SUFFIXES,
     Contents,
@@ -31,7 +32,6 @@ from mimo_train.config.run_files import (
     without_marks,
 )
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.typed import shown_plain, structured
 from mimo_train.config.user_code import say_imports
 
 RECIPES = "recipes"

@@ -57,7 +57,7 @@ class ConfigError(UserError):
 def unknown_key(prefix: str, name: str, fields: Iterable[str]) -> Fault:
     """The error of a key that is no field of its section."""
     # `encoders` may be another package until `mimo_train.launch.import_guard` has looked, which imports this module.
-    from encoders.ranges import near_names, nearest
+    from encoders.key_rules import near_names, nearest
 
     key, fields = f"{prefix}{name}", list(fields)
     if (remedy := remedy_of_removed(key)) is not None:

@@ -1,11 +1,11 @@
-"""Faults of keys whose accepted values are declared beside their defaults (`encoders.ranges`)."""
+"""Faults of keys whose accepted values are declared next to their defaults (`encoders.key_rules`)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from encoders.ranges import FixedKeys, Rules, complaints, key, rules_of, shown, unknown_key
+from encoders.key_rules import FixedKeys, Rules, complaints, key, rules_of, shown, unknown_key
 from mimo_train.config.errors import Fault
 
 __all__ = ["Rules", "Section", "changed_fields", "key", "rules_of", "shown", "value_faults"]

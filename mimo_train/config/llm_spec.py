@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from encoders import ranges
+from encoders import key_rules
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, changed_fields, key, shown, value_faults
 
 GATED = ("swiglu", "geglu")
 """Activations of two halves, of which one gates the other."""
 
-MOST_LAYERS, MOST_WIDTH = ranges.MOST_LAYERS, ranges.MOST_WIDTH
+MOST_LAYERS, MOST_WIDTH = key_rules.MOST_LAYERS, key_rules.MOST_WIDTH
 """Bounds of the numbers of layers, and of heads and widths."""
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from encoders.ranges import nearest
+from encoders.key_rules import nearest
 
 LANGUAGE = "language"
 """Name of the module with the loss: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""

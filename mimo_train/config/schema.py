@@ -83,7 +83,7 @@ class ConfigContainer(Section):
     def llm(self) -> LlmSpec:
         """Sizes of the language model, of a config whose modules have no faults."""
         llm = self.language.llm
-        assert llm is not None, "modules.language.llm is missing, which `plan.run` reports as a fault"
+        assert llm is not None, "modules.language.llm is missing, which `layout.run` reports"
         return llm
 
     def recompute_of(self, name: str) -> str:

@@ -126,7 +126,7 @@ class StepFlops:
     """FLOPs of every module in a step of a run."""
 
     def __init__(self, cfg: ConfigContainer, vocab: int):
-        """`vocab`: rows of the embedding, padding included (`memory.padded_vocab_size`)."""
+        """`vocab`: rows of the embedding, padding included (`padded_vocab_size`)."""
         self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
         self._modules, self._connections = cfg.modules, connections(cfg)
         width = cfg.llm.hidden_size

@@ -20,7 +20,7 @@ from mimo_train.evaluation.caller_losses import CallerLosses, is_default_step, w
 from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answer
 from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import predictions_of, shown_media, write_predictions
-from mimo_train.inputs.inputs import HeldOutSet, build_dataset, held_out_sets
+from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.inputs.padding import padding_of_documents
 from mimo_train.layout.run import Run
 from mimo_train.parallel import device as devices

@@ -21,7 +21,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.hf.parts import ENCODER
-from mimo_train.inputs.inputs import placeholders_of
+from mimo_train.inputs.datasets import placeholders_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """As `transformers` names dtypes, by ours."""

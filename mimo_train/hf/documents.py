@@ -35,7 +35,7 @@ from mimo_train.hf.language_weights import language_map
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.inputs.inputs import has_another_tokenizer
+from mimo_train.inputs.datasets import has_another_tokenizer
 
 OWN = "mimo_train"
 """Key of config.json of a part for which `transformers` has no class."""

@@ -38,7 +38,7 @@ from mimo_train.hf.llava_limits import (
 )
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.inputs.inputs import placeholders_of
+from mimo_train.inputs.datasets import placeholders_of
 
 TOWER = "vision_tower."
 """In front of a tower's names, as hubs have it: version 4 reads no other."""

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from encoders.ranges import nearest
+from encoders.key_rules import nearest
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import ADAPTERS
 from mimo_train.config.pretrained.adapter import (
@@ -72,7 +72,7 @@ def write_adapter(
 
     Args:
         adapters: whole tensors by their names in the module, as `lora.whole_adapters` gives them.
-        linears: the linear layers of the module (`plan.adapters.linears`).
+        linears: the linear layers of the module (`layout.adapters.linears`).
         base_model: folder or name of the model that the adapters are for.
 
     Raises:

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from encoders.base import GATED
+from encoders.key_rules import nearest
 from encoders.plain.spec import PlainSpec
-from encoders.ranges import nearest
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.storage.url import Place, place_of
 from encoders.base import most_tokens
-from encoders.ranges import MOST, near_names
+from encoders.key_rules import MOST, near_names
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer

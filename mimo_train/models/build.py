@@ -61,7 +61,7 @@ def build_model(
         vocab_size: tokens of the tokenizer, before padding.
         special_token_ids: token id of the placeholders of each encoder module's features.
         te: True for layers of Transformer Engine.
-        pre_wrap_hook: changes the language model's chunks before they are frozen and wrapped (see `model.heads`).
+        pre_wrap_hook: changes the language model's chunks before they are frozen and wrapped (see `models.heads`).
         undrawn: (module, part) of weights that are loaded afterwards: they are not drawn and their memory is not
             touched.
             Part is llm, encoder or projector. Adapters are always drawn.

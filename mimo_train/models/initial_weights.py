@@ -2,7 +2,7 @@
 
 With `use_cpu_initialization` Megatron-Core 0.19.2 draws every weight whole on every rank and cuts it
 (tensor_parallel/layers.py:184), at the time and memory of the whole model. The numbers are the same here (see
-`encoders.normal`). Layers built outside of `own_parts` draw whole weights.
+`encoders.initial_weights`). Layers built outside of `own_parts` draw whole weights.
 """
 
 import sys

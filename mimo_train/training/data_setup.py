@@ -18,7 +18,7 @@ from data.text_format import plural
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.inputs.inputs import OneShard, build_dataset, tokenizer_of
+from mimo_train.inputs.datasets import OneShard, build_dataset, tokenizer_of
 from mimo_train.inputs.mixture import too_short
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.layout.run import Run, all_made, length_of, steps_of_epochs, with_iters

@@ -25,7 +25,7 @@ from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.evaluation.held_out import HeldOut, open_held_out
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.hf.load import load_pretrained, load_start_adapters
-from mimo_train.inputs.inputs import build_dataset
+from mimo_train.inputs.datasets import build_dataset
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.inputs.padding import padding_of
 from mimo_train.launch.processes import is_on_first_node
@@ -59,7 +59,7 @@ from mimo_train.training.step.bad_samples import BadSampleCount, BadSampleReport
 from mimo_train.training.step.batches import StepIterator, open_loader
 from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.losses import StepLosses
-from mimo_train.training.step.parts import Parts, build_parts, start_processes
+from mimo_train.training.step.startup import Parts, build_parts, start_processes
 from mimo_train.training.step.state import GlobalState, TrainState
 
 

@@ -101,7 +101,7 @@ def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     encoder; counted from the plan of the samples that these rows train on."""
     from data.pipeline import Batching, StepLoader
     from data.samples.text_lengths import TextLengths
-    from mimo_train.inputs.inputs import build_dataset, tokenizer_of
+    from mimo_train.inputs.datasets import build_dataset, tokenizer_of
     from mimo_train.inputs.padding import padding_of
 
     for row in MODELS["vlm, few images"].rows:

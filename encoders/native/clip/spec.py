@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from encoders.key_rules import key
 from encoders.native.vit.tower import TowerSpec
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
-from encoders.ranges import key
 
 
 @dataclass

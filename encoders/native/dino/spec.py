@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from encoders.key_rules import MOST_PIXELS, key
 from encoders.native.vit.tower import TowerSpec
 from encoders.pretrained import IMAGENET_MEAN, IMAGENET_STD
-from encoders.ranges import MOST_PIXELS, key
 
 
 @dataclass

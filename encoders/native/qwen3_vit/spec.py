@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.native.qwen_vit.spec import nearest_size
 from encoders.native.vit.patch_spec import PatchSpec
-from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 
 
 @dataclass

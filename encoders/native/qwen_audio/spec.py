@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from encoders.errors import EncoderError
+from encoders.key_rules import MOST_LAYERS, MOST_WIDTH, key
 from encoders.native.whisper.spec import WhisperSpec
-from encoders.ranges import MOST_LAYERS, MOST_WIDTH, key
 
 POOLED = 2
 """Frames whose mean is one feature."""

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from encoders.errors import EncoderError
+from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.native.vit.patch_spec import PatchSpec
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
-from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 
 LONGEST = 200
 """Maximum ratio of an image's longer side to its shorter side."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from encoders.key_rules import MOST_PIXELS, key
 from encoders.native.vit.tower import TowerSpec
-from encoders.ranges import MOST_PIXELS, key
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from encoders.base import ImageTransform, LayeredSpec
-from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
+from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 
 
 @dataclass

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from encoders.base import ImageTransform
 from encoders.errors import EncoderError
+from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, key
 from encoders.native.vit.patch_spec import PatchSpec
 from encoders.native.vit.tiles import POOLED_FROM, UNCUT, Tiling, best_canvas, tiling
-from encoders.ranges import MOST_LAYERS, MOST_PIXELS, key
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from encoders.base import LayeredSpec
 from encoders.errors import EncoderError
-from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
+from encoders.key_rules import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
 
 
 @dataclass

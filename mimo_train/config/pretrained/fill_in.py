@@ -17,9 +17,9 @@ from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD, Composit
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES
+from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
-from mimo_train.config.typed import shown_plain
 
 CHOICES = {
     "llm": {"name", "dropout", "init_std", "router_balancing", "router_aux_loss", "router_z_loss"},

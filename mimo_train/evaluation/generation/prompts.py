@@ -22,7 +22,7 @@ from data.text.tokens import Tokenizer
 from data.text_format import plural
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.inputs.inputs import bounds_of, media_of, sampling_of
+from mimo_train.inputs.datasets import bounds_of, media_of, sampling_of
 
 NAMES = {"image": "image", "video": "video", "audio": "clip"}
 """Word for a file in messages, by its kind."""

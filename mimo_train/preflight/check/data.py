@@ -21,7 +21,13 @@ from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_mix import source_names
-from mimo_train.inputs.inputs import build_dataset, has_another_tokenizer, held_out_sets, tokenizer_of, training_sources
+from mimo_train.inputs.datasets import (
+    build_dataset,
+    has_another_tokenizer,
+    held_out_sets,
+    tokenizer_of,
+    training_sources,
+)
 from mimo_train.inputs.mixture import Mixing, too_short
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.ranks import lay_out

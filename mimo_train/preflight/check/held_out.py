@@ -10,7 +10,7 @@ from data.errors import DataError
 from data.storage.url import Place
 from data.text_format import plural
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.inputs.inputs import (
+from mimo_train.inputs.datasets import (
     HeldOutSet,
     held_out_sets,
     training_sources,

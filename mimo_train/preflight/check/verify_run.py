@@ -21,7 +21,7 @@ from data.text_format import plural, shown
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.inputs.inputs import (
+from mimo_train.inputs.datasets import (
     HeldOutSet,
     build_dataset,
     fields_of,

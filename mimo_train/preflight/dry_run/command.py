@@ -106,7 +106,7 @@ def estimates(run: Run) -> dict[int, int]:
     """Return the estimated bytes by rank, as in the table of `check`."""
     from mimo_train.estimate.memory import rank_memory, run_memory
     from mimo_train.estimate.parameters import embedding_rows
-    from mimo_train.inputs.inputs import tokenizer_of
+    from mimo_train.inputs.datasets import tokenizer_of
 
     rows = embedding_rows(run.cfg.llm, tokenizer_of(run.cfg).vocab_size)
     return {rank: memory.total for rank, memory in rank_memory(run_memory(run, rows)).items()}

@@ -137,9 +137,9 @@ def _install(device: str, counts: Counts) -> Any:
 def _choose_layers(engine: bool) -> None:
     """Use fake or torch layers: Transformer Engine's own need a GPU."""
     from mimo_train.training import setup as setting_up
-    from mimo_train.training.step import parts
+    from mimo_train.training.step import startup
 
-    setting_up.use_transformer_engine = parts.use_transformer_engine = lambda kind: engine and kind == "cuda"
+    setting_up.use_transformer_engine = startup.use_transformer_engine = lambda kind: engine and kind == "cuda"
 
 
 def observe(run: Run, counts: Counts) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.devices import DEVICES, Device
 from mimo_train.estimate.memory import GIB
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.inputs.inputs import tokenizer_of
+from mimo_train.inputs.datasets import tokenizer_of
 from mimo_train.preflight.plan.costs import read_profile
 from mimo_train.preflight.plan.counts import KnownStep, steps_at_hand
 from mimo_train.preflight.plan.report import data_of, lines_of

@@ -13,9 +13,9 @@ from encoders.base import GATED, most_tokens
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.read_values import structured
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.config.typed import structured
 from mimo_train.estimate import devices
 from mimo_train.estimate.activations import BYTES, layer_activations
 from mimo_train.estimate.devices import Links

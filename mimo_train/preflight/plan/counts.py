@@ -23,7 +23,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.estimate.flops import AT_THE_END, Flops, StepFlops, module_work
-from mimo_train.inputs.inputs import build_dataset, tokenizer_of, training_sources
+from mimo_train.inputs.datasets import build_dataset, tokenizer_of, training_sources
 from mimo_train.inputs.padding import padding_of
 from mimo_train.layout.batch import pack_length
 from mimo_train.preflight.plan.candidate import Candidate

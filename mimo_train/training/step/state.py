@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.timers import Timers
 from megatron.core.utils import StragglerDetector
 
-from encoders.ranges import FixedKeys
+from encoders.key_rules import FixedKeys
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run

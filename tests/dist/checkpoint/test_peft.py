@@ -92,7 +92,7 @@ def _written(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
 
 def _models(cfgs: list):
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.parts import build_parts, start_processes
+    from mimo_train.training.step.startup import build_parts, start_processes
 
     runs = [resolve(cfg) for cfg in cfgs]
     place = start_processes(cfgs[0])

@@ -12,7 +12,7 @@ from mimo_train.config.compose import load
 from mimo_train.config.errors import UserError
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.hf.documents import separate
-from mimo_train.inputs.inputs import placeholders_of
+from mimo_train.inputs.datasets import placeholders_of
 from mimo_train.layout.run import resolve
 from tests.dist.hf.models import make_llava, make_llava_of_dinov2, make_llava_of_siglip
 from tests.dist.hf.one_step import BOUND, difference, ours, overrides, require_equal, theirs, together

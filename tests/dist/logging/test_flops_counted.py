@@ -53,7 +53,7 @@ def products_of(cfg):
     """The products of one sample and of one image, with attention counted over all pairs of tokens: the kernel that
     can be counted does not leave out what the causal mask hides."""
     from mimo_train.estimate.parameters import padded_vocab_size
-    from mimo_train.inputs.inputs import tokenizer_of
+    from mimo_train.inputs.datasets import tokenizer_of
 
     length, module = cfg.data.sequence_length, cfg.modules["images"]
     language = language_matmuls(cfg.language.llm, length, padded_vocab_size(tokenizer_of(cfg).vocab_size))
@@ -81,7 +81,7 @@ def count_products(cfg):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mimo_train.inputs.inputs import tokenizer_of
+    from mimo_train.inputs.datasets import tokenizer_of
     from mimo_train.models.build import build_model
     from mimo_train.models.parameters import modules_of
     from mimo_train.parallel import device as devices

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data.samples.text_lengths import TextLengths
-from mimo_train.inputs.inputs import build_dataset, tokenizer_of
+from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from mimo_train.logging.stopwatch import PARTS
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks

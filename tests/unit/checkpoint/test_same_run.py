@@ -26,7 +26,7 @@ from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_mix import SourceConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
-from mimo_train.inputs.inputs import tokenizer_of
+from mimo_train.inputs.datasets import tokenizer_of
 from tests.unit.configs import changed, load
 from tests.unit.data.text.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
 

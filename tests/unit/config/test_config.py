@@ -7,8 +7,8 @@ import pickle
 import pytest
 import yaml
 
+from encoders.key_rules import FixedKeys
 from encoders.projectors.spec import ProjectorSpec
-from encoders.ranges import FixedKeys
 from encoders.registry import FAMILIES
 from mimo_train.config import compose
 from mimo_train.config.compose import load

@@ -11,7 +11,7 @@ from data.index.energon import energon_fields, read_metadataset
 from data.index.shards import find_shards
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError
-from mimo_train.inputs.inputs import build_dataset, tokenizer_of
+from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import encode_image
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from encoders.key_rules import RULES, rules_of
 from encoders.projectors.spec import ProjectorSpec
-from encoders.ranges import RULES, rules_of
 from encoders.registry import FAMILIES
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault

@@ -10,7 +10,7 @@ from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.estimate import parameters
-from mimo_train.inputs.inputs import tokenizer_of
+from mimo_train.inputs.datasets import tokenizer_of
 from tests.unit.configs import load
 from tests.unit.layout.sizes import EXPERTS, ONE_EXPERT, SMALL, SMALL_LAYER, resolved
 

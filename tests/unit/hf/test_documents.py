@@ -14,7 +14,7 @@ from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.hf.documents import separate
 from mimo_train.hf.joined import NoLlava, llava
 from mimo_train.hf.llava_limits import published_encoder, require_llava
-from mimo_train.inputs.inputs import placeholders_of
+from mimo_train.inputs.datasets import placeholders_of
 from mimo_train.layout.run import resolve
 from tests.unit.config.test_pretrained_llava import TOWER
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mimo_train.estimate.parameters import padded_vocab_size, vocabulary_faults
-from mimo_train.inputs.inputs import OneShard, held_out_sets, media_of, placeholders_of, tokenizer_of
+from mimo_train.inputs.datasets import OneShard, held_out_sets, media_of, placeholders_of, tokenizer_of
 from mimo_train.layout.run import config_faults
 from mimo_train.preflight.check import check
 from tests.unit.configs import load

@@ -27,9 +27,9 @@ def curve(name: str, run) -> None:
     """Train with layers of the stand-in."""
     from mimo_train.training import setup as setting_up
     from mimo_train.training.pretrain import pretrain
-    from mimo_train.training.step import parts, schedule
+    from mimo_train.training.step import schedule, startup
 
-    setting_up.use_transformer_engine = parts.use_transformer_engine = lambda kind: True
+    setting_up.use_transformer_engine = startup.use_transformer_engine = lambda kind: True
     if STALE in name:
         schedule.renew_copies = lambda chunks: None
     pretrain(run)

@@ -6,7 +6,7 @@ import pytest
 
 from mimo_train.estimate.memory import rank_memory, run_memory
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.inputs.inputs import tokenizer_of
+from mimo_train.inputs.datasets import tokenizer_of
 from mimo_train.layout.run import resolve
 from tests.dist.preflight.dry_run.test_dry_run import HALF, IMAGES, LANGUAGE, _dry
 from tests.dist.ranks import run_ranks

@@ -12,7 +12,7 @@ from data.samples.text_lengths import TextLengths
 from mimo_train.checkpoint.resume.same_run import resume_faults
 from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict
-from mimo_train.inputs.inputs import OneShard, build_dataset, held_out_sets, tokenizer_of
+from mimo_train.inputs.datasets import OneShard, build_dataset, held_out_sets, tokenizer_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image
 

@@ -11,7 +11,7 @@ from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader
 from data.records.members import NO_FIELDS
 from data.samples.text_lengths import TextLengths, _count_shard
 from mimo_train.config.compose import load
-from mimo_train.inputs.inputs import OneShard
+from mimo_train.inputs.datasets import OneShard
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images
 

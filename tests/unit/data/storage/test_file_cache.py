@@ -12,7 +12,7 @@ from data.storage.files import ShardVersion
 from data.storage.reader import RemoteReader
 from data.storage.url import Url
 from mimo_train.config.compose import load
-from mimo_train.inputs.inputs import members_cache
+from mimo_train.inputs.datasets import members_cache
 from tests.hang import HANG_SECONDS
 from tests.unit.data.storage.test_remote import CONTENT, server  # noqa: F401
 

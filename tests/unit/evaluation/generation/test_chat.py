@@ -15,7 +15,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.generation.prompts import Prompts, user_turn
-from mimo_train.inputs.inputs import tokenizer_of
+from mimo_train.inputs.datasets import tokenizer_of
 from tests.unit.configs import load
 from tests.videos import make_video
 

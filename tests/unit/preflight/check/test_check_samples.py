@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from encoders.ranges import rules_of
+from encoders.key_rules import rules_of
 from mimo_train.cli import main
 from mimo_train.config.schema_data import DataConfig
 from tests.unit.data.text.chat_templates import CHATML, LLAMA, QWEN_VL, save_tokenizer

@@ -18,8 +18,8 @@ from data.text_format import shown_lines
 from encoders.errors import EncoderError
 from encoders.joined.spec import PARTS as JOINED
 from encoders.joined.spec import JoinedSpec
+from encoders.key_rules import rules_of
 from encoders.projectors.spec import ProjectorSpec
-from encoders.ranges import rules_of
 from encoders.registry import family_of, is_path
 from mimo_train.config.errors import Fault, unknown_key
 from mimo_train.config.run_files import UNSET, WrittenFloat, WrittenInt

@@ -15,7 +15,7 @@ from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import vocabulary_faults
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.inputs.inputs import placeholders_of, tokenizer_of
+from mimo_train.inputs.datasets import placeholders_of, tokenizer_of
 from mimo_train.layout.run import Run
 from mimo_train.logging.rank_log import show
 from mimo_train.logging.stopwatch import Stopwatch
