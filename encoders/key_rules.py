@@ -1,4 +1,4 @@
-"""The values that a key of a config accepts, declared beside its default."""
+"""The values that a config key accepts, declared next to its default."""
 
 import dataclasses
 import difflib
@@ -10,20 +10,20 @@ RULES = "rules"
 """Key of a field's metadata."""
 
 MOST = 2**31 - 1
-"""Largest whole number of a key that declares no other bound: what counters and sizes of libraries hold."""
+"""Largest integer of a key without another bound, which counters and sizes of libraries can hold."""
 
 LARGEST = 1e30
-"""Largest magnitude of a key with fractions that declares no other bound: its square is finite in double precision, and
-it is finite in single precision."""
+"""Largest magnitude of a float key without another bound. Its square is finite in double precision, and it is finite in
+single precision."""
 
 MOST_LAYERS, MOST_WIDTH, MOST_PIXELS = 10_000, 2**22, 2**16
-"""Bounds of the numbers of layers, of heads and widths, and of the pixels of a side: what is above is a slip."""
+"""Bounds of layers, of heads and widths, and of the pixels of a side. Larger values are mistakes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The values that a key accepts. A value of None is not checked. Texts have no control characters, which a terminal
-    would obey. Numbers are finite, and not beyond `MOST` or `LARGEST` where no other bound is set."""
+    """The values that a key accepts. None is not checked. Texts have no control characters, which a terminal would
+    interpret. Numbers are finite, and within `MOST` or `LARGEST` unless another bound is set."""
 
     choices: tuple[str, ...] = ()
     at_least: float | None = None
@@ -31,12 +31,12 @@ class Rules:
     below: float | None = None
     at_most: float | None = None
     zero_means: str = ""
-    """Meaning of 0 where it is a special value; for the message."""
+    """Meaning of 0 if it is a special value; for the message."""
     filled: str = ""
-    """What a text that may not be empty has to say."""
+    """Content of a text that may not be empty; for the message."""
 
     def complaint(self, value: Any) -> str:
-        """What is wrong with a value; empty if nothing is. Bounds are those of every number in a list or mapping."""
+        """Return the error of a value, or an empty text. Bounds apply to every number in a list or mapping."""
         if value is None:
             return ""
         if self.choices:
@@ -61,23 +61,23 @@ class Rules:
         return ""
 
     def holds(self, number: float) -> bool:
-        """Whether a finite number is in the range."""
+        """True if a finite number is in the range."""
         widest = LARGEST if isinstance(number, float) else MOST
         return self._is_inside(number) and abs(number) <= max(widest, self.at_most or 0, self.below or 0)
 
     def _is_inside(self, number: float) -> bool:
-        """Whether a number is within the declared bounds."""
+        """True if a number is within the declared bounds."""
         low = (self.at_least is None or number >= self.at_least) and (self.above is None or number > self.above)
         return low and (self.at_most is None or number <= self.at_most) and (self.below is None or number < self.below)
 
     def bounds(self) -> str:
-        """The range of a number in words; empty if it has none."""
+        """Return the range of a number in words; empty if it has none."""
         bounds = {"at least": self.at_least, "above": self.above, "below": self.below, "at most": self.at_most}
         return " and ".join(f"{name} {shown(bound)}" for name, bound in bounds.items() if bound is not None)
 
 
 def key(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
-    """A dataclass field with its default (or the `factory` of one) and the `Rules` of its values."""
+    """Return a dataclass field with its default (or the `factory` of one) and the `Rules` of its values."""
     metadata = {RULES: Rules(**rules)}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -85,7 +85,7 @@ def key(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None
 
 
 class FixedKeys:
-    """Base of dataclasses of a config: setting an attribute that is no key raises an AttributeError."""
+    """Base of config dataclasses: setting an attribute that is not a key raises an AttributeError."""
 
     if not TYPE_CHECKING:  # type checkers still report unknown names
 
@@ -96,7 +96,7 @@ class FixedKeys:
 
 
 def unknown_key(section: type, name: str) -> str:
-    """A sentence that names the nearest keys of a dataclass."""
+    """Return a sentence that names the nearest keys of a dataclass."""
     keys = [field.name for field in dataclasses.fields(section)]
     return f"{section.__name__} has no key {name!r}. {nearest(name, keys)}"
 
@@ -108,7 +108,7 @@ def near_names(word: str, choices: Iterable[str]) -> list[str]:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A sentence that names the nearest of `choices`, or all of them when none is near; empty if there are none."""
+    """Return a sentence that names the nearest of `choices`, or all of them if none is near; empty without choices."""
     choices = list(choices)
     near = near_names(word, choices)
     if near:
@@ -117,17 +117,16 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def rules_of(field: dataclasses.Field) -> Rules:
-    """The rules of a field; one that has none allows every finite number of a reasonable size."""
+    """Return the rules of a field. Without rules, every finite number of a reasonable size is allowed."""
     return field.metadata.get(RULES, Rules())
 
 
 def complaints(section: Any) -> list[tuple[str, str]]:
-    """(field, sentence) of the values of a dataclass that its fields do not accept; dataclasses inside are not looked
-    at."""
+    """Return (field, message) of every value of a dataclass that its rules reject, without nested dataclasses."""
     sentences = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        if get_origin(field.type) is list and isinstance(value, str):  # set by a program: its items are letters
+        if get_origin(field.type) is list and isinstance(value, str):  # set in Python: its items are letters
             sentence = f"must be a list, is {value!r}. Write [{value!r}]"
         else:
             sentence = rules_of(field).complaint(value)
@@ -137,12 +136,12 @@ def complaints(section: Any) -> list[tuple[str, str]]:
 
 
 def shown(value: Any) -> str:
-    """A number as people write it."""
+    """Return a number as people write it."""
     return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What is in a value, in lists and mappings of it too; of mappings the keys as well."""
+    """Return the values nested in lists and mappings, keys of mappings included."""
     if isinstance(value, dict):
         return [leaf for pair in value.items() for one in pair for leaf in _leaves(one)]
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What the readers of pretrained encoders share: values of `transformers`' config files."""
+"""Helpers that readers of pretrained encoders share: values of `transformers`' config files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Ours by theirs."""
+"""Our names by those of transformers."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """An encoder that was made here, as `transformers` has it."""
+    """An encoder made here in the format of `transformers`."""
 
     config: dict[str, Any]
     """config.json, without the dtype."""
     preprocessor: dict[str, Any]
     """preprocessor_config.json."""
     unread: dict[str, tuple[tuple[int, ...], float | None]] = field(default_factory=dict)
-    """Tensors of its class that no parameter of ours becomes: name in the directory -> (shape, value of every entry).
-    None as the value: Whisper's sinusoidal positions."""
+    """Tensors of its class that match no parameter of ours: {name in the directory: (shape, value of every entry)}.
+    None as the value means Whisper's sinusoidal positions."""
 
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}
@@ -43,9 +43,9 @@ class ConfigFile:
     """The values of a file of a pretrained model, over the defaults of its `model_type`.
 
     Args:
-        name: of the file, for errors.
-        values: as they are in it; None counts as absent.
-        defaults: of the class that `transformers` builds from it.
+        name: name of the file, for errors.
+        values: values in the file; None counts as absent.
+        defaults: defaults of the class that `transformers` builds from it.
     """
 
     def __init__(self, name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]):
@@ -56,11 +56,11 @@ class ConfigFile:
         return self._values[key]
 
     def get(self, key: str) -> Any:
-        """The value of a key; None where there is none."""
+        """Return the value of a key, or None."""
         return self._values.get(key)
 
     def side(self, key: str) -> int:
-        """A length in pixels, which may be written as two equal ones."""
+        """Return a length in pixels, which may be written as two equal ones."""
         value = self[key]
         lengths = value if isinstance(value, (list, tuple)) else (value,)
         if len(set(lengths)) != 1:
@@ -68,13 +68,13 @@ class ConfigFile:
         return int(lengths[0])
 
     def activation(self, key: str = "hidden_act") -> str:
-        """Our name of an activation function."""
+        """Return our name of an activation function."""
         if self[key] not in ACTIVATION_NAMES:
             raise EncoderError(f"{self.name}: {key} is {self[key]!r}, must be one of {', '.join(ACTIVATION_NAMES)}")
         return ACTIVATION_NAMES[self[key]]
 
     def require(self, **values: Any) -> None:
-        """Refuse other values than these.
+        """Reject other values than these.
 
         Raises:
             EncoderError: with the key and both values.
@@ -85,24 +85,24 @@ class ConfigFile:
 
 
 def part_of(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    """The values of an encoder in the config of a model that has it as a part, or in its own config."""
+    """Return the values of an encoder, from the config of a model that contains it or from its own config."""
     return config.get(part) or (config if part not in config else {})
 
 
 def image_values(
     preprocessor: Mapping[str, Any], defaults: Mapping[str, Any], image_size: int, *, any_size: bool = False
 ) -> dict[str, Any]:
-    """Fields of `PatchSpec` from a preprocessor's config: how images are resized and normalised.
+    """Return the fields of `PatchSpec` from a preprocessor's config: how images are resized and normalized.
 
     Args:
-        preprocessor: as in preprocessor_config.json, or processor_config.json with the image processor inside; empty:
-            images are resized as by `defaults`, to the size that the encoder was built for.
-        defaults: of the class of the preprocessor.
-        image_size: of the encoder.
-        any_size: whether the encoder reads images of other sizes than `image_size`.
+        preprocessor: content of preprocessor_config.json, or processor_config.json with the image processor inside; if
+            empty, `defaults` apply, with the encoder's size.
+        defaults: defaults of the preprocessor's class.
+        image_size: the encoder's image size.
+        any_size: True if the encoder reads images of other sizes than `image_size`.
 
     Raises:
-        EncoderError: the preprocessor does something that our data path does not.
+        EncoderError: our data path does not support the preprocessor.
     """
     preprocessor = preprocessor.get("image_processor") or preprocessor
     file = ConfigFile("preprocessor_config.json", preprocessor, defaults)
@@ -147,10 +147,10 @@ def image_values(
 
 
 def tower_config(spec: LayeredSpec, **own: Any) -> dict[str, Any]:
-    """Keys of config.json that towers over patches have alike, of the layers that are built.
+    """Return the config.json keys that all towers over patches share, with the number of layers that are built.
 
     Raises:
-        EncoderError: an activation function for which `transformers` has no name.
+        EncoderError: `transformers` has no name for the activation function.
     """
     names = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
     if spec.activation not in names:
@@ -170,14 +170,16 @@ def tower_config(spec: LayeredSpec, **own: Any) -> dict[str, Any]:
 
 
 def unread_norm(spec: LayeredSpec, name: str) -> dict[str, tuple[tuple[int, ...], float | None]]:
-    """The norm behind the layers where it is not built, as one that changes nothing but the scale."""
+    """Return an identity norm for the norm after the layers if it is not built."""
     width = (spec.hidden_size,)
     return {} if spec.final_norm else {f"{name}.weight": (width, 1.0), f"{name}.bias": (width, 0.0)}
 
 
 def preprocessor_config(spec: PatchSpec) -> dict[str, Any]:
-    """preprocessor_config.json with which `transformers` makes of an image what our data path makes of it, bit for
-    bit: its classes on torchvision, which versions 4 and 5 both know by these names.
+    """Return a preprocessor_config.json with which `transformers` preprocesses images as our data path does, bit for
+    bit.
+
+    It names classes on torchvision, which versions 4 and 5 both have.
 
     Raises:
         EncoderError: images keep their aspect ratio.
@@ -197,7 +199,7 @@ def pixel_keys(spec: PatchSpec, processor: str, **sizes: Any) -> dict[str, Any]:
     """Return preprocessor_config.json of a class of image processors.
 
     Args:
-        sizes: the keys of the sizes of images.
+        sizes: the keys of image sizes.
     """
     return {
         "image_processor_type": processor,

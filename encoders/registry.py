@@ -1,5 +1,5 @@
-"""The encoder families: from the name that `encoder.family` gives to spec and builder. Imports no torch until one is
-built, unless the module of a user's own spec does."""
+"""The encoder families: `encoder.family` names the spec and the builder. torch is imported only when an encoder is
+built, unless the module of a user's spec imports it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from encoders.weight_map import WeightMap
 
 GROUP = "mimo_train.encoders"
-"""Entry points of installed packages that name a family: `NAME = "package.module:Spec"`."""
+"""Entry point group in which installed packages register a family: `NAME = "package.module:Spec"`."""
 
 PACKAGES = ("mimo_train", "encoders", "data")
 """Names of mimo-train's own packages, which a user's package cannot have."""
@@ -40,7 +40,7 @@ PACKAGES = ("mimo_train", "encoders", "data")
 
 @dataclass(frozen=True)
 class Family:
-    """How one family of encoders is described and built."""
+    """The spec and the builder of one family of encoders."""
 
     spec: type
     """Dataclass of its sizes: see `encoders.base`, and for plain torch modules `encoders.plain.spec`."""
@@ -49,24 +49,24 @@ class Family:
     encoder."""
 
     readers: Mapping[str, str] = field(default_factory=dict)
-    """What reads the directory of a pretrained model, by `model_type` of its config.json: `module:function` of
-    (config, preprocessor's config) -> values of the spec's fields."""
+    """{`model_type` of a pretrained model's config.json: `module:function`}. The function maps (config, preprocessor's
+    config) to values of the spec's fields."""
     weights: str = ""
-    """`module:function` of a spec -> its `WeightMap`, with our names as in the builder's class."""
+    """`module:function` that maps a spec to its `WeightMap`, with our names as in the builder's class."""
 
     writer: str = ""
-    """`module:function` of a spec -> how `transformers` has an encoder that was made here (`Published`)."""
+    """`module:function` that maps a spec to its `Published` form in `transformers`."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the encoder is a plain torch module."""
+        """True if the encoder is a plain torch module."""
         return issubclass(self.spec, PlainSpec)
 
     def load(self) -> "type[StagedEncoder] | type[PlainEncoder]":
-        """The builder itself. Imports torch and Megatron-Core.
+        """Return the builder. Imports torch and Megatron-Core.
 
         Raises:
-            EncoderError: it is not there, or no class of its kind.
+            EncoderError: it does not exist, or is not a class of its kind.
         """
         found = _attribute(*_parted(self.builder, f"builder of {self.spec.__name__}"))
         from torch.nn import Module
@@ -84,26 +84,26 @@ class Family:
         return plain_encoder(found) if self.is_plain else cast(type[StagedEncoder], found)
 
     def read(self, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of the spec's fields of a pretrained encoder.
+        """Return the values of the spec's fields of a pretrained encoder.
 
         Args:
-            config: config.json of its directory, or the part of it that is about the encoder.
-            preprocessor: preprocessor_config.json; empty where the directory has none.
+            config: config.json of its directory, or the encoder's part of it.
+            preprocessor: preprocessor_config.json; empty if the directory has none.
 
         Raises:
-            EncoderError: a value that this family cannot be built with.
+            EncoderError: this family does not support a value.
         """
         return _named(self.readers[config["model_type"]])(config, preprocessor)
 
     def weight_map(self, spec: EncoderSpec) -> "WeightMap":
-        """How the parameters of a pretrained encoder are made of the tensors of its directory."""
+        """Return the map from the tensors of a pretrained encoder's directory to its parameters."""
         return _named(self.weights)(spec)
 
     def published(self, spec: EncoderSpec) -> "Published":
-        """How `transformers` has an encoder that was made here; its weights are those of `weight_map`.
+        """Return an encoder made here in the format of `transformers`; its weights are those of `weight_map`.
 
         Raises:
-            EncoderError: it has no class for it; with the reason.
+            EncoderError: `transformers` has no class for it; with the reason.
         """
         if not self.writer:
             raise EncoderError(f"transformers has no class for an encoder of family {spec.family} alone")
@@ -188,12 +188,14 @@ FAMILIES: dict[str, Family] = {
     "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
     "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
 }
-"""The families of this package, by name. `family_of` knows those of users too."""
+"""The families of this package, by name. `family_of` also finds those of users."""
 
 
 def family_of(name: str) -> Family:
-    """The family that `encoder.family` names: one of `FAMILIES`, an entry point of `GROUP`, or the path of a spec,
-    `package.module:Spec` or `package.module.Spec`, which is imported.
+    """Return the family that `encoder.family` names.
+
+    It is one of `FAMILIES`, an entry point of `GROUP`, or the path of a spec, `package.module:Spec` or
+    `package.module.Spec`, which is imported.
 
     Raises:
         EncoderError: there is none, several have the name, or the path leads to no spec; with the remedy.
@@ -223,18 +225,17 @@ def family_of(name: str) -> Family:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name of a family is the path of a class, and no name that is registered."""
+    """True if a family's name is the path of a class, not a registered name."""
     return "." in name or ":" in name
 
 
 def registered(name: str) -> list[str]:
-    """What packages have registered under the name of a family, in words; nothing is imported."""
+    """Return descriptions of the entry points registered under a family's name. Nothing is imported."""
     return [_origin(point) for point in _installed().get(name, [])]
 
 
 @cache
 def _installed() -> dict[str, list[EntryPoint]]:
-    """Entry points of `GROUP` by name."""
     found: dict[str, list[EntryPoint]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.dist.name if point.dist else ""):
         found.setdefault(point.name, []).append(point)
@@ -263,7 +264,7 @@ def _by_path(path: str) -> Family:
 
 
 def _parted(path: str, what: str) -> tuple[str, str]:
-    """(module, attribute) of `module:attribute` or `module.attribute`."""
+    """Split `module:attribute` or `module.attribute` into (module, attribute)."""
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
         raise EncoderError(f"{what} {path!r} is no path of a class: it reads package.module:Class")
@@ -271,10 +272,10 @@ def _parted(path: str, what: str) -> tuple[str, str]:
 
 
 def _attribute(module: str, attribute: str) -> Any:
-    """`attribute` of the module, which is imported."""
+    """Import a module and return its `attribute`."""
     try:
         found = import_module(module)
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):
             raise EncoderError(f"importing {module} fails: {type(error).__name__}: {error}") from error
@@ -293,7 +294,7 @@ def _attribute(module: str, attribute: str) -> Any:
 
 
 def _why_no_spec(found: Any) -> str:
-    """What a class lacks to be the spec of a family of a user; empty if nothing."""
+    """Return the reason why a class is not the spec of a user's family; empty if it is."""
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         return (
             "is no dataclass: family names the dataclass with the encoder's sizes, and that names the module as its "

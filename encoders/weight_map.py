@@ -1,9 +1,8 @@
-"""How the parameters of a model are made of the tensors of a directory that `transformers` saves, as data that is read
-both ways.
+"""Maps parameters of a model to the tensors of a directory in the format of `transformers`, in both directions.
 
-A rule says of which rows of which tensors one of our parameters consists. A row is an entry of the first dimension, so
-that a rule holds for weights and biases alike. Tensor parallelism cuts ranges of rows or of columns, so that each rank
-can read its part alone.
+A rule lists the tensor rows that make up one of our parameters. A row is an entry of the first dimension, so a rule
+holds for weights and biases alike. Tensor parallelism cuts ranges of rows or of columns, so each rank can read its part
+alone.
 """
 
 from collections import Counter
@@ -11,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 Spelling = str | tuple[tuple[str, str], ...]
-"""How names are spelt in a directory: what is in front of all of them, or (beginning in the map, beginning there) of
-which the first that fits applies."""
+"""The prefix of all names in a directory, or pairs (prefix in the map, prefix there) of which the first match
+applies."""
 
 
 @dataclass(frozen=True)
@@ -20,41 +19,41 @@ class Rows:
     """Rows of a tensor of the directory."""
 
     name: str
-    """Of the tensor; empty: the directory does not have them, they are zeros or drawn."""
+    """Name of the tensor; empty: the directory does not have the rows, which are zeros or drawn."""
     count: int
     first: int = 0
     tail: tuple[int, ...] = ()
-    """Other dimensions of the tensor, where ours has their product: of the kernel of a convolution over patches."""
+    """Other dimensions of the tensor, if ours is flattened: of the kernel of a convolution over patches."""
     std: float = 0.0
     """Standard deviation of rows that the directory does not have; 0: zeros."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one parameter consists of."""
+    """The rows that make up one parameter."""
 
     ours: str
-    """Name of the parameter in its module, as at one process."""
+    """Name of the parameter in its module, as in a single process."""
     rows: tuple[Rows, ...]
-    """One after the other, they are the whole parameter."""
+    """Rows in order; together they are the whole parameter."""
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """All parameters of a part of a model."""
+    """The rules of all parameters of a part of a model."""
 
     rules: tuple[Rule, ...]
     carried: tuple[str, ...] = ()
-    """Shell patterns of tensors that no parameter is made of, and that an export copies from the directory; of names as
-    in the map, or as in the directory."""
+    """Shell patterns of tensors that no parameter needs, and that an export copies from the directory. Names are as in
+    the map, or as in the directory."""
     sinusoids: tuple[str, ...] = ()
-    """Of these, positions that are computed here as Whisper has them: a directory with others is refused."""
+    """Carried position tensors that are computed here as in Whisper; a directory with other values is rejected."""
     copies: tuple[tuple[str, str], ...] = ()
-    """Tensors that a directory may have as a copy of another: (copy, the other), by names of the map. No parameter is
-    made of a copy, and an export leaves it out."""
+    """Tensors that a directory may have as a copy of another: (copy, the other), by names of the map. No parameter uses
+    a copy, and an export omits it."""
     prefixes: tuple[Spelling, ...] = ("",)
-    """How a directory may spell the names: it depends on the class and the version of `transformers` that saved it. The
-    first is the one that is written."""
+    """Possible spellings of the names, by the class and version of `transformers` that saved the directory. An export
+    writes the first."""
     is_renamed: bool = False
     """True if version 5 of `transformers` has other names in memory, so that adapters of PEFT cannot use the map's."""
 
@@ -63,15 +62,15 @@ class WeightMap:
         assert max(ours.values(), default=1) == 1, ours.most_common(1)
 
     def under(self, *prefixes: Spelling) -> "WeightMap":
-        """This map in a model that has the part under other names."""
+        """Return this map for a model that has the part under other names."""
         return replace(self, prefixes=prefixes)
 
     def named(self, before: str) -> "WeightMap":
-        """This map with `before` in front of our names."""
+        """Return this map with `before` as a prefix of our names."""
         return replace(self, rules=tuple(replace(rule, ours=before + rule.ours) for rule in self.rules))
 
     def __add__(self, other: "WeightMap") -> "WeightMap":
-        """Both, of parts under the same prefixes."""
+        """Return the union of two maps under the same prefixes."""
         assert self.prefixes == other.prefixes
         return replace(
             self,
@@ -82,10 +81,10 @@ class WeightMap:
         )
 
     def row_counts(self) -> dict[str, int]:
-        """Rows of every tensor of the directory that the rules name.
+        """Return {tensor of the directory: its rows} for all tensors in the rules.
 
         Raises:
-            AssertionError: of a tensor a row is missing, or has two places.
+            AssertionError: a row of a tensor is missing or used twice.
         """
         places: dict[str, list[tuple[int, int]]] = {}
         for rule in self.rules:
@@ -103,7 +102,7 @@ class WeightMap:
 
 
 def spelt(name: str, spelling: Spelling) -> str:
-    """A name of the map as a directory has it."""
+    """Return a name of the map as a directory spells it."""
     if isinstance(spelling, str):
         return spelling + name
     for before, there in spelling:
@@ -113,25 +112,25 @@ def spelt(name: str, spelling: Spelling) -> str:
 
 
 def same(ours: str, theirs: str, rows: int, tail: tuple[int, ...] = ()) -> Rule:
-    """A parameter that is a tensor as it is, but perhaps for the shape of a row."""
+    """Return the rule of a parameter that equals a tensor, except for the shape of a row."""
     return Rule(ours, (Rows(theirs, rows, tail=tail),))
 
 
 def stacked(ours: str, theirs: Iterable[tuple[str, int]]) -> Rule:
-    """Several tensors (name, rows), one after the other."""
+    """Return the rule of a parameter that concatenates tensors (name, rows)."""
     return Rule(ours, tuple(Rows(name, rows) for name, rows in theirs))
 
 
 def heads(
     ours: str, query: str, key: str, value: str, *, groups: int, per_group: int, size: int, firsts: tuple[int, ...] = ()
 ) -> Rule:
-    """Queries, keys and values in Megatron-Core's order: for each key head its queries, its key, its value.
+    """Return the rule of a qkv parameter in Megatron-Core's order: for each key head its queries, its key, its value.
 
     Args:
         groups: key heads.
         per_group: query heads of each.
-        size: of a head.
-        firsts: row at which queries, keys and values begin, where they are in one tensor; default: 0 of three tensors.
+        size: size of a head.
+        firsts: first rows of queries, keys and values in one tensor; default: three tensors.
     """
     begins = firsts or (0, 0, 0)
     rows = []
@@ -142,8 +141,8 @@ def heads(
 
 
 def with_biases(weights: Iterable[Rule]) -> Iterator[Rule]:
-    """The rules of linear layers' weights, each followed by that of the bias: names end in `bias` instead of
-    `weight`."""
+    """Yield the rules of linear layers' weights, each followed by that of its bias (names end in `bias`, not
+    `weight`)."""
     for rule in weights:
         yield rule
         rows = tuple(replace(rows, name=_bias(rows.name), tail=()) for rows in rule.rows)

@@ -1,7 +1,5 @@
-"""A plain torch module as an encoder of a run: it is made from its spec, and gets media of one size together.
-
-Shape suffixes: N media of one size, T features of one of them, H width of the features.
-"""
+"""A plain torch module as an encoder of a run, built from its spec. It gets media of one size together. Shape suffixes:
+N media of one size, T features of one of them, H width of the features."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,16 +20,17 @@ from encoders.projectors.merge import merge_patches
 from encoders.staged import Size, by_size, stacked
 
 LARGEST_MISCOUNT = 0.1
-"""Share by which `PlainSpec.num_parameters` may be wrong before a warning says so."""
+"""Relative error of `PlainSpec.num_parameters` that causes a warning."""
 
 
 class PlainEncoder(MegatronModule):
     """Media -> features by a torch module, which is whole on every rank: data parallel only.
 
-    The module is made as `MODULE(spec)` after the generator is seeded by `config.init_seed`, so that its weights are
-    the same on every rank and at every layout. It may have a method `load_weights()`, see `load_weights`.
+    The module is built as `MODULE(spec)` after the generator is seeded by `config.init_seed`. Its weights are the same
+    on
+    every rank and at every layout. It may have a method `load_weights()`, see `load_weights`.
 
-    Args: as `encoders.staged.StagedEncoder`; layer spec, norm and process groups are not used.
+    Args: as `encoders.staged.StagedEncoder`; layer spec, norm and process groups are unused.
 
     Raises:
         EncoderError: it has batch norms, or dropout that its spec does not name.
@@ -66,17 +65,17 @@ class PlainEncoder(MegatronModule):
         pixels: torch.Tensor | Sequence[torch.Tensor] | None = None,
         waveforms: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Features of images or clips.
+        """Return the features of images or audio.
 
         Args:
             pixels: uint8 [N, 3, height, width], or [3, height, width] of each image.
-            waveforms: float32 [N, samples], or [samples] of each clip.
+            waveforms: float32 [N, samples], or [samples] of each audio item.
 
         Returns:
-            Rows of one medium after the other, neighbours joined: [rows, H * `joined`].
+            Rows in the order of the media, with adjacent features joined: [rows, H * `joined`].
 
         Raises:
-            EncoderError: the module gives another number of features, or of another width, than its spec says.
+            EncoderError: the module's features have another number or width than its spec says.
         """
         media = waveforms if pixels is None else pixels
         assert media is not None, "a plain encoder has one stage, which gets media"
@@ -91,8 +90,8 @@ class PlainEncoder(MegatronModule):
         return torch.cat([outputs[member] for member in range(len(media))])
 
     def load_weights(self) -> None:
-        """Call the module's own `load_weights()`, if it has one: at the start of a run on every rank that holds it, and
-        not where weights come from a checkpoint. Every rank must load the same."""
+        """Call the module's `load_weights()`, if any: at the start of a run on every rank that holds it, unless weights
+        come from a checkpoint. Every rank must load the same weights."""
         load = getattr(self.model, "load_weights", None)
         if load is not None:
             with torch.no_grad():
@@ -104,7 +103,7 @@ class PlainEncoder(MegatronModule):
         return medium.shape[-2], medium.shape[-1]
 
     def _features(self, media: torch.Tensor, size: Size) -> torch.Tensor:
-        """Media of one size -> joined features, [N, T / joined, H * joined]."""
+        """Return the joined features of media of one size, [N, T / joined, H * joined]."""
         inputs, spec = self._inputs(media), self.spec
         if self.recomputes and torch.is_grad_enabled():
             features_NTH = checkpoint(self.model, inputs, use_reentrant=False)
@@ -123,8 +122,8 @@ class PlainEncoder(MegatronModule):
         return features_NTH.unflatten(1, (-1, self.merge)).flatten(2)
 
     def _inputs(self, media: torch.Tensor) -> torch.Tensor:
-        """What the module gets: in the type of its weights, pixels normalised in float32 before. A module with the
-        attribute `wants_float32` gets that."""
+        """Return the module's input in the type of its weights. Pixels are normalized in float32 first. A module with
+        the attribute `wants_float32` gets float32."""
         values = media.float()
         if isinstance(self.spec, ImageSpec):
             values = (values * self.spec.pixel_scale - self.pixel_mean) / self.pixel_std
@@ -157,12 +156,12 @@ class PlainEncoder(MegatronModule):
 
 
 def plain_encoder(module: type[torch.nn.Module]) -> type[PlainEncoder]:
-    """The class of encoders that run `module`."""
+    """Return the class of encoders that run `module`."""
     return type(module.__name__, (PlainEncoder,), {"MODULE": module})
 
 
 def dropout_rates(module: torch.nn.Module) -> Iterator[tuple[str, float]]:
-    """(name, probability) of torch's own dropout modules in `module`; what it drops by other means is not seen."""
+    """Yield (name, probability) of torch's dropout modules in `module`; other dropout is not seen."""
     for name, child in module.named_modules():
         if isinstance(child, _DropoutNd):
             yield name, child.p

@@ -1,4 +1,4 @@
-"""Specs of encoders that are plain torch modules: the base classes of a user's own."""
+"""Base classes for the specs of a user's own encoders, which are plain torch modules."""
 
 import math
 from abc import abstractmethod
@@ -29,22 +29,22 @@ class PlainSpec(EncoderSpec):
 
     @abstractmethod
     def output_tokens(self, extent0: int, extent1: int, /) -> int:
-        """Return the features that the module gives for an item of this input size, before neighbours are joined."""
+        """Return the features that the module gives for an item of this input size, before they are joined."""
 
     def activations(self) -> int:
-        """Numbers that the backward pass of the largest medium keeps. 0: not known; `check` says so and counts none."""
+        """Return the numbers that the backward pass of the largest item keeps. 0: unknown; `check` says so and counts
+        none."""
         return 0
 
     def attention_width(self) -> int:
-        """Sum over layers of the width of full self-attention, for its FLOPs; 0: none is counted."""
+        """Return the sum over layers of the width of full self-attention, for its FLOPs; 0: none is counted."""
         return 0
 
     def notes(self) -> list[str]:
-        """What a user should know before a run; `check` prints them as warnings."""
+        """Return notes for the user; `check` prints them as warnings."""
         return []
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = []
         if self.hidden_size < 1:
             found.append(("hidden_size", f"must be at least 1, the width of the features, is {self.hidden_size}"))
@@ -74,47 +74,38 @@ class ImageSpec(PlainSpec):
 
     @abstractmethod
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """(rows, columns) of the features of an image that the module gets in `height` x `width` pixels. Features
-        without an order in the plane are one row."""
+        """Return (rows, columns) of the features of an image of `height` x `width` input pixels. Features without an
+        order in the plane are one row."""
 
     def input_size(self, height: int, width: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels that an image of `height` x `width` is resized to."""
         return self.image_size, self.image_size
 
     def output_tokens(self, height: int, width: int, /) -> int:
-        """Features of an image that the module gets in this size."""
         return math.prod(self.grid(height, width))
 
     def inner_tokens(self, height: int, width: int, /, *, merge: int = 1) -> int:
-        """Features of an image of `height` x `width` pixels, before it is resized."""
         return self.output_tokens(*self.input_size(height, width, merge=merge))
 
     def num_tokens(self, height: int, width: int, /, *, merge: int = 1) -> int:
-        """Tokens that an image takes in the sequence: features / merge^2."""
         rows, columns = self.grid(*self.input_size(height, width, merge=merge))
         return (rows // merge) * (columns // merge)
 
     def joined(self, merge: int) -> int:
-        """Features that make one token of the sequence."""
         return merge**2
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest image."""
         return self.num_tokens(self.image_size, self.image_size, merge=merge)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Features of the largest image."""
         return self.inner_tokens(self.image_size, self.image_size, merge=merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How an image is read, its features and its tokens, in words."""
         height, width = self.input_size(self.image_size, self.image_size, merge=merge)
         rows, columns = self.grid(height, width)
         most = "up to " if self.sizes_vary else ""
         return f"{most}{height} x {width} pixels", f"{most}{rows} x {columns}", f"{most}{self.most_tokens(merge)}"
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if self.image_size < 1:
             found.append(("image_size", f"must be at least 1, is {self.image_size}"))
@@ -128,7 +119,6 @@ class ImageSpec(PlainSpec):
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
         rows, columns = self.grid(*self.input_size(self.image_size, self.image_size, merge=merge))
         if rows % merge or columns % merge:
             return [("projector.merge", f"{merge} does not divide the grid of features, {rows} x {columns}: change it")]
@@ -151,20 +141,19 @@ class AudioSpec(PlainSpec):
 
     @property
     def sizes_vary(self) -> bool:
-        """Whether media differ in their number of tokens."""
         return True
 
     @abstractmethod
     def tokens(self, samples: int) -> int:
-        """Features that the module gives for a clip of this many samples; never fewer for a longer clip."""
+        """Return the features that the module gives for audio of this many samples; never fewer for longer audio."""
 
     @abstractmethod
     def shortest(self, tokens: int) -> int:
-        """Samples of the shortest clip that gives this many features."""
+        """Return the samples of the shortest audio that gives this many features."""
 
     def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
-        with silence behind it up to a whole number of tokens of the sequence.
+        """Return (samples, samples per second) of the encoder's input: resampled, and padded with silence to whole
+        tokens.
 
         Raises:
             EncoderError: it is longer than `max_seconds`.
@@ -180,31 +169,24 @@ class AudioSpec(PlainSpec):
         return (length if features == whole else self.shortest(whole)), self.sample_rate
 
     def output_tokens(self, samples: int, rate: int, /) -> int:
-        """Features of a clip that the module gets in this length."""
         return self.tokens(samples)
 
     def inner_tokens(self, samples: int, rate: int, /, *, merge: int = 1) -> int:
-        """Features of a clip. Raises EncoderError as `input_size` does."""
         return self.tokens(self.input_size(samples, rate, merge=merge)[0])
 
     def num_tokens(self, samples: int, rate: int, /, *, merge: int = 1) -> int:
-        """Tokens that a clip takes in the sequence: `merge` features each. Raises EncoderError as `input_size` does."""
         return self.inner_tokens(samples, rate, merge=merge) // merge
 
     def joined(self, merge: int) -> int:
-        """Features that make one token of the sequence."""
         return merge
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the longest clip."""
         return self.most_inner_tokens(merge) // merge
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Features of the longest clip."""
         return self.inner_tokens(int(self.max_seconds * self.sample_rate), self.sample_rate, merge=merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a clip is read, its features and its tokens, in words."""
         return (
             f"{self.sample_rate} samples a second, up to {self.max_seconds:g} s",
             f"up to {self.most_inner_tokens(merge)}",
@@ -212,7 +194,6 @@ class AudioSpec(PlainSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if self.sample_rate < 1:
             found.append(("sample_rate", f"must be at least 1, is {self.sample_rate}"))
@@ -221,5 +202,5 @@ class AudioSpec(PlainSpec):
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector: any merge will do."""
+        """Return no errors: any merge is supported."""
         return []

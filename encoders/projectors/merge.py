@@ -1,4 +1,4 @@
-"""Merge neighbouring patches into one token (pixel shuffle), and arrange the features of tiles as lines."""
+"""Merge adjacent patches into one token (pixel shuffle), and arrange the features of tiles as lines."""
 
 from collections.abc import Sequence
 
@@ -26,12 +26,13 @@ def merge_patches(features_NPH: torch.Tensor, rows: int, columns: int, merge: in
 
 
 def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: torch.Tensor) -> torch.Tensor:
-    """
+    """Arrange the features of tiled images as lines.
+
     Args:
-        features: of one image after the other: of its tile as a whole, then of its other tiles, row by row, each
-            [side^2, H], [rows, H].
-        tilings: of each image.
-        newline: the row behind a line, [H].
+        features: [rows, H], image by image: first of the whole image's tile, then of the other tiles in row order, each
+            [side^2, H].
+        tilings: tiling of each image.
+        newline: the row after a line, [H].
 
     Returns:
         [sum of `Tiling.tokens`, H], in the order of the images.
@@ -50,7 +51,7 @@ def _one(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Ten
     inner = tiling.inner
     lines_RCH = canvas_RCH[tiling.top : tiling.top + inner[0], tiling.left : tiling.left + inner[1]]
     if tiling.pooled:
-        # By a matrix for each axis: torch's own has a gradient that differs from run to run on CUDA.
+        # One matrix per axis: the gradient of torch's interpolation is not deterministic on CUDA.
         lines_RCH = interpolate(lines_RCH, *tiling.pooled, "bilinear")
     ends = newline.expand(len(lines_RCH), 1, -1)
     return torch.cat([whole, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])

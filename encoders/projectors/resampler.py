@@ -1,8 +1,8 @@
-"""A perceiver resampler: learned latents that attend to the features of an image or clip (see `ResamplerSpec`).
+"""A perceiver resampler: learned latents that attend to the features of an image or audio item (see `ResamplerSpec`).
 
-Its linear layers are Megatron-Core's, so that tensor parallelism divides heads and feed-forward blocks.
+Its linear layers are Megatron-Core's, so tensor parallelism divides heads and feed-forward blocks.
 
-Shape suffixes: N media, L latents, C features of a medium, K = C + L, H hidden size, D width of a head.
+Shape suffixes: N media, L latents, C features of a media item, K = C + L, H hidden size, D width of a head.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class PerceiverResampler(MegatronModule):
 
     Args:
         config: sizes of the layers, which have no biases.
-        latents: rows of a medium.
+        latents: rows of each media item.
         norm: builder of a norm.
         tp_group: ranks that have parts of the heads and feed-forward blocks.
     """
@@ -35,10 +35,11 @@ class PerceiverResampler(MegatronModule):
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, features: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """
+        """Resample the features of media.
+
         Args:
-            features: rows of one medium after the other, [sum of counts, H].
-            counts: rows of each.
+            features: rows in the order of the media, [sum of counts, H].
+            counts: rows of each media item.
 
         Returns:
             [N * L, H], in the order of the media.
@@ -62,7 +63,7 @@ class PerceiverResampler(MegatronModule):
 
 
 class _Layer(MegatronModule):
-    """Attention of the latents to features and latents, then a feed-forward block, both behind norms."""
+    """Attention of the latents to features and latents, then a feed-forward block, both after norms."""
 
     def __init__(self, config: TransformerConfig, norm: type, tp_group: torch.distributed.ProcessGroup):
         super().__init__(config=config)
@@ -96,5 +97,5 @@ class _Layer(MegatronModule):
         return latents_NLH + self.mlp(self.mlp_norm(latents_NLH))[0]
 
     def _heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """[N, rows, heads * D] -> [N, heads, rows, D]."""
+        """Split [N, rows, heads * D] into [N, heads, rows, D]."""
         return rows.unflatten(2, (-1, self.head)).transpose(1, 2)

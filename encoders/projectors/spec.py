@@ -38,19 +38,19 @@ class ResamplerSpec(FixedKeys):
 
     @property
     def key_heads(self) -> int:
-        """Key heads."""
+        """Number of key heads."""
         return self.num_query_groups or self.num_attention_heads
 
     def head_width(self, width: int) -> int:
-        """Width of a head in a language model of `width`."""
+        """Return the width of a head in a language model of `width`."""
         return self.head_size or width // self.num_attention_heads
 
     def ffn_width(self, width: int) -> int:
-        """Width of the feed-forward block in a language model of `width`."""
+        """Return the width of the feed-forward block in a language model of `width`."""
         return self.ffn_hidden_size or 4 * width
 
     def matrices(self, width: int) -> dict[str, int]:
-        """Weights of the linear layers of one layer in a language model of `width`, by their names."""
+        """Return {linear layer: its weights} of one layer in a language model of `width`."""
         query, key = (heads * self.head_width(width) for heads in (self.num_attention_heads, self.key_heads))
         up = (2 if self.activation == GATED else 1) * self.ffn_width(width)
         products = {"linear_q": width * query, "linear_k": width * key, "linear_v": width * key}
@@ -58,19 +58,19 @@ class ResamplerSpec(FixedKeys):
         return products | {"mlp.linear_fc2": self.ffn_width(width) * width}
 
     def split_parameters(self, width: int) -> int:
-        """Parameters that tensor parallelism divides."""
+        """Return the parameters that tensor parallelism divides."""
         return self.num_layers * sum(self.matrices(width).values()) if self.latents else 0
 
     def num_parameters(self, width: int) -> int:
-        """Number of trainable parameters in a language model of `width`."""
+        """Return the number of trainable parameters in a language model of `width`."""
         norm = width * (2 if self.normalization == "LayerNorm" else 1)
         whole = self.latents * width + (3 * self.num_layers + 1) * norm
         return self.split_parameters(width) + whole if self.latents else 0
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
+        """Return (field, message) of every config error."""
         if self.latents == 0:
-            # Nothing else is looked at, so nothing else may be set.
+            # Other keys are unused, so none may be set.
             return [
                 (
                     one.name,
@@ -120,16 +120,16 @@ class ProjectorSpec(FixedKeys):
 
     @property
     def gated(self) -> bool:
-        """Whether the mlp is gated."""
+        """True if the mlp is gated."""
         return self.activation == GATED
 
     @property
     def latents(self) -> int:
-        """Rows that every image or clip takes in the sequence; 0: as many as it has joined features."""
+        """Rows of every image or audio item in the sequence; 0: as many as it has joined features."""
         return self.resampler.latents
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
+        """Return (field, message) of every config error."""
         found = []
         choices = (*ACTIVATIONS, GATED)
         if self.kind not in ("mlp", "linear"):
@@ -148,8 +148,7 @@ class ProjectorSpec(FixedKeys):
         return found + [(f"resampler.{name}", text) for name, text in self.resampler.faults()]
 
     def matrices(self, width: int, language_width: int) -> dict[str, int]:
-        """Weights of the linear layers of the projection between joined features of `width` and embeddings of
-        `language_width`, by their names."""
+        """Return {linear layer: its weights} of the projection from joined features of `width` to `language_width`."""
         if self.kind == "linear":
             return {"encoder": width * language_width}
         hidden = self.ffn_hidden_size or language_width
@@ -157,12 +156,13 @@ class ProjectorSpec(FixedKeys):
         return {"encoder.linear_fc1": width * up, "encoder.linear_fc2": hidden * language_width}
 
     def num_parameters(self, width: int, language_width: int) -> int:
-        """Number of trainable parameters between joined features of `width` and `language_width` embeddings."""
+        """Return the number of trainable parameters between joined features of `width` and `language_width`
+        embeddings."""
         return sum(self.parameters(width, language_width))
 
     def parameters(self, width: int, language_width: int) -> tuple[int, int]:
-        """Trainable parameters that tensor parallelism divides, and those that every rank has: the last bias of an mlp,
-        norms, latents."""
+        """Return the trainable parameters that tensor parallelism divides, and those whole on every rank: the last bias
+        of an mlp, norms, latents."""
         split, whole = sum(self.matrices(width, language_width).values()), 0
         if self.norm:
             whole += width * (2 if self.norm == "LayerNorm" else 1)

@@ -1,4 +1,4 @@
-"""Projectors by the names that connectors of published models have in `transformers`, as data."""
+"""Projector weights by their names in connectors of published models in `transformers`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +9,11 @@ from encoders.weight_map import Rule, WeightMap, same, stacked, with_biases
 
 
 def connector(spec: ProjectorSpec, width: int, language_width: int) -> tuple[str, WeightMap] | None:
-    """(model whose connector computes the same, the projector's weights by its names), as hubs have them; None: there
-    is no such model that is known here.
+    """Return (model whose connector computes the same, map of the projector's weights); None if no such model is known.
 
     Args:
-        width: of joined features.
-        language_width: of the language model.
+        width: width of joined features.
+        language_width: width of the language model.
     """
     hidden = spec.ffn_hidden_size or language_width
     plain = ProjectorSpec(name=spec.name, merge=spec.merge)

@@ -1,1 +1,1 @@
-"""Vision and audio models of the library `transformers` as they are: data parallel only. See docs/your-encoder.md."""
+"""Unmodified vision and audio models of the library `transformers`: data parallel only. See docs/your-encoder.md."""

@@ -1,8 +1,5 @@
-"""What a directory of `transformers` says: sizes of the model, constants of its preprocessing.
-
-A `config.json` of transformers leaves out what is the default of its class: `KNOWN` has these, for the models whose
-number of tokens follows from them.
-"""
+"""Reads a directory of `transformers`: sizes of the model, constants of its preprocessing. A `config.json` omits the
+defaults of its class. `KNOWN` has them for models whose number of tokens they determine."""
 
 import json
 from collections.abc import Mapping
@@ -38,16 +35,16 @@ _WAVES = {
 
 @dataclass(frozen=True)
 class Known:
-    """A type of model whose tokens are known by formula."""
+    """A model type whose tokens are known by formula."""
 
     kind: str
     """Kind of media: image or audio."""
     defaults: Mapping[str, Any]
-    """What its config class has where `config.json` says nothing."""
+    """Defaults of its config class."""
     prefix: int = 0
-    """Tokens in front of the patches, registers apart."""
+    """Tokens before the patches, without registers."""
     parts: tuple[str, ...] = field(default=())
-    """Types of whole models that it is a part of, whose `vision_config` may leave its type out."""
+    """Types of whole models that contain it, whose `vision_config` may omit its type."""
 
 
 KNOWN = {
@@ -79,7 +76,7 @@ KNOWN = {
     "hubert": Known("audio", _WAVES),
     "wavlm": Known("audio", _WAVES),
 }
-"""By the `model_type` of their config."""
+"""Known models by the `model_type` of their config."""
 
 SIZES = (
     *("hidden_size", "d_model", "num_hidden_layers", "encoder_layers", "intermediate_size", "encoder_ffn_dim"),
@@ -90,7 +87,7 @@ CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 MOST_SIZE = 2**24
 
 DROPPED = ("dropout", "layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")
-"""What names of keys end with, or contain, by which a model drops or masks something while it is trained."""
+"""Parts of the names of keys that set a probability of dropout or masking in training."""
 
 
 ASIDE = (
@@ -98,12 +95,12 @@ ASIDE = (
     *("auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
 )
-"""Keys of a config that are not taken over: what the features do not depend on (where and how it was saved, the names
-of a classifier's labels), and what names code to load."""
+"""Keys of a config that are ignored: features do not depend on them (how it was saved, names of a classifier's labels),
+or they name code to load."""
 
 
 def tower_config(path: str, part: str) -> dict[str, Any]:
-    """The config of the tower of a directory: its `part` (`vision_config`, `audio_config`), if it has one, else all.
+    """Return the config of the tower of a directory: its `part` (`vision_config`, `audio_config`), if any, else all.
 
     Raises:
         EncoderError: no `config.json`, or one without a model type.
@@ -123,7 +120,7 @@ def tower_config(path: str, part: str) -> dict[str, Any]:
 
 
 def preprocessing(path: str, kind: str) -> dict[str, Any]:
-    """The constants by which a directory's processor prepares media; empty if it has none."""
+    """Return the constants of a directory's processor; empty if it has none."""
     own = Path(path) / "preprocessor_config.json"
     if own.is_file():
         return _read(own)
@@ -133,23 +130,23 @@ def preprocessing(path: str, kind: str) -> dict[str, Any]:
 
 
 def resample(preprocessor: Mapping[str, Any]) -> Any:
-    """Return how a preprocessor resizes, as Pillow numbers it; the default of its class where its config has none."""
+    """Return how a preprocessor resizes, as Pillow numbers it; by default that of its class."""
     is_bilinear = str(preprocessor.get("image_processor_type")).startswith(("ViTImage", "DINOv3"))
     return preprocessor.get("resample", 2 if is_bilinear else 3)
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """A key of a model's config, or its default; None if neither is known."""
+    """Return a key of a model's config, or its default; None if neither is known."""
     known = KNOWN.get(str(config.get("model_type")))
     found = config.get(key)
     return known.defaults.get(key) if found is None and known else found
 
 
 def require_sizes(config: Mapping[str, Any]) -> None:
-    """Look at the numbers of a known type of model that its tokens and parameters are counted from.
+    """Check the numbers of a known model type that determine its tokens and parameters.
 
     Raises:
-        EncoderError: one of them is no such number, or lists of its convolutions differ in length.
+        EncoderError: one of them is not such a number, or lists of its convolutions differ in length.
     """
     kind = str(config.get("model_type"))
     if kind not in KNOWN:
@@ -171,14 +168,15 @@ def require_sizes(config: Mapping[str, Any]) -> None:
 
 
 def number_of(config: Mapping[str, Any], *keys: str) -> float:
-    """The first of these keys that has a value; 0 if there is none, or it is no number, or out of reason."""
+    """Return the first of these keys that has a value; 0 if there is none, or it is not a number in a sensible
+    range."""
     value = next((found for key in keys if (found := value_of(config, key)) is not None), 0)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_SIZE else 0
 
 
 def size_of(config: Mapping[str, Any], *keys: str) -> int:
-    """As `number_of`, a whole number."""
+    """Return the result of `number_of` as an integer."""
     return int(number_of(config, *keys))
 
 
@@ -187,7 +185,7 @@ def _is_whole(value: Any, least: int = 1) -> bool:
 
 
 def largest_dropout(config: Mapping[str, Any]) -> float:
-    """Largest probability by which the model drops or masks something while it is trained."""
+    """Return the largest probability of dropout or masking in training."""
     known = KNOWN.get(str(config.get("model_type")))
     every = {**(known.defaults if known else {}), **config}
     if config.get("apply_spec_augment") is False:
@@ -197,13 +195,13 @@ def largest_dropout(config: Mapping[str, Any]) -> float:
 
 
 def drops(key: str) -> bool:
-    """Whether a key of a model's config is the probability of a dropout."""
+    """True if a key of a model's config is the probability of a dropout."""
     return any(word in key for word in DROPPED) and not key.startswith(("decoder_", "classifier_", "contrastive_"))
 
 
 def square(size: Any) -> int:
-    """Side in pixels of a processor's `size` or `crop_size`, or of a model's images or patches; 0 if it is not square
-    or not one size."""
+    """Return the side in pixels of a processor's `size` or `crop_size`, or of a model's images or patches; 0 if it is
+    not square or not one size."""
     if _is_whole(size):
         return int(size)
     if isinstance(size, list) and len(size) == 2 and size[0] == size[1]:

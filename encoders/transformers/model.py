@@ -1,7 +1,5 @@
-"""Models of `transformers` as torch modules that give features. See `encoders.plain.model` for how they are called.
-
-Shape suffixes: N media, T tokens of the model, H width, W samples.
-"""
+"""Models of `transformers` as torch modules that give features. `encoders.plain.model` calls them. Shape suffixes: N
+media, T tokens of the model, H width, W samples."""
 
 import inspect
 from collections.abc import Iterator
@@ -20,19 +18,18 @@ from encoders.transformers.directory import ASIDE, drops, value_of
 from encoders.transformers.spec import WHISPER_HOP, FromDirectory, TransformersAudioSpec, TransformersSpec
 
 LISTED = 3
-"""Names that a message lists."""
+"""Maximum number of names in a message."""
 
 
 class Tower(torch.nn.Module):
-    """The model, its output, its weights. Parameters that the features do not depend on are frozen: poolers, masks,
-    what comes behind the chosen state."""
+    """The model, its output, its weights. Parameters that do not affect the features are frozen: poolers, masks, layers
+    after the chosen state."""
 
     INPUT: str
 
     def __init__(self, spec: FromDirectory):
-        """
-        Raises:
-            EncoderError: transformers cannot build the model, or it takes other inputs.
+        """Raises:
+        EncoderError: transformers cannot build the model, or it takes other inputs.
         """
         super().__init__()
         self.spec = spec
@@ -47,15 +44,15 @@ class Tower(torch.nn.Module):
 
     @torch.no_grad()
     def load_weights(self) -> None:
-        """Load the weights of the directory, if the run starts with them.
+        """Load the weights of the directory, if the run starts from them.
 
         Raises:
-            EncoderError: the directory has no weights that can be read, or tensors are missing or of other shapes.
+            EncoderError: the weights cannot be read, or tensors are missing or have other shapes.
         """
         if self.spec.weights != "load":
             return
         if (Path(self.spec.path) / "adapter_config.json").is_file():
-            # It names the place of another model, which transformers would load instead.
+            # It names the directory of another model, which transformers would load instead.
             raise EncoderError(
                 f"encoder.path: {self.spec.path} holds an adapter of PEFT (adapter_config.json): give the directory of "
                 "the model with the adapter merged into it"
@@ -77,7 +74,7 @@ class Tower(torch.nn.Module):
                 "directory with safetensors, or with tensors alone in .bin files, or set encoder.weights=random"
             ) from error
         tensors = self._encoder_of(loaded).state_dict()
-        # Names in the whole model: what is loaded but not in the encoder does not matter.
+        # Names in the whole model: tensors outside of the encoder do not matter.
         own = {id(tensor): name for name, tensor in self._encoder_of(loaded).state_dict(keep_vars=True).items()}
         names = {name: own.get(id(tensor), "") for name, tensor in loaded.state_dict(keep_vars=True).items()}
         wrong = [f"{key}: {there} in the file, {here} here" for key, there, here in found["mismatched_keys"]]
@@ -95,7 +92,8 @@ class Tower(torch.nn.Module):
         self.model.load_state_dict(tensors)
 
     def _run(self, inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The chosen output of the model, [N, T, H]; a map of features [N, H, rows, columns] is read row by row."""
+        """Return the chosen output of the model, [N, T, H]. A feature map [N, H, rows, columns] is read in row
+        order."""
         chosen = self.spec.hidden_state
         output = self.model(
             **{self.INPUT: inputs}, output_hidden_states=chosen is not None, return_dict=True, **options
@@ -107,7 +105,7 @@ class Tower(torch.nn.Module):
         return model
 
     def _register_constants(self) -> None:
-        """Buffers that the inputs are made with."""
+        """Register the buffers that preprocessing needs."""
 
     def _example(self) -> torch.Tensor:
         raise AssertionError("images and clips say it")
@@ -128,7 +126,7 @@ class Tower(torch.nn.Module):
             )
 
     def _reached(self) -> Iterator[torch.Tensor]:
-        """The parameters that the features depend on, by the graph of one forward pass without dropout."""
+        """Yield the parameters that affect the features, by the graph of one forward pass without dropout."""
         self.model.eval()
         with torch.random.fork_rng(devices=()), torch.enable_grad():
             output = self(self._example())
@@ -151,7 +149,6 @@ class VisionTower(Tower):
     spec: TransformersSpec
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """See the class."""
         options = {}
         own = getattr(self.hf_config, "image_size", None)
         if "interpolate_pos_encoding" in inspect.signature(self.model.forward).parameters:
@@ -163,20 +160,19 @@ class VisionTower(Tower):
 
 
 class AudioTower(Tower):
-    """Clips [N, W] -> features [N, tokens, H]."""
+    """Audio [N, W] -> features [N, tokens, H]."""
 
     spec: TransformersAudioSpec
     window: torch.Tensor
     mel_filters: torch.Tensor
     wants_float32 = True
-    """Spectrograms and means are computed of what `encoders.plain.model` would round."""
+    """Spectrograms and means need float32 input, which `encoders.plain.model` would round."""
 
     def __init__(self, spec: TransformersAudioSpec):
         self.INPUT = "input_features" if spec.is_whisper else "input_values"
         super().__init__(spec)
 
     def forward(self, waves_NW: torch.Tensor) -> torch.Tensor:
-        """See the class."""
         dtype = next(self.model.parameters()).dtype
         if self.spec.normalize:
             mean, variance = waves_NW.mean(1, keepdim=True), waves_NW.var(1, keepdim=True, unbiased=False)
@@ -202,14 +198,14 @@ class AudioTower(Tower):
 
 
 def _class_of(spec: FromDirectory) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """The model's class, and its config with dropout as the spec has it."""
-    # Also those of a config that a checkpoint brings along.
+    """Return the model's class, and its config with the spec's dropout."""
+    # Also ignored in a config from a checkpoint.
     given = {key: value for key, value in spec.model_config.items() if key not in ASIDE}
     kind = given.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **given)
         built = AutoModel._model_mapping[type(config)]
-    except Exception as error:  # whatever the class of its config raises about a value
+    except Exception as error:  # the config class may raise anything about a value
         raise EncoderError(
             f"encoder.path: transformers has no model of its own for the type {kind!r} of {spec.path or 'model_config'}"
         ) from error

@@ -24,12 +24,11 @@ from encoders.transformers.directory import (
 
 WEIGHTS = ("load", "random")
 WHISPER_HOP, WHISPER_STRIDE = 160, 2
-"""Samples from one window of Whisper's spectrogram to the next, and windows of one feature."""
+"""Samples between windows of Whisper's spectrogram, and windows per feature."""
 
 
 class FromDirectory(FixedKeys):
-    """What the specs of images and clips share: the model's config, from the directory or from a config that was
-    read from it earlier."""
+    """Base of the image and audio specs: the model's config, from the directory or from a saved config."""
 
     KIND: ClassVar[str]
     PART: ClassVar[str]
@@ -41,16 +40,16 @@ class FromDirectory(FixedKeys):
     dropout: float
 
     def __post_init__(self) -> None:
-        # A directory that cannot be read is a fault, which `faults` gives with its key.
+        # `faults` reports an unreadable directory with its key.
         with suppress(EncoderError):
             self._filled()
 
     def layers(self) -> int:
-        """Layers of the encoder; 0 if not known."""
+        """Return the number of layers of the encoder; 0 if unknown."""
         return size_of(self.model_config, "num_hidden_layers", "encoder_layers")
 
     def own_faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of what is wrong with the directory and the keys about it."""
+        """Return (field, message) of every error of the directory and the keys about it."""
         try:
             self._filled()
         except EncoderError as error:
@@ -78,24 +77,24 @@ class FromDirectory(FixedKeys):
         return found
 
     def transformer_parameters(self, width: int, ffn: int) -> int:
-        """Parameters of the layers, about: attention, feed-forward and norms, with biases."""
+        """Return the approximate parameters of the layers: attention, feed-forward and norms, with biases."""
         return self.layers() * (4 * width * width + 2 * width * ffn + 9 * width + ffn)
 
     def activations(self) -> int:
-        """Numbers that the backward pass of the largest medium keeps, about: in each layer inputs and outputs of norms,
-        the attention's, and two of the feed-forward width for every token."""
+        """Return roughly how many numbers the backward pass of the largest item keeps. In each layer these are inputs
+        and outputs of norms, the attention's, and two of the feed-forward width for every token."""
         ffn = size_of(self.model_config, "intermediate_size") or 4 * self.hidden_size
         return self.layers() * self._most_inside() * (9 * self.hidden_size + 2 * ffn)
 
     def attention_width(self) -> int:
-        """Width of self-attention, summed over layers."""
         return self.layers() * self.hidden_size
 
     def _most_inside(self) -> int:
         raise AssertionError("images and clips say it")
 
     def _filled(self) -> None:
-        """Fill in what the directory says. Raises EncoderError: it cannot be read, or contradicts `model_config`."""
+        """Fill in the values of the directory. Raise EncoderError if it cannot be read or contradicts
+        `model_config`."""
         try:
             self._fill()
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -109,7 +108,7 @@ class FromDirectory(FixedKeys):
             try:
                 read = tower_config(self.path, self.PART)
             except EncoderError:
-                # A checkpoint goes on without the directory: its config has what is needed.
+                # A checkpoint resumes without the directory: its config is complete.
                 if not self.model_config:
                     raise
                 read = dict(self.model_config)
@@ -176,7 +175,7 @@ class TransformersSpec(FromDirectory, ImageSpec):
     PART: ClassVar[str] = "vision_config"
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """(rows, columns) of features: patches, or one row of `tokens`."""
+        """Return (rows, columns) of features: patches, or one row of `tokens`."""
         if self.tokens:
             return 1, self.tokens
         if self.patch_size < 1:
@@ -186,16 +185,15 @@ class TransformersSpec(FromDirectory, ImageSpec):
 
     @property
     def transform(self) -> ImageTransform:
-        """How an image becomes one of `input_size`."""
-        # As its processor, which alone keeps fractions of resized pixels.
+        # As in its processor: only DINOv3's keeps fractions of resized pixels.
         return ImageTransform(self.interpolation, rounded=self.model_config.get("model_type") != "dinov3_vit")
 
     def dropped_tokens(self) -> int:
-        """Tokens that are taken off the front of the model's output."""
+        """Return the number of tokens removed from the front of the model's output."""
         return 0 if self.keep_prefix else max(self.prefix_tokens, 0)
 
     def num_parameters(self) -> int:
-        """Number of parameters, about: that of a vision transformer of these sizes."""
+        """Return the approximate number of parameters: that of a vision transformer of these sizes."""
         config, width = self.model_config, self.hidden_size
         ffn = int(width * number_of(config, "mlp_ratio")) or size_of(config, "intermediate_size") or 4 * width
         own_size, patch = square(value_of(config, "image_size")), square(value_of(config, "patch_size"))
@@ -203,7 +201,7 @@ class TransformersSpec(FromDirectory, ImageSpec):
         return self.transformer_parameters(width, ffn) + embeddings + 4 * width
 
     def notes(self) -> list[str]:
-        """What of the directory's preprocessing is done otherwise here."""
+        """Return the differences from the directory's preprocessing."""
         with suppress(EncoderError):
             given = preprocessing(self.path, self.KIND) if self.path else {}
             if given.get("do_center_crop"):
@@ -214,7 +212,6 @@ class TransformersSpec(FromDirectory, ImageSpec):
         return []
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = self.own_faults()
         if found:
             return found
@@ -309,21 +306,22 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
 
     @property
     def sizes_vary(self) -> bool:
-        """Whether clips differ in their number of tokens."""
+        """True if audio items differ in their number of tokens."""
         return not self.is_whisper
 
     @property
     def is_whisper(self) -> bool:
-        """Whether every clip is padded to one length, and read as a spectrogram."""
+        """True if audio is padded to one length, and read as a spectrogram."""
         return self.model_config.get("model_type") == "whisper"
 
     def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """See `ClipSpec.input_size`; Whisper reads every clip in its longest length."""
+        """Return the encoder's input size, see `AudioSpec.input_size`. Whisper pads every audio item to its longest
+        length."""
         size = super().input_size(samples, rate, merge=merge)
         return (self.shortest(self._whisper_tokens), self.sample_rate) if self.is_whisper else size
 
     def tokens(self, samples: int) -> int:
-        """Features of a clip of this many samples: what the convolutions leave."""
+        """Return the features of audio of this many samples, after the convolutions."""
         if self.is_whisper:
             return samples // (WHISPER_HOP * WHISPER_STRIDE)
         for kernel, stride in self._convolutions():
@@ -331,7 +329,6 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
         return samples
 
     def shortest(self, tokens: int) -> int:
-        """Samples of the shortest clip of this many features."""
         if self.is_whisper:
             return tokens * WHISPER_HOP * WHISPER_STRIDE
         for kernel, stride in reversed(self._convolutions()):
@@ -339,7 +336,7 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
         return tokens
 
     def num_parameters(self) -> int:
-        """Number of parameters, about: convolutions, positions and layers."""
+        """Return the approximate number of parameters: convolutions, positions and layers."""
         config, width = self.model_config, self.hidden_size
         if self.is_whisper:
             mels = size_of(config, "num_mel_bins")
@@ -352,7 +349,6 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
         return front + widths[-1] * width + positions + self.transformer_parameters(width, ffn)
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = self.own_faults()
         if found:
             return found
@@ -371,7 +367,6 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
         return found or super().faults()
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
         if self.is_whisper and self._whisper_tokens % merge:
             return [("projector.merge", f"{merge} does not divide the {self._whisper_tokens} features of every clip")]
         return []

@@ -93,42 +93,35 @@ class PatchSpec(FixedKeys, LayeredSpec):
 
     @property
     def sizes_vary(self) -> bool:
-        """Whether media differ in their number of tokens."""
         return self.resize == "native"
 
     @property
     def transform(self) -> ImageTransform:
-        """How an image becomes one of `input_size`."""
         edge = (self.shortest_edge or self.image_size) if self.resize == "crop" else 0
         return ImageTransform(self.interpolation, shortest_edge=edge, rounded=self.rounded_pixels)
 
     @property
     def position_grid(self) -> tuple[int, int]:
-        """(rows, columns) of learned positions."""
+        """(rows, columns) of the grid of learned positions."""
         side = (self.position_size or self.image_size) // self.patch_size
         return side, side
 
     @property
     def leading_tokens(self) -> int:
-        """Tokens of each image in front of its patches, inside the encoder."""
         return self.class_token + self.register_tokens
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of each image in front of its patches, in the sequence."""
         return int(self.keep_class_token)
 
     @property
     def largest_area(self) -> int:
-        """Pixels of the largest image that layers see."""
         return self.max_pixels or self.image_size**2
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels in which the encoder gets an image of `height` x `width`.
-
-        With resize native, sides are the nearest multiples of patch_size * merge; outside of the bounds both are scaled
-        alike first. A side is at least one multiple, so that a very long image loses some of its length.
-        """
+        """Return the (height, width) in pixels in which the encoder gets an image of `height` x `width`. With resize
+        native, sides are the nearest multiples of patch_size * merge. Outside of the bounds both sides are first scaled
+        by one factor. A side is at least one multiple, so a very long image loses some of its length."""
         if self.resize != "native":
             return self.image_size, self.image_size
         unit, largest = self.patch_size * merge, self.largest_area
@@ -144,63 +137,56 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return rows * unit, columns * unit
 
     def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(rows, columns) of patches of an image of `height` x `width` pixels, before it is resized."""
+        """Return (rows, columns) of patches of an image of `height` x `width` pixels, before it is resized."""
         height, width = self.input_size(height, width, merge)
         return height // self.patch_size, width // self.patch_size
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that an image takes inside the encoder: patches, class and register tokens."""
+        """Return the tokens of an image inside the encoder: patches, class and register tokens."""
         return math.prod(self.grid(height, width, merge)) + self.leading_tokens
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that an image takes in the sequence: patches / merge^2, and the class token where it is kept."""
+        """Return the tokens of an image in the sequence: patches / merge^2, and the class token if it is kept."""
         rows, columns = self.grid(height, width, merge)
         return (rows // merge) * (columns // merge) + self.kept_tokens
 
     def token_grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(rows, columns) of the tokens in the sequence that come of the patches of an image."""
         rows, columns = self.grid(height, width, merge)
         return rows // merge, columns // merge
 
     def joined(self, merge: int) -> int:
-        """Patches that make one token of the sequence."""
         return merge**2
 
     def most_patches(self, merge: int = 1) -> int:
-        """Patches of the largest image that layers see."""
+        """Return the patches of the largest image that layers see."""
         if self.resize != "native":
             return (self.image_size // self.patch_size) ** 2
         return self.largest_area // (self.patch_size * merge) ** 2 * merge**2
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest image."""
         return self.most_patches(merge) // merge**2 + self.kept_tokens
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens inside the encoder of the largest image."""
         return self.most_patches(merge) + self.leading_tokens
 
     def patches_of(self, tokens: float, merge: int = 1) -> float:
-        """Patches of images that take `tokens` in the sequence, all together."""
         share = 1.0
-        if self.kept_tokens:  # then all images are alike, see `joint_faults`
+        if self.kept_tokens:  # then all images have one size, see `joint_faults`
             share = 1 - self.kept_tokens / self.most_tokens(merge)
         return tokens * share * self.joined(merge)
 
     def token_unit(self, merge: int = 1) -> int:
-        """What divides the number of tokens that any image has inside the encoder."""
         if self.resize != "native":
             return self.most_inner_tokens()
         return math.gcd(merge**2, self.leading_tokens)
 
     @property
     def token_unit_fields(self) -> tuple[str, ...]:
-        """Fields of the module that `token_unit` follows from."""
         own = ("encoder.class_token",) if self.family == "vit" else ()
         return own + (("projector.merge",) if self.resize == "native" else ("encoder.image_size", "encoder.patch_size"))
 
     def embedding_products(self) -> dict[str, int]:
-        """Parameters in front of the layers: multiplications with each for one patch."""
+        """Return {weight before the layers: its multiplications for one patch}."""
         products = {"patch_embedding.weight": self.patch_width * self.hidden_size}
         looked_up = {
             "position_embedding": self.learned_positions,
@@ -215,7 +201,6 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return 3 * self.patch_frames * self.patch_size**2
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How an image is read, its patches and its tokens, in words."""
         if self.resize != "native":
             pixels, side = f"{self.image_size} x {self.image_size} pixels", self.image_size // self.patch_size
             return pixels, f"{side} x {side} patches", f"{self.most_tokens(merge)}"
@@ -226,7 +211,6 @@ class PatchSpec(FixedKeys, LayeredSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = self.layer_faults()
         if found:
             return found
@@ -283,7 +267,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return found
 
     def rotary_faults(self) -> list[tuple[str, str]]:
-        """Return (field, sentence) of what rotation by row and column cannot be built with."""
+        """Return (field, message) of sizes that rotation by row and column does not support."""
         faults, heads = [], self.num_attention_heads
         if heads > 0 and self.hidden_size % (4 * heads) and not self.hidden_size % heads:
             text = f"rotation on two axes needs heads of a multiple of 4, {self.hidden_size} / {heads} is none"
@@ -293,7 +277,6 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return faults
 
     def num_parameters(self) -> int:
-        """Number of trainable parameters, biases and norms included."""
         hidden = self.hidden_size
         embeddings = self.patch_width * hidden + (hidden if self.patch_bias else 0)
         if self.learned_positions:
@@ -303,7 +286,6 @@ class PatchSpec(FixedKeys, LayeredSpec):
         return embeddings + norms + self.built_layers * self.layer_parameters
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
         unit, side = self.patch_size * merge, self.image_size // self.patch_size
         if self.keep_class_token and (merge > 1 or self.resize == "native"):
             return [

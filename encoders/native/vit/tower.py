@@ -34,12 +34,10 @@ class TowerSpec(PatchSpec):
 
     @property
     def sizes_vary(self) -> bool:
-        """Whether media differ in their number of tokens."""
         return self.is_tiled or super().sizes_vary
 
     @property
     def transform(self) -> ImageTransform:
-        """How an image becomes one of `input_size`."""
         if not self.is_tiled:
             return super().transform
         red, green, blue = (int(255 * mean) for mean in self.pixel_mean)
@@ -47,10 +45,10 @@ class TowerSpec(PatchSpec):
         return ImageTransform(self.interpolation, tile=self.image_size, background=ground, rounded=self.rounded_pixels)
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels of what is cut into tiles; `UNCUT` if nothing is.
+        """Return (height, width) in pixels of the canvas that is cut into tiles; `UNCUT` without one.
 
         Raises:
-            EncoderError: an image so long that nothing of it would be left.
+            EncoderError: the image is so long that nothing of it would be left.
         """
         if (height, width) == UNCUT:
             return UNCUT
@@ -60,7 +58,7 @@ class TowerSpec(PatchSpec):
         return found
 
     def tiling(self, height: int, width: int) -> Tiling:
-        """How an image of `height` x `width` pixels is cut into tiles. Raises EncoderError as `canvas`."""
+        """Return the tiling of an image of `height` x `width` pixels. Raise EncoderError as `canvas`."""
         canvas = self.canvas(height, width)
         if canvas == UNCUT:
             return Tiling(0, 0, self._side)
@@ -70,37 +68,36 @@ class TowerSpec(PatchSpec):
         return found
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """As in `PatchSpec`; with resize tiles the image's own, from which its `tiling` follows."""
+        """Return the encoder's input size as in `PatchSpec`. With resize tiles it is the image's own, which determines
+        its `tiling`."""
         if not self.is_tiled:
             return super().input_size(height, width, merge)
         self.tiling(height, width)
         return height, width
 
     def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """As in `PatchSpec`; with resize tiles, of a tile."""
+        """Return the patch grid as in `PatchSpec`; with resize tiles, of a tile."""
         return (self._side, self._side) if self.is_tiled else super().grid(height, width, merge)
 
     def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that an image takes inside the encoder, of all tiles together."""
+        """Return the tokens of an image inside the encoder, of all tiles together."""
         tokens = super().inner_tokens(height, width, merge)
         return tokens * self.tiling(height, width).tiles if self.is_tiled else tokens
 
     def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
-        """Pairs of tokens of an image that attend to each other: those of a tile, where there are tiles."""
+        """Return the number of token pairs that attend to each other; with tiles, only inside each tile."""
         if not self.is_tiled:
             return super().attention_pairs(height, width, merge=merge)
         return self.inner_tokens(height, width) * self.token_unit()
 
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
-        """Tokens that an image takes in the sequence."""
         return self.tiling(height, width).tokens if self.is_tiled else super().num_tokens(height, width, merge)
 
     def most_features(self, merge: int = 1) -> int:
-        """Features of the largest image in front of the projector."""
         return self._most_tiles * self._side**2 if self.is_tiled else self.most_tokens(merge)
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the largest image; with resize tiles a bound of them."""
+        """Return the tokens in the sequence of the largest image; with resize tiles an upper bound."""
         if not self.is_tiled:
             return super().most_tokens(merge)
         tile, found = self._side**2, []
@@ -111,15 +108,13 @@ class TowerSpec(PatchSpec):
         return max(found)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens inside the encoder of the largest image."""
         return self._most_tiles * self.token_unit() if self.is_tiled else super().most_inner_tokens(merge)
 
     def token_unit(self, merge: int = 1) -> int:
-        """What divides the number of tokens that any image has inside the encoder: with tiles, that of one."""
+        """Return a divisor of the number of tokens of any image inside the encoder: with tiles, that of one tile."""
         return self._side**2 + self.leading_tokens if self.is_tiled else super().token_unit(merge)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How an image is read, its patches and its tokens, in words."""
         if not self.is_tiled:
             return super().describe_input(merge)
         return (
@@ -129,7 +124,6 @@ class TowerSpec(PatchSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = super().faults()
         if not self.is_tiled:
             is_set = {"grid_pinpoints": bool(self.grid_pinpoints), "max_tiles": self.max_tiles != 0}
@@ -150,7 +144,6 @@ class TowerSpec(PatchSpec):
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector."""
         if self.is_tiled and merge > 1:
             return [
                 ("projector.merge", f"is {merge}, and with encoder.resize tiles patches are not joined: set it to 1")

@@ -1,4 +1,4 @@
-"""Rules of the weights that all transformers over patches share."""
+"""Weight rules that all transformers over patches share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,37 +10,37 @@ from encoders.weight_map import Rows, Rule, heads, same, stacked, with_biases
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Names in a directory, in front of `.weight` and `.bias`; `{}` is the number of a layer."""
+    """Names in a directory, without `.weight` and `.bias`; `{}` is the number of a layer."""
 
     at: str
-    """In front of all others."""
+    """Prefix of all other names."""
     query: str
     key: str
     value: str
     output: str
     up: tuple[str, ...]
-    """Of what is in front of the activation function: one, or gate and up of a gated block."""
+    """Layers before the activation function: one, or gate and up of a gated block."""
     down: str
     norms: tuple[str, str]
-    """In front of attention, and of the feed-forward block."""
+    """Norms before attention, and before the feed-forward block."""
     scales: tuple[str, ...] = ()
-    """Whole names of the scales behind attention and behind the feed-forward block."""
+    """Full names of the scales after attention and after the feed-forward block."""
     key_bias: bool = True
     fused: bool = False
-    """Whether all queries, then all keys, then all values are rows of one tensor, `query`."""
+    """True if `query` is one tensor with the rows of all queries, then all keys, then all values."""
 
 
 def layer_rules(spec: LayeredSpec, names: LayerNames) -> Iterator[Rule]:
-    """Rules of all layers that are built."""
+    """Yield the rules of all layers that are built."""
     for number in range(spec.built_layers):
         yield from _one_layer(spec, names, f"layers.layers.{number}", names.at.format(number))
 
 
 def unread(spec: LayeredSpec, at: str, norm: str) -> tuple[str, ...]:
-    """Patterns of the tensors of layers behind the one that is read, and of the last norm if it is not applied.
+    """Return patterns of the tensors of layers after the one that is read, and of the last norm if it is not applied.
 
     Args:
-        at: beginning of a layer's names, `{}` for its number.
+        at: prefix of a layer's names, `{}` for its number.
         norm: name of the norm.
     """
     layers = [f"{at.format(number)}*" for number in range(spec.built_layers, spec.num_layers)]
@@ -48,13 +48,13 @@ def unread(spec: LayeredSpec, at: str, norm: str) -> tuple[str, ...]:
 
 
 def norm_rules(ours: str, theirs: str, width: int, *, bias: bool = True) -> Iterator[Rule]:
-    """Rules of a norm: names without `.weight` and `.bias`."""
+    """Yield the rules of a norm; names are without `.weight` and `.bias`."""
     for part in ("weight", "bias") if bias else ("weight",):
         yield same(f"{ours}.{part}", f"{theirs}.{part}", width)
 
 
 def patch_rules(spec: PatchSpec, theirs: str) -> Iterator[Rule]:
-    """Rules of the embedding of patches, a convolution: the name without `.weight` and `.bias`."""
+    """Yield the rules of the patch embedding, a convolution; the name is without `.weight` and `.bias`."""
     side, frames = spec.patch_size, spec.patch_frames
     tail = (3, *((frames,) if frames > 1 else ()), side, side)
     rules = [same("patch_embedding.weight", f"{theirs}.weight", spec.hidden_size, tail=tail)]
@@ -80,7 +80,7 @@ def _one_layer(spec: LayeredSpec, names: LayerNames, ours: str, theirs: str) -> 
 
 
 def _up(theirs: str, names: LayerNames, ffn: int) -> list[tuple[str, int]]:
-    """(name, rows) of the weights in front of the activation function. Where gate and up are one tensor, both have its
+    """Return (name, rows) of the weights before the activation function. If gate and up are one tensor, both have its
     name."""
     parts = [f"{theirs}{name}.weight" for name in names.up]
     return [(parts[0], len(parts) * ffn)] if len(set(parts)) == 1 else [(part, ffn) for part in parts]

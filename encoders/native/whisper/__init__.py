@@ -1,1 +1,1 @@
-"""Audio transformers of the shape of Whisper's encoder."""
+"""Audio transformers with the architecture of Whisper's encoder."""

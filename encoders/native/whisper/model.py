@@ -1,10 +1,10 @@
 """An audio transformer of Megatron-Core layers: log-mel spectrogram -> two convolutions + positions -> layers -> norm.
 
-The shape is that of Whisper (Radford et al. 2022, arXiv 2212.04356; github.com/openai/whisper, audio.py and model.py),
-but clips keep their length: those of equal length are embedded together, and none sees another's padding.
+The architecture is that of Whisper (Radford et al. 2022, arXiv 2212.04356; github.com/openai/whisper, audio.py and
+model.py), but audio keeps its length. Items of equal length are embedded together, and none sees another's padding.
 
-Shape suffixes: N clips, W samples, B frequency or mel bands, F windows, T frames inside the encoder, H hidden size, R
-rows: frames of all clips.
+Shape suffixes: N audio items, W samples, B frequency or mel bands, F windows, T frames inside the encoder, H hidden
+size, R rows: frames of all items.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ LEAST_POWER = 1e-10
 """Powers are clamped to this before the logarithm."""
 
 DYNAMIC_RANGE = 8.0
-"""Powers of ten below a clip's loudest value at which the spectrogram ends."""
+"""Powers of ten below an item's loudest value at which the spectrogram ends."""
 
 
 class WhisperEncoder(StagedEncoder):
-    """Clips -> features per frame, joined `merge` by `merge`: what one pipeline stage has of it."""
+    """One pipeline stage: audio -> features per frame, joined `merge` by `merge`."""
 
     spec: WhisperSpec
 
@@ -36,16 +36,17 @@ class WhisperEncoder(StagedEncoder):
         sizes: Sequence[Size] | None = None,
         hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What this stage makes of the clips.
+        """Run this stage on the audio.
 
         Args:
-            waveforms: on the first stage: float32 [N, W], or [W] of each clip, of `WhisperSpec.input_size` samples.
-            sizes: on later stages: (samples, samples per second) of each clip.
-            hidden_states: on later stages: what the stage before returned.
+            waveforms: on the first stage: float32 [N, W], or [W] of each item, with `WhisperSpec.input_size` samples.
+            sizes: on later stages: (samples, samples per second) of each item.
+            hidden_states: on later stages: the output of the previous stage.
 
         Returns:
-            Rows of one clip after the other. On the last stage features [N * T / merge, H * merge]; before it the
-            frames inside the encoder, [R, H].
+            Rows in the order of the items. On the last stage features [N * T / merge, H * merge]; before it the frames
+            inside
+            the encoder, [R, H].
         """
         if not sizes:
             assert waveforms is not None, "the first stage gets clips, the others their sizes"
@@ -64,14 +65,14 @@ class WhisperEncoder(StagedEncoder):
         self.register_buffer("mel_filters", mel_filters(spec), persistent=False)
 
     def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
-        """Clips, those of one length neighbours -> the input of the first layer, [R, H]."""
+        """Embed audio as the input of the first layer, [R, H]. Items of one length are adjacent."""
         if isinstance(media, torch.Tensor):
             return self._embed_alike(media).flatten(0, 1)
         alike = [stacked([media[member] for member in members]) for members in by_size(sizes).values()]
         return torch.cat([self._embed_alike(waves_NW).flatten(0, 1) for waves_NW in alike])
 
     def _embed_alike(self, waves_NW: torch.Tensor) -> torch.Tensor:
-        """Clips of one length, [N, W] -> the input of the first layer, [N, T, H]."""
+        """Embed audio of one length, [N, W], as the input of the first layer, [N, T, H]."""
         mels_NBF = log_mel_spectrogram(waves_NW, self.window, self.mel_filters, self.spec.hop)
         hidden_NHT = F.gelu(self.conv2(F.gelu(self.conv1(mels_NBF.to(self.conv1.weight.dtype)))))
         hidden_NTH = hidden_NHT.transpose(1, 2)
@@ -79,7 +80,7 @@ class WhisperEncoder(StagedEncoder):
         return hidden_NTH + positions_TH.to(hidden_NTH.dtype)
 
     def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        """Each `merge` neighbouring frames side by side."""
+        """Place each `merge` adjacent frames side by side."""
         return rows_RH.unflatten(0, (-1, self.merge)).flatten(1)
 
     def _tokens(self, size: Size) -> int:
@@ -87,7 +88,7 @@ class WhisperEncoder(StagedEncoder):
 
 
 def mel_filters(spec: WhisperSpec) -> torch.Tensor:
-    """Weights [window / 2 + 1, num_mels] of frequencies in mel bands: Slaney's scale, bands of equal area."""
+    """Return weights [window / 2 + 1, num_mels] of frequencies in mel bands: Slaney's scale, bands of equal area."""
     return melscale_fbanks(
         spec.window // 2 + 1,
         f_min=0.0,
@@ -100,11 +101,13 @@ def mel_filters(spec: WhisperSpec) -> torch.Tensor:
 
 
 def log_mel_spectrogram(waves_NW: torch.Tensor, window: torch.Tensor, filters: torch.Tensor, hop: int) -> torch.Tensor:
-    """Spectrogram of clips of one length, in float32: [N, mel bands, W / hop].
+    """Return the spectrogram of audio of one length, in float32: [N, mel bands, W / hop].
 
     As Whisper's `log_mel_spectrogram`: power of the Fourier transform in Hann windows around every `hop`-th sample (the
-    ends are mirrored, the last window is dropped), in mel bands, log10, at most `DYNAMIC_RANGE` below each clip's own
-    loudest value, then (x + 4) / 4.
+    ends
+    are mirrored, the last window is dropped), in mel bands, log10, at most `DYNAMIC_RANGE` below each item's own
+    loudest
+    value, then (x + 4) / 4.
     """
     spectrum_NBF = torch.stft(
         waves_NW.float(), len(window), hop, window=window, center=True, pad_mode="reflect", return_complex=True

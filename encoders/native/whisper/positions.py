@@ -1,4 +1,4 @@
-"""Positions of Whisper, which are no parameters."""
+"""Sinusoidal positions of Whisper, which are not parameters."""
 
 import math
 
@@ -6,8 +6,8 @@ import torch
 
 
 def sinusoids(length: int, width: int, device: torch.device) -> torch.Tensor:
-    """Positions [length, width] in float32: sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi (Whisper's
-    `sinusoids`)."""
+    """Return positions [length, width] in float32: sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi
+    (Whisper's `sinusoids`)."""
     half = width // 2
     rates = torch.exp(-math.log(10000) / max(half - 1, 1) * torch.arange(half, device=device))
     angles = torch.arange(length, device=device)[:, None] * rates

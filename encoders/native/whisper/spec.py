@@ -62,17 +62,16 @@ class WhisperSpec(FixedKeys, LayeredSpec):
 
     @property
     def max_samples(self) -> int:
-        """Samples of the longest clip."""
+        """Samples of the longest audio."""
         return math.floor(round(self.max_seconds * self.sample_rate, 6))  # 1.1 * 1600 is a little above 1760
 
     @property
     def sizes_vary(self) -> bool:
-        """Whether media differ in their number of tokens."""
         return not self.pad_clips
 
     def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
-        """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
-        with silence behind it up to a whole number of tokens.
+        """Return (samples, samples per second) of the encoder's input: resampled, and padded with silence to whole
+        tokens.
 
         Raises:
             EncoderError: it is longer than `max_seconds`.
@@ -89,43 +88,36 @@ class WhisperSpec(FixedKeys, LayeredSpec):
         return max(1, -(-length // unit)) * unit, self.sample_rate
 
     def inner_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
-        """Tokens that a clip takes inside the encoder: frames. Raises EncoderError as `input_size` does."""
+        """Return the frames of an audio item. Raise EncoderError as `input_size` does."""
         return self.input_size(samples, rate, merge)[0] // self.frame
 
     def num_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
-        """Tokens that a clip takes in the sequence: `merge` frames each. Raises EncoderError as `input_size` does."""
         return self.inner_tokens(samples, rate, merge) // merge
 
     def joined(self, merge: int) -> int:
-        """Frames that make one token of the sequence."""
         return merge
 
     def most_tokens(self, merge: int = 1) -> int:
-        """Tokens in the sequence of the longest clip."""
         return max(1, -(-self.max_samples // (self.frame * merge)))
 
     def most_inner_tokens(self, merge: int = 1) -> int:
-        """Tokens inside the encoder of the longest clip."""
         return self.most_tokens(merge) * merge
 
     def token_unit(self, merge: int = 1) -> int:
-        """What divides the number of tokens that any clip has inside the encoder."""
         return self.most_inner_tokens(merge) if self.pad_clips else merge
 
     @property
     def token_unit_fields(self) -> tuple[str, ...]:
-        """Fields of the module that `token_unit` follows from."""
         own = ("encoder.pad_clips", "encoder.max_seconds") if self.pad_clips else ()
         return (*own, "projector.merge")
 
     def embedding_products(self) -> dict[str, int]:
-        """Parameters in front of the layers: multiplications with each for one frame."""
+        """Return {weight before the layers: its multiplications for one frame}."""
         hidden = self.hidden_size
-        # Two windows make a frame, and a convolution sees three neighbours.
+        # Two windows make a frame, and a convolution sees three adjacent windows.
         return {"conv1.weight": 2 * 3 * self.num_mels * hidden, "conv2.weight": 3 * hidden * hidden}
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
-        """How a clip is read, its frames and its tokens, in words."""
         per_second, most = self.sample_rate / self.frame, self.most_tokens(merge)
         return (
             f"{self.sample_rate} samples a second, {'' if self.pad_clips else 'up to '}{self.max_seconds:g} s",
@@ -134,7 +126,6 @@ class WhisperSpec(FixedKeys, LayeredSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        """(field, sentence) of everything that cannot be built."""
         found = [
             (name, f"must be at least 1, is {getattr(self, name)}")
             for name in ("sample_rate", "num_mels", "window", "hop")
@@ -148,7 +139,7 @@ class WhisperSpec(FixedKeys, LayeredSpec):
         if self.hidden_size % 2:
             found.append(("hidden_size", f"sinusoidal positions need an even width, it is {self.hidden_size}"))
         if self.window >= 4 * self.hop:
-            # A clip of one frame has 2 * hop samples, and is mirrored by half a window at its ends.
+            # Audio of one frame has 2 * hop samples, and is mirrored by half a window at its ends.
             found.append(("window", f"{self.window} samples must be below 4 times hop {self.hop}: change one of them"))
         if self.num_mels > self.window // 2:
             found.append(
@@ -157,10 +148,9 @@ class WhisperSpec(FixedKeys, LayeredSpec):
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        """(field of the module, sentence) of faults together with a projector: any merge will do."""
+        """Return no errors: any merge is supported."""
         return []
 
     def num_parameters(self) -> int:
-        """Number of trainable parameters, biases and norms included."""
         convolutions = 3 * self.num_mels * self.hidden_size + 3 * self.hidden_size**2 + 2 * self.hidden_size
         return convolutions + self.num_layers * self.layer_parameters + self.norm_parameters

@@ -35,17 +35,17 @@ DEFAULTS = {
     "encoder_layerdrop": 0.0,
     "apply_spec_augment": False,
 }
-"""Of `WhisperConfig`."""
+"""Defaults of `WhisperConfig`."""
 _PREPROCESSING = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "dither": 0.0}
 
 
 def read(
     config: Mapping[str, Any], preprocessor: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
 ) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`.
+    """Read Whisper; see `encoders.registry.Family.read`.
 
     Args:
-        defaults: of keys that config.json may lack.
+        defaults: values of keys that config.json may lack.
     """
     file = ConfigFile("config.json", config, defaults)
     file.require(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0)
@@ -53,7 +53,7 @@ def read(
     preprocessor = preprocessor.get("feature_extractor") or preprocessor
     mels = file["num_mel_bins"]
     own = ConfigFile("preprocessor_config.json", preprocessor, _PREPROCESSING | {"feature_size": mels})
-    # The bands of its filters end at 8000 Hz whatever the rate, ours at half of it.
+    # The bands of its filters end at 8000 Hz at any rate; ours end at half of the rate.
     own.require(feature_size=mels, dither=0.0, sampling_rate=16000)
     return {
         "family": "whisper",
@@ -73,7 +73,7 @@ def read(
 
 
 def published(spec: WhisperSpec) -> Published:
-    """See `encoders.registry.Family.published`: a `WhisperModel` whose decoder has no layers and one token."""
+    """Publish a `WhisperModel` whose decoder has no layers and one token; see `encoders.registry.Family.published`."""
     needed = {
         "normalization": "LayerNorm",
         "layernorm_epsilon": 1e-5,
