@@ -128,7 +128,7 @@ class RunDataset:
         )
 
     def step_samples(self, step: int) -> range:
-        """Return the sample numbers of optimizer step `step`, counted from 1, of a run that starts with this config.
+        """Return the sample numbers of optimizer step `step` (counted from 1) of a run that starts with this config.
         Raises UserError for a held-out set, IndexError if `step` is below 1."""
         if self._is_held_out:
             raise UserError("step_samples: training steps read no held-out samples. Use open_dataset(config)")

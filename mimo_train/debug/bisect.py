@@ -48,8 +48,7 @@ class Sighting:
     """True if the layer's weights are finite."""
     rank: int
     depth: int = 0
-    """Number of layers of this rank before it. With context parallelism, attention carries a value to other ranks in a
-    later layer."""
+    """Layers of this rank before it: with context parallelism, attention carries values to other ranks later."""
 
 
 @dataclass(frozen=True)

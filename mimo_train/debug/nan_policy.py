@@ -64,8 +64,8 @@ class NanPolicy:
             self._scale = self._optimizer.grad_scaler.scale
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Apply `train.on_nan` if the step was bad; collective in that case. Raises NonFiniteStep by raise and bisect,
-        and by skip at the tenth bad step in a row."""
+        """Apply `train.on_nan` if the step was bad; collective in that case. Raises NonFiniteStep with the policies
+        raise and bisect, and with skip at the tenth bad step in a row."""
         if not result.skipped_iter:
             self._in_a_row = 0
         elif not result.should_exit and not self._scale_was_lowered():

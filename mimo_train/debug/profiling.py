@@ -65,8 +65,7 @@ class StepProfiler:
         return self._nvtx if self._nvtx is not None and self._nvtx.is_open else None
 
     def before_step(self, step: int) -> None:
-        """Start the profilers at the first chosen step, or mark the step in a running recording. A run that resumes
-        within the chosen steps records the rest of them."""
+        """Start the profilers within the chosen steps, or mark the step in a running recording."""
         self._step = step
         if self.torch is not None:
             self.torch.step()

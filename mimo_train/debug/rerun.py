@@ -34,12 +34,11 @@ SPIKE_SAMPLES = 100
 
 
 class Rerun:
-    """Runs the forward and backward passes of a step as often as the state machine requires. If enabled, it copies
-    every loss to the host, and ranks synchronise once or twice per step."""
+    """Repeats a step's passes as the state machine requires. If enabled, it copies every loss to the host, and ranks
+    synchronise once or twice per step."""
 
     def __init__(self, mode: str, report_interval: int = 1):
-        """`mode` is `train.rerun`; `report_interval` is the number of steps between reports of
-        `report_determinism_stats`."""
+        """Take `train.rerun` and the number of steps between reports of `report_determinism_stats`."""
         self._machine = None
         if mode == RerunMode.DISABLED:
             return
@@ -62,8 +61,7 @@ class Rerun:
         return (False, False, 0) if self._machine is None else self._machine.should_checkpoint_and_exit()
 
     def validate(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Validate the mean loss of a microbatch, if a step is running. Both are 0-d; `loss` is the sum over the
-        tokens."""
+        """Validate a mean loss during a step, from its sum over tokens and their number, both 0-d."""
         machine = self._machine
         if machine is None or machine.state == RerunState.NOT_RUNNING_YET:
             return

@@ -41,8 +41,7 @@ def writes_text(pipeline: Pipeline) -> bool:
 
 
 class CallerLosses:
-    """Runs the caller's forward step over held-out microbatches and sums its losses, in any form of
-    `losses.ACCEPTED_RETURNS`."""
+    """Sums the losses of the caller's forward step, in any form of `losses.ACCEPTED_RETURNS`."""
 
     def __init__(self, step_func: ForwardStepCallable, pipeline: Pipeline, cfg: ConfigContainer):
         """`step_func` is the forward step as the schedule calls it."""
@@ -53,8 +52,7 @@ class CallerLosses:
         self._sums: dict[str, torch.Tensor] = {}
 
     def run(self, data: Any, samples: int) -> None:
-        """Add the current step of `data`, without microbatches that have none of the first `samples` samples.
-        Collective over all ranks."""
+        """Add the microbatches of the current step that have any of the first `samples` samples. Collective."""
         self._microbatches = []
         self._pipeline.run(self._forward_step, data, forward_only=True)
         numbers: Sequence[Any] = [each.get("sample_numbers") for each in data.current.microbatches]
@@ -64,8 +62,7 @@ class CallerLosses:
                     self._sums[name] = self._sums.get(name, 0) + pair.double()
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every loss over the set, NaN if nothing counted. On ranks of the language model's last
-        stage; collective over them."""
+        """Return the mean of every loss, NaN if nothing counted. Collective over ranks of the last stage."""
         replicas = self._pipeline.groups.collections[LANGUAGE].dp_cp
         parts: list[Any] = [None] * replicas.size()
         dist.all_gather_object(parts, {name: pair.tolist() for name, pair in self._sums.items()}, group=replicas)

@@ -150,8 +150,8 @@ class _OpenAnswers:
         self._new: list[list[int]] = [[] for _ in self.numbers]
 
     def _prompt(self, ids_S: torch.Tensor, loss_mask_S: torch.Tensor) -> int:
-        """Return the number of tokens before the last answer. 0 if there is none, or if it has placeholders in it or
-        after it: their features need a place."""
+        """Return the number of tokens before the last answer; 0 without one or with placeholders in or after it,
+        because their features need a place."""
         length = _prompt_length(loss_mask_S)
         return length if all(self._as_text(token) == token for token in ids_S[length:].tolist()) else 0
 

@@ -100,8 +100,7 @@ class HeldOut:
         report.adopt(self.dataset.bad_samples, "held_out")
 
     def __call__(self, *, all_logits: bool = False) -> StepIterator:
-        """Open an iterator over the samples. With `all_logits`, logits are computed everywhere, also with
-        `train.logits=learned`."""
+        """Open an iterator; `all_logits` computes logits everywhere, also with `train.logits=learned`."""
         return self._open(Ending(), all_logits=all_logits)
 
     def __next__(self) -> Any:
@@ -229,8 +228,8 @@ class HeldOut:
                 iterator.close()
 
     def _answered(self, iterator: StepIterator) -> list[dict]:
-        """Return media, questions, greedy answers and truths of the current step's samples, on the logging rank for its
-        replica; else empty. Collective over all ranks."""
+        """Return media, questions, greedy answers and truths of the logging rank's samples of the current step; empty
+        on other ranks. Collective over all ranks."""
 
         def poll() -> None:
             if any(votes := iterator.poll()):
@@ -265,8 +264,7 @@ def open_held_out(
     features: Features | None = None,
     ending: Ending | None = None,
 ) -> tuple[HeldOut, ...]:
-    """Open all held-out sets of a run, the test set last; evaluations of the first write samples.json. Collective over
-    all ranks."""
+    """Open all held-out sets, the test set last; evaluations of the first write samples.json. Collective."""
     sets = held_out_sets(run.cfg)
     text = not sets or writes_text(pipeline)
     return tuple(
@@ -301,8 +299,7 @@ def _evaluating(model: list) -> Iterator[None]:
 
 
 def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:
-    """Return [sum of losses, tokens, exact matches, samples] of a microbatch, of its first `samples` held-out
-    samples."""
+    """Return [sum of losses, tokens, exact matches, samples] over samples below number `samples`."""
     real = (microbatch["sample_numbers"] < samples).to(microbatch["loss_mask"].device)
     mask = microbatch["loss_mask"] * real[:, None]
     learned = mask > 0

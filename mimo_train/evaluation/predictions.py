@@ -24,8 +24,7 @@ token, greedy decoding writes the same."""
 
 
 def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each learned turn of a microbatch that has `losses` and `predicted` (see `evaluation.greedy`).
-    Samples beyond the held-out ones are left out."""
+    """Yield an entry per learned turn of a microbatch with `losses` and `predicted`, for samples below `samples`."""
     masks = microbatch["loss_mask"].cpu() > 0
     numbers = microbatch["sample_numbers"].tolist()
     columns = [microbatch[name].cpu() for name in ("predicted", "labels", "losses")]

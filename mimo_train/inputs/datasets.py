@@ -1,5 +1,4 @@
-"""Build the tokenizer and the datasets from the config. `mimo-train check` reads samples with the same code as
-training."""
+"""Build the tokenizer and the datasets from the config, for training and `mimo-train check` alike."""
 
 from __future__ import annotations
 
@@ -233,8 +232,11 @@ def shard_dataset(
 
 
 def members_cache(cfg: ConfigContainer) -> FileCache | None:
-    """Return the cache of remote shards (`data.cache_bytes`) for one dataset of one rank; None if it is off. Raises
-    DataError if its folder cannot be made."""
+    """Return the cache of remote shards for a dataset of one rank, or None if it is off.
+
+    Raises:
+        DataError: its folder cannot be made.
+    """
     from data.storage.file_cache import FileCache
 
     data = cfg.data

@@ -89,8 +89,7 @@ class Mixing:
 
 
 def too_short(cfg: ConfigContainer, batch: Batch, samples: int, source: str = "") -> Fault:
-    """Return the fault of a new run that `data.exhausted=stop` ends before its first step, with the number of samples
-    of the source that ends it and, in a mixture, its name."""
+    """Return the fault of a run whose source, with `samples` samples, ends before the first step."""
     of = f" of {source}" if source else ""
     weights = ", give it less weight in data.mix" if source else ""
     return Fault(

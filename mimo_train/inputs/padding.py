@@ -33,8 +33,7 @@ def padding_of(cfg: ConfigContainer) -> Padding | Packing | None:
 
 
 def padding_of_documents(cfg: ConfigContainer) -> Packing:
-    """Return a packing with one sample per row that marks document ends, for held-out samples
-    (`data.separate_documents`)."""
+    """Return a packing of one sample per row, with document ends, for held-out samples."""
     return _packing(cfg, cfg.data.sequence_length)
 
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def of_tokens(sources: Sequence[Source]) -> bool:
-    """True if the sources are .bin and .idx files, False if they are tar shards. Raises DataError for both kinds
-    together."""
+    """True if the sources are .bin and .idx files, False for tar shards. Raises DataError for a mix."""
     from data.indexed.find import is_indexed
 
     kinds = {}

@@ -31,8 +31,7 @@ class Profiling(Callback):
 
 
 class StepTimeLimit(Callback):
-    """Sets the time limit of collectives to `run.step_timeout_minutes` after the first step, which compiles and warms
-    up."""
+    """Sets the time limit of collectives to `run.step_timeout_minutes` after the first step, which compiles."""
 
     def __init__(self, minutes: float):
         self._minutes = minutes
@@ -79,8 +78,7 @@ class GarbageCollection(Callback):
 
 
 def compare_replicas(cfg: ConfigContainer, model: list[MegatronModule], step: int) -> None:
-    """Compare the weights of data-parallel replicas before `checkpoint.save_interval` saves, with `train.rerun`. Raises
-    RuntimeError if they differ."""
+    """Compare data-parallel replicas before a save, with `train.rerun`; raises RuntimeError if they differ."""
     if cfg.train.rerun != "disabled" and is_due(cfg.checkpoint.save_interval, step):
         require_equal_replicas(model, step)
 

@@ -65,8 +65,7 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """Calls callbacks in order: the user's and those of every run (`training/loop.py`). An event that no callback
-    overrides costs one look-up."""
+    """Calls the user's callbacks and those of every run; an event without listeners costs one look-up."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()):
         """Add `callbacks`; see `add`."""
@@ -78,8 +77,7 @@ class Callbacks:
         return iter(self._callbacks)
 
     def add(self, *callbacks: Callback) -> None:
-        """Append callbacks. Raises TypeError if one is not a `Callback`, or has an `on_...` function that is not an
-        event."""
+        """Append callbacks; raises TypeError for other objects, or an `on_...` function that is not an event."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks: {callback!r} is not an instance of {__name__}.Callback")

@@ -81,8 +81,7 @@ def with_steps(run: Run) -> tuple[Run, Samples | None]:
 
 
 def data_end(run: Run, dataset: Samples, train_state: TrainState) -> DataEnd | None:
-    """Return where the data ends the run, if before its last step. Raises ConfigError if a new run would have no
-    step."""
+    """Return where the data ends the run early, if so. Raises ConfigError if a new run would have no step."""
     cfg = run.cfg
     if cfg.data.exhausted != "stop":
         return None

@@ -26,8 +26,7 @@ class EvaluationHooks:
     """User functions for evaluations."""
 
     process: Callable[[Any, int, Any], None] | None = None
-    """Called as (data, step, writer) on the logging rank; `writer` is TensorBoard's `SummaryWriter`, or None without
-    tensorboard in `log.report_to`."""
+    """Called as (data, step, writer) on the logging rank; `writer` is TensorBoard's `SummaryWriter` or None."""
     give: Callable[[list], Any] | None = None
     """Called as (model) on every rank; returns the data. Without it, the data is the list of the loss functions'
     results with non_loss_data=True for the microbatches of the first held-out step."""
@@ -52,8 +51,7 @@ class Evaluator(Callback):
         self._saver, self._told_no_text = saver, False
 
     def on_train_start(self, state: GlobalState, model: list) -> None:
-        """Evaluate the step that the run resumes from if no earlier job did so on the sets of this config. Collective
-        over all ranks."""
+        """Evaluate the step that the run resumes from, unless an earlier job did on these sets. Collective."""
         sets = self._due()
         if not state.train_state.step or not sets:
             return
@@ -65,8 +63,7 @@ class Evaluator(Callback):
             self.on_step_end(state)
 
     def on_step_end(self, state: GlobalState, result: StepResult | None = None) -> None:
-        """Evaluate if the step is due, unless a rank was asked to end the run: the next job evaluates it. Collective
-        over all ranks."""
+        """Evaluate if due; the next job does it if a rank was asked to end the run. Collective."""
         votes = self._session.votes
         before, votes.agreed = votes.agreed, self._evaluate(votes.agreed)
         if votes.agreed != before:

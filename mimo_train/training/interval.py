@@ -19,8 +19,7 @@ from mimo_train.training.step.bad_samples import BadSampleCount, EmptySteps
 from mimo_train.training.step.state import GlobalState
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
-"""Counters in the sums of an interval: steps with an update, steps without, and of the latter those with a non-finite
-loss."""
+"""Counters: steps with an update, steps without, and of the latter those with a non-finite loss."""
 
 EMPTY = "empty iterations of "
 """Prefix of counters on the device: updates in which no token had this loss, which the mean leaves out. Losses that are
@@ -31,8 +30,7 @@ SUM, TOKENS = "sum of ", "tokens of "
 """Prefixes of the sums of sources, whose losses are divided once per interval."""
 
 OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples", "exact_match", "samples"})
-"""Names that no loss can have: the counters, the fields of every line of `metrics.jsonl`, and other numbers of an
-evaluation."""
+"""Names that no loss can have: those of other numbers in `metrics.jsonl` and of evaluations."""
 
 OF_EVALUATIONS = ("eval/", "test/")
 """Prefixes of the numbers of an evaluation."""
@@ -93,8 +91,8 @@ def _scalar(name: str, loss: Any) -> torch.Tensor:
 
 
 def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the mean of every loss over the updates of an interval, and the number of steps with a non-finite loss;
-    resets all sums. A mean is NaN if no update had a token with that loss."""
+    """Return the mean of every loss over an interval's updates and the number of steps with a non-finite loss; resets
+    all sums. A mean is NaN if no update had a token with that loss."""
     updates, nan_steps = max(totals.get(ADVANCED, 0), 1), totals.get(NAN, 0)
     counters = (ADVANCED, SKIPPED, NAN)
     means = {
@@ -234,8 +232,8 @@ class Interval:
         self._of_logits = torch.tensor(state.get("of_logits", [0.0, 0.0]), dtype=torch.float64).to(self._device)
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
-        """Return the numbers of all ranks. Collective: one sum over the world and one copy to the host. `losses` has
-        the mean of every loss over the interval, 0-d on the device."""
+        """Return the numbers of all ranks, with `losses`, the means of the interval (0-d on the device). Collective:
+        one sum over the world and one copy to the host."""
         seconds = self._stopwatch.read_and_reset()
         report = report_memory(None) if self._memory_names else {}
         local = [seconds[name] for name in INTERVALS] + [float(report.get(name, 0)) for name in self._memory_names]

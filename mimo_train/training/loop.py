@@ -94,7 +94,7 @@ def train(
 
 def finish(session: Session) -> int:
     """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt. Returns
-    the exit code, which may be nonzero if the run is not finished."""
+    the exit code: 0, or that of a stopped run."""
     state = session.state
     session.profiler.close()
     state.console.close()

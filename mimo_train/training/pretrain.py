@@ -169,9 +169,12 @@ class SteppedRun:
         forward_step_func: ForwardStepCallable | None = None,
         pre_wrap_hook: ModelHook | None = None,
     ):
-        """Args:
-        forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
-        pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`."""
+        """Set up the run.
+
+        Args:
+            forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
+            pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
+        """
         votes = ExitVotes(ExitSignal(), 0, 0)
         run = started_run(config)
         if forward_step_func is not None:

@@ -143,8 +143,7 @@ class Saver(Callback):
         return saved
 
     def finish(self, *, can_end: bool = True) -> None:
-        """Wait for the save in flight, and report it. Collective. With `can_end`, one failure too many raises
-        SaveFailed (see `save_and_decide_exit`)."""
+        """Wait for the save in flight and report it. Raises SaveFailed only if `can_end`. Collective."""
         if self._in_flight is not None:
             with RECORDER.during("save"):
                 self._settle(self._checkpointer.finish, can_end=can_end)

@@ -62,8 +62,7 @@ def is_due(interval: int, step: int) -> bool:
 
 
 def agreed_votes(sums: Sequence[float]) -> AgreedVotes:
-    """Return the votes of all ranks from `ExitVotes.numbers`, summed over ranks. Raises StepsDiffer if ranks have
-    summed different steps."""
+    """Return the votes from the sums of `ExitVotes.numbers`. Raises StepsDiffer if ranks summed different steps."""
     signalled, out_of_time, ranks, steps, squares = sums
     if ranks * squares != steps**2:
         raise StepsDiffer(
@@ -113,8 +112,7 @@ class ExitVotes:
         self.agreed = agreed_votes(sums)
 
     def meet(self, rendezvous: Callable[[], dist.Store]) -> None:
-        """Let a signal to one rank end waits for data on all of them, from now on; `rendezvous` returns the run's
-        store."""
+        """Let a signal to one rank end waits on all ranks; `rendezvous` returns the run's store."""
         if self._ends_waits:
             self._flag = StopFlag(rendezvous())
             self._signal.tell_by(self._flag.set)

@@ -11,8 +11,7 @@ from mimo_train.training.step.state import StepResult
 
 
 def train_step(session: Session, forward_step: ForwardStepCallable) -> StepResult:
-    """Make the current step of the data with a forward step from `prepare_forward_step_func`. Collective over all
-    ranks."""
+    """Make the current step of the data with a prepared forward step. Collective over all ranks."""
     data, pipeline, optimizer, losses = session.data, session.parts.pipeline, session.optimizer, session.losses
     sums: dict[str, torch.Tensor] = {}
     for _ in session.rerun.runs(data):

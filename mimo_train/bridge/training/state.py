@@ -76,8 +76,8 @@ class SessionState(GlobalState):
         return self._nan_policy
 
     def count_step(self, result: StepResult, seconds: float) -> None:
-        """Count the consumption of a step; the caller counts the steps. Raises TooManyBadSamples or UserError on every
-        rank, if there are more bad samples or empty steps than the config allows."""
+        """Count the consumption of a step, without `train_state.step`. Raises TooManyBadSamples or UserError on every
+        rank if there are more bad samples or empty steps than the config allows."""
         session, progress = self.session, self.train_state
         self.result = result
         if result.should_exit:  # the step was not made
@@ -99,8 +99,7 @@ class SessionState(GlobalState):
 
 
 def session_of(state: GlobalState, function: str) -> Session:
-    """Return the session of a state. Raises TypeError if `mimo_train.bridge.training.setup.setup` has not set up its
-    run."""
+    """Return the session of a state; raises TypeError for states that `setup` did not return."""
     if not isinstance(state, SessionState):
         raise TypeError(
             f"{function}: expected the state that mimo_train.bridge.training.setup.setup returns, got "

@@ -242,8 +242,7 @@ def checkpoint_and_decide_exit(
     checkpointing_context: dict[str, Any],
     train_data_iterator: Any,
 ) -> bool:
-    """Save once if the step is due, and return True if the loop should end; see `Saver.save_and_decide_exit`. The
-    arguments are those of `save_checkpoint_and_time`."""
+    """Save if due, with the arguments of `save_checkpoint_and_time`; see `Saver.save_and_decide_exit`."""
     session = session_of(state, "checkpoint_and_decide_exit")
     parts = {"model": model, "optimizer": optimizer, "scheduler": opt_param_scheduler}
     _require_own(session, **parts, data=train_data_iterator)
@@ -260,8 +259,7 @@ def _finish_train(global_state: SessionState) -> None:
 
 
 def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
-    """Return when the run began to use its present number of processes, and the FLOPs done by then; see
-    `mimo_train.logging.progress.start_of_jobs`."""
+    """Return the start time and FLOPs of `mimo_train.logging.progress.start_of_jobs`."""
     run = resolve(cfg)
     return progress.start_of_jobs(run.dir, run.layout.world_size)
 

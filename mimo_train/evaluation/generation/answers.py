@@ -83,8 +83,7 @@ class Sampler:
 
 
 def distribution(logits_V: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return probabilities [K] in float64 of the tokens [K] that can be drawn; ties in the order of token ids. The
-    temperature must be above 0."""
+    """Return probabilities [K] (float64) and tokens [K] to draw from, ties by token id; the temperature is above 0."""
     # The largest becomes 0, so that no temperature overflows.
     scaled_V = (logits_V.double() - logits_V.double().max()) / sampling.temperature
     scaled_K, tokens_K = scaled_V.sort(descending=True, stable=True)

@@ -33,8 +33,7 @@ class Decoder:
 
     @torch.no_grad()
     def begin(self, prompt: Prompt, length: int) -> torch.Tensor:
-        """Start a sequence with a prompt, in one pass of all modules; returns the logits [V] after it. The cache has
-        `length` positions, the prompt's included."""
+        """Start a sequence of up to `length` positions with a prompt; returns the logits [V] after it."""
         self._cache = StaticInferenceContext(max_batch_size=1, max_sequence_length=length)
         self._positions = _positions(prompt, length).to(self._pipeline.device)
         ids_BS, own = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]

@@ -142,8 +142,7 @@ class Prompts:
         )
 
     def of_conversation(self, turns: Sequence[Turn], media: Sequence[Medium]) -> Prompt:
-        """Return the prompt of the turns, with the marker that opens the next answer. `media` has those of all turns,
-        each kind in the order of its placeholders."""
+        """Return the prompt for the next answer; `media` has each kind in the order of its placeholders."""
         turns, media = _with_frames(turns, media)
         kinds = {item.kind for item in self._modules}
         several = {kind for kind in kinds if sum(medium.kind == kind for medium in media) > 1}

@@ -31,8 +31,7 @@ class Source:
     load: Callable[["Pipeline", "Tokenizer"], None]
     """Reads the weights into a model built from `cfg`, and merges its adapters."""
     run_dir: Path | None
-    """Run that wrote the weights, which gets libraries' warnings; None if they were moved out of it, or are in object
-    storage."""
+    """Run that wrote the weights, which gets libraries' warnings; None for moved weights or object storage."""
     undrawn: Set[tuple[str, str]] = frozenset()
     """Parts whose initial weights need not be drawn, see `build_model`."""
 
@@ -57,8 +56,7 @@ def open_source(path: Place, *, trust_code: bool = False) -> Source:
 
 
 def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
-    """Read the weights of a checkpoint into a model with initial weights. Collective; raises as `store.load_checkpoint`
-    does."""
+    """Read a checkpoint into a model with initial weights. Collective; raises as `store.load_checkpoint` does."""
     from mimo_train.checkpoint.folders import LEFT_OUT
     from mimo_train.checkpoint.load_modules import load_modules
     from mimo_train.checkpoint.store import load_base, load_checkpoint

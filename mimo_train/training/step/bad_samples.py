@@ -112,16 +112,15 @@ class BadSampleCount:
         report.adopt(dataset.bad_samples, "train")
 
     def note(self, data: StepIterator) -> None:
-        """Count the bad samples of the current step, found by any rank. Call it after the step is done or skipped.
-        Collective at times, as `settle` is."""
+        """Count the bad samples of the current step, after it is done or skipped. Collective at times, by `settle`."""
         self.new += torch.count_nonzero(data.bad)
         self._waiting.append((data.current.first_sample, data.bad.clone()))
         if len(self._waiting) >= _MOST_WAITING:
             self.settle()
 
     def settle(self, new: int | None = None) -> None:
-        """Add the new bad samples to `TrainState.bad_samples`, and report them. Collective over all ranks. Waits for
-        the device unless `new` is their number."""
+        """Add the `new` bad samples to `TrainState.bad_samples` and report them. Collective over all ranks. Waits for
+        the device if `new` is None."""
         count = int(self.new) if new is None else new
         waiting, self._waiting = self._waiting, []
         self.new.zero_()
@@ -155,8 +154,8 @@ class EmptySteps:
         self.new = torch.zeros((), dtype=torch.float64, device=device)
 
     def note(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Count a step with `tokens` tokens with loss over all ranks; None if no step was made. Returns 1 if the step
-        is empty, else 0; 0-d float64 on the device."""
+        """Count a step by its tokens with loss over all ranks, None if no step was made. Returns 1 if it is empty, else
+        0; 0-d float64 on the device."""
         if tokens is None:
             return torch.zeros_like(self.new)
         empty = (tokens == 0).double()

@@ -38,8 +38,7 @@ WANTED = "wanted"
 
 
 def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
-    """Return the data-parallel slice of every module on this rank. Later stages of an encoder read only the sizes of
-    media."""
+    """Return this rank's slice of every module; later stages of an encoder read only the sizes of media."""
     return [
         Reader(
             name,
@@ -106,16 +105,19 @@ class StepIterator:
         votes: Callable[[], tuple[bool, bool]] | None = None,
         samples: int | None = None,
     ):
-        """Args:
-        trains: the steps are training steps, whose message has the flags of the next step. An evaluation exchanges
-            flags at every step.
-        learned_logits: add `learned` to microbatches at the language model's last stage: positions with a loss in
-            this rank's part of the text, int64 [places]. The mask WANTED of a microbatch, if present, replaces
-            `loss_mask`.
-        votes: returns this rank's votes to end the run; at least one is set if its loader gave up a wait. None if
-            no rank gives up waits. They belong to the next step; if a step is made meanwhile, its message sums them
-            and it is the last.
-        samples: number of samples that count; later ones have no loss. None: all."""
+        """Start reading the first step.
+
+        Args:
+            trains: the steps are training steps, whose message has the flags of the next step. An evaluation exchanges
+                flags at every step.
+            learned_logits: add `learned` to microbatches at the language model's last stage: positions with a loss in
+                this rank's part of the text, int64 [places]. The mask WANTED of a microbatch, if present, replaces
+                `loss_mask`.
+            votes: returns this rank's votes to end the run; at least one is set if its loader gave up a wait. None if
+                no rank gives up waits. They belong to the next step; if a step is made meanwhile, its message sums them
+                and it is the last.
+            samples: number of samples that count; later ones have no loss. None: all.
+        """
         self._loader, self._pipeline, self._trains = loader, pipeline, trains
         self._modules = "+".join(pipeline.groups.collections)
         self._votes, self._given_up, self._samples = votes, False, samples
@@ -169,8 +171,7 @@ class StepIterator:
 
     @property
     def bad(self) -> torch.Tensor:
-        """[global_batch_size], above 0 for samples of the current step that any rank found bad; smaller steps use the
-        first entries."""
+        """[global_batch_size], above 0 for bad samples of the current step; smaller steps use the first entries."""
         assert self._bad is not None, "there is no current step: `advance` makes the next one current"
         return self._bad
 
@@ -257,8 +258,8 @@ class StepIterator:
         self._loader.close()
 
     def _read(self) -> StepBatch | None:
-        """Return the next step; None at the end, or if this rank gave up the wait. The current step is then the last
-        one."""
+        """Return the next step; None at the end, or if this rank gave up the wait: the current step is then the
+        last."""
         with self._pipeline.stopwatch("data_wait"):
             try:
                 return next(self._loader, None)
@@ -277,8 +278,7 @@ class StepIterator:
         return microbatch | {"learned": learned}
 
     def _sum_of_flags(self) -> torch.Tensor:
-        """Sum the flags of the current step over ranks, if no message of a step has, and agree whether a wait was given
-        up. Collective."""
+        """Sum the current step's flags over ranks, and agree on the end of the run. Collective."""
         samples, step = self._pipeline.batch.global_batch_size, self._current
         flags = torch.zeros(samples + 3, dtype=torch.int64)
         if step is not None:
@@ -294,8 +294,7 @@ class StepIterator:
         return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
-        """Return the learned positions of each sample, [global_batch_size]; one rank of each replica counts its
-        texts."""
+        """Return the learned positions of each sample, [global_batch_size]; one rank per replica counts."""
         pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
         counts = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
@@ -320,8 +319,7 @@ class StepIterator:
         return signalled, late
 
     def answered(self) -> torch.Tensor:
-        """Return the number of samples of this rank's current step that have a token with loss, 0-d. Only for ranks
-        with texts, without `data.pack`."""
+        """Return how many samples of this rank's current step have a token with loss, 0-d; not for packed rows."""
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, microbatch in enumerate(self.current.microbatches):
             mask = to_device(microbatch["loss_mask"], self.device) * self._good_of(index, microbatch)
@@ -329,8 +327,7 @@ class StepIterator:
         return count
 
     def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
-        """Return 1 where the loss of a microbatch counts, 0 in samples that a rank found bad: [B, 1], or [1, T] of a
-        packed row."""
+        """Return 1 where a loss counts, 0 in bad samples: [B, 1], or [1, T] of a packed row."""
         if not self.current.plan.packed:
             return self._good[batch["sample_numbers"] - self.current.first_sample]
         numbers = self.current.microbatches[index]["sample_numbers"]

@@ -33,8 +33,8 @@ class Features:
     """Caches of this rank's frozen encoders, and the look-ups that its datasets use."""
 
     def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], te: bool):
-        """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective; raises UserError
-        on every rank if a folder cannot be made. `te` is True if layers are Transformer Engine's."""
+        """Open the caches of `modules.NAME.feature_cache` after the weights are loaded. Collective. Raises UserError on
+        every rank if a folder cannot be made. `te` is True for Transformer Engine's layers."""
         self._lookups: dict[str, Lookup] = {}
         self._prefetched: dict[str, int] = {}
         self._modules: dict[str, EncoderModule] = {}
@@ -186,9 +186,7 @@ class FeatureCache:
     """Tensors by key in a folder of at most `max_bytes`."""
 
     def __init__(self, folder: Path, max_bytes: int, *, fingerprint: str, writers: int = 1):
-        """Args:
-        fingerprint: entries with another one are not found.
-        writers: processes that write into the folder at the same time and share the bound."""
+        """Open a folder into which `writers` processes write. Entries with another `fingerprint` are not found."""
         self._fingerprint = fingerprint
         self._files = FileCache(folder, max_bytes, suffix=SUFFIX, what="features", writers=writers)
 

@@ -111,8 +111,7 @@ class Pipeline:
         )
 
     def work_ahead(self, while_waiting: Callable[[], None], when_done: Callable[[], None]) -> None:
-        """Call `while_waiting` in every exchange with modules on other ranks, and `when_done` after this rank's part of
-        a step."""
+        """Call `while_waiting` in exchanges with other ranks' modules, `when_done` after this rank's part of a step."""
         if self.layout.disjoint_edges:
             assert self._communicator is not None, "modules on other ranks are reached by a communicator"
             for bridge in self._communicator.bridge_comms:
@@ -124,8 +123,8 @@ class Pipeline:
         return self._num_tokens if self._counts_tokens else None
 
     def divide_gradients(self, tokens: torch.Tensor) -> None:
-        """Divide the gradients of all modules by the tokens of the global batch: the sum of `local_tokens` over all
-        ranks, [1]. So every module has the same divisor, at any data-parallel sizes."""
+        """Divide all modules' gradients by the tokens of the global batch: `local_tokens` summed over all ranks,
+        [1]."""
         factor = 1.0 / tokens.clamp(min=1).to(torch.float32)
         for chunks in self._modules.values():
             for chunk in chunks:

@@ -40,8 +40,7 @@ class Parts:
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
-    """Prepare this process for its device and join the others, over `store` if given. Returns (kind of device,
-    device)."""
+    """Join the other processes, over `store` if given; returns (kind of device, device)."""
     chosen = devices.choose(cfg.run.device, *(int(os.environ.get(*each)) for each in _OF_THIS_MACHINE))
     kind = chosen.kind
     device = devices.install(chosen.kind, chosen.index, cpu_kernels=cfg.run.cpu_kernels)
@@ -80,8 +79,7 @@ def build_parts(
     *,
     undrawn: Set[tuple[str, str]] = frozenset(),
 ) -> Parts:
-    """Build groups, model and pipeline; weights are initial, except those of `undrawn` (see `build_model`). Collective
-    over all ranks."""
+    """Build groups, model and pipeline; initial weights are drawn, except `undrawn` ones. Collective."""
     RECORDER.to("groups")
     cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
     if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):

@@ -24,8 +24,7 @@ class StepResult:
     """Numbers of one step before they are logged, and the actions it asks for."""
 
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Reduced losses by name, on ranks of the language model's last stage, else empty. Reading one waits for the
-    device."""
+    """Reduced losses by name, on ranks of the language model's last stage; reading one waits for the device."""
     of_sources: dict[str, torch.Tensor] = field(default_factory=dict)
     """[sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`, on the same ranks and device."""
     tokens: torch.Tensor | None = None
@@ -71,8 +70,7 @@ class TrainState(FixedKeys):
     """Model FLOPs of all modules."""
 
     def count(self, samples: int, tokens: int, result: StepResult, passed_over: bool = False) -> None:
-        """Count a step of `samples` samples with `tokens` tokens in total; `passed_over` if `train.skip_iters` skipped
-        it."""
+        """Count a step of `samples` samples and `tokens` tokens; `passed_over` if `train.skip_iters` has it."""
         self.step += 1
         self.consumed_train_samples += samples
         self.consumed_train_tokens += tokens
@@ -84,8 +82,7 @@ class TrainState(FixedKeys):
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint. Raises TypeError for a value of the wrong type, AttributeError for an unknown
-        name."""
+        """Load a checkpoint's state; raises TypeError for a wrong value, AttributeError for an unknown name."""
         for name, value in state.items():
             kind = type(getattr(self, name))
             types = (int, float) if kind is float else (int,)

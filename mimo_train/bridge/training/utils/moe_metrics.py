@@ -64,8 +64,7 @@ def _mlflow_writer(logger: Any) -> Callable[[str, Any, int], Any]:
 
 
 def _build_moe_metric_writer(tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None) -> Any | None:
-    """Return the `writer` for Megatron-Core's metric functions: `tb_writer` itself, None included, without Comet and
-    MLflow; else a writer for all of them."""
+    """Return the `writer` for Megatron-Core's metric functions: `tb_writer` itself without Comet and MLflow."""
     if comet_logger is None and mlflow_logger is None:
         return tb_writer
     return _MoeMetricFanoutWriter(tb_writer, comet_logger, mlflow_logger)
