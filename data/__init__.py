@@ -1,4 +1,1 @@
-"""The data path: WebDataset shards in, exact batches out.
-
-One stage per file; nothing here depends on models or process groups.
-"""
+"""The data path: WebDataset shards in, exact batches out. It is independent of models and process groups."""

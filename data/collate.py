@@ -1,9 +1,8 @@
-"""Conversations -> tokens of a fixed length, with labels and loss mask; samples -> batches.
+"""Conversations -> tokens of a fixed length with labels and loss mask; samples -> batches.
 
-Shapes: B samples, S = sequence length. From the tokens t[0..L) of a conversation (see `templates.py`),
-input_ids[i] = t[i] and labels[i] = t[i + 1]: labels are the targets of their own position, shifted already. The loss
-mask is 1 where the target is a token of an assistant turn or the end-of-turn that closes it, and 0 on everything else:
-role markers, placeholders, other turns, padding.
+Shapes: B samples, S = sequence length. From a conversation's tokens t[0..L) (see `templates.py`), input_ids[i] = t[i]
+and labels[i] = t[i + 1]: labels are already shifted. The loss mask is 1 if the target is a token of an assistant turn
+or its end-of-turn token, and 0 elsewhere: role tags, placeholders, other turns, padding.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from data.text_format import Key
 
 
 def encode_prompt(turns: Sequence[Turn], tokenizer: Tokenizer, media: MediaTokens) -> list[int]:
-    """Tokens of `turns` up to where the assistant's answer begins: what a model continues from.
-
-    Raises:
-        RecordError: the chat template cannot render them.
-    """
+    """Return the tokens of `turns` up to the start of the assistant's answer. Raises RecordError: the chat template
+    cannot render them."""
     return tokenizer.template.prompt(Conversation(tuple(turns)), media)
 
 
@@ -40,12 +36,13 @@ def to_sample(
     *,
     keep_text: bool = False,
 ) -> TextSample:
-    """The conversation cut or padded to `sequence_length`. Only text behind the last placeholder is ever cut.
+    """Return the conversation cut or padded to `sequence_length`. Only text after the last placeholder is cut.
 
     Args:
         keep_text: return `TextSample.questions` too.
 
-    Raises RecordError if the media tokens do not all fit, or the template cannot render the conversation.
+    Raises:
+        RecordError: the media tokens do not fit, or the template cannot render the conversation.
     """
     encoded = _encoded(conversation, tokenizer, media, sequence_length, key)
     tokens, length = encoded.tokens, min(len(encoded.tokens), sequence_length)
@@ -65,7 +62,7 @@ def to_sample(
 def length_of(
     conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: Key
 ) -> int:
-    """`TextSample.length` of what `to_sample` gives. Raises RecordError as it does."""
+    """Return `TextSample.length` as of `to_sample`. Raises RecordError as it does."""
     return min(len(_encoded(conversation, tokenizer, media, sequence_length, key).tokens), sequence_length)
 
 
@@ -83,12 +80,12 @@ def _encoded(
 
 
 def placeholders_in(media: MediaTokens) -> list[int]:
-    """All tokens of a sample's media, in the order of their members: what its stand-in has."""
+    """Return the placeholder ids of a sample's media in member order, for its stand-in."""
     return [token for kind in media.values() for member in kind for token, count in member for _ in range(count)]
 
 
 def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int) -> TextSample:
-    """What takes the place of a bad sample: its placeholders, padding, and no loss at all."""
+    """Return the replacement of a bad sample: its placeholders and padding, without loss."""
     ids = placeholders_in(media)
     assert len(ids) <= sequence_length, (len(ids), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
@@ -99,11 +96,10 @@ def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, num
 
 
 def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[str, torch.Tensor]:
-    """input_ids, labels, position_ids: int64 [B, S]; loss_mask: float32 [B, S]. Of samples with positions on three
-    axes position_ids are [3, B, S].
+    """Return input_ids, labels, position_ids: int64 [B, S] (M-RoPE positions: [3, B, S]); loss_mask: float32 [B, S].
 
     Args:
-        length: S, at least that of the longest sample; None: as many as the samples have room for.
+        length: S, at least that of the longest sample; None: the samples' full size.
     """
     assert length is None or length >= max(sample.length for sample in samples), (length, samples)
     input_ids = torch.from_numpy(np.stack([sample.input_ids[:length] for sample in samples]))
@@ -122,15 +118,14 @@ def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[st
 def collate_packed(
     samples: Sequence[TextSample], lengths: Sequence[int], row_length: int, pad_id: int
 ) -> dict[str, torch.Tensor | tuple[int, ...]]:
-    """One row of several samples, each a document of its planned length, one behind the other, and padding.
+    """Return one row of consecutive samples, each a document of its planned length, and padding.
 
-    Of T positions: input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions start again in
-    each document; on three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0. A
-    document's last target is padding without loss, as in a row of its own, so that none is learned from the one before.
-    A sample of several documents is as many.
+    input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions restart in each document; M-RoPE
+    positions are [3, 1, T]. documents: their ends; padding is one more, at position 0. A document's last target is
+    padding without loss, so that no document is learned from the one before. A sample may have several documents.
 
     Args:
-        lengths: tokens of every sample, as planned. A stand-in may have fewer, and is padded.
+        lengths: planned tokens of each sample. A stand-in may have fewer, and is padded.
         row_length: T.
     """
     on_axes = [sample.positions for sample in samples if sample.positions is not None]
@@ -161,8 +156,8 @@ def collate_packed(
 
 
 def collate_media(items: Sequence[torch.Tensor | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
-    """{name: [N, ...]} of N images or clips; a list of N if their shapes differ, or if these are only sizes; None if
-    there are none."""
+    """Return {name: [N, ...]} of N images or audio items, or a list if shapes differ or these are sizes; None if
+    empty."""
     if not items:
         return None
     tensors = [item for item in items if isinstance(item, torch.Tensor)]

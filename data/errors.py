@@ -6,45 +6,45 @@ class DataError(ValueError):
 
 
 class ShardError(DataError):
-    """A shard that cannot be used: compressed, truncated, damaged, or changed while a run reads it."""
+    """An unusable shard: compressed, truncated, damaged, or changed while a run reads it."""
 
 
 class ReadError(DataError):
-    """An I/O error that did not pass. It says nothing about a sample: the run ends."""
+    """A persistent I/O error. It says nothing about the sample, so it ends the run."""
 
 
 class MemoryShortage(DataError):
-    """Memory ran out over a sample within its bounds. Another machine may read it: it is not bad, and the run ends."""
+    """Memory ran out over a sample within its bounds. The sample is not bad, so this ends the run."""
 
 
 class MissingLibrary(DataError):
-    """A library that decodes a sample is not installed. Another machine reads it: it is not bad, and the run ends."""
+    """A library that decodes a sample is not installed. The sample is not bad, so this ends the run."""
 
 
 OF_THE_MACHINE = (MemoryShortage, MissingLibrary)
-"""What an error over a sample says of this machine, and nothing of the sample."""
+"""Errors of this machine rather than of the sample."""
 
 
 class SampleError(DataError):
-    """A sample that cannot be used: it is bad, and a stand-in takes its place."""
+    """A bad sample; a stand-in replaces it."""
 
     remedy = ""
-    """Key of a run's config that helps, as the end of a sentence; empty: none does."""
+    """End of a sentence: a config key that helps; empty if none does."""
 
 
 class DecodeError(SampleError):
-    """An image or an audio clip that cannot be decoded."""
+    """An image or audio item that cannot be decoded."""
 
 
 class RecordError(SampleError):
-    """A record that cannot be used. The message names the sample's key."""
+    """An unusable record. The message names the sample's key."""
 
 
 class NothingToLearn(RecordError):
-    """A record whose caption or answer is null: bad, or without loss with `data.null_captions=skip`."""
+    """A null caption or answer: bad, or without loss with `data.null_captions=skip`."""
 
     what = "without a caption or answer to learn"
-    """The records, as they follow their number."""
+    """Describes the records, after their number."""
 
     remedy = "data.null_captions=skip takes such samples without loss"
 
@@ -56,7 +56,7 @@ class NotDownloaded(NothingToLearn):
 
 
 class UnknownRecord(RecordError):
-    """A record with none of the names that say what it is."""
+    """A record without any known field."""
 
     remedy = "data.fields says what else is read, such as data.fields.caption=json[KEY]"
 
@@ -66,11 +66,11 @@ class TooManyBadSamples(DataError):
 
 
 def reason_of(error: Exception) -> str:
-    """What made a sample bad, in a line: of whatever a decoder, a tokenizer or a template raises.
+    """Return in one line why a sample is bad, from any error of a decoder, tokenizer or template.
 
     Raises:
-        MemoryShortage: it says that memory ran out.
-        MissingLibrary: it is one.
+        MemoryShortage: the error says that memory ran out.
+        MissingLibrary: the error is one.
     """
     if isinstance(error, MissingLibrary):
         raise error

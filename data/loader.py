@@ -1,8 +1,8 @@
-"""The step loader: optimizer steps for one rank, read in threads, in an order that no worker count changes.
+"""The step loader: read one rank's optimizer steps in threads; the worker count does not affect their order.
 
-`consumed_samples` is the whole state. Step after step the loader hands out samples [consumed, consumed + size of the
-step), cut in microbatches by the plan of the step; each reader takes its contiguous data-parallel slice of each. Bad
-samples are counted when a step is handed out, not when it is read ahead: the same one ends a run at the same step.
+`consumed_samples` is the whole state. Each step has samples [consumed, consumed + size), cut into microbatches by its
+plan. Each reader takes its contiguous data-parallel slice of each. Bad samples are counted when a step is returned, not
+when it is read ahead, so that a run always ends at the same step.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
 from data.threads import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
 
 _STEPS_AHEAD = 2
-_TOGETHER = 4  # samples of one task, at most
+_TOGETHER = 4  # maximum samples of a task
 
 
 class StepLoader:
     """Iterator over steps. Use it as a context manager, or call `close`.
 
-    readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
-    workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
-    gives_up: asked now and then where `next` waits for samples; where it is true, `next` raises WaitGivenUp, and
-    threads that still read are left behind, see `data.threads`.
-    `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
-    With `Batching.padding` the dataset has lengths (`TextLengths.serve`).
+    readers: one for each module that this rank reads; may be empty (such a rank gets only numbers and counts).
+    workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to return, None = endless.
+    gives_up: polled while `next` waits for samples. If it returns True, `next` raises WaitGivenUp without waiting for
+    threads, see `data.threads`. `next` raises a worker's error unchanged: TooManyBadSamples, ShardError, ...
+    With `Batching.padding` the dataset requires lengths (`TextLengths.serve`).
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class StepLoader:
             batching = replace(batching, replicas=self._language.dp_size)
         assert self._language is None or self._language.dp_size == batching.replicas, (self._language, batching)
         self._dataset, self._batching, self._limit = dataset, batching, limit
-        for reader in readers:  # asserts that slices are whole numbers of samples
+        for reader in readers:  # asserts that slices have whole samples
             reader.span([0] * batching.microbatch_samples)
         self._readers = list(readers)
         self._sizes_only = {reader.module for reader in readers if reader.sizes_only}
@@ -97,12 +96,12 @@ class StepLoader:
 
     @property
     def dataset(self) -> Samples:
-        """What it reads from."""
+        """The dataset that is read."""
         return self._dataset
 
     def close(self) -> None:
-        """Drops what was read ahead and waits for the threads to end, for a while; not at all for those that `next` has
-        given up. May be called twice."""
+        """Drop what was read ahead, and wait for a while for the threads to end. May be called twice. It does not wait
+        for threads that `next` has given up."""
         self._closed = True
         self._pending.clear()
         if self._threads is not None:
@@ -113,11 +112,11 @@ class StepLoader:
         if not self._pending:
             raise StopIteration
         step = self._pending.popleft()
-        self._issue_to(_STEPS_AHEAD)  # the place that has become free
+        self._issue_to(_STEPS_AHEAD)  # refill the free slot
         return self._assemble(step)
 
     def _issue_to(self, steps: int) -> None:
-        # Without threads, what is issued is read when it is assembled.
+        # Without threads, samples are read when the step is assembled.
         while len(self._pending) < steps and (self._limit is None or self._issued < self._limit):
             size = self._batching.size(self._next)
             self._pending.append(self._issue(self._next, size))
@@ -125,14 +124,14 @@ class StepLoader:
             self._issued += 1
 
     def _issue(self, first: int, step_size: int) -> _Step:
-        """Hands every sample of the step to the workers; the samples of one reader are in order."""
+        """Submit all samples of a step to the workers; each reader's samples are in order."""
         samples = self._dataset.plan_step(first, step_size)
         length = self._dataset.sequence_length
         plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
         text = self._dataset.read_text
         own = self._own(plan, samples)
         if self._dataset.is_remote:
-            self._expect(own)  # before a thread can read it: what comes too late is read again
+            self._expect(own)  # before a thread can read it: late announcements are read twice
         return _Step(
             plan,
             samples,
@@ -149,10 +148,10 @@ class StepLoader:
         )
 
     def _expect(self, own: Sequence[dict[str, list[int]]]) -> None:
-        """Start all reads of a step: a reading thread waits for one at a time."""
-        # Sizes are enough for some modules, and the features of others may be known already.
+        """Start all reads of a step, since a reading thread waits for one at a time."""
+        # Some modules need only sizes, and features of others may be known already.
         without = {LANGUAGE, *self._sizes_only, *self._dataset.lookups}
-        with suppress(DataError):  # reading it says so
+        with suppress(DataError):  # the read itself will raise it
             self._dataset.expect_samples(
                 (number, () if module in without else (module,), module == LANGUAGE)
                 for of_microbatch in own
@@ -161,7 +160,7 @@ class StepLoader:
             )
 
     def _own(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
-        """By microbatch and module, the sample numbers that this rank reads."""
+        """Return the sample numbers that this rank reads: microbatch -> module -> numbers."""
         order = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
         spans = {reader.module: self._spans(reader, plan, samples, order) for reader in self._readers}
         return [
@@ -170,7 +169,7 @@ class StepLoader:
         ]
 
     def _spans(self, reader: Reader, plan: StepPlan, samples: StepSamples, order: list[np.ndarray]) -> list[Span]:
-        """Of the samples of each microbatch, those that this rank reads for a module."""
+        """Return this rank's span of each microbatch for a module."""
         if reader is self._language:
             return [plan.spans(microbatch)[reader.dp_rank] for microbatch in range(len(order))]
         if plan.packed or reader.balanced:
@@ -178,13 +177,13 @@ class StepLoader:
             if plan.packed:
                 return [of_ranks[reader.dp_rank] for of_ranks in spread_parts(loads, reader.dp_size)]
             return [reader.span(of_samples) for of_samples in loads]
-        return [reader.span(places.tolist()) for places in order]  # of the loads, only their number counts
+        return [reader.span(places.tolist()) for places in order]  # only the number of loads counts
 
     def _submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
-        """The results for all numbers, in order, when called."""
+        """Return a callable that gives the results for all numbers, in order."""
         if self._threads is None:
             return lambda: [self._read_now(work, number) for number in numbers]
-        # To hand a task over costs as much as to read a short text; every thread gets one all the same.
+        # Submitting a task costs as much as reading a short text, but every thread should get one.
         size = max(1, min(_TOGETHER, len(numbers) // self._workers))
         parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
         tasks = [self._threads.submit(each, work, part) for part in parts]
@@ -230,7 +229,7 @@ class StepLoader:
         batch = Microbatch(sample_numbers=torch.tensor(numbers, dtype=torch.int64))
         if self._language:
             samples = [self._planned(plan, *read) for read in texts]
-            # A sample whose image failed on this very rank must not be learned from either.
+            # A sample whose image failed on this rank must not be learned either.
             samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
             batch |= self._rows(plan, plan.shares[at][self._language.dp_rank], samples)
             if len(self._dataset.sources) > 1:
@@ -252,8 +251,8 @@ class StepLoader:
         return collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
 
     def _sources(self, plan: StepPlan, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
-        """Which source each token is of, int64 as `input_ids`; padding behind the last sample of a packed row is of the
-        first."""
+        """Return the source of each token, int64 as `input_ids`. Trailing padding of a packed row counts as source
+        0."""
         numbers = np.array([sample.number for sample in samples], dtype=np.int64)
         sources, tokens = self._dataset.sources_of(numbers), batch["input_ids"]
         if not plan.packed:
@@ -263,8 +262,8 @@ class StepLoader:
         return torch.from_numpy(np.repeat([*sources, *padding], lengths))[None]
 
     def _planned(self, plan: StepPlan, sample: TextSample, bad: BadSample | None) -> TextSample:
-        """The sample as long as the plan says: the stand-in of one that could be read when it was counted has padding
-        at its end. Raises DataError for a text of another length."""
+        """Return the sample at its planned length; a stand-in may be shorter and is padded. Raises DataError if the
+        text has another length."""
         if plan.lengths is None:
             return sample
         planned = int(plan.lengths[sample.number - plan.first])
@@ -280,7 +279,7 @@ class StepLoader:
         return sample
 
     def _read_media(self, module: str, number: int) -> _MediaRead:
-        """What `Dataset.read_media` gives, unless sizes are enough or the features of the sample are known already."""
+        """Return `Dataset.read_media`, or only sizes or known features if these are enough."""
         if module in self._sizes_only:
             return _MediaRead(self._dataset.input_sizes(number, module), None)
         lookup = self._dataset.lookups.get(module)
@@ -311,19 +310,19 @@ class StepLoader:
 
 
 class _MediaRead(NamedTuple):
-    """What was read of one sample for one module; `sample` if the module's features are looked up."""
+    """Media of one sample for one module; `sample` if the module's features are looked up."""
 
     items: Sequence[torch.Tensor | tuple[int, int]]
     bad: BadSample | None
     sample: SampleMedia | None = None
     sizes: Sequence[tuple[int, int]] = ()
-    """Of images that are cut into tiles."""
+    """Sizes of tiled images."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step on its way: its plan, what the index says of every sample, and by microbatch the numbers that this rank
-    reads and callables that give what was read."""
+    """A submitted step: its plan, the index data of its samples, the numbers that this rank reads, and result
+    callables."""
 
     plan: StepPlan
     samples: StepSamples

@@ -1,4 +1,4 @@
-"""What a training program needs of this package: the dataset, and the loader that cuts it into steps."""
+"""The interface for training programs: the dataset, and the loader that cuts it into steps."""
 
 from data.errors import DataError, TooManyBadSamples
 from data.indexed.dataset import TokenDataset

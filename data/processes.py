@@ -1,6 +1,6 @@
-"""Processes that work for this one, and never outlive it.
+"""Worker processes that end with this one.
 
-Those of `concurrent.futures` wait for their next job forever where the process that started them was killed.
+Those of `concurrent.futures` wait forever if the process that started them is killed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from data.errors import DataError
 def worker_processes(
     number: int, begin: Callable[..., Any] | None = None, *given: Any
 ) -> Iterator[ProcessPoolExecutor]:
-    """So many processes, for the block. Where it ends or raises, jobs that have not begun are left.
+    """Yield a pool of `number` processes. When the block ends or raises, pending jobs are cancelled.
 
     Args:
-        begin: called with `given` in each of them before its first job; at module level, as all that they do.
+        begin: called with `given` in each process before its first job. All jobs must be at module level.
 
     Raises:
-        DataError: one of them was killed.
+        DataError: a process was killed.
     """
-    # Not forked: this process may have threads, and locks that one of them holds.
+    # No fork: this process may have threads that hold locks.
     with ProcessPoolExecutor(number, get_context("spawn"), _begin, (begin, given)) as pool:
         try:
             yield pool
@@ -44,7 +44,7 @@ def worker_processes(
 
 
 def _begin(begin: Callable[..., Any] | None, given: tuple[Any, ...]) -> None:
-    # Ctrl-C and a closed terminal are for the process that they work for, which ends them.
+    # The parent handles Ctrl-C and a closed terminal, and ends this process.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end_with_parent", daemon=True).start()

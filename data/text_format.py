@@ -3,19 +3,19 @@
 from collections.abc import Callable, Sequence
 
 MOST_NAMES = 3
-"""Names in a message, unless the caller says otherwise."""
+"""Default number of names in a message."""
 
 
 def shown(text: str) -> str:
-    """Return the text in one line, with every unprintable character as Python writes it, such as `\\x1b`: a terminal
-    obeys control characters, and logs break at line ends."""
+    """Return the text with unprintable characters escaped, such as `\\x1b`: they affect terminals and split log
+    lines."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escaped(char) for char in text)
 
 
 def shown_lines(text: str) -> str:
-    """Return `shown` text, but keep lines and tabs."""
+    """Escape unprintable characters, but keep line breaks and tabs."""
     return "".join(char if char in "\n\t" else shown(char) for char in text)
 
 

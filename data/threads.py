@@ -1,6 +1,6 @@
-"""Threads that read ahead, and for which no process waits at its end: one that hangs would keep it from ending.
+"""Reading threads that do not keep a process from ending when one hangs.
 
-Those of `concurrent.futures` are joined by the interpreter, however long they take, also in a program of a user's.
+The interpreter joins the threads of `concurrent.futures` however long they take.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ from functools import partial
 from typing import Any
 
 _NAME = "data_"
-_PATIENCE = 5.0  # seconds that the end of a read is waited for which nobody needs
+_PATIENCE = 5.0  # seconds to wait for a read that nobody needs
 _Tasks = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 def still_reading() -> bool:
-    """Whether threads are left whose reads nobody has waited for."""
+    """True if there are unfinished reads that nobody has waited for."""
     return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
 
 
 class ReadingThreads:
-    """Do what is submitted, in its order; each begins with its first task."""
+    """Run submitted tasks in order. A thread starts with its first task."""
 
     def __init__(self, number: int) -> None:
         assert number > 0
         self._number = number
         self._tasks: _Tasks = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        # Also where nobody closes it, at the latest at the interpreter's end: whoever reads while that takes itself
-        # apart could abort it.
+        # Also without `close`, at the interpreter's end at the latest: reads during its shutdown could abort it.
         weakref.finalize(self, _end, self._tasks, self._threads)
 
     def submit[Result](self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """What `work(*arguments)` gives, or raises; not after `close`."""
+        """Return a future of `work(*arguments)`. Not allowed after `close`."""
         future: Future[Result] = Future()
         self._tasks.put((future, partial(work, *arguments)))
         if len(self._threads) < self._number:
@@ -47,13 +46,11 @@ class ReadingThreads:
         return future
 
     def close(self, *, waits: bool = True) -> None:
-        """Cancel what no thread has begun, and wait for the threads to end: for a while, or not at all. May be called
-        twice."""
+        """Cancel pending tasks, and wait for the threads for a while (or not at all). May be called twice."""
         _end(self._tasks, self._threads, _PATIENCE if waits else 0)
 
 
 def each(work: Callable[[int], Any], numbers: Sequence[int]) -> list[Any]:
-    """What `work` gives for each number."""
     return [work(number) for number in numbers]
 
 
@@ -69,12 +66,12 @@ def _end(tasks: _Tasks, threads: list[threading.Thread], patience: float | None 
         tasks.put(None)
     deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
     for thread in threads:
-        if thread is not threading.current_thread():  # which may be the last to know what is collected
+        if thread is not threading.current_thread():  # a thread may run this when the last reference goes
             thread.join(max(0, deadline - time.monotonic()))
 
 
 def _run(tasks: _Tasks) -> None:
-    """Knows the queue alone, so that threads that nobody has closed keep nothing else alive."""
+    """Run tasks. It refers to the queue alone, so unclosed threads keep nothing else alive."""
     while (task := tasks.get()) is not None:
         future, work = task
         if future.set_running_or_notify_cancel():
@@ -86,38 +83,38 @@ def _run(tasks: _Tasks) -> None:
 
 
 LOOK_SECONDS = 0.5
-"""How long a wait lasts before it first asks whether it is given up, and about how long between two questions."""
+"""Seconds before a wait first polls `GivesUp`, and between polls."""
 
 GivesUp = Callable[[], bool]
-"""Whether nobody needs any more what is waited for; once true, it stays so."""
+"""Returns True once nobody needs the samples; it then stays True."""
 
 
 class WaitGivenUp(Exception):
-    """Samples were not waited for, because nobody needs them any more. Nothing is wrong with them."""
+    """The wait for samples was given up because nobody needs them. They are not bad."""
 
 
 def never() -> bool:
-    """A `GivesUp` that waits for as long as it takes."""
+    """Return False: a `GivesUp` that waits as long as it takes."""
     return False
 
 
 class Wait:
-    """One wait, for one or several things; it begins when it is made."""
+    """One wait, for one or more results. It starts when it is created."""
 
     def __init__(self, gives_up: GivesUp) -> None:
         self._gives_up, self._began = gives_up, time.monotonic()
 
     def look(self) -> None:
-        """Raises WaitGivenUp if the wait has lasted for LOOK_SECONDS, and is given up."""
+        """Raise WaitGivenUp if the wait has lasted LOOK_SECONDS and is given up."""
         if time.monotonic() > self._began + LOOK_SECONDS and self._gives_up():
             raise WaitGivenUp
 
     def result_of[Result](self, future: Future[Result]) -> Result:
-        """What `future.result()` gives, or raises. Raises WaitGivenUp where there is none yet."""
+        """Return `future.result()`. Raises its error, or WaitGivenUp."""
         while not future.done():
             self.look()
             try:
                 return future.result(LOOK_SECONDS)
-            except TimeoutError:  # of this wait; the work's own comes again below
+            except TimeoutError:  # from this wait; the task's own TimeoutError is raised below
                 continue
         return future.result()

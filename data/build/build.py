@@ -1,9 +1,8 @@
-"""Shards from a data set: JSON, CSV, Hugging Face datasets, output of img2dataset, tars, folders of files.
+"""Build shards from a dataset: JSON, CSV, Hugging Face datasets, output of img2dataset, tars, folders of files.
 
-First every row is read and checked, so that nothing is written if rows are bad. Samples are kept as files to copy from;
-what has no file of its own (records, media in parquet) goes into a spool. Then the shards are planned, in a shuffled
-order, and written in parallel, each under its name only when it is complete. The plan follows from the source and the
-settings alone: a build that was killed reads its source again and writes the shards that are missing.
+All rows are checked first, so nothing is written if rows are bad. Samples refer to files; records and media without
+files go into a spool. Then shards are planned in shuffled order and written in parallel, each atomically. The plan
+depends only on source and settings, so a killed build rereads its source and writes the missing shards.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ from data.text_format import listed, plural
 
 SHOWN_FAULTS = 5
 LEFT_OUT = "left_out.jsonl"
-"""In the folder of the shards: a line for each row that was left out."""
+"""File next to the shards with a line for each omitted row."""
 SUMMARY = "build.json"
-"""In the folder of the shards: what they were built from, and how."""
+"""File next to the shards with their source and settings."""
 _WORK, _SETTINGS = ".build", "settings.json"
 _VERSION = 4
 _LONGEST_REASON = 10000  # characters
 
 Progress = Callable[[str, int, int | None], None]
-"""(name of the step, rows or samples since the last call, all of them or None)."""
+"""(name of the step, rows or samples since the last call, total or None)."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a build. With its source they decide what the shards are."""
+    """Settings of a build. Together with the source they determine the shards."""
 
     held_out: int = 0
-    """Samples that are set aside, evenly over the source."""
+    """Number of held-out samples, evenly spaced over the source."""
     per_shard: int = 1000
-    """Most samples of a shard."""
+    """Maximum samples of a shard."""
     shard_bytes: int = 1 << 30
-    """Most bytes of the samples of a shard, unless it has one sample."""
+    """Maximum bytes of a shard's samples; a single sample may exceed it."""
     seed: int | None = 0
     """Seed of the order of samples; None: the order of the source."""
     skip_bad: bool = False
-    """True: leave out rows that cannot be used, instead of an error."""
+    """True to omit unusable rows instead of failing."""
     max_bad: float = 0.1
-    """Most rows that `skip_bad` may leave out: a number or, below 1, a fraction of all."""
+    """Maximum rows that `skip_bad` may omit: a number or, below 1, a fraction of all."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +69,25 @@ class Built:
     """Result of a build."""
 
     samples: dict[str, int]
-    """Of each part, `train` and `held_out`."""
+    """Samples of `train` and `held_out`."""
     shards: dict[str, int]
     media: dict[str, int]
-    """Images, videos and audio files in the samples, by kind."""
+    """kind -> images, videos and audio items in the samples."""
     left_out: int
-    """Rows that cannot be used."""
+    """Unusable rows."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
 
 
 class _Part(NamedTuple):
-    """What was read from a part of the source."""
+    """Data read from a part of the source."""
 
     samples: np.ndarray
-    """[samples, 3] int64: offset and length in the spool of the part, and bytes in a shard."""
+    """[samples, 3] int64: offset and length in the part's spool, and bytes in a shard."""
     faults: list[str]
-    """A sentence for each row that cannot be used."""
+    """A sentence for each unusable row."""
     unknown: int
-    """Of `faults`, those of records with no name that says what they are."""
+    """Number of `faults` of records without a known name."""
     nulls: dict[str, tuple[int, str]]
     """`NothingToLearn.what` -> (number of such rows, a sentence for the first)."""
     notes: Counter[str]
@@ -104,11 +103,10 @@ class _Shard(NamedTuple):
 def build_shards(
     source: Source, to: Path, settings: Settings, *, workers: int = 1, progress: Progress = lambda *_: None
 ) -> Built:
-    """Write the shards `to/train/train-000000.tar`, ..., and `to/held_out/held_out-000000.tar`, ... if there are any.
+    """Write the shards `to/train/train-000000.tar`, ..., and `to/held_out/held_out-000000.tar`, ... if any.
 
     Raises:
-        DataError: the source cannot be read, some rows cannot be used, or `to` holds shards, or work that was begun
-            with another source or other settings.
+        DataError: the source or some rows are unusable, or `to` has shards, or work from another source or settings.
         OSError: a file cannot be read or written.
     """
     notes, existed = source.notes(), to.exists()
@@ -138,14 +136,14 @@ def build_shards(
                 file.writelines(json.dumps({"reason": fault}).encode() + b"\n" for fault in faults)
         with replacing(to / SUMMARY) as file:
             file.write(json.dumps({"source": str(source)} | asdict(settings) | asdict(built), indent=1).encode())
-        (work / _SETTINGS).unlink()  # first: shards without it are those of a build that is done
+        (work / _SETTINGS).unlink()  # first: shards without it belong to a finished build
         shutil.rmtree(work)
     return built
 
 
 @contextmanager
 def _work_folder(source: Source, to: Path, settings: Settings) -> Iterator[Path]:
-    """Yield the folder for the spools, which no other process uses until the block ends."""
+    """Yield the folder for the spools, locked against other processes."""
     work = to / _WORK
     if not (work / _SETTINGS).exists():
         for part in ("train", "held_out"):
@@ -178,7 +176,7 @@ def _work_folder(source: Source, to: Path, settings: Settings) -> Iterator[Path]
             with replacing(work / _SETTINGS) as file:
                 file.write(json.dumps(now).encode())
         for folder in (work, to / "train", to / "held_out"):
-            for leftover in folder.glob(".*.tmp"):  # of a process that was killed
+            for leftover in folder.glob(".*.tmp"):  # from a killed process
                 leftover.unlink()
         yield work
 
@@ -198,7 +196,7 @@ def _read_parts(source: Source, work: Path, workers: int, progress: Progress) ->
 
 
 def _in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    """Yield (job, result) as jobs end. The first error ends the work."""
+    """Yield (job, result) as jobs end. The first error stops all."""
     with worker_processes(workers) as pool:
         futures = {pool.submit(work, job): job for job in jobs}
         for future in as_completed(futures):
@@ -206,7 +204,7 @@ def _in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], workers: int)
 
 
 def _read_part(source: Source, work: Path, number: int, progress: Callable[[int], None] = lambda _: None) -> _Part:
-    """Read a part of the source, and write its samples into its spool. Raises DataError."""
+    """Read a part of the source and spool its samples. Raises DataError."""
     samples, part = array("q"), _Part(np.empty(0), [], 0, {}, Counter(), Counter())
     offset, unknown = 0, 0
     with open(_spool(work, number), "wb") as spool:
@@ -241,11 +239,8 @@ def _spool(work: Path, number: int) -> Path:
 
 
 def _packed(members: Sequence[tuple[str, bytes | FileRange]]) -> tuple[bytes, int]:
-    """Return (a sample in the form of the spool, its bytes in a shard).
-
-    The form is the length of a description in 4 bytes, the description (JSON: extension, size, and for bytes of a file
-    its path and offset, of each member), and the members that are in no file.
-    """
+    """Return (spooled sample, its bytes in a shard). The spooled form is a 4-byte length, a JSON description of each
+    member (extension, size, and path and offset if in a file), and the members that are not in files."""
     described, contents, size = list[tuple[Any, ...]](), list[bytes](), 0
     for extension, content in members:
         if isinstance(content, FileRange):
@@ -259,11 +254,7 @@ def _packed(members: Sequence[tuple[str, bytes | FileRange]]) -> tuple[bytes, in
 
 
 def _unpacked(raw: bytes) -> list[tuple[str, bytes]]:
-    """Return the members of a sample in the form of the spool, read from their files.
-
-    Raises:
-        DataError: a file has changed since it was looked at.
-    """
+    """Return the members of a spooled sample. Raises DataError if a file has changed."""
     at = 4 + int.from_bytes(raw[:4], "big")
     members = []
     for extension, size, *place in json.loads(raw[4:at]):
@@ -280,7 +271,7 @@ def _unpacked(raw: bytes) -> list[tuple[str, bytes]]:
 
 
 def _error(source: Source, settings: Settings, samples: int, faults: Sequence[str], unknown: int) -> str:
-    """Return why nothing can be written; empty if it can."""
+    """Return why nothing can be written; "" if it can."""
     total, shown = samples + len(faults), listed(faults, SHOWN_FAULTS, between="\n", before_more="\n")
     if faults and not samples and unknown == len(faults):
         shown += "\nNo record has a name that says what it is: give it with --columns, such as caption=COLUMN"

@@ -1,4 +1,4 @@
-"""The source of shards at a path."""
+"""Find the source of shards at a path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data.text_format import listed
 KINDS = ("records", "table", "tars", "files")
 _METADATA = ("metadata.jsonl", "metadata.csv")
 _NO_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""JSON files that describe a data set."""
+"""JSON files that describe a dataset."""
 _SPLITS = ("train", "training")
 
 
@@ -23,9 +23,9 @@ def find_source(path: Path, columns: Columns, kind: str = "", media: Path | None
     """Return the source of shards at a path.
 
     Args:
-        kind: one of `KINDS`; empty: by what is there.
+        kind: one of `KINDS`; empty: detected.
         media: folder of the files that records name; None: that of the records.
-        split: of a data set in several splits; empty: train if there are several.
+        split: split of a dataset; empty: train if there are several.
 
     Raises:
         DataError: there is no source, or there are several.
@@ -64,7 +64,7 @@ def find_source(path: Path, columns: Columns, kind: str = "", media: Path | None
 
 
 def _sources_in(folder: Path, kind: str) -> tuple[str, list[Path]]:
-    """Return (kind, files or folders) of the source in a folder, as `find_source`."""
+    """Return (kind, files or folders) of the source in a folder. See `find_source`."""
     top = sorted(entry for entry in folder.iterdir() if entry.is_file() and entry.name[0] != ".")
     below = sorted(path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
     found: dict[str, list[Path]] = {}
@@ -93,7 +93,7 @@ def _below(folder: Path, top: Sequence[Path], below: Sequence[Path]) -> dict[str
         raise DataError(f"{tfrecords[0]}: TFRecord is not read: write WebDataset tars, files or parquet instead")
     found: dict[str, list[Path]] = {}
     tables = [path for path in below if path.suffix in ARROW and path.is_file() and not path.name.startswith("cache-")]
-    # Next to folders of files img2dataset writes a parquet file of the same name, without the images.
+    # img2dataset writes a parquet file without images next to each folder of files.
     if tables and not all((path.parent / path.stem).is_dir() for path in tables):
         found["table"] = tables
     records = [
@@ -116,7 +116,7 @@ def _below(folder: Path, top: Sequence[Path], below: Sequence[Path]) -> dict[str
 
 
 def _of_split(folder: Path, files: Sequence[Path], wanted: str) -> list[Path]:
-    """Return the files of a split: those in a folder of its name, or named `SPLIT-...` as Hugging Face writes them."""
+    """Return the files of a split: in a folder of its name, or named `SPLIT-...` as by Hugging Face."""
     splits: dict[str, list[Path]] = {}
     for path in files:
         inside = path.relative_to(folder)

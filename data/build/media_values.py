@@ -1,4 +1,4 @@
-"""Images, videos and audio in rows of a data set: file names, bytes, base64, decoded audio, typed parts of messages."""
+"""Images, videos and audio in dataset rows: file names, bytes, base64, decoded audio, typed parts of messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from data.text_format import shown
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 FILE_NAME = "file_name"
-"""The column that names the file of a row in Hugging Face's `imagefolder` and `audiofolder`."""
+"""Column with the file name of a row in Hugging Face's `imagefolder` and `audiofolder`."""
 _SUFFIXES = ("_path", "_paths", "_file", "_files", "_url", "_urls")
 _CONTENT_KEYS = ("bytes", "path", "url", "data", "base64")
 _ARRAY = {"array", "sampling_rate"}
@@ -61,7 +61,7 @@ class FileRange(NamedTuple):
 
     path: str
     offset: int | None
-    """None: all of the file."""
+    """None: the whole file."""
     size: int
 
     def read(self) -> bytes:
@@ -71,7 +71,7 @@ class FileRange(NamedTuple):
 
 
 class MediaItem(NamedTuple):
-    """An image, a video or an audio clip of a row."""
+    """An image, video or audio item of a row."""
 
     kind: str
     extension: str
@@ -91,7 +91,7 @@ class MediaItem(NamedTuple):
 
 
 def item_of_file(kind: str, folder: str, name: str, where: str) -> MediaItem:
-    """Return the media item of a file that a record names. Raises RecordError: it cannot be used."""
+    """Return the media item of a file that a record names. Raises RecordError if it is unusable."""
     extension = name.rpartition(".")[2].lower()
     if extension not in READABLE[kind]:
         known = ", ".join(sorted(READABLE[kind]))
@@ -109,7 +109,7 @@ def item_of_file(kind: str, folder: str, name: str, where: str) -> MediaItem:
 
 
 def extent_of(kind: str, content: bytes | FileRange) -> tuple[int, int] | None:
-    """Return the extent in the header of a media item, see `data.media.headers.parse_extent`. Raises OSError."""
+    """Return the extent of a media item, see `data.media.headers.parse_extent`. Raises OSError."""
     if isinstance(content, bytes):
         return parse_extent(kind, lambda at, length: content[at : at + length], len(content))
     start, size = content.offset or 0, content.size
@@ -121,7 +121,7 @@ def extent_of(kind: str, content: bytes | FileRange) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=256)  # most records of a file have the same names
 def media_columns(names: tuple[str, ...], kind: str) -> Sequence[str]:
-    """Return the columns whose name says that they hold media of a kind, such as `images` or `Image_Path`."""
+    """Return the columns with a name for media of a kind, such as `images` or `Image_Path`."""
     by_name = {name.lower(): name for name in names}
     plain = [by_name[name] for name in (kind, f"{kind}s") if name in by_name]
     stems = (kind, "img") if kind == "image" else (kind,)
@@ -130,24 +130,24 @@ def media_columns(names: tuple[str, ...], kind: str) -> Sequence[str]:
 
 
 def kind_of_file_name(record: Mapping[str, Any]) -> str:
-    """Return the kind of the file that `file_name` names, as in Hugging Face's folders; empty if it names no media."""
+    """Return the media kind of the record's `file_name`, as in Hugging Face's folders; "" if none."""
     name = record.get(FILE_NAME)
     return kind_of_extension(Path(name).suffix[1:].lower()) if isinstance(name, str) else ""
 
 
 def kind_of_extension(extension: str) -> str:
-    """Return the kind of media that is decoded from files with this extension; empty if there is none."""
+    """Return the media kind that is decoded from files with this extension; "" if none."""
     return next((kind for kind, known in READABLE.items() if extension in known), "")
 
 
 def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> list[MediaItem]:
-    """Return the media items in the value of a column: one, or a list of them.
+    """Return the media items in a column's value: one, or a list.
 
     Args:
-        folder: of the files that the value names.
+        folder: folder of the files that the value names.
 
     Raises:
-        RecordError: the value has none of the known forms, or a file cannot be used.
+        RecordError: the value has an unknown form, or a file is unusable.
     """
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and any(_is_empty(item) for item in value):
@@ -158,14 +158,14 @@ def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> l
 def take_typed_parts(
     record: dict[str, Any], turns: str, folder: str, where: str
 ) -> tuple[dict[str, Any], list[MediaItem]]:
-    """Take the media out of typed parts of messages: (the record with names in their place, the media items).
+    """Take the media out of typed parts of messages: (record with names in their place, media items).
 
     Args:
         turns: the column of the messages.
-        folder: of the files that parts name.
+        folder: folder of the files that parts name.
 
     Raises:
-        RecordError: the media item of a part cannot be used.
+        RecordError: a part's media item is unusable.
     """
     items: list[MediaItem] = []
 
@@ -191,11 +191,11 @@ def take_typed_parts(
 
 
 def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where: str, folder: str | None) -> None:
-    """Raise RecordError if a record from which no media was read seems to hold some, or an address of some.
+    """Raise RecordError if a record without recognized media seems to hold some, or a URL of some.
 
     Args:
         names: `Columns.names`.
-        folder: of the files that records name. Next to a text or messages, a name counts if its file exists.
+        folder: folder of the files that records name. Next to a text or messages, a name counts if its file exists.
     """
     is_text = not {"conversations", "messages", "text"}.isdisjoint([*record, *names])
     for column, value in record.items():
@@ -221,7 +221,7 @@ def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where:
 
 
 def extension_of(content: bytes) -> str:
-    """Return the extension of a file by its first bytes; empty if its type is not known."""
+    """Return the extension of a file by its first bytes; "" if unknown."""
     if content[:4] == b"RIFF":
         return {b"WEBP": "webp", b"WAVE": "wav"}.get(content[8:12], "")
     if content[4:8] == b"ftyp":
@@ -254,7 +254,7 @@ def _item(kind: str, column: str, value: Any, folder: str, where: str) -> MediaI
 
 
 def _item_of_array(value: Mapping[str, Any], column: str, where: str) -> MediaItem:
-    """Return decoded audio, float32 [samples], as a WAV file of the same numbers."""
+    """Return decoded audio, float32 [samples], as a lossless WAV file."""
     import soundfile
 
     try:
@@ -271,7 +271,7 @@ def _item_of_array(value: Mapping[str, Any], column: str, where: str) -> MediaIt
 
 
 def _from_base64(value: str) -> bytes | None:
-    """Return the bytes of a data URI, or of base64 of a file whose type is known; None: the text is neither."""
+    """Return the bytes of a data URI, or of base64 of a known file type; None for other text."""
     if value.startswith("data:"):
         value = value.partition(",")[2]
     elif not _kind_of_base64(value):
@@ -283,7 +283,7 @@ def _from_base64(value: str) -> bytes | None:
 
 
 def _kind_of_base64(value: str) -> str:
-    """Return the kind of media in a data URI or base64 text; empty: it is neither."""
+    """Return the media kind of a data URI or base64 text; "" for other text."""
     if value.startswith("data:"):
         kind = value[5:].partition("/")[0]
         return kind if kind in READABLE else ""
@@ -297,13 +297,13 @@ def _kind_of_base64(value: str) -> str:
 
 
 def _kind_of_name(value: str) -> str:
-    """Return the kind of media that a file name or address names, by its extension; empty: none."""
+    """Return the media kind of a file name or URL, by its extension; "" if none."""
     match = _FILE.fullmatch(value.partition("?")[0])
     return kind_of_extension(match[1].lower()) if match else ""
 
 
 def _depth(value: Any) -> int:
-    """Return how deep lists of numbers are nested; 0 for anything else."""
+    """Return the depth of nested lists of numbers; 0 for anything else."""
     depth = 0
     while isinstance(value, list) and value:
         value, depth = value[0], depth + 1

@@ -1,4 +1,4 @@
-"""A row of a data set and its media -> a sample that training accepts, or an error that names the row."""
+"""Turn a dataset row and its media into a sample that training accepts, or an error that names the row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data.records.records import parse_record
 from data.text_format import shown
 
 _FORMS = ("conversations", "messages", "caption", "text")
-"""Texts of records, of which the first that a record has counts."""
+"""Texts of records; the first that a record has counts."""
 _TURNS = (("conversations", "from", "value"), ("messages", "role", "content"))
 _ANSWERS = ("answer", "caption", "text", "label")
 MARKED = "without any marker: media before the first question"
@@ -31,9 +31,9 @@ class Sample(NamedTuple):
     members: Sequence[tuple[str, bytes | FileRange]]
     """(extension, content)."""
     kinds: Sequence[str]
-    """Of its media."""
+    """Kinds of its media."""
     notes: tuple[str, ...] = ()
-    """How its record was changed, to follow a number of records."""
+    """Changes of its record, worded to follow a number of records."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Columns:
     Attributes:
         names: part of a record (of `data.records.fields.TEXTS` or `MEDIA`) -> column.
         question: asked about every sample with a caption; empty: none.
-        quoted: True if quotes enclose cells of a TSV file, as they do in CSV files.
+        quoted: True if quotes enclose cells of a TSV file, as in CSV files.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Columns:
         return bool(self.question) or any(name in TEXTS for name in self.names)
 
     def require(self, known: Sequence[str], where: str) -> None:
-        """Raise DataError for a column that a table does not have."""
+        """Raise DataError for a column that the table lacks."""
         for part, column in self.names.items():
             if column not in known:
                 raise DataError(f"--columns {part}={column}: {where} has the columns {', '.join(map(str, known))}")
@@ -81,8 +81,8 @@ def make_sample(
     """Return a record and its media as a sample.
 
     Args:
-        folder: of the files that typed parts of messages name; None: media of such parts are not taken.
-        text_only: True if a caption without media is a plain text, and not a caption that lost its media.
+        folder: folder of the files in typed parts of messages; None: media of such parts are not taken.
+        text_only: True if a caption without media is plain text; False if its media are missing.
 
     Raises:
         RecordError, NothingToLearn: it cannot be trained on; the message starts with `where`.
@@ -121,7 +121,7 @@ def make_sample(
 
 
 def require_learnable(parse: Callable[[], Conversation], where: str) -> None:
-    """Raise RecordError or NothingToLearn for a record that cannot be trained on, or that has nothing to learn."""
+    """Raise RecordError or NothingToLearn for a record that cannot be trained on."""
     try:
         conversation = parse()
     except RecordError as error:
@@ -131,7 +131,7 @@ def require_learnable(parse: Callable[[], Conversation], where: str) -> None:
 
 
 def _text_of(value: Any) -> str:
-    """Return a value that JSON has no form for, such as a time or decimal, as text."""
+    """Return a value without a JSON form, such as a time or decimal, as text."""
     if isinstance(value, bytes):
         raise TypeError("bytes inside of a column, which a record has no place for")
     return str(value)
@@ -150,7 +150,7 @@ def encode_record(record: Any, where: str) -> bytes:
 def _with_texts(
     record: dict[str, Any], columns: Columns, counts: Mapping[str, int], where: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the record with its texts under their usual names, and notes about what changed.
+    """Return the record with its texts under their usual names, and notes about changes.
 
     Args:
         counts: kind -> media items of the sample.
@@ -198,7 +198,7 @@ def _value(record: dict[str, Any], column: str, where: str) -> Any:
 
 
 def _text(value: Any, part: str, where: str) -> str | None:
-    """Return a text, or None for null. Labels and answers may be whole numbers."""
+    """Return a text, or None for null. Labels and answers may be integers."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -207,7 +207,7 @@ def _text(value: Any, part: str, where: str) -> str | None:
 
 
 def _turns(value: Any, where: str) -> list[Any]:
-    """Return turns as they are, from JSON text, or from pairs of `user` and `assistant`."""
+    """Return turns unchanged, from JSON text, or from pairs of `user` and `assistant`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -225,7 +225,7 @@ def _turns(value: Any, where: str) -> list[Any]:
 
 
 def _mark_media(record: dict[str, Any], counts: Mapping[str, int], where: str) -> dict[str, Any]:
-    """Return the record with its media before the first question if no turn says where they are."""
+    """Insert the media before the first question if no turn has markers."""
     if not any(counts.values()):
         return record
     for name, role, content in _TURNS:
@@ -270,7 +270,7 @@ def _has_foreign_markers(turns: list[Any], role: str, content: str, counts: Mapp
 
 
 def _require_no_special(parts: list[Any], where: str) -> None:
-    """Raise RecordError for a typed text with a marker that would stay text behind the media."""
+    """Raise RecordError for a typed text with a marker, which would stay text."""
     for text in (part.get("text") for part in parts):
         if isinstance(text, str) and (marker := special_marker(text)):
             raise RecordError(f"{where}: a typed text has {marker}, and typed text is literal. Make it a typed part")

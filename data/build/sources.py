@@ -1,4 +1,4 @@
-"""Data sets of users, row by row: JSON, CSV, parquet, Arrow, tars, folders of files."""
+"""Users' datasets, row by row: JSON, CSV, parquet, Arrow, tars, folders of files."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ARROW = (".parquet", ".arrow")
 QUOTED = 'with quotes around a cell and "" inside it, which stay: if quotes enclose cells, give --quoted'
 _DOUBLED = re.compile(r'".*"".*"', re.DOTALL)
-_STATS = "_stats.json"  # img2dataset writes such a file next to each shard
+_STATS = "_stats.json"  # written by img2dataset next to each shard
 _FILE_NAME = re.compile(r"([^.]+)[.](.+)")
 
 Row = Callable[[], Sample | None]
-"""Makes the sample of a row. Raises RecordError and NothingToLearn; None: the row is no sample."""
+"""Makes the sample of a row; None if the row is no sample. Raises RecordError and NothingToLearn."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What shards are built from.
+    """The source of shards.
 
     Attributes:
         kind: `records` (a JSON, CSV or TSV file), `table` (parquet, Arrow), `tars`, or `files` (folders).
         parts: files or folders that are read one by one.
-        folder: of the files that records name, or above the folders.
+        folder: folder of the files that records name, or parent of the folders.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Source:
         return str({"records": self.parts[0], "files": self.folder}.get(self.kind, self.parts[0].parent))
 
     def notes(self) -> list[str]:
-        """Return sentences about columns that are left out. Raises DataError if the only media are in them."""
+        """Return sentences about dropped columns. Raises DataError if the only media are in them."""
         if self.kind != "table":
             return []
         layout = Layout.of(self.parts[0])
@@ -83,11 +83,7 @@ class Source:
         return [f"the column {name!r} is left out: {reason}" for name in dropped]
 
     def rows(self, part: Path) -> Iterator[Row]:
-        """Yield the rows of a part.
-
-        Raises:
-            DataError: the part cannot be read.
-        """
+        """Yield the rows of a part. Raises DataError if it cannot be read."""
         if self.kind == "tars":
             yield from self._tar_rows(part)
         elif self.kind == "files":
@@ -103,7 +99,7 @@ class Source:
         """Yield (line, record or RecordError) of a CSV or TSV file. Empty cells are null."""
         csv.field_size_limit(min(sys.maxsize, 1 << 24))
         quoting: Literal[0, 3] = csv.QUOTE_NONE if self._quotes_are_text else csv.QUOTE_MINIMAL
-        line = 1  # the first of the row: a quoted cell may have several
+        line = 1  # first line of the row: a quoted cell may have several
         try:
             with open(file, encoding="utf-8-sig", newline="") as lines:
                 reader = csv.reader(lines, delimiter=SEPARATORS[file.suffix.lower()], quoting=quoting, strict=True)
@@ -146,7 +142,7 @@ class Source:
         """Return the sample of a record whose columns name or hold its media.
 
         Args:
-            typed: columns that hold media by their type -> kind.
+            typed: column -> kind, for media columns by type.
         """
         if isinstance(row, RecordError):
             raise RecordError(f"{where}: {row}")
@@ -160,7 +156,7 @@ class Source:
             items += column_items
             if names := [item.name for item in column_items]:
                 record = record | {column: names if isinstance(value, list) else names[0]}
-            elif isinstance(value, dict):  # of empty fields
+            elif isinstance(value, dict):  # with empty fields
                 record = {name: other for name, other in record.items() if name != column}
         sample = make_sample(record, items, self.columns, where, folder=str(self.folder), text_only=text_only)
         if self.kind == "records" and self._quotes_are_text:
@@ -169,7 +165,7 @@ class Source:
         return sample
 
     def _media_columns(self, row: dict[str, Any], typed: Mapping[str, str], where: str) -> tuple[dict[str, str], bool]:
-        """Return (column -> kind of the media that a row has, True if none of its columns is for media)."""
+        """Return (column -> kind of a row's media, True if it has no media columns)."""
         names = self.columns.names
         columns = {column: kind for column, kind in typed.items() if kind not in names}
         text_only = not columns and FILE_NAME not in row
@@ -177,7 +173,7 @@ class Source:
             if kind in names and names[kind] not in row:
                 raise RecordError(f"{where} has no {names[kind]!r}; it has {', '.join(sorted(row)[:8])}")
             usual = [names[kind]] if kind in names else media_columns(tuple(row), kind)
-            if kind in typed.values() and kind not in names:  # image_url next to an image is where it is from
+            if kind in typed.values() and kind not in names:  # image_url next to an image is its origin
                 usual = [name for name in usual if name.lower() in (kind, f"{kind}s")]
             usual = [name for name in usual if name not in columns]
             text_only = text_only and not usual
@@ -228,7 +224,7 @@ class Source:
     def _sample_of_members(
         self, where: str, members: Sequence[MediaItem], record_at: int | None, fault: str | None
     ) -> Sample:
-        """Return the sample of a record member, `members[record_at]`, and its media members, in their order."""
+        """Return the sample of a record, `members[record_at]`, and its media members, in order."""
         if fault is not None or record_at is None:
             raise RecordError(f"{where}: {fault}")
         contents = [member.content for member in members if isinstance(member.content, FileRange)]
@@ -254,7 +250,7 @@ class Source:
             require_learnable(parse, where)
             if not items and is_json:
                 require_no_media(_parsed(raw, is_json, where), {}, where, None)
-        # A shard has the members of a sample in the order of their names, which media with names may not have.
+        # A shard's members are sorted by name; number named media to keep their order.
         by_name = sorted(names)
         after = arrange(tuple(by_name))
         order = [by_name[at] for at, kind in zip(after.order, after.kinds, strict=True) if kind in READABLE]
@@ -266,7 +262,7 @@ class Source:
 
 
 def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (where, record) of a JSON list, or of a file with a JSON object a line."""
+    """Yield (where, record) of a JSON list or JSON lines."""
     number = 0
     try:
         with open(file, encoding="utf-8-sig") as lines:
@@ -286,7 +282,7 @@ def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(raw: bytes, is_json: bool, where: str) -> Any:
-    """Return the content of a record member as JSON. Raises RecordError."""
+    """Return the content of a record member. Raises RecordError."""
     try:
         text = raw.decode("utf-8-sig")
         return json.loads(text) if is_json else {"caption": text_of_file(text)}
@@ -295,10 +291,8 @@ def _parsed(raw: bytes, is_json: bool, where: str) -> Any:
 
 
 def _require_stats(tar: Path, samples: int) -> None:
-    """Raise RecordError if the statistics of img2dataset next to a tar count other samples than it has.
-
-    The tars of video2dataset also have the records of failed downloads.
-    """
+    """Raise RecordError if img2dataset's statistics next to a tar count other samples. Tars of video2dataset also have
+    the records of failed downloads."""
     try:
         stats = json.loads(tar.with_name(tar.stem + _STATS).read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Tables of Arrow: parquet files and what `save_to_disk` of Hugging Face datasets writes."""
+"""Arrow tables: parquet files, and the files of `save_to_disk` of Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from data.errors import DataError
 from data.records.members import READABLE
 
-_ROWS = 32  # read at once: each may hold images of megabytes
+_ROWS = 32  # per batch: each may hold images of megabytes
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Layout:
 
     names: Sequence[str]
     media: Mapping[str, str]
-    """Columns that hold media by their type -> kind."""
+    """Column -> kind, for media columns by type."""
     labels: Mapping[str, Sequence[str]]
-    """Columns of class numbers -> names of the classes."""
+    """Column of class numbers -> class names."""
     dropped: Sequence[str]
-    """Columns with bytes of no known kind."""
+    """Columns with bytes of unknown kind."""
 
     @classmethod
     def of(cls, file: Path) -> Layout:
-        """Read the features that Hugging Face's metadata describe, or the types of columns. Raises DataError."""
+        """Read Hugging Face's feature metadata, or column types. Raises DataError."""
         with _opened_table(file) as table:
             schema = table.schema_arrow if file.suffix == ".parquet" else table.schema
         try:
@@ -52,7 +52,7 @@ class Layout:
 
 
 def _inner_feature(feature: Any) -> dict[str, Any]:
-    """Return a feature, or that of the items of a list."""
+    """Return a feature, or that of a list's items."""
     if isinstance(feature, list) and feature:
         feature = feature[0]
     if isinstance(feature, dict) and feature.get("_type") in ("Sequence", "List", "LargeList"):
@@ -61,7 +61,7 @@ def _inner_feature(feature: Any) -> dict[str, Any]:
 
 
 def _kind_of_type(column: Any) -> str:
-    """Return the kind of media in a column by its name and type; `bytes` if it is not known, empty if it has none."""
+    """Return the media kind of a column by name and type: `bytes` if unknown, "" if none."""
     from pyarrow import types
 
     kind = column.type
@@ -78,7 +78,7 @@ def _kind_of_type(column: Any) -> str:
 
 
 def labelled(value: Any, names: Sequence[str] | None) -> Any:
-    """Return the name of a class by its number, or of each in a list."""
+    """Return the class name of a number, or of each in a list."""
     if names is None:
         return value
     if isinstance(value, list):
@@ -95,7 +95,7 @@ def _opened_table(file: Path) -> Iterator[Any]:
 
     try:
         if file.suffix == ".parquet":
-            # pre_buffer would read a whole row group, which is as large as its writer liked.
+            # pre_buffer would read a whole row group, of any size.
             with pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
                 yield table
         else:

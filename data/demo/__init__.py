@@ -1,1 +1,1 @@
-"""Demo shards that are made on this machine, without a download."""
+"""Demo shards, made locally without a download."""

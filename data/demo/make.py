@@ -1,8 +1,8 @@
-"""Shards of the demos, made of data in scikit-learn without a download: digits, digits and tones, or texts.
+"""Make the shards of the demos from data in scikit-learn, without a download: digits, digits and tones, or texts.
 
-A demo folder has shards in `train/` and `held_out/`, and `demo.json`, which is written last. It has the parameters and
-the size of every shard: a folder without it, or with other shards, is incomplete. Equal parameters give equal bytes.
-Only shards of a demo are ever replaced.
+A demo folder has shards in `train/` and `held_out/`, and `demo.json`, written last, with the parameters and the sizes
+of all shards. Without it, or with other shards, it is incomplete. Equal parameters give equal bytes. Only shards of a
+demo are ever replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MARKER = "demo.json"
 _FORMAT = 1
 _MARKER = re.compile(r"<(image|audio)>\n")
-_QUESTIONS = {"train": 2, "held_out": 1}  # at most, about an image, in one conversation
+_QUESTIONS = {"train": 2, "held_out": 1}  # maximum about an image, in one conversation
 
 
 def make_demo(
@@ -43,14 +43,14 @@ def make_demo(
     shards: int = 8,
     text_only_fraction: float = 0.1,
 ) -> Path:
-    """Write the digits demo (see `samples.py`) into `out_dir` and return it. Shards of an earlier demo are replaced.
+    """Write the digits demo (see `samples.py`) into `out_dir` and return it. An earlier demo's shards are replaced.
 
     Args:
-        shards: number of training shards; there is one held-out shard. Odd shards have chat `messages`, even ones
-            LLaVA `conversations`.
+        shards: training shards; there is one held-out shard. Odd shards have chat `messages`, even ones LLaVA
+            `conversations`.
 
     Raises:
-        DataError: numbers that make no demo, no scikit-learn, or folders with shards that are not a demo's.
+        DataError: invalid numbers, no scikit-learn, or a folder with shards that are not a demo's.
     """
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     _require_sizes(parameters)
@@ -81,7 +81,7 @@ def make_mixed_demo(
     seed: int = 0,
     shards: int = 4,
 ) -> Path:
-    """Write the mixed demo (see `samples.py`), as `make_demo` writes the digits."""
+    """Write the mixed demo (see `samples.py`). See `make_demo`."""
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     _require_sizes(parameters)
     from data.demo.samples import load_scans, make_mixed_sample
@@ -95,7 +95,7 @@ def make_mixed_demo(
 
 
 def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
-    """Write the text demo: passages of 100 to 200 characters from the descriptions of scikit-learn's data sets.
+    """Write the text demo: passages of 100 to 200 characters from scikit-learn's dataset descriptions.
 
     The last tenth of each description is held out.
 
@@ -113,7 +113,7 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
 
 
 def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **parameters: Any) -> Path:
-    """Make the demo of a kind of `DEMOS` unless `out_dir` has all of it; return `out_dir`.
+    """Make the demo of a kind of `DEMOS` unless `out_dir` already has it; return `out_dir`.
 
     Every rank may call it: one makes the demo, the others wait.
 
@@ -129,8 +129,8 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
         return out_dir
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with open(out_dir.parent / f".{out_dir.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when the process dies
-        for left in out_dir.parent.glob(f"{glob.escape(_temporary_prefix(out_dir))}*"):  # of one that was killed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes or the process dies
+        for left in out_dir.parent.glob(f"{glob.escape(_temporary_prefix(out_dir))}*"):  # from a killed process
             shutil.rmtree(left, ignore_errors=True)
         if not _complete(out_dir, kind, wanted):
             make(out_dir, **parameters)
@@ -138,7 +138,6 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
 
 
 DEMOS: dict[str, Callable[..., Path]] = {"digits": make_demo, "mixed": make_mixed_demo, "text": make_text_demo}
-"""Kind -> function that makes the demo."""
 
 
 def _require_sizes(parameters: dict[str, int]) -> None:
@@ -169,7 +168,7 @@ def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
 
 @contextmanager
 def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[Path]:
-    """Yield a temporary folder whose shards move into `out_dir` when all are complete; the marker is written last."""
+    """Yield a temporary folder. Its shards move into `out_dir` when all are complete; the marker is written last."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=_temporary_prefix(out_dir), dir=out_dir.parent))
     try:
@@ -183,7 +182,7 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
         for name in names:
             (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
         for folder in {(out_dir / name).parent for name in names}:
-            for old in folder.glob("*.tar"):  # of an earlier demo with more shards
+            for old in folder.glob("*.tar"):  # from an earlier demo with more shards
                 if old.relative_to(out_dir) not in names:
                     old.unlink()
         for name, file in zip(names, files, strict=True):
@@ -195,13 +194,12 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
 
 
 def _temporary_prefix(out_dir: Path) -> str:
-    """Return the prefix of the names of temporary folders."""
     return f".{out_dir.name}.making-"
 
 
 def _require_demo_shards(out_dir: Path, scratch: Path, folders: set[Path]) -> None:
-    """Raise DataError if a shard in `folders` is neither in the marker nor the start of a shard of the new demo (a
-    process that was killed while it moved shards leaves no marker)."""
+    """Raise DataError if a shard in `folders` is not a demo's. It must be in the marker, or be the start of a new
+    shard: a process that is killed while moving leaves no marker."""
     try:
         known = dict(json.loads((out_dir / MARKER).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -227,7 +225,7 @@ def _is_start_of(part: Path, whole: Path) -> bool:
 
 
 def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: Callable[..., DemoSample]) -> None:
-    """Write shards of `samples` samples, which `sample_of` makes from their number and a random generator."""
+    """Write shards of `samples` samples. `sample_of`: (number, random generator) -> sample."""
     import numpy as np
 
     held_out = folder.name == "held_out"
@@ -236,7 +234,7 @@ def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: C
 
         def members(shard: int = shard, share: range = share) -> Iterator[list[tuple[str, bytes]]]:
             for number in share:
-                # A generator per sample: how many shards there are does not change the samples.
+                # A generator per sample, so that samples do not depend on the number of shards.
                 rng = np.random.default_rng([abs(seed), int(seed < 0), int(held_out), number])
                 sample = sample_of(number, rng)
                 record = _messages(sample.turns) if shard % 2 else _conversations(sample.turns)

@@ -1,11 +1,9 @@
-"""Samples of the demos: images of handwritten digits and tones, and short conversations about them.
+"""Samples of the demos: images of handwritten digits, tones, and short conversations about them.
 
-The digits are the 1,797 scans of 8 x 8 pixels in scikit-learn. They are split once, by scan, for all seeds, so that
-a held-out image never shows a digit seen in training.
-
-In the mixed demo, of every 32 samples in a row the last 8 are text alone, so that without shuffling whole microbatches
-have no media. The others have one to three images, one or two audio files, or one of each, and a question about one of
-them.
+The digits are the 1,797 scans of 8 x 8 pixels in scikit-learn. They are split once, by scan, for all seeds, so no
+held-out image shows a training scan. In the mixed demo, the last 8 of every 32 samples are text alone, so that without
+shuffling whole microbatches have no media. The others have one to three images, one or two audio items, or one of each,
+and a question about one of them.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ COLOURS = {
     "pink": (240, 90, 215),
 }
 _NAMES = list(COLOURS)
-_CELL = 16  # pixels, height and width of the cell that each digit has to itself
+_CELL = 16  # pixels, height and width of a digit's cell
 _SPLIT_SEED = 20_240_229
 _HELD_OUT_SHARE = 0.2
 _TWO_IMAGES = 0.02
-# Shares of images with one, and with one or two digits; the rest has three. Training images, which are asked about
-# several times, have more digits: these teach which colour belongs to which digit.
+# Shares of images with one, and with one or two digits; the rest has three. Training images have several questions
+# and more digits, to teach which colour belongs to which digit.
 _ONE_AND_TWO = {"held out": (0.75, 0.96), "training": (0.35, 0.75)}
 PITCHES = {"low": 300.0, "middle": 700.0, "high": 1500.0}
 """Tones in Hz."""
@@ -41,7 +39,7 @@ PITCHES = {"low": 300.0, "middle": 700.0, "high": 1500.0}
 PERIOD, TEXTS = 32, 8
 
 _SIZES = ((48, 48), (32, 48), (48, 64), (32, 32))  # height, width in pixels
-_RATES = (8000, 12000)  # samples a second
+_RATES = (8000, 12000)  # samples per second
 _MOST_TONES = 4
 _TONE = _GAP = 0.12  # seconds
 _ORDER = ("first", "second", "third")
@@ -49,9 +47,9 @@ _ORDER = ("first", "second", "third")
 
 @dataclass(frozen=True)
 class Digits:
-    """Scans of digits. `sources`: their numbers in scikit-learn's data set."""
+    """Scans of digits. `sources`: their numbers in scikit-learn's dataset."""
 
-    scans: np.ndarray  # uint8 [N, 10, 10], 0 to 255: a frame of no ink around 8 x 8, so that ink at the edge fades out
+    scans: np.ndarray  # uint8 [N, 10, 10], 0 to 255: 8 x 8 with a blank frame, so that ink fades out at the edge
     labels: np.ndarray  # int [N]
     sources: np.ndarray  # int [N]
 
@@ -62,7 +60,7 @@ class DemoSample:
 
     Attributes:
         turns: (role, text), with `<image>` and `<audio>` markers.
-        members: (extension, file) in their order.
+        members: (extension, file), in order.
         sources: numbers of the scans in its images.
     """
 
@@ -72,7 +70,7 @@ class DemoSample:
 
 
 def load_scans(held_out: bool) -> Digits:
-    """Return the training scans, or the fifth that is held out. Raises DataError if scikit-learn is not installed."""
+    """Return the training scans, or the held-out fifth. Raises DataError if scikit-learn is not installed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -111,11 +109,8 @@ def make_text_sample(rng: np.random.Generator) -> DemoSample:
 
 
 def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-    """Return up to `count` questions about an image, with their answers, in random order.
-
-    They are of one kind, so that none is answered by the text of another: who has read which digit is green can name
-    the colour of that digit without a look.
-    """
+    """Return up to `count` questions about an image, with answers, in random order. They are of one kind, so that no
+    question's text answers another: "which digit is green" reveals a colour."""
     pairs = list(zip(values, colours, strict=True))
     once = [pair for pair in pairs if values.count(pair[0]) == 1]
     draw = rng.random()
@@ -144,8 +139,8 @@ def _two_images(digits: Digits, rng: np.random.Generator, extension: str) -> Dem
 
 
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
-    """Return uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in its own column and at any height, on a
-    dark background."""
+    """Return uint8 [CANVAS, CANVAS, 3]: digits from left to right in their own columns, at any height, on dark
+    background."""
     canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
     columns = np.sort(rng.permutation(CANVAS // _CELL)[: len(chosen)]) * _CELL
     rows = rng.integers(0, CANVAS // _CELL, size=len(chosen)) * _CELL
@@ -155,7 +150,7 @@ def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random
 
 
 def draw_digit(scan: np.ndarray, colour: int, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """Return uint8 [height, width, 3]: a digit in the `colour`-th of `COLOURS` anywhere on a dark background."""
+    """Return uint8 [height, width, 3]: a digit in the `colour`-th of `COLOURS` anywhere on dark background."""
     canvas = np.full((*size, 3), rng.integers(0, 24), dtype=np.uint8)
     top, left = (int(rng.integers(0, side - _CELL + 1)) for side in size)
     _paint(canvas[top : top + _CELL, left : left + _CELL], scan, colour, rng)
@@ -163,19 +158,19 @@ def draw_digit(scan: np.ndarray, colour: int, size: tuple[int, int], rng: np.ran
 
 
 def _paint(box: np.ndarray, scan: np.ndarray, colour: int, rng: np.random.Generator) -> None:
-    """Draw a scan in one of the colours on a cell [_CELL, _CELL, 3] of a canvas."""
+    """Draw a coloured scan on a cell [_CELL, _CELL, 3] of a canvas."""
     tint = np.asarray(COLOURS[_NAMES[colour]], dtype=np.float32)
     shade = _render(scan, rng)[..., None].astype(np.float32) / 255
     box[:] = (box * (1 - shade) + tint * shade).astype(np.uint8)
 
 
 def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return a scan as ink, uint8 [_CELL, _CELL]: enlarged smoothly, with a mild random scale, turn and shift."""
+    """Return a scan as ink, uint8 [_CELL, _CELL]: enlarged smoothly, with a mild random scale, rotation and shift."""
     across, down = _CELL / 8 * rng.uniform(0.85, 1.05, size=2)  # pixels per pixel of the scan
     angle = math.radians(rng.uniform(-6, 6))
     shift_x, shift_y = rng.uniform(-1, 1, size=2)
     cos, sin = math.cos(angle), math.sin(angle)
-    # Pillow wants to know where a pixel of the result comes from: back to the centre, unturned, then scaled down.
+    # Pillow maps output to input pixels: shift to the centre, rotate back, scale down.
     middle_x, middle_y = _CELL / 2 + shift_x, _CELL / 2 + shift_y
     a, b = cos / across, sin / across
     d, e = -sin / down, cos / down
@@ -244,7 +239,7 @@ def _named(files: list[bytes], extension: str) -> list[tuple[str, bytes]]:
 
 
 def _image(digits: Digits, rng: np.random.Generator) -> tuple[bytes, str, str, int]:
-    """Return (file, colour, digit, scan) of one digit in an image of any of the sizes."""
+    """Return (file, colour, digit, scan) of one digit in an image of a random size."""
     at, colour = int(rng.integers(0, len(digits.labels))), int(rng.integers(0, len(COLOURS)))
     pixels = draw_digit(digits.scans[at], colour, _SIZES[rng.integers(0, len(_SIZES))], rng)
     return encode_image(pixels, "png"), list(COLOURS)[colour], str(digits.labels[at]), int(digits.sources[at])
@@ -256,14 +251,14 @@ def _about_image(drawn: tuple, rng: np.random.Generator, which: str = "") -> tup
 
 
 def _clip(rng: np.random.Generator, extension: str) -> tuple[bytes, str, str]:
-    """Return (file, pitch, number of tones) of some tones of one pitch, with silence of any length around them."""
+    """Return (file, pitch, number of tones): tones of one pitch between random silences."""
     rate, count = int(rng.choice(_RATES)), int(rng.integers(1, _MOST_TONES + 1))
     pitch = list(PITCHES)[rng.integers(0, len(PITCHES))]
     before, after = rng.uniform(0, 0.3), rng.uniform(0, 0.6)
     time = np.arange(round((before + count * (_TONE + _GAP) + after) * rate)) / rate
     beat = (time - before) % (_TONE + _GAP)
     sounding = (beat < _TONE) & (time >= before) & (time < before + count * (_TONE + _GAP))
-    # A tone swells and fades, so that its edges do not click.
+    # Tones fade in and out to avoid clicks.
     envelope = np.where(sounding, np.sin(np.pi * beat / _TONE), 0.0)
     wave = rng.uniform(0.3, 0.9) * envelope * np.sin(2 * np.pi * PITCHES[pitch] * rng.uniform(0.95, 1.05) * time)
     wave += rng.normal(scale=0.003, size=len(time))

@@ -1,1 +1,1 @@
-"""Shards: where they are, and what is in each of them without reading it again."""
+"""Shards: finding them, and indexes of their content."""

@@ -1,4 +1,4 @@
-"""The catalogue of a run: the indexes of all its shards, each compared with its shard when it is opened."""
+"""The catalogue of a run: the indexes of its shards, each compared with its shard when it is opened."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from data.storage.url import Place, Url, place_of
 
 
 class Catalogue:
-    """The indexes of shards, in their order.
+    """The indexes of shards, in order.
 
     Attributes:
         counts: int64 [shards], samples of each.
-        errors: number of a shard -> why it has no index; only of those that were opened not to be `strict`.
+        errors: shard -> why it has no index; only if not opened as `strict`.
     """
 
     def __init__(self, shards: Sequence[Place], located: Located, errors: Mapping[int, DataError]) -> None:
@@ -38,16 +38,16 @@ class Catalogue:
         return len(self._shards)
 
     def version(self, shard: int) -> ShardVersion:
-        """The version of the shard when it was indexed."""
+        """Return the indexed version of a shard."""
         return self._files[self._file[shard]].version(int(self._row[shard]))
 
     def contents(self) -> tuple[list[int], list[str]]:
-        """Bytes and `ShardVersion.content` of all shards."""
+        """Return the bytes and `ShardVersion.content` of all shards."""
         stamps = self.stamps()
         return stamps["size"].tolist(), stamps["content"].astype("U32").tolist()
 
     def stamps(self) -> np.ndarray:
-        """`STAMP` of all shards."""
+        """Return `STAMP` of all shards."""
         stamps = np.zeros(len(self), dtype=STAMP)
         for number, file in enumerate(self._files):
             of_file = self._file == number
@@ -55,7 +55,7 @@ class Catalogue:
         return stamps
 
     def index(self, shard: int) -> ShardIndex:
-        """Raises DataError if the part of the shard is damaged, and what `errors` has."""
+        """Return the index of a shard. Raises DataError if its part is damaged, or its error in `errors`."""
         if shard in self.errors:
             raise self.errors[shard]
         self._check(shard)
@@ -63,7 +63,7 @@ class Catalogue:
         return _index_of(file.part(int(self._row[shard])), self._shards[shard], file)
 
     def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
-        """Samples and members of many rows at once, of any shards. Raises DataError as `index`."""
+        """Return samples and members of many rows, of any shards. Raises DataError as `index`."""
         for shard in np.unique(shards[~self._checked[shards]]).tolist():
             self._check(shard)
         of_shards = self._file[shards], self._row[shards], self._starts[shards], self.counts[shards]
@@ -100,15 +100,16 @@ def open_catalogue(
     progress: Progress | None = None,
     strict: bool = True,
 ) -> Catalogue:
-    """Open the indexes of shards; those that are absent, out of date or damaged are built and saved first. Several
-    processes may call this at once.
+    """Open the indexes of shards. Missing, outdated and damaged ones are built and saved first.
+
+    Several processes may call this at once.
 
     Args:
-        retries: `data.read_retries`: times that a read is tried again after an I/O error.
-        processes: to build in. More than one are spawned, which requires a main module that can be imported (`if
-            __name__ == "__main__"`).
+        retries: `data.read_retries`: retries after an I/O error.
+        processes: number of processes that build. More than one are spawned, which requires an importable main module
+            (`if __name__ == "__main__"`).
         progress: None: log messages.
-        strict: raise the first error of a shard, when it is found.
+        strict: raise the first error of a shard immediately.
 
     Raises:
         ShardError: a shard is no file, compressed, truncated or damaged.
@@ -127,12 +128,12 @@ def open_catalogue(
 def open_index(
     shard: str | os.PathLike[str] | Url, cache_dir: str | os.PathLike[str] | None = None, retries: int = RETRIES
 ) -> ShardIndex:
-    """Open the index of one shard; see `open_catalogue`."""
+    """Open the index of one shard. See `open_catalogue`."""
     return open_catalogue([place_of(shard)], cache_dir, retries).index(0)
 
 
 def _part_fault(part: Part, shard: Place, file: IndexFile) -> str:
-    """Why a part cannot be that of a shard; empty: it can."""
+    """Return why a part cannot belong to a shard; "" if it can."""
     samples, members, keys = part.rows
     length = (samples + 1) * SAMPLE.itemsize + members * MEMBER.itemsize + keys
     is_aligned = file.table["at"][file.row_of[part.name]] % UNIT == 0

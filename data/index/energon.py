@@ -1,7 +1,7 @@
 """Datasets of Megatron-Energon on disk: folders with `.nv-meta`, and metadatasets, which blend such folders.
 
-Of WebDataset kinds what is read are the tars of a split (`split.yaml`), which member is what (`dataset.yaml`), and the
-counts of samples (`.info.yaml`, `.info.json`). What has no counterpart here is refused by its name.
+Supported are the tars of a WebDataset's split (`split.yaml`), the members' meaning (`dataset.yaml`), and sample counts
+(`.info.yaml`, `.info.json`). Anything else is rejected with its name.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FIELDS = {
     "label": "label",
     "label_name": "label",
 }
-"""Of a field map -> of `data.fields`."""
+"""Name in a field map -> name in `data.fields`."""
 _CLASSES = ("CaptioningSample", "VQASample", "TextSample", "ImageClassificationSample", "CrudeWebdataset")
-"""Kinds that are read; of each also its data set and its factory."""
+"""Supported kinds; also their dataset and factory classes."""
 _ENDING = re.compile(r"(Sample|Webdataset|WebdatasetFactory)$")
 _REFERENCE = (
     "path",
@@ -47,7 +47,7 @@ _REFERENCE = (
 
 @dataclass(frozen=True)
 class Blended:
-    """A source of a metadataset. `shards`: as in `data.shards`; weight None: as many as it has samples."""
+    """A source of a metadataset. `shards`: as in `data.shards`; weight None: its number of samples."""
 
     name: str
     shards: str
@@ -55,8 +55,7 @@ class Blended:
 
 
 def energon_part(text: str) -> tuple[Path, str] | None:
-    """(folder, split) of `FOLDER` or `FOLDER:SPLIT` with an energon dataset in it, the split empty if not given; None
-    of anything else."""
+    """Return (folder, split or "") of an energon dataset `FOLDER` or `FOLDER:SPLIT`; None for anything else."""
     folder, colon, split = text.rpartition(":")
     for path, name in ((Path(text).expanduser(), ""), (Path(folder).expanduser(), split if colon else "")):
         if (path / FOLDER).is_dir() and (name or str(path) != folder):
@@ -65,11 +64,8 @@ def energon_part(text: str) -> tuple[Path, str] | None:
 
 
 def energon_shards(folder: Path, split: str = "") -> list[Path]:
-    """The tars of a split, in the order of `split.yaml`; of all splits if none is given.
-
-    Raises:
-        DataError: there is no such split, or samples are excluded one by one.
-    """
+    """Return the tars of a split in the order of `split.yaml`; of all splits if none is given. Raises DataError: there
+    is no such split, or single samples are excluded."""
     place = folder / FOLDER / "split.yaml"
     plain = _mapping(place)
     _only(plain, ("split_parts", "exclude"), place)
@@ -95,11 +91,7 @@ def energon_shards(folder: Path, split: str = "") -> list[Path]:
 
 
 def energon_fields(folder: Path) -> dict[str, Any]:
-    """What `data.fields` has to say of it.
-
-    Raises:
-        DataError: its kind, or something of its field map, has no counterpart.
-    """
+    """Return the dataset's `data.fields`. Raises DataError: its kind or field map is unsupported."""
     place = folder / FOLDER / "dataset.yaml"
     plain = _mapping(place)
     kind = plain.get("sample_type", plain)
@@ -132,11 +124,8 @@ def energon_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_metadataset(path: Path, split: str) -> list[Blended]:
-    """The sources of a split of a metadataset, those of metadatasets inside of it too.
-
-    Raises:
-        DataError: the split is not there, or it has what has no counterpart.
-    """
+    """Return the sources of a metadataset's split, including nested metadatasets. Raises DataError: the split is
+    missing or unsupported."""
     plain = _mapping(path)
     known = ("Metadataset", "MetadatasetV2")
     if plain.get("__class__") not in known or plain.get("__module__") != "megatron.energon":
@@ -178,7 +167,7 @@ def _blended(given: Any, path: Path, split: str, is_old: bool) -> list[Blended]:
         if kind in ("blend", "datasets"):
             weight = _number(one, "weight", 1.0, path)
             sizes = [1.0 if len(inner) == 1 else inside.weight for inside in inner]
-            # A concatenation has its samples by their number.
+            # Samples of a concatenation are weighted by their number.
             whole = [_count(inside) if size is None else size for inside, size in zip(inner, sizes, strict=True)]
             found += [
                 Blended(inside.name, inside.shards, weight * size / math.fsum(whole))
@@ -195,7 +184,7 @@ def _blended(given: Any, path: Path, split: str, is_old: bool) -> list[Blended]:
 
 
 def _referred(given: Mapping[str, Any], path: Path, split: str) -> list[Blended]:
-    """The dataset or metadataset at a path."""
+    """Return the sources of the dataset or metadataset at a path."""
     _only(given, _REFERENCE, path)
     for name in ("split_config", "dataset_config"):
         if given.get(name) not in (None, "split.yaml" if name == "split_config" else "dataset.yaml"):
@@ -213,7 +202,7 @@ def _referred(given: Mapping[str, Any], path: Path, split: str) -> list[Blended]
 
 
 def _count(source: Blended) -> float:
-    """Samples of a source, as its information file counts them."""
+    """Return the samples of a source, by its information file."""
     folder, _, split = source.shards.rpartition(":")
     base = Path(folder) / FOLDER
     place = next((base / name for name in (".info.yaml", ".info.json") if (base / name).exists()), base / ".info.yaml")
@@ -233,7 +222,7 @@ def _number(given: Mapping[str, Any], name: str, default: float, path: Path) -> 
 
 
 def _only(plain: Mapping[str, Any], known: Sequence[str], place: Path) -> None:
-    """Raises DataError for a key that would have no effect."""
+    """Raise DataError for a key that would have no effect."""
     if others := [name for name in plain if name not in known]:
         raise DataError(f"{place}: {others[0]} is not read: {', '.join(known)} are")
 

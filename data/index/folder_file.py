@@ -1,7 +1,7 @@
 """Find, complete and save the file about the shards of one folder (`index_file`).
 
-While parts are made, the file is replaced now and then, so that a process that is killed loses little. A lock keeps
-processes from making the same parts; where files cannot be locked, each makes its own.
+The file is saved regularly while parts are made, so a killed process loses little. A lock keeps processes from making
+the same parts; without file locks, each makes its own.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from data.storage.url import Place, Url, place_of
 _log = logging.getLogger(__name__)
 
 SAVE_SECONDS, SAVE_SHARE = 30.0, 0.05
-"""The file is replaced after so many seconds of work, or more, so that replacing it takes at most this share."""
+"""Seconds of work between saves, extended so that saving takes at most this share."""
 _POLL_SECONDS, _LOG_SECONDS = 0.1, 60.0  # between tries to take a lock, and between messages about it
 
 
 class FolderFile:
-    """The file about the shards of one folder, next to them, in `data.cache_dir`, or in the user's cache.
+    """The file about the shards of one folder: next to them, in `data.cache_dir`, or in the user's cache.
 
     Attributes:
         path: where it is written.
-        located: where the parts of the shards are; see `load`.
+        located: the shards' parts; see `load`.
 
     Args:
         shards: of one folder.
-        suffix: of its name.
+        suffix: of the file name.
         what: the file, for messages.
-        checks_all: compare the checksum of all parts of a file of any size.
+        checks_all: verify the checksums of all parts, for any file size.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class FolderFile:
         self.located = Located.none(len(shards))
 
     def load(self, current: Callable[[IndexFile, np.ndarray, np.ndarray], np.ndarray]) -> None:
-        """Look for the parts of the shards.
+        """Locate the shards' parts.
 
         Args:
-            current: gets a file, the rows of all shards in it, and the numbers of shards that it may be asked for;
-                returns the numbers of those whose part is of the present version.
+            current: (file, rows of all shards in it, candidate shards) -> candidates whose part is up to date.
         """
         located = Located.none(len(self._names))
         for file in self._files():
@@ -80,8 +79,8 @@ class FolderFile:
         self.located = located
 
     def save(self, parts: Mapping[str, Part], versions: Mapping[str, ShardVersion]) -> None:
-        """Write the file again: with new parts, with other versions of some, and with the parts that it had of these
-        and of other shards that still exist. Raises DataError."""
+        """Rewrite the file with new parts, updated versions, and the existing parts of these and other existing shards.
+        Raises DataError."""
         kept, wanted = dict(parts), set(self._names)
         for file in self._files():
             for name, row in file.row_of.items():
@@ -94,11 +93,11 @@ class FolderFile:
 
     @contextmanager
     def lock(self, *, wait: bool = True) -> Iterator[None]:
-        """Keep other processes from making the same parts, for the block. Raises Busy, DataError."""
+        """Hold the lock that keeps other processes from making the same parts. Raises Busy, DataError."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             path = self.path.with_name(self.path.name + ".lock")
-            with READS.of(path):  # while it waits, a run continues where the process that has the lock does
+            with READS.of(path):  # a run continues when the process with the lock does
                 fd = _locked(path, wait)
         except OSError as error:
             raise cannot_write(self._what, self.path, error) from error
@@ -113,23 +112,22 @@ class FolderFile:
         return [file for path in self._paths if (file := load_file(path, self._what)) is not None]
 
     def _exists(self, name: str) -> bool:
-        """True if another shard of the folder exists, or nobody can tell."""
+        """True if another shard of the folder exists or may exist."""
         return not isinstance(self._folder, Path) or (self._folder / name).exists()
 
 
 class SaveTimer:
-    """Tells when to save what was made so far."""
+    """Decides when to save."""
 
     def __init__(self) -> None:
         self._saved, self._seconds = time.monotonic(), SAVE_SECONDS
 
     def is_due(self) -> bool:
-        """True if a save is due."""
         return time.monotonic() - self._saved >= self._seconds
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A block that saves."""
+        """Time a block that saves."""
         started = time.monotonic()
         yield
         self._saved = time.monotonic()
@@ -141,20 +139,20 @@ class Busy(Exception):
 
 
 def _locked(path: Path, wait: bool) -> int:
-    """Take the lock file at a path; returns its descriptor, or -1 where files cannot be locked."""
+    """Take the lock file at a path and return its descriptor, or -1 if files cannot be locked."""
     logged = time.monotonic() - _LOG_SECONDS + 1
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         except OSError:
-            if path.exists():  # of another user, or no file
+            if path.exists():  # another user's, or not a file
                 return -1
             raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.stat(path), os.fstat(fd)):
                 return fd
-        except FileNotFoundError:  # the process that had it has removed it
+        except FileNotFoundError:  # the previous owner removed it
             pass
         except BlockingIOError:
             if not wait:
@@ -172,7 +170,7 @@ def _locked(path: Path, wait: bool) -> int:
 
 
 def by_folder(shards: Sequence[Place]) -> list[list[int]]:
-    """Return the numbers of the shards of each folder, in the order in which folders occur."""
+    """Group shard numbers by folder, in order of first occurrence."""
     numbers: dict[str, list[int]] = {}
     for number, shard in enumerate(shards):
         numbers.setdefault(str(shard).rpartition("/")[0], []).append(number)
@@ -185,9 +183,8 @@ def catalogue_path(
     writable: bool = False,
     suffix: str = ".mimo-catalogue",
 ) -> Path:
-    """Return the path of the catalogue of a shard's folder, or of another file about its shards: next to them, or in
-    `cache_dir` if given. With `writable`, a user-wide cache folder replaces a shard folder that this process may not
-    write to; it also is the place for URLs."""
+    """Return the path of a folder's catalogue, or of another file about its shards. It is next to the shards, or in
+    `cache_dir` if given. URLs use the user's cache folder. With `writable`, so do folders without write permission."""
     shard = place_of(shard)
     folder = shard.absolute().parent
     if cache_dir is not None:
@@ -196,13 +193,13 @@ def catalogue_path(
         kept = cache_folder(None) / "index"
     else:
         return folder / f"shards{suffix}"
-    # Folders often share their names; the hash keeps them apart.
+    # The hash distinguishes folders with the same name.
     place = hashlib.sha256(os.fsencode(str(folder))).hexdigest()[:12]
     return kept / f"{folder.name}.{place}{suffix}"
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    """Return `cache_dir`, or the user's cache. Raises DataError if there is no home folder to find it in."""
+    """Return `cache_dir`, or the user's cache. Raises DataError without a home folder."""
     try:
         if cache_dir is not None:
             return Path(cache_dir).expanduser()

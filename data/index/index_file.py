@@ -1,9 +1,8 @@
-"""A file about the shards of one folder: a part for each shard, checksummed and mapped into memory.
+"""A file about the shards of one folder: a checksummed, memory-mapped part for each shard.
 
-The file is one JSON line (padded), JSON texts (names and tags of the shards, what the codes of their rows mean), a
-table with a row for each shard, and the parts. No part depends on its position, so that it is copied as it is when
-another one changes. There are checksums of all that is before the parts (compared when the file is opened), of all
-parts together, and of each. The file is replaced atomically.
+It has one padded JSON line, JSON texts (names and tags of shards, meanings of codes), a table with a row for each
+shard, and the parts. Parts do not depend on their position, so they are copied when others change. Checksums cover
+everything before the parts (verified at opening), all parts together, and each part. The file is replaced atomically.
 """
 
 from __future__ import annotations
@@ -27,48 +26,48 @@ from data.storage.files import ShardVersion, cannot_write, open_file, replacing
 _log = logging.getLogger(__name__)
 
 CHECKED_AT_ONCE = 256 << 20
-"""Bytes of a file up to which all of its parts are compared with their checksum when it is opened; a part of a larger
-file is when it is first used."""
+"""Up to this size, all parts are verified when the file is opened; in larger files, each at its first use."""
 _VERSION = 10
 _HEAD = 256  # bytes of the JSON line
-UNIT = 64  # the parts begin at a multiple of it, as do those of a catalogue, whose bodies are padded
+UNIT = 64  # alignment of parts; bodies of a catalogue are padded to it
 _SHARD = np.dtype(
     [("at", "<i8"), ("bytes", "<i8"), ("check", "<u8"), ("samples", "<i8"), ("members", "<i8"), ("keys", "<i8")]
     + [("codes", "<i8"), ("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("content", "S32")]
 )
 STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("content", "S32"), ("tag", "<u8"), ("samples", "<i8")])
-"""The version of a shard without its change time, with its tag hashed, and its samples."""
+"""A shard's version without its change time and with a hashed tag, and its samples."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a file has of one shard."""
+    """A file's data about one shard."""
 
     name: str
     version: ShardVersion
     body: bytes | memoryview
     rows: tuple[int, int, int]
-    """Samples, members, bytes of keys."""
+    """Number of samples, number of members, bytes of keys."""
     codes: tuple[tuple[str, ...], ...] = ()
-    """What the numbers in the rows mean."""
+    """Meanings of the codes in the rows."""
 
 
 class IndexFile:
     """An open file.
 
     Attributes:
-        names: of the shards, each of a row in `table`.
+        names: shard of each row in `table`.
         table: [shards] of `_SHARD`.
         bytes: uint8, the whole file.
     """
 
     def __init__(self, path: Path, content: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
-        """
+        """Check the table and texts.
+
         Args:
             begin: first byte of the parts.
 
         Raises:
-            DataError, KeyError, TypeError: table and texts do not fit each other or the file.
+            DataError, KeyError, TypeError: they do not match each other or the file.
         """
         self.path, self.bytes, self.table = path, content, table
         self.names: list[str] = texts["names"]
@@ -93,28 +92,28 @@ class IndexFile:
 
     @property
     def is_small(self) -> bool:
-        """See CHECKED_AT_ONCE."""
+        """True up to CHECKED_AT_ONCE."""
         return len(self.bytes) <= CHECKED_AT_ONCE
 
     @cached_property
     def row_of(self) -> dict[str, int]:
-        """The row of a name."""
+        """Name -> row."""
         return {name: row for row, name in enumerate(self.names)}
 
     def rows_of(self, names: Sequence[str]) -> np.ndarray:
-        """The rows of shards, int64; -1: none."""
+        """Return the rows of shards, int64; -1 if missing."""
         if names == self.names:
             return np.arange(len(names))
         return np.array([self.row_of.get(name, -1) for name in names], dtype=np.int64)
 
     def version(self, row: int) -> ShardVersion:
-        """The version of a shard that its part is of."""
+        """Return the version of the shard in its part."""
         entry = self.table[row]
         times = int(entry["mtime_ns"]), int(entry["ctime_ns"])
         return ShardVersion(int(entry["size"]), *times, entry["content"].decode(), self._tags.get(str(row), ""))
 
     def stamps(self, rows: np.ndarray) -> np.ndarray:
-        """`STAMP` of rows."""
+        """Return `STAMP` of rows."""
         stamps = np.zeros(len(rows), dtype=STAMP)
         for name in ("size", "mtime_ns", "content", "samples"):
             stamps[name] = self.table[name][rows]
@@ -126,27 +125,27 @@ class IndexFile:
         return stamps
 
     def body(self, row: int) -> memoryview:
-        """The bytes of a part."""
+        """Return the bytes of a part."""
         entry = self.table[row]
         return memoryview(self.bytes)[int(entry["at"]) : int(entry["at"]) + int(entry["bytes"])]
 
     def part(self, row: int) -> Part:
-        """The part of a shard."""
+        """Return the part of a shard."""
         entry = self.table[row]
         rows = int(entry["samples"]), int(entry["members"]), int(entry["keys"])
         return Part(self.names[row], self.version(row), self.body(row), rows, self.codes[int(entry["codes"])])
 
     def is_intact(self) -> bool:
-        """True if all parts together have their checksum: much faster than one by one."""
+        """True if the checksum of all parts together matches; much faster than one by one."""
         return xxh3_64_intdigest(memoryview(self.bytes)[self._begin :]) == self._check
 
     def is_part_intact(self, row: int) -> bool:
-        """True if a part has its checksum."""
+        """True if the checksum of a part matches."""
         return xxh3_64_intdigest(self.body(row)) == int(self.table["check"][row])
 
 
 def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
-    """Write the file in place of another one.
+    """Write or replace a file.
 
     Args:
         what: the file, for messages.
@@ -178,7 +177,7 @@ def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
     line = json.dumps(meta | {"check": _head_check(meta, before)}).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever reads the shards may read this file, whatever the umask of the user who made it.
+        # Readable by everyone who can read the shards, for any umask.
         with replacing(path, mode=0o644) as file:
             file.write(line.ljust(_HEAD - 1) + b"\n" + before)
             for part in parts:
@@ -188,7 +187,7 @@ def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
 
 
 def load_file(path: Path, what: str) -> IndexFile | None:
-    """Open a file without reading its parts; None if it is absent, of another version, or damaged."""
+    """Open a file without reading its parts; None if it is missing, damaged, or of another version."""
     try:
         with open(open_file(path), "rb") as file:
             head = file.read(_HEAD)
@@ -197,7 +196,7 @@ def load_file(path: Path, what: str) -> IndexFile | None:
                 return None
             if os.fstat(file.fileno()).st_size != meta["bytes"]:
                 raise DataError(f"expected {meta['bytes']} bytes")
-            # Of the file that was just read, also if another process has replaced it.
+            # Maps the file just read, even if another process has replaced it.
             content = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
         check, text_end = meta.pop("check"), _HEAD + meta["texts"]
         table_end = text_end + meta["shards"] * _SHARD.itemsize
@@ -223,12 +222,12 @@ def _head_check(meta: Mapping[str, int], before: bytes | memoryview) -> int:
 
 @dataclass
 class Located:
-    """Where the parts of shards are, by the numbers of the shards.
+    """The parts of shards, by shard number.
 
     Attributes:
-        files: those that have a part.
-        file: int32 [shards], which of `files`; -1: none has a part of it.
-        row: int64 [shards], in the table of that file.
+        files: files with a part.
+        file: int32 [shards], index into `files`; -1 without a part.
+        row: int64 [shards], row in that file's table.
     """
 
     files: list[IndexFile]
@@ -237,22 +236,22 @@ class Located:
 
     @classmethod
     def none(cls, shards: int) -> Located:
-        """No parts of so many shards."""
+        """Return an empty result for `shards` shards."""
         return cls([], np.full(shards, -1, dtype=np.int32), np.full(shards, -1, dtype=np.int64))
 
     @property
     def missing(self) -> np.ndarray:
-        """bool [shards]: which have no part."""
+        """bool [shards]: True without a part."""
         return self.file < 0
 
     def take(self, file: IndexFile, rows: np.ndarray, which: np.ndarray) -> None:
-        """Add the parts of a file, at `rows` [shards], of the shards `which`, int64."""
+        """Add a file's parts, at `rows` [shards], of the shards `which`, int64."""
         if len(which):
             self.file[which], self.row[which] = len(self.files), rows[which]
             self.files.append(file)
 
     def add(self, other: Located, numbers: Sequence[int]) -> None:
-        """Add the parts of other shards, which have the `numbers` here."""
+        """Add the parts of other shards; `numbers` are their numbers here."""
         of = np.asarray(numbers)
         self.file[of] = np.where(other.missing, -1, other.file + len(self.files))
         self.row[of] = other.row

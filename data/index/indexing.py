@@ -1,4 +1,4 @@
-"""Build the index of a shard, and those of the shards of a folder that are missing, out of date or damaged."""
+"""Build indexes of shards: of one, or of a folder's that are missing, outdated or damaged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from data.text_format import plural
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
-"""Gets how many more shards are indexed; those that were first."""
+"""Receives the number of newly indexed shards; the first call counts existing ones."""
 
 _STATUS = np.dtype([("mode", "<i8"), ("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8")])
 _status_fields = attrgetter("st_mode", "st_size", "st_mtime_ns", "st_ctime_ns")
@@ -46,10 +46,10 @@ _LOG_SECONDS = 20.0  # between messages about progress
 
 
 class FolderIndex:
-    """The indexes of the shards of one folder, while they are opened; arguments as of `open_catalogue`.
+    """The indexes of one folder's shards while they are opened. See `open_catalogue` for the arguments.
 
     Attributes:
-        errors: number of a shard -> why it has no index.
+        errors: shard number -> why it has no index.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class FolderIndex:
         self.errors: dict[int, DataError] = {}
 
     def opened(self) -> Located:
-        """Where the parts of the shards are; of those in `errors` there is none."""
+        """Return the located parts of all shards except those in `errors`."""
         self._load()
         self._progress(int(np.count_nonzero(~self._file.located.missing)))
-        attempts = 0  # more than one only where others write the same file, and it cannot be locked
+        attempts = 0  # several only if others write the same file without locks
         while np.count_nonzero(self._file.located.missing) != len(self.errors):
             if attempts == _ATTEMPTS:
                 raise DataError(f"{self._file.path}: other processes write this index too: start again when they end")
@@ -84,11 +84,11 @@ class FolderIndex:
             try:
                 self._complete()
             except DataError:
-                return located  # the next start compares again; reads compare the content themselves
+                return located  # the next start compares again; reads verify the content
         return self._file.located
 
     def _load(self) -> None:
-        """Look at the shards, and for parts of their present versions."""
+        """Check the shards, and locate parts of their current versions."""
         if isinstance(self._shards[0], Url):
             urls = [shard for shard in self._shards if isinstance(shard, Url)]
             with ThreadPoolExecutor(8) as pool:
@@ -116,7 +116,7 @@ class FolderIndex:
                 status[shard] = 0
 
     def _current(self, file: IndexFile, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
-        """See `FolderFile.load`; notes those that have other times and the same content."""
+        """Implement `current` of `FolderFile.load`. Notes shards with other times but the same content."""
         which = which[[shard not in self.errors for shard in which.tolist()]] if self.errors else which
         if self._objects is not None:
             objects = self._objects
@@ -136,7 +136,7 @@ class FolderIndex:
         return which[same]
 
     def _complete(self) -> None:
-        """Build and save what is missing."""
+        """Build and save missing parts."""
         with self._file.lock():
             self._load()  # another process may have worked meanwhile
             new: dict[str, Part] = {}
@@ -164,7 +164,7 @@ class FolderIndex:
         self._load()
 
     def _built(self, missing: Sequence[int]) -> Iterator[tuple[int, Part | DataError]]:
-        """The parts of shards, as they are done; an error in place of one that has none."""
+        """Yield the part or the error of each shard, as they are done."""
         shards, processes = [self._shards[shard] for shard in missing], min(self._processes, len(missing))
         if self._objects is not None:
             with ThreadPoolExecutor(8) as pool:
@@ -180,16 +180,16 @@ class FolderIndex:
 
 
 def build_remote(shard: Url, source: WholeObject) -> ShardIndex:
-    """The index of an object that is being looked at. Raises ShardError and ReadError as `build_index` does."""
+    """Index an open object. Raises ShardError and ReadError as `build_index`."""
     refuse_compressed(str(shard))
     return _build(shard, source.version(), source.read)
 
 
 def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> ShardIndex:
-    """Reads the shard's directory and image headers; writes nothing.
+    """Read a shard's headers and media headers; writes nothing.
 
     Args:
-        retries: `data.read_retries`: times that a read is tried again after an I/O error.
+        retries: `data.read_retries`: retries after an I/O error.
 
     Raises:
         ShardError: the shard is no file, compressed, truncated or damaged, or changes meanwhile.
@@ -216,7 +216,7 @@ def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> 
 
 
 class _Codes:
-    """Numbers for what is found, from 0 on in its order."""
+    """Assigns codes to values, from 0 in order of occurrence."""
 
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}
@@ -226,7 +226,7 @@ class _Codes:
 
 
 class IndexBuilder:
-    """An index in the making: samples are added in the order of their shard."""
+    """Builds an index from samples in shard order."""
 
     def __init__(self) -> None:
         self._codes, self._reasons = _Codes(), _Codes()
@@ -235,10 +235,11 @@ class IndexBuilder:
         self._keys: list[str] = []
 
     def add(self, key: str, names: Sequence[str], places: Sequence[tuple[int, int, int, int]]) -> None:
-        """A sample.
+        """Add a sample.
 
         Args:
-            names: extensions of its members; places: (offset, size, and both numbers of the extent) of each.
+            names: extensions of its members.
+            places: (offset, size, both numbers of the extent) of each.
         """
         found = arrange(tuple(names))
         reason = self._reasons.of(found.reason) + 1 if found.reason else 0
@@ -248,7 +249,7 @@ class IndexBuilder:
         self._keys.append(key)
 
     def index(self, path: Place, version: ShardVersion) -> ShardIndex:
-        """That of all samples so far."""
+        """Return the index of all samples so far."""
         return ShardIndex(
             path=path,
             version=version,
@@ -266,11 +267,11 @@ class IndexBuilder:
 def grouped[Taken](
     walk: Iterable[tuple[str, int, int]], take: Callable[[str, str, int, int], Taken]
 ) -> Iterator[tuple[str, list[str], list[Taken]]]:
-    """(key, extensions, what was taken of each member) of every sample of a tar.
+    """Yield (key, extensions, result of `take` for each member) of every sample of a tar.
 
     Args:
-        walk: `walk_tar`; take: (key, extension, offset, size) of a member -> what is kept of it; called for each before
-            the walk goes on.
+        walk: `walk_tar`.
+        take: (key, extension, offset, size) of a member -> result; called before the walk continues.
     """
     current: tuple[str, list[str], list[Taken]] | None = None
     for name, offset, size in walk:
@@ -305,7 +306,7 @@ def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
 
 
 def measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int]:
-    """What `MEMBER` has of its extent; zeros where it has none or cannot be read."""
+    """Return the extent for `MEMBER`; zeros if there is none or it is unreadable."""
     kind = kind_of(extension)
 
     def read_at(at: int, length: int) -> bytes:
@@ -324,14 +325,14 @@ def measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[in
 
 
 def part_of(index: ShardIndex) -> Part:
-    """Return the part of a shard that was indexed."""
+    """Return the part of an indexed shard."""
     rows = len(index), len(index.all_members), len(index.packed_keys)
     body = b"".join((index.samples.tobytes(), index.all_members.tobytes(), index.packed_keys))
     return Part(index.path.name, index.version, body + bytes(-len(body) % UNIT), rows, astuple(index.codes))
 
 
 def _part_of(shard: Place, retries: int) -> Part | DataError:
-    """At module level, so that worker processes can find it."""
+    """Index a shard in a worker process; at module level for pickling."""
     try:
         return part_of(build_index(shard, retries))
     except DataError as error:
@@ -347,7 +348,7 @@ def _part_of_object(shard: Place, source: WholeObject) -> Part | DataError:
 
 
 def _statuses(results: Iterable[os.stat_result], shards: int) -> np.ndarray:
-    """`_STATUS` of each; of a result only its numbers are kept."""
+    """Return `_STATUS` of each result; only numbers are kept."""
     numbers = chain.from_iterable(map(_status_fields, results))
     return np.fromiter(numbers, dtype=np.int64, count=shards * _STATUS.itemsize // 8).view(_STATUS)
 
@@ -367,13 +368,13 @@ def _confirmed(shard: Path, version: ShardVersion) -> ShardVersion | None:
 
 
 class _LogProgress:
-    """Progress in log messages, now and then."""
+    """Logs progress regularly."""
 
     def __init__(self) -> None:
         self._logged, self._done = time.monotonic(), 0
 
     def add(self, more: int) -> None:
-        """See `Progress`."""
+        """Count more shards. See `Progress`."""
         self._done += more
         if time.monotonic() - self._logged > _LOG_SECONDS:
             self._logged = time.monotonic()

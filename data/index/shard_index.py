@@ -1,13 +1,10 @@
-"""The index of one WebDataset shard: where each member of each sample is, and the size of its images.
+"""The index of one WebDataset shard: the position of each member of each sample, and the extents of media.
 
-A sample is a run of neighbouring tar members with one key. The key rule is WebDataset's: the key is the member's path
-up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
-the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
-one sample when they are neighbours. Members whose base name starts with a dot (macOS writes `a/._img.jpg`) or has no
-extension, and those named `__*__`, are skipped. What a member is (image, clip, record, nothing that is read) follows
-from its extension and those of the others (`data.records.members`).
-
-Indexes are built by `indexing`, and those of many shards are kept in one file (`catalogue`).
+A sample is a run of adjacent tar members with one key, by WebDataset's rule. The key is the path up to the FIRST dot of
+the base name; the extension is the rest, in lower case. `a/img.2024.01.jpg` has the key `a/img` and the extension
+`2024.01.jpg`; adjacent `img.2024.01` and `img.2024.02` form one sample. Base names that start with a dot (macOS writes
+`a/._img.jpg`) or lack an extension, and `__*__`, are skipped. Extensions determine a member's kind
+(`data.records.members`). `indexing` builds indexes, and `catalogue` stores them.
 """
 
 from __future__ import annotations
@@ -29,23 +26,23 @@ from data.storage.files import ShardVersion
 from data.storage.url import Place
 
 SAMPLE = np.dtype([("first_member", "<i8"), ("record", "<i4"), ("reason", "<i4")])
-"""A sample: the first of its members, which of these is the record (-1: none), and, from 1 on, why it is bad."""
+"""A sample: its first member, the record among its members (-1: none), and its reason code (0: not bad)."""
 MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("second", "<i4"), ("code", "<i4")])
-"""A member: its bytes, its extent (`Member.extent`), and what it is (`Codes`). Of a video `first` is its height times
-2^32 and its width, and `second` its milliseconds."""
+"""A member: its bytes, extent (`Member.extent`) and code (`Codes`). For a video, `first` is height times 2^32 plus
+width, and `second` its milliseconds."""
 
 
 class Frame(NamedTuple):
-    """One of the images that are read of a video."""
+    """One of the frames that are read of a video."""
 
     number: int
     of: int
-    """How many are read."""
+    """Number of frames that are read."""
 
 
 class Member(NamedTuple):
-    """One file of a sample. `height`, `width`: pixels, after orientation; 0 if not an image or video, or unreadable.
-    `frames`, `rate`: audio samples per channel and their number per second; 0 if not audio or unreadable."""
+    """One file of a sample. `height`, `width`: pixels, after orientation. `frames`, `rate`: audio samples per channel
+    and per second. They are 0 if they do not apply or are unreadable."""
 
     extension: str
     offset: int
@@ -55,31 +52,31 @@ class Member(NamedTuple):
     frames: int
     rate: int
     kind: str
-    """"image", "video", "audio", or "other": its record, and what is not read."""
+    """The kind: "image", "video", "audio", or "other" (its record, and unread members)."""
     milliseconds: int = 0
-    """Of a video; 0 if it has no readable header."""
+    """Length of a video; 0 without a readable header."""
     frame: Frame | None = None
-    """Which image of a video is meant; None: all of the file."""
+    """The frame of a video; None: the whole file."""
 
     @property
     def extent(self) -> tuple[int, int]:
-        """(height, width) of an image or video, (frames, rate) of a clip; with a 0 if it has no readable header."""
+        """(height, width) of an image or video, (frames, rate) of audio; with a 0 if unreadable."""
         return (self.frames, self.rate) if self.kind == "audio" else (self.height, self.width)
 
 
 @dataclass(frozen=True)
 class Codes:
-    """What the numbers in the rows of a shard mean."""
+    """Meanings of the codes in a shard's rows."""
 
     extensions: tuple[str, ...]
     kinds: tuple[str, ...]
-    """Of each of `extensions`, which may be there once for each kind."""
+    """Kind of each of `extensions`, which may repeat with different kinds."""
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Read with `key`, `members`, `record` and `bad_reason`; rows are 0 to len - 1 in the shard's order."""
+    """The index of a shard; rows are 0 to len - 1 in shard order."""
 
     path: Place
     version: ShardVersion
@@ -88,9 +85,9 @@ class ShardIndex:
     all_members: np.ndarray  # [M] MEMBER
     packed_keys: bytes  # see `pack_keys`
     fields: Fields = NO_FIELDS
-    """With others the record and the media are those that `data.fields` names."""
+    """`data.fields`, which may name the record and the media."""
     kept_in: Path | None = None
-    """The file of a catalogue that it was read from."""
+    """The catalogue file that it was read from."""
 
     def __len__(self) -> int:
         return len(self.samples) - 1
@@ -100,8 +97,8 @@ class ShardIndex:
         return keys[ends[row] : ends[row + 1]].decode("utf-8", "surrogateescape")
 
     def members(self, row: int) -> list[Member]:
-        """Members in the order of the tar, but numbered images and clips in the order of their numbers: the n-th
-        image belongs to the n-th placeholder."""
+        """Return the members in tar order, but numbered media by number: the n-th image belongs to the n-th
+        placeholder."""
         found = self._members(row)
         if self.fields == NO_FIELDS:
             return found
@@ -109,21 +106,21 @@ class ShardIndex:
         return [found[at]._replace(kind=kind) for at, kind in zip(arranged.order, arranged.kinds, strict=True)]
 
     def record(self, row: int) -> int | None:
-        """Which member holds the JSON or text record; None if the sample has none (then `bad_reason` says so)."""
+        """Return the index of the record among the members; None if there is none (see `bad_reason`)."""
         at = int(self.samples["record"][row])
         if self.fields != NO_FIELDS:
             at = self._arranged(self._members(row)).record
         return None if at < 0 else at
 
     def bad_reason(self, row: int) -> str | None:
-        """Why the sample is bad, as far as its members show; None if they show nothing."""
+        """Return why the members make the sample bad; None if they do not."""
         if self.fields != NO_FIELDS:
             return self._arranged(self._members(row)).reason
         code = int(self.samples["reason"][row])
         return self.codes.reasons[code - 1] if code else None
 
     def unread(self) -> Counter[tuple[str, str]]:
-        """How many members of the shard are not read, by (extension, what they are)."""
+        """Return the number of unread members by (extension, description)."""
         found: Counter[tuple[str, str]] = Counter()
         for names, number in self._patterns().items():
             for pair in unread(names, self.fields):
@@ -131,7 +128,7 @@ class ShardIndex:
         return found
 
     def extensions(self) -> Counter[str]:
-        """How many members of the shard have an extension."""
+        """Return the number of members by extension."""
         found: Counter[str] = Counter()
         for code, number in enumerate(np.bincount(self.all_members["code"], minlength=len(self.codes.extensions))):
             found[self.codes.extensions[code]] += int(number)
@@ -139,7 +136,7 @@ class ShardIndex:
 
     @property
     def num_bad(self) -> int:
-        """Samples with a `bad_reason`."""
+        """Number of samples with a `bad_reason`."""
         if self.fields == NO_FIELDS:
             return int(np.count_nonzero(self.samples["reason"][:-1]))
         return sum(
@@ -147,8 +144,8 @@ class ShardIndex:
         )
 
     def fault(self) -> str:
-        """Why its rows cannot be those of the shard; empty: they can. A checksum only says that rows are as they were
-        written. Its keys are checked when they are read."""
+        """Return why the rows cannot belong to the shard; "" if they can. Checksums only prove that rows are as
+        written. Keys are checked when they are read."""
         codes, records, reasons = self.codes, self.samples["record"][:-1], self.samples["reason"][:-1]
         if len(codes.kinds) != len(codes.extensions) or not {*codes.kinds} <= {"image", "video", "audio", "other"}:
             return "codes of unknown kinds"
@@ -165,7 +162,7 @@ class ShardIndex:
         if not len(self.all_members):
             return ""
         members, size = self.all_members, self.version.size
-        # Each alone first, since their sum may overflow.
+        # Separately first, since their sum may overflow.
         is_inside = all(0 <= members[name].min() and members[name].max() <= size for name in ("offset", "size"))
         if not is_inside or (members["offset"] + members["size"]).max() > size:
             return "members that are not in the shard"
@@ -176,11 +173,11 @@ class ShardIndex:
         return ""
 
     def with_fields(self, fields: Fields) -> ShardIndex:
-        """The same samples with the record and the media that `data.fields` names."""
+        """Return the same samples with other `data.fields`."""
         return self if fields == self.fields else replace(self, fields=fields)
 
     def _members(self, row: int) -> list[Member]:
-        """As they are without `data.fields`."""
+        """Return the members as without `data.fields`."""
         start, end = self.samples["first_member"][row : row + 2].tolist()
         found = []
         for offset, size, first, second, code in self.all_members[start:end].tolist():
@@ -198,7 +195,7 @@ class ShardIndex:
         return arrange(tuple(member.extension for member in members), self.fields)
 
     def _patterns(self) -> Counter[tuple[str, ...]]:
-        """Samples by the extensions of their members."""
+        """Count samples by their members' extensions."""
         firsts, codes = self.samples["first_member"].tolist(), self.all_members["code"].astype(np.int32)
         found = Counter(codes[start:end].tobytes() for start, end in zip(firsts[:-1], firsts[1:], strict=True))
         named: Counter[tuple[str, ...]] = Counter()
@@ -211,7 +208,7 @@ class ShardIndex:
     def _keys(self) -> tuple[list[int], bytes]:
         unpacking = zlib.decompressobj()
         try:
-            # What a file says is bounded: the shard has each of them, in the name of a member.
+            # Bound the decompression: all keys are in the shard's member names.
             most = 0 if self.kept_in is None else 4 * len(self) + self.version.size + 1
             raw = unpacking.decompress(self.packed_keys, most)
         except zlib.error as error:
@@ -229,24 +226,24 @@ class ShardIndex:
 
 
 def video_size(first: Any) -> tuple[Any, Any]:
-    """(height, width) that `MEMBER.first` has of a video, or of many."""
+    """Return (height, width) from `MEMBER.first` of a video, or of many."""
     return first >> 32, first & 0xFFFFFFFF
 
 
 def pack_keys(keys: list[str]) -> bytes:
-    """The keys of a shard in few bytes: their lengths in UTF-8, uint32, and their bytes, compressed."""
+    """Compress the keys of a shard: their UTF-8 lengths, uint32, and their bytes."""
     raw = [key.encode("utf-8", "surrogateescape") for key in keys]
     return zlib.compress(np.array([len(one) for one in raw], dtype="<u4").tobytes() + b"".join(raw))
 
 
 class Rows:
-    """Rows of a catalogue, many at once and of any shards.
+    """Rows of a catalogue, many at once, of any shards.
 
     Attributes:
-        samples: [rows] `SAMPLE`; `first_member` counts from the first of these rows.
-        firsts: int64 [rows + 1], the first member of each among `members`.
-        members: [members] `MEMBER`; `code` is one of `names`.
-        names, kinds: of codes.
+        samples: [rows] `SAMPLE`; `first_member` is relative to these rows.
+        firsts: int64 [rows + 1], first of each sample's `members`.
+        members: [members] `MEMBER`; `code` indexes `names`.
+        names, kinds: extension and kind of each code.
     """
 
     def __init__(
@@ -255,11 +252,11 @@ class Rows:
         of_shards: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
         rows: np.ndarray,
     ) -> None:
-        """
+        """Gather the rows.
+
         Args:
-            of_shards: of the shard of each row: its number in `files`, its row in the table there, the first byte of
-                its part, its samples.
-            rows: int64, in their shards.
+            of_shards: arrays over rows: file index, row in its table, first byte of the part, samples of the shard.
+            rows: int64, row in the shard.
         """
         self.names, self.kinds, bases = list[str](), list[str](), dict[tuple[int, int], int]()
         counts, taken = np.zeros(len(rows), dtype=np.int64), []
@@ -298,7 +295,7 @@ class Rows:
 
 
 def _spread(starts: np.ndarray, counts: np.ndarray, step: int = 1) -> np.ndarray:
-    """start, start + step, ... so many of each, one after the other."""
+    """Return start, start + step, ..., `counts` numbers for each start, concatenated."""
     ends = np.cumsum(counts)
     within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return np.repeat(starts, counts) + step * within

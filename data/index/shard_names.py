@@ -11,7 +11,7 @@ from data.storage.url import Place
 
 
 def expand_braces(text: str) -> list[str]:
-    """`a-{08..10}` -> a-08, a-09, a-10; `{x,y}` -> x, y; several groups multiply, the last varies fastest."""
+    """Expand braces: `a-{08..10}` -> a-08, a-09, a-10; `{x,y}` -> x, y; of several groups, the last varies fastest."""
     group = re.search(r"\{([^{}]*)\}", text)
     if group is None:
         return [text]
@@ -29,7 +29,7 @@ def expand_braces(text: str) -> list[str]:
 
 
 def expand_ranges(text: str) -> list[str]:
-    """As `expand_braces`, but that braces with anything else than a range of numbers stay as they are."""
+    """Expand ranges of numbers as `expand_braces`, but keep other braces."""
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", text)
     if numbers is None:
         return [text]
@@ -38,7 +38,7 @@ def expand_ranges(text: str) -> list[str]:
 
 
 def _numbers(found: re.Match[str], text: str) -> list[str]:
-    """Those of a range, as wide as its first."""
+    """Return the numbers of a range, as wide as its first."""
     first, last = int(found[1]), int(found[2])
     if last < first:
         raise DataError(f"data.shards: the range {{{found[1]}..{found[2]}}} in {text!r} runs backwards")
@@ -46,7 +46,7 @@ def _numbers(found: re.Match[str], text: str) -> list[str]:
 
 
 def split_commas(text: str) -> list[str]:
-    """Splits at the commas outside braces."""
+    """Split at commas outside braces."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += (char == "{") - (char == "}")
@@ -61,7 +61,7 @@ _ENDS = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz",
 
 
 def refuse_compressed(path: str | os.PathLike[str]) -> None:
-    """Raises ShardError if `path` is named like a compressed tar."""
+    """Raise ShardError if `path` is named like a compressed tar."""
     if os.fspath(path).lower().endswith(_ENDS):
         raise ShardError(
             f"{path}: compressed tars cannot be indexed, because their members have no fixed place in the file. "
@@ -70,12 +70,11 @@ def refuse_compressed(path: str | os.PathLike[str]) -> None:
 
 
 def refuse_left_out(folder: Place, taken: Sequence[str], names: Sequence[str]) -> None:
-    """Raises ShardError if a folder has compressed tars that would be left out: that are not read, and not unpacked
-    beside.
+    """Raise ShardError if a folder has compressed tars that would be ignored, without an unpacked copy.
 
     Args:
-        taken: names of what is read of it.
-        names: of everything in it.
+        taken: names that are read.
+        names: all names in the folder.
     """
     compressed = sorted(name for name in names if name.lower().endswith(_ENDS))
     known = {*taken, *(name.removesuffix(".tar") for name in taken)} if compressed else set()

@@ -1,4 +1,4 @@
-"""Finding shards: a folder, a glob, a brace range, or a list of these -> paths or URLs in a fixed order."""
+"""Find shards: a folder, a glob, a brace range, or a list of these -> paths or URLs in a fixed order."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ _SUFFIX = ".tar"
 def find_shards(
     pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url],
 ) -> list[Place]:
-    """Paths and URLs of the shards that `pattern` names.
+    """Return the paths and URLs of the shards that `pattern` names.
 
-    Accepted: a folder (its `*.tar`, sorted by name), a file, a glob (sorted), a brace range such as
-    `x-{000000..000003}.tar` or choice `{a,b}.tar` (in the order written; each must exist), several of these separated
-    by commas, or a sequence of them (in the order given); a folder of an energon dataset, `FOLDER:SPLIT` for one of its
-    splits. Any may be a URL (s3, gs, az, http, https); a web server lists nothing, so
-    that each of its shards must be named.
+    A pattern is a folder (its `*.tar`, sorted), a file, a glob (sorted), a brace range `x-{000000..000003}.tar` or
+    choice `{a,b}.tar` (in this order; each must exist), or several of these, as a sequence or separated by commas (in
+    this order). It may be the folder of an energon dataset, or `FOLDER:SPLIT` for one of its splits. Any may be a URL
+    (s3, gs, az, http, https). Web servers cannot list, so each shard must be named.
 
     Raises:
-        DataError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
+        DataError: nothing matches, or a named shard is missing. The message has `data.shards` and the name.
         ShardError: a match is a compressed tar, or no file.
     """
     parts = patterns_of(pattern)
@@ -47,8 +46,7 @@ def find_shards(
 
 
 def patterns_of(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[str]:
-    """The parts of what `find_shards` takes: a text may be several, separated by commas; a path is one, whatever its
-    name."""
+    """Return the parts of `find_shards`' argument: a text may have several, separated by commas; a path is one."""
     if isinstance(pattern, str):
         return split_commas(pattern)
     if isinstance(pattern, os.PathLike):
@@ -90,7 +88,7 @@ def _find_one(part: str) -> Sequence[Place]:
 
 
 def _source_of(command: str) -> str:
-    """Return the first URL in `command`, or an example of one."""
+    """Return the first URL in `command`, or an example."""
     urls = [word for word in command.split() if is_url(word)]
     return urls[0] if urls else "s3://bucket/x-{000000..000003}.tar"
 
@@ -118,10 +116,10 @@ def _of_folder(folder: Path) -> list[Path]:
         )
         raise DataError(f"data.shards: the folder {folder} holds no *{_SUFFIX} file: {remedy}")
     refuse_left_out(folder, names, [entry.name for entry in entries])
-    # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
+    # Only check entries that the listing does not show as files; the catalogue checks all.
     try:
         unclear = {entry.name for entry in entries if not entry.is_file()}
-    except OSError:  # of a link that leads in a circle, nothing is known
+    except OSError:  # a circular link
         unclear = {*names}
     _files(folder / name for name in names if name in unclear)
     return [folder / name for name in names]
@@ -134,16 +132,17 @@ def _files(paths: Iterable[Path]) -> list[Path]:
     return paths
 
 
-_FEW = 4  # objects of a folder that are looked at one by one, instead of a list of all
+_FEW = 4  # objects of a folder that are requested singly instead of listing it
 
 
 def find_remote(names: Sequence[str]) -> list[Url]:
-    """The shards that URLs name, in their order, with sizes and tags: each a file, a folder with them, or a glob in
-    its last part (both sorted).
+    """Return the shards that URLs name, in order, with sizes and tags.
+
+    Each URL is a file, a folder, or has a glob in its last part (both sorted).
 
     Raises:
         ShardError: one is a compressed tar.
-        DataError: one names nothing.
+        DataError: one matches nothing.
         ReadError: a server does not answer.
     """
     urls = [Url.parse(name) for name in names]
@@ -161,7 +160,7 @@ def find_remote(names: Sequence[str]) -> list[Url]:
 
 
 def _looked_at(files: Sequence[Url]) -> dict[Url, ObjectMeta]:
-    """All of these. Many in one folder are taken from a list of it, which has a thousand in an answer."""
+    """Return metadata of all files. Many in one folder are listed, with a thousand per answer."""
     by_folder: dict[Url, list[Url]] = {}
     for url in files:
         by_folder.setdefault(url.parent, []).append(url)
@@ -206,7 +205,7 @@ def _found(url: Url) -> list[Url]:
 
 
 def refuse_tokens(url: str) -> None:
-    """Raises DataError if `url` is named like a file of tokens (`data.indexed`) or its index."""
+    """Raise DataError if `url` is named like a file of tokens (`data.indexed`) or its index."""
     if url.endswith((".idx", ".bin")):
         raise DataError(
             f"data.shards: {url}: .bin and .idx files are read from file systems only: copy them, or mount the storage"

@@ -1,1 +1,1 @@
-"""Texts that are tokens already: the .bin and .idx files of Megatron-LM's `preprocess_data.py`."""
+"""Tokenized texts: the .bin and .idx files of Megatron-LM's `preprocess_data.py`."""

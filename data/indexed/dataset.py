@@ -1,9 +1,8 @@
 """Samples that are windows of token files: sample number -> `sequence_length` tokens and one more, the last target.
 
-The documents of a file, in their order, are one text. Window i has the tokens [i S, i S + S + 1) of it: inputs and
-targets are shifted by one, and every token but the first is a target once an epoch. What is behind the last whole
-window is left out, fewer than S + 1 tokens of a file. The order of windows is that of all samples (`data.order`), so
-that a run continues at any number, in any layout. No window is of two files.
+The documents of a file form one text. Window i has its tokens [i S, i S + S + 1): inputs and targets are shifted by
+one, and every token but the first is a target once an epoch. Tokens after the last full window of a file, at most S,
+are dropped. Windows follow `data.order`, so a run resumes at any sample number on any layout.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from data.text_format import plural
 class TokenDataset(Samples):
     """Windows of .bin and .idx files.
 
-    sources: of such files (`is_indexed`); tokenizer: that the files were made with; sequence_length: S; seed, shuffle,
-    shuffle_block: see `GlobalOrder`; part: from which share of each file's documents on, and up to which; separate:
-    samples say where their documents end, and no document's end is followed by a target; keep_text, read_retries: as of
-    `Dataset`.
+    sources: sources of such files (`is_indexed`); tokenizer: the files' tokenizer; sequence_length: S; seed, shuffle,
+    shuffle_block: see `GlobalOrder`; part: first and last share of each file's documents; separate: report document
+    ends, and give the last token of a document no target; keep_text, read_retries: as in `Dataset`.
 
-    Raises DataError (a file is unusable, a source has no whole window, a token is none of the tokenizer), ReadError.
+    Raises DataError (an unusable file, a source without a full window, an unknown token) and ReadError.
     """
 
     order: GlobalOrder | MixedOrder
@@ -81,7 +79,7 @@ class TokenDataset(Samples):
         self.text_fingerprint = tokenizer.fingerprint
 
     def locate(self, number: int) -> tuple[Place, str]:
-        """(.bin, "document 5, token 1000"): where a sample begins, counted from 0."""
+        """Return (.bin file, "document 5, token 1000"): the sample's start, counted from 0."""
         file, first = self._window(number)
         return file.path, f"document {file.document_at(first)}, token {first}"
 
@@ -96,14 +94,14 @@ class TokenDataset(Samples):
         return StepSamples({}, {}, {}, lengths, self._documents(np.arange(first, first + size)))
 
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
-        """Tokens of a sample; none is bad. Raises DataError for a token that the tokenizer does not have."""
+        """Return the tokens of a sample; none is bad. Raises DataError for a token that the tokenizer lacks."""
         file, first = self._window(number)
         tokens = file.read(self.reader, first, self.sequence_length + 1).astype(np.int64)
         self._require_known(tokens, file, first)
         loss_mask, documents = np.ones(self.sequence_length, dtype=np.float32), None
         if self._separate:
             ends = file.ends_in(first, self.sequence_length)
-            loss_mask[ends - 1] = 0  # the next token is of another document
+            loss_mask[ends - 1] = 0  # the next token is in another document
             documents = (*ends[ends < self.sequence_length].tolist(), self.sequence_length)
         questions = ((0, ""),) if self.keep_text else None
         sample = TextSample(
@@ -112,26 +110,26 @@ class TokenDataset(Samples):
         return sample, None
 
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
-        """("", the text): there is no question."""
+        """Return ("", the text): there is no question."""
         return "", self.tokenizer.decode(self.read_text(number)[0].input_ids.tolist())
 
     def close(self) -> None:
         self.reader.close()
 
     def _window(self, number: int) -> tuple[IndexedFile, int]:
-        """(file, its first token) of a sample."""
+        """Return (file, first token) of a sample."""
         row = self.order.row(number)
         at = int(np.searchsorted(self._ends, row, side="right"))
         return self.files[at], int(self._firsts[at]) + (row - int(self._begins[at])) * self.sequence_length
 
     def _windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of the files, first tokens) of samples, int64."""
+        """Return (file indexes, first tokens) of samples, int64."""
         rows = self.order.rows(numbers)
         files = np.searchsorted(self._ends, rows, side="right")
         return files, self._firsts[files] + (rows - self._begins[files]) * self.sequence_length
 
     def _documents(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Tokens of each document in samples."""
+        """Return the tokens of each document in each sample."""
         found: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(numbers)
         files, firsts = self._windows(numbers)
         for at in np.unique(files).tolist():
@@ -167,15 +165,14 @@ class TokenDataset(Samples):
 
 
 def span_of(file: IndexedFile, part: Part) -> tuple[int, int]:
-    """[first, end) of the tokens of a part of a file's documents, by shares of their number, rounded as Megatron-LM's
-    `--split` is."""
+    """Return the tokens [first, end) of a part of a file's documents, rounded as by Megatron-LM's `--split`."""
     documents = np.array([round(share * file.documents) for share in part])
     first, end = file.starts(documents).tolist()
     return first, end
 
 
 def windows_in(tokens: int, sequence_length: int) -> int:
-    """Whole samples in so many tokens."""
+    """Return the number of full samples in `tokens` tokens."""
     return max(tokens - 1, 0) // sequence_length
 
 

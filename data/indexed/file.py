@@ -1,14 +1,13 @@
-"""One pair of files as Megatron-LM writes it: PREFIX.bin has tokens one behind the other, PREFIX.idx where documents
-begin.
+"""A pair of Megatron-LM files: PREFIX.bin has consecutive tokens, PREFIX.idx the starts of documents.
 
-The index is a head of 34 bytes (b"MMIDIDX\\0\\0", version 1, code of the tokens' type, numbers of sequences and of
-document ends), then int32 lengths of the sequences, int64 places of them in the .bin in bytes, and int64 numbers of the
-sequences at which documents begin, with one more for the end. All is little-endian. A document is one sequence, or
-with `--split-sentences` several.
+The index has a 34-byte header (b"MMIDIDX\\0\\0", version 1, dtype code, numbers of sequences and of document ends).
+Then follow int32 sequence lengths, int64 byte offsets of sequences in the .bin, and int64 sequence indexes at which
+documents start, with one more for the end. All is little-endian. A document is one sequence, or several with
+`--split-sentences`.
 
-It is read here, and not by `megatron.core.datasets.IndexedDataset`, so that tokens are read as members of shards are:
-tried again after an I/O error, compared with the file that was opened first, and never short
-(`tests/unit/data/test_indexed.py` compares the two).
+`megatron.core.datasets.IndexedDataset` is not used, so that reads are as safe as those of shards: they are retried
+after an I/O error, compared with the file that was opened first, and never short. tests/unit/data/test_indexed.py
+compares the two.
 """
 
 from __future__ import annotations
@@ -28,29 +27,30 @@ from data.storage.reader import ShardReader
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Codes of whole numbers; 6 and 7 are floats."""
-_AT_ONCE = 1 << 20  # sequences that are looked at together
+"""Codes of integers; 6 and 7 are floats."""
+_AT_ONCE = 1 << 20  # sequences per check
 
 
 class IndexedFile:
-    """The documents of one pair, and where they are.
+    """The documents of one pair of files.
 
     Attributes:
-        path: of the .bin.
-        dtype: of its tokens.
-        documents: how many there are.
-        tokens: of all of them.
-        version: of the .bin; content: of both files.
+        path: the .bin file.
+        dtype: type of its tokens.
+        documents: number of documents.
+        tokens: number of tokens.
+        version: version of the .bin.
+        content: content hash of both files.
 
     Raises:
-        ShardError: a file is missing, damaged, or of another kind, or they do not belong together.
+        ShardError: a file is missing, damaged or of another kind, or the two do not match.
         ReadError: one cannot be read.
     """
 
     def __init__(self, index: Path, read_retries: int = RETRIES) -> None:
         """
         Args:
-            index: the .idx.
+            index: the .idx file.
         """
         self.index, self.path = index, index.with_name(f"{index.name.removesuffix('.idx')}.bin")
         for path, other in ((self.index, self.path), (self.path, self.index)):
@@ -70,7 +70,7 @@ class IndexedFile:
         self.tokens = self._checked_ends()
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
-        """Tokens of the file before documents 0 to `documents`, int64."""
+        """Return the tokens before each of `documents` (0 to the number of documents), int64."""
         firsts = self._firsts[documents]
         inside = firsts < self._sequences
         found = np.full(len(firsts), self.tokens, dtype=np.int64)
@@ -78,13 +78,13 @@ class IndexedFile:
         return found
 
     def document_at(self, token: int) -> int:
-        """The document of a token, by its place in the file below `tokens`."""
+        """Return the document of a token of the file."""
         begin = bisect_right(range(self.documents), token, key=lambda document: self._start(document))
         return begin - 1
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
-        """`document_at` of each of `tokens`, int64."""
-        # Not `np.searchsorted`: behind a head of 34 bytes it would copy the whole index.
+        """Return `document_at` of each of `tokens`, int64."""
+        # `np.searchsorted` would copy the index, which is unaligned after the 34-byte header.
         low, high = np.zeros(len(tokens), dtype=np.int64), np.full(len(tokens), self.documents, dtype=np.int64)
         while (high - low > 1).any():
             middle = (low + high) // 2
@@ -93,30 +93,23 @@ class IndexedFile:
         return low
 
     def ends_in(self, begin: int, size: int) -> np.ndarray:
-        """Where documents end among the tokens [begin, begin + size), of which `size` is below the last of the file:
-        ascending, from 1 to `size`, int64.
-
-        Raises:
-            ShardError: the index is damaged there.
-        """
+        """Return the document ends among the tokens [begin, begin + size), ascending from 1 to `size`, int64. Position
+        begin + size must be in the file. Raises ShardError: the index is damaged there."""
         first, last = self.document_at(begin), self.document_at(begin + size)
         ends = self.starts(np.arange(first + 1, last + 1)) - begin
         self._require_ascending(ends, size)
         return np.unique(ends)
 
     def lengths_in(self, begins: np.ndarray, size: int) -> list[np.ndarray]:
-        """Of each window of `size` tokens from `begins` on, how many each of its documents has; none is empty, int64.
-
-        Raises:
-            ShardError: the index is damaged there.
-        """
+        """Return the tokens of each non-empty document in each window of `size` tokens from `begins`, int64. Raises
+        ShardError: the index is damaged there."""
         lows, highs = self.documents_at(begins), self.documents_at(begins + size - 1)
         counts, windows = highs - lows, np.arange(len(begins))
         owners = np.repeat(windows, counts)
         within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = self.starts(lows[owners] + 1 + within) - begins[owners]
         self._require_ascending(starts + owners * size, len(begins) * size)
-        # Where a document of a window begins, from those of all windows one behind the other.
+        # starts of documents, with all windows laid out one after the other
         cuts = np.unique(np.concatenate([windows * size, starts + owners * size, [len(begins) * size]]))
         lengths, firsts = np.diff(cuts), np.searchsorted(cuts, np.arange(len(begins) + 1) * size)
         return [lengths[first:last] for first, last in pairwise(firsts.tolist())]
@@ -130,12 +123,12 @@ class IndexedFile:
             raise ShardError(f"{self.index}: its documents do not stand one behind the other: it is damaged")
 
     def read(self, reader: ShardReader, first: int, count: int) -> np.ndarray:
-        """`count` tokens, from the `first` of the file on, of `dtype`. Raises as `ShardReader.read` does."""
+        """Return `count` tokens of `dtype`, from token `first` of the file. Raises the errors of `ShardReader.read`."""
         width = self.dtype.itemsize
         return np.frombuffer(reader.read(self.path, first * width, count * width, "bin", self.version), self.dtype)
 
     def require_whole(self) -> None:
-        """Looks at the whole index. Raises ShardError unless sequences and documents stand one behind the other."""
+        """Check the whole index. Raises ShardError unless sequences and documents are consecutive."""
         end = 0
         for first in range(0, self._sequences, _AT_ONCE):
             sizes = self._lengths[first : first + _AT_ONCE].astype(np.int64) * self.dtype.itemsize
@@ -165,7 +158,7 @@ class IndexedFile:
             os.close(fd)
 
     def _checked_head(self, head: bytes, size: int) -> tuple[int, int, int]:
-        """(code of the type, sequences, ends of documents)."""
+        """Return (dtype code, sequences, document ends)."""
         if len(head) < _HEAD.size or not head.startswith(_MAGIC):
             raise ShardError(f"{self.index}: is no index of Megatron-LM: it does not begin with {_MAGIC[:7].decode()}")
         _, version, code, sequences, ends = _HEAD.unpack(head)
@@ -181,7 +174,7 @@ class IndexedFile:
         return code, sequences, ends
 
     def _checked_ends(self) -> int:
-        """Tokens of the .bin, which has to be as long as the index says."""
+        """Return the tokens of the .bin. Its size must match the index."""
         ends, last = self._firsts, self._sequences - 1
         if not len(ends) or ends[0] != 0 or ends[-1] != self._sequences:
             raise ShardError(f"{self.index}: its documents do not end with its sequences: it is damaged")

@@ -1,4 +1,4 @@
-"""Finding .bin and .idx files: what `data.shards` names is either these or tars."""
+"""Find .bin and .idx files: `data.shards` names either these or tars."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ INDEX, TOKENS = ".idx", ".bin"
 
 
 def is_indexed(shards: Shards) -> bool:
-    """Whether a source is of .bin and .idx files; of tars, or of what is not there, it is not.
-
-    Raises:
-        DataError: it is of both.
-    """
+    """True if a source has .bin and .idx files; False for tars or missing files. Raises DataError: it has both."""
     return bool(_found(shards))
 
 
 def find_indexed(shards: Shards) -> list[Path]:
-    """The .idx files of a source, in the order given: of `PREFIX`, `PREFIX.idx` or `PREFIX.bin`, of a glob or a brace
-    range of these, of a folder (sorted), or of several separated by commas.
+    """Return the .idx files of a source, in the order given.
+
+    A source is `PREFIX`, `PREFIX.idx` or `PREFIX.bin`, a glob or brace range of these, a folder (sorted), or several
+    separated by commas.
 
     Raises:
-        DataError: it names no such files, or tars too.
+        DataError: it has no such files, or tars too.
     """
     found = _found(shards)
     if not found:
@@ -38,12 +36,12 @@ def find_indexed(shards: Shards) -> list[Path]:
 
 
 def find_any(shards: Shards) -> list[Place]:
-    """The files of a source, of either kind. Raises DataError as `find_indexed` and `find_shards` do."""
+    """Return the files of a source, of either kind. Raises DataError as `find_indexed` and `find_shards` do."""
     return [*(_found(shards) or find_shards(shards))]
 
 
 def _found(shards: Shards) -> list[Path]:
-    """The .idx files; empty: it is of tars, as far as names say."""
+    """Return the .idx files; empty if names say that the source is of tars."""
     of_parts = {part: _of_part(part) for part in patterns_of(shards)}
     indexed = [part for part, found in of_parts.items() if found]
     if indexed and len(indexed) < len(of_parts):
@@ -55,7 +53,7 @@ def _found(shards: Shards) -> list[Path]:
 
 
 def _of_part(part: str) -> list[Path]:
-    if part.endswith(".tar"):  # of which there may be thousands, each to be looked at on a slow file system
+    if part.endswith(".tar"):  # there may be thousands, and a look at each is slow on a slow file system
         return []
     if is_url(part) and not part.startswith("file://"):
         refuse_tokens(part)
@@ -67,7 +65,7 @@ def _of_part(part: str) -> list[Path]:
 
 
 def _of_folder(folder: Path) -> list[Path]:
-    # Indexes of tars by other programs are named x.tar.idx.
+    # Other programs name indexes of tars x.tar.idx.
     named = (path for path in folder.glob(f"*{INDEX}") if not path.stem.endswith(".tar"))
     found = sorted(named, key=lambda one: one.name)
     if found and (tar := next(folder.glob("*.tar"), None)):

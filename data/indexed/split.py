@@ -1,21 +1,17 @@
-"""`data.split`: which documents of a .bin and .idx file are trained on, and which are held out."""
+"""`data.split`: the training and held-out documents of a .bin and .idx file."""
 
 from __future__ import annotations
 
 from data.errors import DataError
 
 Part = tuple[float, float]
-"""From which share of a file's documents on, and up to which."""
+"""First and last share of a file's documents."""
 WHOLE: Part = (0.0, 1.0)
 
 
 def split_parts(text: str) -> tuple[Part, Part]:
-    """(documents to train on, held-out ones) of `969,30,1`: shares for training, validation and test, over their sum,
-    in the order of the file. Those of a test are read by nobody.
-
-    Raises:
-        DataError: it is not that.
-    """
+    """Return the parts (training, held-out) of a split such as `969,30,1`. The numbers are shares for training,
+    validation and test, in file order. The test part is not read. Raises DataError: the text is not a split."""
     try:
         shares = [float(one) for one in text.split(",")]
     except ValueError:
@@ -25,7 +21,7 @@ def split_parts(text: str) -> tuple[Part, Part]:
             f"{text!r} is none: give shares of documents for training, validation and test, such as 969,30,1"
         )
     total = sum(shares)
-    # Summed up as Megatron-LM does, so that they are its documents to the last one.
+    # Summed as in Megatron-LM, for exactly the same documents.
     trained = shares[0] / total
     held = trained + (shares[1] / total if len(shares) > 1 else 0.0)
     return (0.0, trained), (trained, held)

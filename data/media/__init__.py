@@ -1,1 +1,1 @@
-"""Images and clips: headers and decoding."""
+"""Images, videos and audio: headers and decoding."""

@@ -1,8 +1,8 @@
-"""Audio files as tensors, at any sampling rate.
+"""Decode audio files to tensors at any sampling rate.
 
-Resampling is that of torchaudio, in bounded memory: torchaudio 2.11 keeps a filter for every phase of the
-two rates: for 44,101 -> 16,000 Hz, which have no common factor, 6.7 GB. It is used where its filters are few; else the
-same windowed sinc is evaluated where it is needed.
+Resampling equals torchaudio's, in bounded memory. torchaudio 2.11 stores a filter for every phase of the two rates:
+6.7 GB for 44,101 -> 16,000 Hz, which have no common factor. It is used if its filters are few; else the same windowed
+sinc is evaluated directly.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from data.media.options import BOUNDS, Bounds
 
 _LOBES, _ROLLOFF = 6, 0.99  # torchaudio's `lowpass_filter_width` and `rolloff`
 _LARGEST_TABLE = 1 << 20  # numbers in the filters of all phases
-_PIECE = 1 << 20  # samples of a file that are resampled at once
+_PIECE = 1 << 20  # samples that are resampled at once
 _AT_ONCE = 1 << 19  # numbers of filters in memory, without a table
 
 
 def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Bounds = BOUNDS) -> torch.Tensor:
-    """Return an audio file as float32 [samples], mono (the mean of its channels), at `rate` samples a second.
+    """Return an audio file as float32 [samples], mono (the mean of its channels), at `rate` samples per second.
 
-    Whole numbers of any width are divided by their largest magnitude, so that FLAC and WAV of one recording give equal
-    numbers in [-1, 1); floats stay as they are, also above 1.
+    Integers of any width are divided by their largest magnitude, so FLAC and WAV of one recording give equal numbers in
+    [-1, 1). Floats stay as they are, even above 1.
 
     Args:
-        samples: length to cut or pad with zeros to; None keeps that of the file.
+        samples: length to cut or zero-pad to; None keeps that of the file.
 
     Raises:
         DecodeError: it is damaged, or above its bounds.
@@ -49,9 +49,9 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
             file_rate = block_rate
     except DecodeError:
         raise
-    except soundfile.LibsndfileError as error:  # without the object that was opened, which is its text too
+    except soundfile.LibsndfileError as error:  # its text would name the opened object
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {error.error_string}") from error
-    except Exception as error:  # RuntimeError, and what else there may be, means the same
+    except Exception as error:  # RuntimeError and others mean the same
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {reason_of(error)}") from error
     if not frames:
         raise DecodeError(f"no audio in {len(raw)} bytes")
@@ -67,7 +67,8 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
 
 
 def resampled(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """float32 [samples] of `rate` samples a second -> the same of `wanted`, of `ceil(samples * wanted / rate)`."""
+    """Resample float32 [samples] from `rate` to `wanted` samples per second: `ceil(samples * wanted / rate)` of
+    them."""
     common = math.gcd(rate, wanted)
     rate, wanted = rate // common, wanted // common
     if rate == wanted:
@@ -78,14 +79,13 @@ def resampled(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
 
 
 def _in_pieces(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """torchaudio's resampling, which takes several times the clip's memory, piece by piece: each with as much around it
-    as a sample is made of."""
+    """Resample with torchaudio in overlapping pieces, since it takes several times the audio's memory."""
     from torchaudio.functional import resample
 
     if len(wave) <= _PIECE:
         return resample(wave, rate, wanted)
     out = torch.empty(-(-len(wave) * wanted // rate))
-    # Pieces begin where a sample of either rate does: at multiples of `rate`, of which `wanted` are made.
+    # Pieces start at multiples of `rate`, where both rates have a sample.
     each, around = max(_PIECE // rate, 1), -(-_radius(rate, wanted) // rate) + 1
     for first in range(0, -(-len(wave) // rate), each):
         before = min(first, around)
@@ -96,14 +96,17 @@ def _in_pieces(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
 
 
 def _radius(rate: int, wanted: int) -> int:
-    """Samples on either side that a sample is made of."""
+    """Return how many samples on either side contribute to one."""
     return math.ceil(_LOBES * rate / (min(rate, wanted) * _ROLLOFF))
 
 
 def _evaluated(wave: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """sum over i of wave[i] * scale * sinc(t) * cos(pi t / 12)^2, t = (i - p) * scale, at p = n * rate / wanted; |t| is
-    at most 6, scale the lower rate's share of the higher, times the roll-off. (torchaudio.functional.resample with
-    `sinc_interp_hann`.)"""
+    """Return the sum over i of wave[i] * scale * sinc(t) * cos(pi t / 12)^2, t = (i - p) * scale, at p = n * rate /
+    wanted.
+
+    |t| is at most 6; scale is min(rate, wanted) / rate times the roll-off. It is torchaudio.functional.resample with
+    `sinc_interp_hann`.
+    """
     radius, scale = _radius(rate, wanted), min(rate, wanted) * _ROLLOFF / rate
     taps = np.arange(-radius, radius + 2)
     padded = np.pad(wave, (radius, radius + 2))

@@ -1,9 +1,8 @@
-"""Audio files: length and rate from their headers, and their samples. soundfile reads them, and PyAV (the extra
-`video`) those whose header does not give their length.
+"""Audio files: length and rate from their headers, and their samples, by soundfile or PyAV (the extra `video`).
 
-The length of an MP3 file is in a Xing or Info header, which only some encoders write. Without it libsndfile estimates
-the length from the first frame, which is wrong for a variable bit rate. Of files joined into one it reads the first.
-The length of a FLAC file is 0 if its encoder wrote into a pipe. Such files are decoded to the end.
+PyAV decodes files to the end whose header does not give their length. An MP3 file has its length in a Xing or Info
+header, which only some encoders write. Without it, libsndfile estimates from the first frame: wrong for variable bit
+rates and for joined files. A FLAC file has length 0 if its encoder wrote into a pipe.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from data.errors import DecodeError, MissingLibrary
 from data.media.options import BOUNDS, Bounds
 
 _BLOCK = 1 << 20  # samples of each channel that are decoded at once
-_UNKNOWN_FLAC = 1 << 62  # libsndfile gives more as the length of a FLAC file that has none
-_UNKNOWN_SIZE = 0x7FFFF000  # programs that write into a pipe put this or more as the size of the samples
+_UNKNOWN_FLAC = 1 << 62  # libsndfile reports more for a FLAC file without a length
+_UNKNOWN_SIZE = 0x7FFFF000  # programs that write into a pipe state at least this size
 _SHORTER = re.compile(r"^\s*(?:data|SSND|Data Size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CAF_SAMPLES = re.compile(r"^data : (\d+)", re.MULTILINE)
 _UNKNOWN_CAF = 1 << 63
 _SHORTER_RF64 = "does not match value from 'ds64' chunk"
-"""What libsndfile 1.2 logs of files with fewer samples than their header says, which it reads as shorter ones."""
+"""Patterns in libsndfile 1.2's log for files with fewer samples than their header says; it reads them as shorter."""
 _UNSUPPORTED = {"SDS": (), "XI": (), "AIFF": ("DWVW_12", "DWVW_16", "DWVW_24")}
-"""Formats and subtypes (all if none is named) for which libsndfile 1.2 gives other numbers than were written (SDS), a
-rate that it makes up (XI), or nothing from memory (DWVW)."""
+"""Formats and subtypes (none: all) that libsndfile 1.2 reads incorrectly. It gives wrong numbers (SDS), an invented
+rate (XI), or nothing from memory (DWVW)."""
 _MP3_TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
-"""Beginnings of tags, which may follow or separate the frames of an MP3 file."""
-_MP3_SIDE_INFO = 64  # bytes of the first frame in which its Xing or Info header begins
+"""Starts of tags, which may follow or separate the frames of an MP3 file."""
+_MP3_SIDE_INFO = 64  # bytes of the first frame in which its Xing or Info header starts
 
 
 class AudioFile(io.BytesIO):
-    """Bytes for soundfile 0.14, which prints a traceback where a damaged header makes it seek to before the start.
-    Here such a seek does nothing, and libsndfile reports the damage."""
+    """Bytes for soundfile 0.14, which prints a traceback if a damaged header makes it seek to before the start. Here
+    such a seek does nothing, and libsndfile reports the damage."""
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         try:
@@ -47,12 +46,8 @@ class AudioFile(io.BytesIO):
 
 
 def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
-    """Return (samples per channel, samples per second) of an audio file; None if it is damaged or cut off. Never
-    raises for damaged bytes.
-
-    Raises:
-        MissingLibrary: its header does not give its length, and PyAV is not installed.
-    """
+    """Return (samples per channel, samples per second) of an audio file; None if it is damaged or truncated. Raises
+    MissingLibrary: its header does not give its length, and PyAV is not installed."""
     import soundfile
 
     lengths, rates = [0], set()
@@ -77,7 +72,7 @@ def mono_blocks(raw: bytes, bounds: Bounds = BOUNDS) -> Iterator[tuple[np.ndarra
     """Yield (float32 [samples], samples per second) of an audio file block by block: the mean of its channels.
 
     Raises:
-        DecodeError: it is cut off, damaged, unsupported, or above its bounds. soundfile raises errors of its own too.
+        DecodeError: it is truncated, damaged, unsupported, or above its bounds. soundfile raises errors of its own too.
         MissingLibrary: its header does not give its length, and PyAV is not installed.
     """
     import soundfile
@@ -92,7 +87,7 @@ def mono_blocks(raw: bytes, bounds: Bounds = BOUNDS) -> Iterator[tuple[np.ndarra
             if fault := bounds.of_clip(file.frames, file.samplerate) or _unsupported(file.format, file.subtype):
                 raise DecodeError(fault)
             frames = 0
-            # Not integers: libsndfile gives a file of floats in [-1, 1] as zeros and ones then.
+            # Not integers: libsndfile would read floats in [-1, 1] as zeros and ones.
             while len(block := file.read(min(_BLOCK, file.frames), dtype="float32", always_2d=True)):
                 frames += len(block)
                 yield block.mean(axis=1), file.samplerate
@@ -108,12 +103,12 @@ def _unsupported(form: str, subtype: str) -> str | None:
 
 
 def _is_cut_off(file: Any, raw: bytes) -> bool:
-    """True if the end of a WAV, AIFF, AU, CAF, W64 or OGG file is missing. A missing end of a FLAC or MP3 file is an
-    error when it is decoded."""
+    """True if the end of a WAV, AIFF, AU, CAF, W64 or OGG file is missing. For FLAC and MP3 files, decoding raises an
+    error."""
     if file.format == "OGG":
         return any(end > len(raw) for _, end, _ in _ogg_pages(raw))
     log = file.extra_info
-    if match := _CAF_SAMPLES.search(log) if file.format == "CAF" else None:  # not reported if some bytes are missing
+    if match := _CAF_SAMPLES.search(log) if file.format == "CAF" else None:  # the log may not report it
         size = int(match[1])
         at = raw.find(b"data" + size.to_bytes(8, "big"))
         return at >= 0 and size < _UNKNOWN_CAF and at + 12 + size > len(raw)
@@ -122,18 +117,16 @@ def _is_cut_off(file: Any, raw: bytes) -> bool:
 
 
 def _chained_parts(raw: bytes) -> list[bytes]:
-    """Return the files that a chained OGG file consists of, of which libsndfile reads the first; other files as they
-    are."""
+    """Split a chained OGG file, of which libsndfile reads only the first part. Other files are returned unchanged."""
     starts, pages = [0], [*_ogg_pages(raw)]
     for (_, _, was_first), (start, _, is_first) in pairwise(pages):
-        if is_first and not was_first:  # parallel streams begin together
+        if is_first and not was_first:  # parallel streams start together
             starts.append(start)
     return [raw[start:end] for start, end in pairwise([*starts, len(raw)])] if len(starts) > 1 else [raw]
 
 
 def _ogg_pages(raw: bytes) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, end, whether a stream begins with it) of the pages of an OGG file. The end of the last may be
-    behind that of the file."""
+    """Yield (start, end, True if a stream starts there) of each page. The last page may end after the file."""
     start = 0
     while raw[start : start + 4] == b"OggS":
         segments = raw[start + 26] if len(raw) > start + 26 else 0
@@ -143,14 +136,14 @@ def _ogg_pages(raw: bytes) -> Iterator[tuple[int, int, bool]]:
 
 
 def _container_to_decode(file: Any, raw: bytes) -> str:
-    """Return the container of a file whose header does not give its length; empty if it does."""
+    """Return the container of a file whose header does not give its length, else ""."""
     if file.format == "MP3":
         return "" if _is_mp3_length_known(raw) else "mp3"
     return "flac" if file.format == "FLAC" and file.frames >= _UNKNOWN_FLAC else ""
 
 
 def _is_mp3_length_known(raw: bytes) -> bool:
-    """True if the Xing or Info header of an MP3 file gives the length of all that is in the file."""
+    """True if the Xing or Info header of an MP3 file gives the length of the whole file."""
     start = 0
     if raw[:3] == b"ID3":
         start = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(raw[6:10], (21, 14, 7, 0), strict=False))
@@ -164,7 +157,7 @@ def _is_mp3_length_known(raw: bytes) -> bool:
 
 
 def _decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, int]]:
-    """`mono_blocks` by PyAV."""
+    """Yield `mono_blocks` from PyAV."""
     try:
         import av
     except ImportError as error:
@@ -182,12 +175,12 @@ def _decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, in
                     damage = damage or DecodeError(f"a frame of {container} is damaged ({error.strerror})")
                 continue
             for frame in frames:
-                if damage:  # behind the last frame of an MP3 file it is no audio
+                if damage:  # after the last frame of an MP3 file it is no audio
                     raise damage
                 samples = frame.to_ndarray()
                 if not frame.format.is_planar:
                     samples = samples.reshape(-1, frame.layout.nb_channels).T
-                if samples.dtype.kind == "i":  # all bits of its width are used
+                if samples.dtype.kind == "i":  # full range of its width
                     samples = samples * np.float32(0.5 ** (8 * samples.itemsize - 1))
                 yield samples.mean(axis=0, dtype=np.float32), frame.sample_rate
     if damage and container != "mp3":

@@ -1,11 +1,9 @@
-"""Files of images, videos and audio as tensors: images as uint8 [3, H, W], audio as float32 [samples].
+"""Decode images (uint8 [3, H, W]), videos and audio (float32 [samples]) to tensors.
 
-Images stay uint8 where the preprocessing of the encoder rounds them (`Resize.rounded`): a quarter of the bytes of
-float32 on their way to the device, which normalises them. The orientation in `data.media.headers` is applied here and
-not by the decoders, so that sizes agree with the index for every format.
-
-torchvision decodes JPEG, PNG and most WebP, and Pillow the rest. torchvision itself is not imported, since that imports
-its models and datasets: its decoder is a library with operators of torch, and its resize is that of torch.
+Images stay uint8 if the encoder's preprocessing rounds them (`Resize.rounded`), a quarter of the bytes of float32. The
+orientation in `data.media.headers` is applied here, so sizes agree with the index for every format. torchvision decodes
+JPEG, PNG and most WebP, and Pillow the rest. Only torchvision's operator library is loaded: importing it would import
+its models and datasets.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def decode_frames(
     canvas: tuple[int, int] | None = None,
     bounds: Bounds = BOUNDS,
 ) -> list[torch.Tensor]:
-    """Return `count` frames of a video (`decode_video`), each as `decode_media` returns an image."""
+    """Return `count` frames of a video (`decode_video`), each as an image of `decode_media`."""
     frames = decode_video(raw, count, bounds)
     if canvas is not None:
         return [_in_tiles(image, canvas, resize, bounds) for image in frames]
@@ -55,8 +53,10 @@ def decode_media(
     bounds: Bounds = BOUNDS,
     background: Colour | None = WHITE,
 ) -> torch.Tensor:
-    """Return an image as uint8 [3, height, width] (float32 if `resize.rounded` is False), or audio as float32
-    [samples], of `Media.size`; an image with a `canvas` (`Media.canvas`) as tiles, [tiles, 3, side, side].
+    """Return an image or audio item of `Media.size`.
+
+    Images are uint8 [3, height, width], or float32 if `resize.rounded` is False. With a `canvas` (`Media.canvas`) they
+    are tiles, [tiles, 3, side, side]. Audio is float32 [samples].
 
     Args:
         background: see `decode_image_file`.
@@ -88,13 +88,13 @@ def decode_image_file(raw: bytes, bounds: Bounds = BOUNDS, background: Colour | 
         raise DecodeError(above)
     try:
         if _is_for_torchvision(raw, header.format, background):
-            # bytearray: torch wants memory that it may write to.
+            # torch requires writable memory
             image = decode_with_torchvision(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         elif header.format == "HEIC":
             image = _decode_heic(raw, background)
         else:
             image = _decode_with_pillow(raw, background)
-    except Exception as error:  # RuntimeError from torchvision, many types from Pillow; all mean the bytes are damaged
+    except Exception as error:  # torchvision and Pillow raise many types for damaged bytes
         raise DecodeError(f"cannot decode {len(raw)} bytes of {header.format}: {reason_of(error)}") from error
     if image.dtype != torch.uint8:  # 16-bit PNG
         image = (image.to(torch.int32) >> 8).to(torch.uint8)
@@ -112,8 +112,7 @@ def decode_resized(
     bounds: Bounds = BOUNDS,
     background: Colour | None = WHITE,
 ) -> torch.Tensor:
-    """Return `decode_image_file` resized to uint8 [3, height, width] at any aspect ratio, or the centre of the resized
-    image."""
+    """Return `decode_image_file` resized to uint8 [3, height, width], stretched or cropped at the centre."""
     return _fitted(decode_image_file(raw, bounds, background), height, width, resize, bounds)
 
 
@@ -132,9 +131,8 @@ def decode_tiles(
 ) -> torch.Tensor:
     """Return `decode_image_file` in tiles, uint8 [tiles, 3, side, side].
 
-    The first is all of the image, stretched. The others are those of a black canvas, row by row, with the image in its
-    centre, resized to fit into it. With a canvas of no size there is one tile, of the image padded to a square with
-    `resize.background`.
+    The first tile is the whole image, stretched. The others cut a black canvas row by row; the image is resized to fit
+    into its centre. An empty canvas gives one tile: the image padded to a square with `resize.background`.
     """
     return _in_tiles(decode_image_file(raw, bounds, background), canvas, resize, bounds)
 
@@ -158,14 +156,14 @@ def _in_tiles(image: torch.Tensor, canvas: tuple[int, int], resize: Resize, boun
 
 
 def _resized(image: torch.Tensor, size: list[int], resize: Resize) -> torch.Tensor:
-    """Return an image [3, H, W] stretched to `size`, (height, width)."""
+    """Stretch an image [3, H, W] to `size`, (height, width)."""
     if list(image.shape[1:]) == size:
         return image if resize.rounded else image.float()
     return resize_image(image, size[0], size[1], resize.interpolation, resize.rounded)
 
 
 def _centred(image: torch.Tensor, size: Sequence[int], colour: tuple[int, int, int]) -> torch.Tensor:
-    """Return an image [3, H, W] in the centre of one of `size`; of an odd border the larger part is right or below."""
+    """Centre an image [3, H, W] on a canvas of `size`; an odd border is larger at the right or bottom."""
     top, left = ((outer - inner) // 2 for outer, inner in zip(size, image.shape[1:], strict=True))
     canvas = torch.tensor(colour, dtype=image.dtype)[:, None, None].repeat(1, *size)
     canvas[:, top : top + image.shape[1], left : left + image.shape[2]] = image
@@ -173,7 +171,7 @@ def _centred(image: torch.Tensor, size: Sequence[int], colour: tuple[int, int, i
 
 
 def _is_for_torchvision(raw: bytes, kind: str, background: Colour | None) -> bool:
-    """True if torchvision decodes it, which ignores transparency and cannot read animated WebP."""
+    """True if torchvision can decode it; it ignores transparency and cannot read animated WebP."""
     if kind == "JPEG":
         return True
     if kind == "WEBP" and raw[12:16] == b"VP8X" and raw[20] & 0x02:
@@ -184,11 +182,11 @@ def _is_for_torchvision(raw: bytes, kind: str, background: Colour | None) -> boo
 def _may_be_transparent(raw: bytes, kind: str) -> bool:
     """True if a PNG or WebP file may have transparent pixels, by its header."""
     if kind == "PNG":
-        # Grey or colour with alpha; or a transparent colour, in a chunk in front of the pixels.
+        # An alpha channel, or a transparent colour in a chunk before the pixels.
         return raw[25:26] in (b"\4", b"\6") or b"tRNS" in raw[: max(raw.find(b"IDAT"), 0)]
     if raw[12:16] == b"VP8X":
         return bool(raw[20] & 0x10)
-    # Lossless: after a byte, width and height in 14 bits each, and whether alpha is used.
+    # Lossless: one byte, width and height with 14 bits each, and the alpha bit.
     return raw[12:16] == b"VP8L" and bool(int.from_bytes(raw[21:25], "little") >> 28 & 1)
 
 
@@ -197,7 +195,7 @@ def _decode_with_pillow(raw: bytes, background: Colour | None) -> torch.Tensor:
         if image.mode in ("I", "F"):
             raise DecodeError(f"pixels of the type {image.mode!r} have no known range: write them with 8 or 16 bits")
         if image.mode.startswith("I;16"):
-            # Pillow's own conversion to RGB cuts values above 255 off.
+            # Pillow's conversion to RGB would clip values above 255.
             grey = np.array(image).astype(np.int64)
             shades = ((grey + 128) // 257).astype(np.uint8)
             return torch.from_numpy(shades).expand(3, -1, -1)
@@ -209,7 +207,7 @@ def _decode_heic(raw: bytes, background: Colour | None) -> torch.Tensor:
 
 
 def _flat(image: Any, background: Colour | None) -> torch.Tensor:
-    """Return an image of Pillow as uint8 [3, H, W]."""
+    """Return a Pillow image as uint8 [3, H, W]."""
     if background is not None and image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, (*background, 255)), layer)
@@ -225,12 +223,8 @@ def _upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
 
 
 def decode_with_torchvision(raw: torch.Tensor) -> torch.Tensor:
-    """Decode a JPEG, PNG, GIF or WebP file, uint8 [bytes], to uint8 [3, H, W] (uint16 if it has 16 bits), without its
-    orientation.
-
-    Raises:
-        RuntimeError: it is damaged.
-    """
+    """Decode a JPEG, PNG, GIF or WebP file, uint8 [bytes], to uint8 [3, H, W] (uint16 if it has 16 bits). It ignores
+    orientation. Raises RuntimeError for damaged bytes."""
     return torch.ops.image.decode_image(raw, _RGB, False)
 
 
@@ -245,7 +239,7 @@ def resize_image(
     """
     batch = image[None]
     if batch.is_contiguous(memory_format=torch.channels_last):
-        # With the stride of a batch that torch expects: otherwise it gives the result another layout.
+        # With the batch stride that torch expects; otherwise it changes the result's layout.
         batch = batch.as_strided(batch.shape, (batch.numel(), *batch.stride()[1:]))
     if not rounded:
         batch, size = batch.float(), [height, width]

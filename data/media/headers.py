@@ -1,8 +1,7 @@
-"""Size, orientation and length of images, videos and audio files, read from their headers without decoding them.
+"""Read size, orientation and length of images, videos and audio files from their headers, without decoding.
 
-Libraries do the reading: Pillow (opened lazily), PyAV (the extra `video`), pillow-heif (the extra `heic`) and
-soundfile (`data.media.audio_files`). The index and the decoders use the same functions, so that the size in an index
-is the size that a decoder gives.
+Pillow, PyAV (the extra `video`), pillow-heif (the extra `heic`) and soundfile (`data.media.audio_files`) do the work.
+The index and the decoders use the same functions, so their sizes agree.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from data.media.options import BOUNDS
 ReadAt = Callable[[int, int], bytes]
 """(offset, number of bytes) -> these bytes of a file, fewer at its end."""
 
-warnings.filterwarnings("ignore", module="PIL")  # of damaged metadata, which only makes an image upright as it is
+warnings.filterwarnings("ignore", module="PIL")  # damaged metadata only affects the orientation
 
 _ORIENTATION = 0x0112  # tag of EXIF and TIFF
 _HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1"}
 _AVIF = {b"avif", b"avis"}
 _PNG_HEAD = 33  # bytes of the signature and the first chunk
-_PNG_TAIL = 1 << 16  # bytes at the end of a PNG file in which metadata behind its pixels is looked for
+_PNG_TAIL = 1 << 16  # bytes at the end of a PNG file that are searched for metadata after its pixels
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 _PNG_EXIF_TEXT = "Raw profile type exif"
 _MOVIE_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")  # the first of an MP4 or MOV file
@@ -56,27 +55,28 @@ class ImageHeader(NamedTuple):
     height: int
     width: int
     orientation: int
-    """Of EXIF or XMP, from 1 (upright) to 8; 1 for TIFF and HEIC, whose decoders apply it."""
+    """From EXIF or XMP, from 1 (upright) to 8; 1 for TIFF and HEIC, whose decoders apply it."""
 
 
 class VideoHeader(NamedTuple):
     """Header of a video. `height` and `width` are in pixels after `turns`."""
 
     container: str
-    """`mov` (also MP4) or `matroska` (also WebM), as libavformat calls its readers."""
+    """`mov` (also MP4) or `matroska` (also WebM), libavformat's names."""
     height: int
     width: int
     milliseconds: int
-    """Its length; at least 1."""
+    """Length; at least 1."""
     turns: int
     """Quarter turns clockwise that make it upright."""
     frames: int
-    """Frames or packets of its longest stream; 0 if the header does not give them."""
+    """Frames or packets of its longest stream; 0 if unknown."""
 
 
 def parse_extent(kind: str, read: ReadAt, size: int) -> tuple[int, int] | None:
-    """Return (height, width) of an image or video of `size` bytes, or (samples per channel, samples per second) of an
-    audio file; None without a readable header.
+    """Return the extent of a file of `size` bytes; None without a readable header.
+
+    It is (height, width) of an image or video, (samples per channel, samples per second) of audio.
 
     Raises:
         MissingLibrary: the extra that reads this type of file is not installed.
@@ -88,50 +88,43 @@ def parse_extent(kind: str, read: ReadAt, size: int) -> tuple[int, int] | None:
 
 
 def parse_extent_bytes(kind: str, raw: bytes) -> tuple[int, int] | None:
-    """`parse_extent` of a file in memory."""
+    """Return `parse_extent` of a file in memory."""
     return parse_extent(kind, _reader_of(raw), len(raw))
 
 
 def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
-    """Return the header of an image of `size` bytes; None if it has no readable one. Never raises for damaged bytes.
-
-    Raises:
-        MissingLibrary: it is HEIC, and pillow-heif is not installed.
-    """
+    """Return the header of an image of `size` bytes; None if it is unreadable. Never raises for damaged bytes. Raises
+    MissingLibrary: it is HEIC, and pillow-heif is not installed."""
     file = io.BufferedReader(_MemberFile(read, size), 4096)
     head = file.peek(256)[:256]
     if head[4:8] == b"ftyp" and is_heic(head):
         return _parse_heic(read(0, size), read, size)
     try:
         return _parse_with_pillow(file, head, read, size)
-    except Exception:  # Pillow raises many types for damaged bytes; each means that there is no usable header
+    except Exception:  # Pillow raises many types for damaged bytes
         return None
 
 
 def parse_header_bytes(raw: bytes) -> ImageHeader | None:
-    """`parse_header` of a file in memory."""
+    """Return `parse_header` of a file in memory."""
     return parse_header(_reader_of(raw), len(raw))
 
 
 def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
-    """Return the header of an MP4, MOV, WebM or Matroska video; None if it has no readable one, if it does not give
-    the length of the video, or if the end of the file is missing. Never raises for damaged bytes.
-
-    Raises:
-        MissingLibrary: PyAV is not installed.
-    """
+    """Return the header of an MP4, MOV, WebM or Matroska video. None if it is unreadable, does not give the length, or
+    the file is truncated. Never raises for damaged bytes. Raises MissingLibrary: PyAV is not installed."""
     magic = read(0, 8)
     container = "matroska" if magic.startswith(_EBML) else "mov" if magic[4:] in _MOVIE_BOXES else ""
     if not container or not (_segment_is_complete if container == "matroska" else _boxes_are_complete)(read, size):
         return None
     av = import_av()
     try:
-        # The container is given: what libavformat takes a file for by itself may be a list of other files to open.
-        # It would decode the first frames of some codecs, which takes three times as long.
+        # Set the container: by itself, libavformat may take a file for a list of other files to open. Skip frames: it
+        # would decode the first ones of some codecs, which takes three times as long.
         options = {"max_pixels": str(BOUNDS.pixels), "skip_frame": "all"}
         with av.open(_MemberFile(read, size), format=container, options=options, io_open=open_no_other_file) as file:
             stream = file.streams.video[0]
-            # Of an MP4 file its video's own length, and that of the longest stream of a Matroska file.
+            # MP4: the stream's length. Matroska: that of the longest stream.
             length = stream.duration * stream.time_base * 1000 if stream.duration else (file.duration or 0) / 1000
             matrix = struct.unpack("9i", stream.codec_context.coded_side_data.get("display_matrix", _UPRIGHT))
             a, b, u, c, d, v = matrix[:6]
@@ -140,7 +133,7 @@ def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
             turns = _TURNS[a >> 16, b >> 16, c >> 16, d >> 16]
             height, width = (stream.height, stream.width) if turns % 2 == 0 else (stream.width, stream.height)
             frames = max(other.frames for other in file.streams)
-    except Exception:  # av.FFmpegError, and what else there may be: the bytes are damaged
+    except Exception:  # av.FFmpegError and others: the bytes are damaged
         return None
     if not (height > 0 and width > 0 and 0 < int(length) < 1 << 31):
         return None
@@ -148,7 +141,7 @@ def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
 
 
 def parse_video_header_bytes(raw: bytes) -> VideoHeader | None:
-    """`parse_video_header` of a file in memory."""
+    """Return `parse_video_header` of a file in memory."""
     return parse_video_header(_reader_of(raw), len(raw))
 
 
@@ -173,7 +166,7 @@ def import_heif() -> Any:
 
 
 def open_no_other_file(url: str, flags: int, options: Any) -> Any:
-    """The `io_open` of PyAV: a media file that refers to another file is damaged."""
+    """Raise DecodeError, as PyAV's `io_open`: media files must not refer to other files."""
     raise DecodeError("it refers to another file")
 
 
@@ -198,7 +191,7 @@ _UPRIGHT = struct.pack("9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
 
 
 def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> ImageHeader | None:
-    # Not Image.open, which raises for large images: data.bounds says which are too large.
+    # Image.open would raise for large images; data.bounds sets the limit instead.
     name, opened = next(
         ((name, opened) for name, magic, opened in _FORMATS if head.startswith(magic)),
         ("AVIF", _AVIF_FILE),
@@ -211,7 +204,7 @@ def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> 
         if name == "PNG" and not ({"exif", "xmp", _PNG_EXIF_TEXT} & image.info.keys()):
             orientation = _png_orientation(read, size)
         if name == "TIFF":
-            # Its decoder makes it upright, and `size` is swapped already unless XMP alone gives the orientation.
+            # Its decoder makes it upright. `size` is swapped already unless only XMP gives the orientation.
             if orientation >= 5 and _ORIENTATION not in image.tag_v2:
                 height, width = width, height
             orientation = 1
@@ -223,15 +216,15 @@ def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> 
 def _orientation(image: Any) -> int:
     """Return the orientation in EXIF, or in XMP if EXIF has none; 1 if neither has a valid one."""
     try:
-        # Not the method of PNG images, which decodes the image.
+        # The method of PNG images would decode the image.
         value = Image.Image.getexif(image).get(_ORIENTATION, 1)
-    except Exception:  # of many types: its metadata is damaged, and the image may be whole
+    except Exception:  # metadata may be damaged while the image is not
         return 1
     return value if value in range(1, 9) else 1
 
 
 def _png_orientation(read: ReadAt, size: int) -> int:
-    """Return the orientation in metadata behind the pixels of a PNG file, where programs that change it put it."""
+    """Return the orientation in metadata after the pixels of a PNG file, where editing programs put it."""
     start = max(size - _PNG_TAIL, _PNG_HEAD)
     tail = read(start, max(size - start, 0))
     chunks = []
@@ -247,7 +240,6 @@ def _png_orientation(read: ReadAt, size: int) -> int:
 
 
 def _offsets(raw: bytes, name: bytes) -> Iterator[int]:
-    """Yield where a name is in bytes."""
     at = raw.find(name)
     while at >= 0:
         yield at
@@ -266,7 +258,7 @@ def _parse_heic(raw: bytes, read: ReadAt, size: int) -> ImageHeader | None:
 
 
 def _boxes_are_complete(read: ReadAt, size: int) -> bool:
-    """True if the boxes of an ISO media file (ISO/IEC 14496-12) end where the file ends."""
+    """True if the boxes of an ISO media file (ISO/IEC 14496-12) end at the end of the file."""
     at = 0
     for _ in range(_MOST_BOXES):
         head = read(at, 16)
@@ -282,8 +274,8 @@ def _boxes_are_complete(read: ReadAt, size: int) -> bool:
 
 
 def _segment_is_complete(read: ReadAt, size: int) -> bool:
-    """True if the segment of a Matroska file (RFC 9559) says where it ends, and the file is not shorter."""
-    at = end = 4  # behind the name of the first element
+    """True if a Matroska file (RFC 9559) has a segment of known size and is not shorter."""
+    at = end = 4  # after the name of the first element
     for _ in range(2):
         head = read(end, 8)
         width = 9 - head[0].bit_length() if head else 9
@@ -300,7 +292,7 @@ def _reader_of(raw: bytes) -> ReadAt:
 
 
 class _MemberFile(io.RawIOBase):
-    """A member of a shard as a file."""
+    """A shard's member as a file."""
 
     def __init__(self, read: ReadAt, size: int) -> None:
         self._read, self._size, self._at = read, size, 0

@@ -1,6 +1,7 @@
-"""Options of media: their size limits, how images are resized, and the colour behind transparent pixels.
+"""Options of media: size limits, resizing, and the colour behind transparent pixels.
 
-A header can claim any size: 65,535 x 65,535 pixels are some hundred bytes of JPEG and 13 GB decoded.
+Limits are necessary because a header can claim any size: 65,535 x 65,535 pixels are some hundred bytes of JPEG and
+13 GB decoded.
 """
 
 from __future__ import annotations
@@ -40,47 +41,47 @@ class Bounds:
     """Images and audio files of a sample; a video counts as the frames that are read of it."""
 
     def of_image(self, height: int, width: int) -> str | None:
-        """Return what exceeds a bound in an image; None if nothing does."""
+        """Return the exceeded bound of an image, as text; None if there is none."""
         pixels = height * width
         return None if pixels <= self.pixels else self._above(f"{height} x {width} pixels are", pixels, "pixels")
 
     def of_resized(self, height: int, width: int) -> str | None:
-        """Return what exceeds a bound in an image that is resized or padded; None if nothing does."""
+        """Return the exceeded bound of a resized or padded image; None if there is none."""
         pixels = height * width
         if pixels <= self.pixels:
             return None
         return self._above(f"read as a part of {height} x {width} pixels, these are", pixels, "pixels")
 
     def of_clip(self, frames: int, rate: int) -> str | None:
-        """Return what exceeds a bound in audio with `frames` samples per channel; None if nothing does."""
+        """Return the exceeded bound of audio with `frames` samples per channel; None if there is none."""
         return self._above("its rate in Hz is", rate, "sample_rate") or self._above(
             "its length in seconds is", frames / rate, "seconds"
         )
 
     def of_video(self, size: int, milliseconds: int) -> str | None:
-        """Return what exceeds a bound in the header of a video of `size` bytes; None if nothing does."""
+        """Return the exceeded bound of a video of `size` bytes; None if there is none."""
         return self._above("its bytes are", size, "video_bytes") or self._above(
             "its length in seconds is", milliseconds / 1000, "seconds"
         )
 
     def of_frames(self, number: int) -> str | None:
-        """Return what exceeds a bound in a video with this number of frames; None if nothing does."""
+        """Return the exceeded bound of a video with `number` frames; None if there is none."""
         return self._above("its images are", number, "video_frames")
 
     def of_video_pixels(self, number: int) -> str | None:
-        """Return what exceeds a bound in this number of pixels decoded from a video; None if nothing does."""
+        """Return the exceeded bound of `number` pixels decoded from a video; None if there is none."""
         return self._above("to read it, pixels are decoded:", number, "video_pixels")
 
     def of_record(self, size: int) -> str | None:
-        """Return what exceeds a bound in a record of `size` bytes; None if nothing does."""
+        """Return the exceeded bound of a record of `size` bytes; None if there is none."""
         return self._above("its bytes are", size, "record_bytes")
 
     def of_turns(self, number: int) -> str | None:
-        """Return what exceeds a bound in a conversation of this number of turns; None if nothing does."""
+        """Return the exceeded bound of a conversation with `number` turns; None if there is none."""
         return self._above("its turns are", number, "turns")
 
     def of_placeholders(self, number: int) -> str | None:
-        """Return what exceeds a bound in this number of images and audio files; None if nothing does."""
+        """Return the exceeded bound of `number` images and audio items; None if there is none."""
         return self._above("its images and clips are", number, "placeholders")
 
     def _above(self, what: str, value: float, name: str) -> str | None:
@@ -90,23 +91,22 @@ class Bounds:
 
 
 BOUNDS = Bounds()
-"""The defaults."""
 
 
 @dataclass(frozen=True)
 class Resize:
-    """How an image becomes one of `Media.size`."""
+    """How to resize an image to `Media.size`."""
 
     interpolation: str = "bicubic"
     """`bicubic` or `bilinear`, both with antialiasing."""
     shortest_edge: int = 0
     """Pixels of the shorter side before the centre is cropped; 0: no crop, both sides are resized to `Media.size`."""
     tile: int = 0
-    """Side in pixels of the tiles that it is cut into; 0: no tiles."""
+    """Side of a tile in pixels; 0: no tiles."""
     background: tuple[int, int, int] = (0, 0, 0)
-    """Red, green and blue of the padding that makes an image square, if it is not cut into tiles and others are."""
+    """RGB of the padding to a square, for images that are not cut into tiles although others are."""
     rounded: bool = True
-    """True if resized pixels are rounded to whole numbers (uint8); else they are float32, from 0 to 255."""
+    """True to round pixels to uint8; else float32 from 0 to 255."""
 
     def whole(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) of an image before its centre is cropped."""
@@ -114,8 +114,8 @@ class Resize:
         return self.shortest_edge * height // shortest, self.shortest_edge * width // shortest
 
     def largest(self, height: int, width: int, cut: bool = True) -> tuple[int, int]:
-        """Return the largest (height, width) of an image while it is resized: before its centre is cropped, or padded
-        to a square if it is not `cut` into tiles."""
+        """Return the largest (height, width) of an image during resizing: before cropping, or padded to a square if
+        not `cut`."""
         if self.tile and not cut:
             return max(height, width), max(height, width)
         return self.whole(height, width) if self.shortest_edge else (height, width)
@@ -126,22 +126,19 @@ STRETCHED = Resize()
 
 
 READING = 3
-"""Version of the decoders: changes when the same file gives other pixels or audio samples than before."""
+"""Version of the decoders. Raise it if a file gives different pixels or audio samples."""
 
 Colour = tuple[int, int, int]
 
 WHITE: Colour = (255, 255, 255)
-"""Red, green and blue of the default background."""
+"""RGB of the default background."""
 
 _NAMED: dict[str, Colour | None] = {"white": WHITE, "black": (0, 0, 0), "grey": (128, 128, 128), "none": None}
 
 
 def colour_of(text: str) -> Colour | None:
-    """Return the colour of `data.background`; None for "none", which ignores transparency.
-
-    Raises:
-        DataError: the text is no colour. The message does not name the key.
-    """
+    """Return the colour of `data.background`; None for "none", which ignores transparency. Raises DataError: the text
+    is no colour. The message does not name the key."""
     if text in _NAMED:
         return _NAMED[text]
     if not re.fullmatch(r"#[0-9a-fA-F]{6}", text):

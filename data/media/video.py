@@ -1,7 +1,6 @@
-"""Frames of videos (MP4, MOV, WebM and Matroska), decoded by PyAV (the extra `video`).
+"""Decode frames of videos (MP4, MOV, WebM and Matroska) with PyAV (the extra `video`).
 
-libavformat is told the container: what it takes a file for by itself may be a list of other files, or addresses, to
-open.
+The container is given to libavformat: by itself it may take a file for a list of other files, or URLs, to open.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ class _Packets(NamedTuple):
     """Times in the packets of a stream, in its units unless stated."""
 
     shown: list[int]
-    """When frames are shown, ascending."""
+    """Presentation times of frames, ascending."""
     keys: list[tuple[int, int]]
-    """(when it is shown, when it is decoded) of every key frame, ascending."""
+    """(presentation time, decoding time) of every key frame, ascending."""
     end: Fraction
     """Seconds from the first frame to the end of the last."""
     longest: Fraction
-    """Seconds that the longest frame is shown."""
+    """Longest duration of a frame in seconds."""
 
 
 def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[torch.Tensor]:
-    """Yield the frames that are shown in the middle of `count` equal parts of a video, uint8 [3, H, W], RGB, upright,
-    in their order. A frame that is shown longer comes several times.
+    """Yield the frames at the middle of `count` equal parts of a video, uint8 [3, H, W], RGB, upright, in order.
+
+    A long frame may repeat.
 
     Raises:
         DecodeError: it is damaged, above its bounds, or of another length or size than its header says.
@@ -58,12 +58,12 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
         decoder = _Decoder(av, raw, header, packets.keys, bounds)
         for at in range(count):
             middle = Fraction((2 * at + 1) * header.milliseconds, 2000 * count)
-            # The last that has begun by then.
+            # the last frame that has started by then
             place = bisect_right(packets.shown, packets.shown[0] + middle / unit) - 1
             yield _upright(decoder.frame_at(packets.shown[place]), header)
     except DecodeError:
         raise
-    except Exception as error:  # av.FFmpegError, and what else there may be: the bytes are damaged
+    except Exception as error:  # av.FFmpegError and others: the bytes are damaged
         raise DecodeError(f"cannot decode {len(raw)} bytes of video: {reason_of(error)}") from error
     finally:
         if decoder is not None:
@@ -71,18 +71,18 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
 
 
 def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
-    # libavformat decodes the first frames to look at them, whatever their size.
+    # Limited, because libavformat decodes the first frames at any size.
     largest = {"max_pixels": str(header.height * header.width + _CODED_MORE)}
     file = av.open(io.BytesIO(raw), format=header.container, options=largest, io_open=open_no_other_file)
     context = file.streams.video[0].codec_context
-    context.thread_count = 1  # several samples are decoded at once
-    context.options = {"err_detect": "explode"} | largest  # what is damaged would be made up from other images
+    context.thread_count = 1  # samples are decoded in parallel already
+    context.options = {"err_detect": "explode"} | largest  # raise an error instead of concealing damage
     return file
 
 
 def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:
     stream = file.streams.video[0]
-    # A file of Matroska is as long as the longest of its tracks.
+    # A Matroska file is as long as its longest track.
     taken = [stream] if header.container == "mov" else [*file.streams.video, *file.streams.audio]
     shown, keys, ends, longest, number = [], [], [Fraction(0)], Fraction(0), 0
     for packet in file.demux(taken):
@@ -97,7 +97,7 @@ def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:
         longest = max(longest, (packet.duration or 0) * packet.time_base)
         shown.append(packet.pts)
         if packet.is_keyframe:
-            # Places in a file of MP4 are found by when they are decoded.
+            # MP4 files seek by decoding time.
             keys.append((packet.pts, packet.dts if header.container == "mov" else packet.pts))
     if not shown or not keys:
         raise DecodeError("no frame in it")
@@ -108,7 +108,7 @@ def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:
 
 
 def _require_length(packets: _Packets, header: VideoHeader) -> None:
-    """Raise DecodeError for another length than the header says, by which the number of frames was planned."""
+    """Raise DecodeError unless the length matches the header, from which the number of frames was planned."""
     stated = Fraction(header.milliseconds, 1000)
     if abs(packets.end - stated) > stated / 50 + 2 * packets.longest:
         raise DecodeError(
@@ -117,7 +117,7 @@ def _require_length(packets: _Packets, header: VideoHeader) -> None:
 
 
 class _Decoder:
-    """Decodes a video forwards, and seeks to the next key frame if those before it are not needed."""
+    """Decodes a video forwards, and seeks to the next key frame if it can skip frames."""
 
     def __init__(
         self, av: Any, raw: bytes, header: VideoHeader, keys: Sequence[tuple[int, int]], bounds: Bounds
@@ -129,7 +129,7 @@ class _Decoder:
         self._begin()
 
     def frame_at(self, time: int) -> Any:
-        """Return the frame that is shown at a time, which is not before that of the last call. Raises DecodeError."""
+        """Return the frame at a time, which must not decrease between calls. Raises DecodeError."""
         key = self._keys[max(bisect_right(self._keys, time, key=lambda key_frame: key_frame[0]) - 1, 0)]
         if self._jumps and key[0] > self._reached:
             self._file.seek(key[1], stream=self._file.streams.video[0])
@@ -149,14 +149,13 @@ class _Decoder:
             return self._frame
         if not self._jumps:
             raise DecodeError("a frame of it cannot be decoded")
-        # A key frame needs others before it, in spite of its flag: decode from the beginning.
+        # Some key frames need earlier frames in spite of their flag: decode from the beginning.
         self._jumps = False
         self.close()
         self._begin()
         return self.frame_at(time)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _begin(self) -> None:

@@ -1,17 +1,17 @@
 """Mixtures of sources: place in the stream -> (source, item of the source), by arithmetic.
 
-Sources of whole weights w_i, W in sum, share the places so that after n of them source i has had n w_i / W items, off
-by less than one, at every n. That is so if and only if item j of source i has a place between floor(j W / w_i) and
-ceil((j + 1) W / w_i) - 1, its window. Who takes of the items whose window is open the one whose window closes first
-gives every item a place in its window (Baruah, Cohen, Plaxton, Varvel 1996, for one processor).
+Sources have integer weights w_i with sum W. After n places, source i has n w_i / W items, off by less than one at every
+n. This holds if and only if item j of source i has a place in its window: from floor(j W / w_i) to
+ceil((j + 1) W / w_i) - 1. Earliest deadline first among open windows achieves it (Baruah, Cohen, Plaxton, Varvel 1996,
+for one processor).
 
 Such a pattern repeats after W places, and ranks read fixed parts of a microbatch: with weights 1:1:1:1 and four ranks
-each would see one source only. So the stream is cut into blocks of whole patterns, and each block has a pattern of its
-own: one of `VARIANTS`, in which items have changed places within their windows, by a keyed hash.
+each would see one source only. So the stream is cut into blocks of whole patterns. A keyed hash picks one of `VARIANTS`
+patterns for each block, in which items swap places within their windows.
 
-Where W is too large for a table (the sizes of the sources as their weights), the items that a source has had before a
-block come from a tree of rounded splits in two, which needs no table: off by less than 1.5, and exact after W places,
-at the end of an epoch of every source. Within the block there is a pattern as above; in all off by less than 3.
+If W is too large for a table (sizes of sources as weights), a tree of rounded binary splits gives the items before a
+block. It is off by less than 1.5, and exact after W places, at the end of an epoch of every source. Within the block
+the pattern is as above; the total error is less than 3.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ import numpy as np
 from data.order.order import splitmix, splitmix_all
 
 MOST_IN_TABLE = 65_536
-"""Largest sum of the reduced weights for which a pattern is a table."""
+"""Largest sum of reduced weights for a pattern in a table."""
 BLOCK = 1024
-"""Least places of a block, but for `TREE_BLOCK` of a tree."""
+"""Minimum places of a block; `TREE_BLOCK` with a tree."""
 TREE_BLOCK = 4096
 VARIANTS = 16
 """Patterns of the same weights."""
 ROUNDS, TREE_ROUNDS = 256, 16
-"""Most rounds in which neighbours change places; a pattern of a table is made once."""
+"""Maximum rounds of swaps between neighbours. A table's pattern is made once, so it may take more."""
 _LARGEST_SUM = 2**31
-"""Above it a product of two weights is no int64: larger ones are rounded to this sum, shares by less than 1e-9."""
+"""Larger weights are scaled to this sum, so that a product of two fits int64. Shares change by less than 1e-9."""
 _FAR = 2**62
-"""No run gets there."""
+"""More places than any run has."""
 
 Phase = tuple[int, tuple[int, ...]]
-"""(first place, reduced weights) from that place on."""
+"""(first place, reduced weights from there on)."""
 
 
 def whole_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
-    """Weights as whole numbers in lowest terms; decimals as they are written, 0.1 is one tenth.
+    """Return weights as integers in lowest terms. Decimals are taken as written: 0.1 is one tenth.
 
     Args:
         weights: at least 0, not all 0.
@@ -67,14 +67,14 @@ class Mixture:
     """Places of sources with fixed weights.
 
     Attributes:
-        weights: whole, in lowest terms.
+        weights: integers in lowest terms.
     """
 
     def __init__(self, weights: Sequence[int], seed: int = 0):
         self.weights, self._seed = tuple(weights), seed
         total = sum(self.weights)
         self._tree = None if total <= MOST_IN_TABLE else _tree(self.weights)
-        # A cycle is what repeats; its last block may be shorter than the others.
+        # The stream repeats cycles; the last block of a cycle may be shorter.
         repeats = 1 if self._tree else -(-BLOCK // total)
         self._cycle = repeats * total
         self._of_cycle = [repeats * weight for weight in self.weights]
@@ -83,7 +83,7 @@ class Mixture:
         self._before = lru_cache(maxsize=8)(self._counts_before)
 
     def counts(self, places: int) -> list[int]:
-        """Items of every source in the first `places` places."""
+        """Return the items of each source in the first `places` places."""
         cycle, block, rest = self._at(places)
         base = self._before(cycle, block)
         if not rest:
@@ -92,14 +92,14 @@ class Mixture:
         return [before + int(count) for before, count in zip(base, own, strict=True)]
 
     def item(self, place: int) -> tuple[int, int]:
-        """(source, item of it) of a place."""
+        """Return (source, item of the source) at a place."""
         cycle, block, rest = self._at(place)
         sources, items = self._pattern(cycle, block)
         source = int(sources[rest])
         return source, self._before(cycle, block)[source] + int(items[rest])
 
     def items(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, items of them) of places, int64."""
+        """Return (sources, items of the sources) at places, int64."""
         places = np.asarray(places, dtype=np.int64)
         cycles, rests = np.divmod(places, self._cycle)
         firsts = places - rests % self._block
@@ -115,12 +115,11 @@ class Mixture:
         return sources, items
 
     def _at(self, place: int) -> tuple[int, int, int]:
-        """(cycle, block of the cycle, place in the block) of a place."""
+        """Return (cycle, block of the cycle, place in the block)."""
         cycle, rest = divmod(place, self._cycle)
         return cycle, *divmod(rest, self._block)
 
     def _counts_before(self, cycle: int, block: int) -> list[int]:
-        """Items of every source before a block."""
         counts = [cycle * count for count in self._of_cycle]
         if self._tree is not None:
             _count(self._tree, min(block * self._block, self._cycle), counts)
@@ -137,12 +136,12 @@ class Mixture:
 
 
 class Phases:
-    """Places of sources whose weights change: from a place on others hold, and each source goes on where it is."""
+    """Places of sources whose weights change at given places; each source continues at its next item."""
 
     def __init__(self, phases: Sequence[Phase], seed: int = 0):
         """
         Args:
-            phases: the first begins at 0, each further one behind the one before.
+            phases: in order; the first starts at 0.
         """
         self.phases = [(start, tuple(weights)) for start, weights in phases]
         self._starts = [start for start, _ in self.phases]
@@ -154,23 +153,23 @@ class Phases:
             self._before.append([a + b for a, b in zip(self._before[-1], counts, strict=True)])
 
     def weights(self, place: int) -> tuple[int, ...]:
-        """Reduced weights at a place."""
+        """Return the reduced weights at a place."""
         return self.phases[self._at(place)][1]
 
     def counts(self, places: int) -> list[int]:
-        """Items of every source in the first `places` places."""
+        """Return the items of each source in the first `places` places."""
         at = self._at(places)
         own = self._mixtures[at].counts(places - self._starts[at])
         return [before + count for before, count in zip(self._before[at], own, strict=True)]
 
     def item(self, place: int) -> tuple[int, int]:
-        """(source, item of it) of a place."""
+        """Return (source, item of the source) at a place."""
         at = self._at(place)
         source, item = self._mixtures[at].item(place - self._starts[at])
         return source, self._before[at][source] + item
 
     def items(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, items of them) of places, int64."""
+        """Return (sources, items of the sources) at places, int64."""
         places = np.asarray(places, dtype=np.int64)
         phases = np.searchsorted(self._starts, places, side="right") - 1
         sources, items = np.empty_like(places), np.empty_like(places)
@@ -182,10 +181,10 @@ class Phases:
         return sources, items
 
     def places_of(self, source: int, items: int) -> int | None:
-        """Least number of places with `items` items of a source; None if it never has as many."""
+        """Return the minimum number of places with `items` items of a source; None if that never happens."""
         low, high = 0, 1
         while self.counts(high)[source] < items:
-            paused = high >= self._starts[-1] and not self.phases[-1][1][source]  # for good
+            paused = high >= self._starts[-1] and not self.phases[-1][1][source]  # permanently
             if paused or high >= _FAR:
                 return None
             low, high = high, 2 * high
@@ -201,10 +200,10 @@ class Phases:
 
 @lru_cache(maxsize=2 * VARIANTS)
 def _pattern(counts: tuple[int, ...], variant: int, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """One block with so many items of every source: (source, item of it within the block) of every place.
+    """Return (source, item of the source within the block) of each place of a block with these item counts.
 
-    Every item draws a place of its window that it wants. Neighbours in the wrong order change places where both stay in
-    their windows, in `rounds` rounds of odd-even transposition.
+    Each item draws a wanted place in its window. Neighbours in the wrong order swap if both stay in their windows, in
+    `rounds` rounds of odd-even transposition.
     """
     sources, opens, closes = _by_due(counts)
     size = len(sources)
@@ -225,7 +224,7 @@ def _pattern(counts: tuple[int, ...], variant: int, rounds: int) -> tuple[np.nda
 
 @lru_cache(maxsize=4)
 def _by_due(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every place of a block: its source, and where the window of its item opens and closes."""
+    """Return each place's source, and the first and last place of its item's window."""
     size = sum(counts)
     sources = np.repeat(np.arange(len(counts)), counts)
     item = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -248,7 +247,7 @@ _Node = int | tuple["_Node", "_Node", int, int]
 
 
 def _tree(weights: Sequence[int]) -> _Node:
-    """Huffman's tree (1952): the two lightest are joined until there is one."""
+    """Build Huffman's tree (1952): join the two lightest nodes until one is left."""
     heap: list[tuple[int, int, _Node]] = [(weight, at, at) for at, weight in enumerate(weights) if weight]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -259,7 +258,7 @@ def _tree(weights: Sequence[int]) -> _Node:
 
 
 def _count(node: _Node, places: int, counts: list[int]) -> None:
-    """Adds the items of every source in the first `places` places below a node."""
+    """Add the items of each source in the first `places` places below a node."""
     if isinstance(node, int):
         counts[node] += places
         return

@@ -1,19 +1,17 @@
 """The global order: sample number -> (epoch, position) -> row of the dataset.
 
-Sample number n is the place in an endless stream: epoch n // N, position n % N, for N rows. Within an epoch the row is
-a keyed permutation of the position, so it is a function of (seed, epoch, position) alone: no state, no memory, the
-same on every rank, and any number can be the first to be looked up.
+Sample number n has epoch n // N and position n % N, for N rows. Within an epoch the row is a keyed permutation of the
+position: a function of (seed, epoch, position). So there is no state, all ranks agree, and look-ups start anywhere.
 
-Construction: let b = bit length of N - 1. An unbalanced Feistel network permutes the integers below 2**b: a number is
-split into a high part of b // 2 bits and a low part of the rest, and in each of 12 rounds one part is XORed with a
-keyed hash of the other, turn by turn (each round is its own inverse, hence the whole is a bijection). The hash is the
-finaliser of SplitMix64 (Steele, Lea, Flood 2014), as are the round keys, drawn from (seed, epoch, round). Since 2**b
-may exceed N, results of N or more are permuted again until they fall below N (cycle walking, Black and Rogaway 2002):
-the walk follows a cycle of the permutation, so it ends, and restricted to [0, N) it is again a bijection. 2**b < 2 N:
-fewer than two walks on average.
+Construction: let b = bit length of N - 1. An unbalanced Feistel network permutes the integers below 2**b. It splits a
+number into a high part of b // 2 bits and a low part. In each of 12 rounds one part is XORed with a keyed hash of the
+other, in turns. Each round is its own inverse, so the network is a bijection. The hash is the finaliser of SplitMix64
+(Steele, Lea, Flood 2014); the round keys come from it too, with (seed, epoch, round). Results of N or more are permuted
+again until they are below N (cycle walking, Black and Rogaway 2002). The walk follows a cycle of the permutation, so it
+ends, and the result is a bijection on [0, N). Since 2**b < 2 N, it takes fewer than two walks on average.
 
-With blocks it is they that are permuted, and the rows of a block stand together, in their order. The last block of the
-dataset may be shorter than the others: in each epoch it stands somewhere else, which the inverse permutation tells.
+With blocks, blocks are permuted, and their rows stay in order. The dataset's last block may be shorter. The inverse
+permutation gives its place in each epoch.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ import numpy as np
 _MASK = (1 << 64) - 1
 _ROUNDS = 12
 _FEW = 64
-"""Numbers that are looked up one by one in less time than together."""
+"""Up to this many numbers, single look-ups are faster than vectorized ones."""
 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Order of a dataset of `size` rows. `shuffle=False` is the identity in each epoch. `block`: rows that stay
-    together."""
+    """Order of a dataset of `size` rows, whose blocks of `block` rows stay together. `shuffle=False` is the identity in
+    each epoch."""
 
     size: int
     seed: int = 0
@@ -49,7 +47,7 @@ class GlobalOrder:
         object.__setattr__(self, "_place_of_last", last)
 
     def row(self, number: int) -> int:
-        """Row of the dataset for sample `number` (>= 0)."""
+        """Return the dataset row of sample `number` (>= 0)."""
         assert number >= 0, number
         if self.block > 1:
             return int(self.rows(np.asarray([number]))[0])
@@ -68,7 +66,7 @@ class GlobalOrder:
                 return value
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """`row` of each of `numbers`, int64 [numbers]: a whole step at once."""
+        """Return `row` of each of `numbers`, int64 [numbers]."""
         if self.block == 1 and len(numbers) <= _FEW:
             return np.array([self.row(number) for number in numbers.tolist()], dtype=np.int64)
         epochs, values = np.divmod(np.asarray(numbers, dtype=np.int64), self.size)
@@ -88,15 +86,14 @@ class GlobalOrder:
         return -(-self.size // self.block)
 
     def _in_blocks(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """Rows of positions of an epoch."""
-        missing = self._blocks * self.block - self.size  # rows that the last block has less
-        end = (self._place_of_last(epoch) + 1) * self.block - missing  # of its positions
+        missing = self._blocks * self.block - self.size  # rows that the last block lacks
+        end = (self._place_of_last(epoch) + 1) * self.block - missing  # of the last block's positions
         places, within = np.divmod(positions + missing * (positions >= end), self.block)
         return self.block * _permuted(places.astype(np.uint64), self._blocks, self._keys(epoch)) + within
 
 
 def _permuted(values: np.ndarray, size: int, keys: tuple[int, ...]) -> np.ndarray:
-    """The loop of `GlobalOrder.row` on uint64, whose products wrap around as its masks do; int64."""
+    """The loop of `GlobalOrder.row` on uint64, whose products wrap around as its masks do. Returns int64."""
     low_bits, low_mask, high_mask = map(np.uint64, _split(size))
     walking = np.arange(len(values)) if size > 1 else np.arange(0)
     while len(walking):
@@ -112,7 +109,7 @@ def _permuted(values: np.ndarray, size: int, keys: tuple[int, ...]) -> np.ndarra
 
 
 def _place(value: int, size: int, keys: tuple[int, ...]) -> int:
-    """What `_permuted` makes this value of: the same rounds, the last first."""
+    """Return the inverse of `_permuted` for a value: the same rounds in reverse."""
     low_bits, low_mask, high_mask = _split(size)
     while size > 1:
         high, low = value >> low_bits, value & low_mask
@@ -126,7 +123,7 @@ def _place(value: int, size: int, keys: tuple[int, ...]) -> int:
 
 
 def _split(size: int) -> tuple[int, int, int]:
-    """(bits of the low part, its mask, mask of the high part)."""
+    """Return (bits of the low part, its mask, mask of the high part)."""
     bits = (size - 1).bit_length()
     high_bits = bits // 2
     return bits - high_bits, (1 << bits - high_bits) - 1, (1 << high_bits) - 1
@@ -138,7 +135,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def splitmix(value: int) -> int:
-    """Finaliser of SplitMix64."""
+    """Return the finaliser of SplitMix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -146,7 +143,7 @@ def splitmix(value: int) -> int:
 
 
 def splitmix_all(values: np.ndarray) -> np.ndarray:
-    """`splitmix` of uint64."""
+    """Return `splitmix` of uint64 values."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

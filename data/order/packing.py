@@ -1,8 +1,7 @@
-"""Packing: which samples of a step share a row, and which data-parallel rank has the row. Arithmetic on planned
-lengths, the same on every rank.
+"""Packing: assign the samples of a step to rows and data-parallel ranks, by arithmetic on planned lengths.
 
-The samples of a step are those of the same step unpacked, so that its losses and gradients are too, and a run goes on
-at any sample number. Only how many microbatches it takes follows from the lengths.
+A step has the same samples as without packing, so its loss and gradients are the same, and a run can resume at any
+sample number. Only the number of microbatches depends on lengths.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import numpy as np
 from data.order.step_plan import Share, StepPlan
 
 Pack = list[int]
-"""Places in the step of the samples of one row, ascending; empty: a row of padding."""
+"""Places in the step of a row's samples, ascending; empty for a row of padding."""
 
 
 ROUNDED = 32
-"""Rows come in few lengths, so that memory of earlier rows can be used again: 0.5 % of padding in rows of 3,000."""
+"""Row lengths are multiples of this, so that memory can be reused: 0.5 % of padding in rows of 3,000."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows of several samples are made.
+    """How to pack samples into rows.
 
-    budget: most tokens of the samples of a row; unit: rows are multiples of it, as parallel ranks that split sequences
-    need; microbatches: their number is a multiple of it; equal: the rows of a microbatch are as long on every
-    data-parallel rank; pair: see `balance_ranks`.
+    budget: maximum tokens of a row's samples; unit: rows are multiples of it, for ranks that split sequences;
+    microbatches: their number is a multiple of it; equal: a microbatch's rows have the same length on all data-parallel
+    ranks; pair: see `balance_ranks`.
     """
 
     budget: int
@@ -39,7 +38,7 @@ class Packing:
     pair: float = 0.0
 
     def row_length(self, tokens: int) -> int:
-        """Positions of a row of so many tokens."""
+        """Return the positions of a row with `tokens` tokens."""
         step = self.unit * -(-ROUNDED // self.unit)
         return step * max(1, -(-tokens // step))
 
@@ -51,14 +50,14 @@ def plan_in_packs(
     packing: Packing,
     documents: Sequence[np.ndarray] | None = None,
 ) -> StepPlan:
-    """The plan of a step in packed rows, by `pack_step`.
+    """Return the plan of a step in packed rows. See `pack_step`.
 
     Args:
         lengths: [size], planned tokens.
         replicas: data-parallel ranks of the language model.
-        documents: of each sample the tokens of its documents; None: it is one.
+        documents: tokens of each sample's documents; None: each sample is one document.
     """
-    lengths = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # no document is empty; a stand-in without media is
+    lengths = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # no document is empty; a stand-in may be
     tokens, squares = lengths.tolist(), lengths**2
     if documents is not None:
         squares = np.array([(of_sample**2).sum() for of_sample in documents], dtype=np.int64)
@@ -72,14 +71,14 @@ def plan_in_packs(
 
 
 def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Packing) -> list[list[Pack]]:
-    """The packs of a step: microbatch -> data-parallel rank -> pack. Every sample is in one pack.
+    """Return the packs of a step: microbatch -> data-parallel rank -> pack. Each sample is in one pack.
 
-    `balance_ranks` gives samples to ranks. Each rank has as many packs, as few as hold what any of them has. They are
-    filled evenly, the longest sample first, each into the emptiest pack (Graham 1969, longest processing time first),
-    so that a row need not be padded to the budget. The packs of a microbatch are about as costly on all ranks.
+    `balance_ranks` assigns samples to ranks. All ranks have the same number of packs, as few as possible. The longest
+    sample goes first, each into the emptiest pack (Graham 1969, longest processing time first), so that rows need
+    little padding. The packs of a microbatch have similar costs on all ranks.
 
     Args:
-        lengths: int64 [samples], tokens of every sample of the step.
+        lengths: int64 [samples], tokens of each sample.
         squares: see `balance_ranks`.
         ranks: data-parallel ranks of the language model.
     """
@@ -90,7 +89,7 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
         sorted(places, key=tokens.__getitem__, reverse=True)
         for places in balance_ranks(lengths, squares, ranks, packing.pair)
     ]
-    # Of those longer than half a pack, none stand together.
+    # Samples longer than half a pack never share one.
     least = max(
         max(-(-sum(of_rank) // budget), sum(2 * length > budget for length in of_rank))
         for of_rank in ([tokens[place] for place in places] for places in own)
@@ -107,7 +106,7 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
 def _all_spread(
     tokens: Sequence[int], own: Sequence[Sequence[int]], count: int, budget: int
 ) -> list[list[Pack]] | None:
-    """`count` packs of each rank; None where a sample fits into none.
+    """Return `count` packs for each rank; None if a sample does not fit.
 
     Args:
         own: samples of each rank, the longest first.
@@ -122,7 +121,6 @@ def _all_spread(
 
 
 def _spread(tokens: Sequence[int], places: Sequence[int], count: int, budget: int) -> list[Pack] | None:
-    """The same of one rank."""
     packs: list[Pack] = [[] for _ in range(count)]
     emptiest = [(0, number) for number in range(count)]
     for place in places:
@@ -135,28 +133,28 @@ def _spread(tokens: Sequence[int], places: Sequence[int], count: int, budget: in
 
 
 _MEAN = 1 << 30
-"""A rank's part of a quantity, if all had as much, in the whole numbers that are added up here."""
+"""A rank's mean part of a quantity, in the integers that are summed here."""
 
 _EVEN = 1.045
-"""What the busiest rank has over the mean that is even enough."""
+"""The busiest rank's load over the mean that counts as balanced."""
 
 _PARTNERS = 3
-"""With how many ranks the busiest one tries to exchange samples, those with the least first."""
+"""Number of ranks, least loaded first, with which the busiest rank tries to exchange samples."""
 
 
 def balance_ranks(lengths: np.ndarray, squares: np.ndarray, ranks: int, pair: float = 0.0) -> list[list[int]]:
-    """The samples of each rank, by their place.
+    """Return the places of each rank's samples.
 
-    Work that grows with tokens (memory too) and work in attention, which grows with squares of lengths, are both
-    evened out: the largest sample first, each goes to the rank with the least of both (Graham 1969, longest processing
-    time first), then the busiest rank exchanges samples. Where that leaves a rank with clearly more than the mean, as
-    it must if one sample has more attention than a rank's part, the sum of both is evened out, each with its weight.
+    Work that grows with tokens (and memory) and attention work, which grows with squared lengths, are both balanced.
+    The largest sample goes first, each to the rank with the least of both (Graham 1969, longest processing time first);
+    then the busiest rank exchanges samples. If that fails, as with one sample that has more attention than a rank's
+    part, the weighted sum of both is balanced instead.
 
     Args:
         lengths: int64 [samples], tokens.
-        squares: int64 [samples], of the same order as pairs of tokens that attend: the square of the length, or of a
-            sample of several documents the sum of theirs.
-        pair: work of one of `squares` over that of one token outside of attention.
+        squares: int64 [samples], proportional to pairs of tokens that attend: the squared length, or the sum over a
+            sample's documents.
+        pair: cost of one of `squares` relative to a token outside of attention.
     """
     places = list(range(len(lengths)))
     if ranks == 1:
@@ -170,18 +168,18 @@ def balance_ranks(lengths: np.ndarray, squares: np.ndarray, ranks: int, pair: fl
 
 
 def whole_work(lengths: np.ndarray, squares: np.ndarray, pair: float) -> np.ndarray:
-    """int64 [samples], in that of one token outside of attention; arguments as those of `balance_ranks`."""
+    """Return the total work, int64 [samples], in units of one token outside of attention. See `balance_ranks`."""
     return lengths + np.rint(pair * squares).astype(np.int64)
 
 
 def _parts(quantity: np.ndarray, ranks: int) -> np.ndarray:
-    """int64 [samples], of `_MEAN` for a rank on average. Only whole numbers are added, here and of these parts: sums of
-    fractions would depend on how a machine adds, and ranks have to agree."""
+    """Return int64 [samples], scaled to a mean of `_MEAN` per rank. Integers only: sums of fractions depend on the
+    machine, and ranks must agree."""
     return np.rint(quantity * (_MEAN * ranks / max(1, int(quantity.sum())))).astype(np.int64)
 
 
 def _largest_first(parts: np.ndarray, ranks: int) -> list[list[int]]:
-    """Samples of each rank, where the largest first each went to the rank with the least."""
+    """Return the samples of each rank: the largest first, each to the least loaded rank."""
     least = [(0, rank) for rank in range(ranks)]
     own: list[list[int]] = [[] for _ in range(ranks)]
     order = np.argsort(-parts, kind="stable")
@@ -193,12 +191,13 @@ def _largest_first(parts: np.ndarray, ranks: int) -> list[list[int]]:
 
 
 def _even_out(own: list[list[int]], parts: np.ndarray) -> bool:
-    """Lets the busiest rank exchange a sample for another rank's, or for none, as long as both then have less than it
-    had and until it has hardly more than the mean. Whether that was reached.
+    """Let the busiest rank exchange samples until it is balanced. Return True on success.
+
+    An exchange swaps a sample for another rank's or for none, and must leave both with less than the busiest had.
 
     Args:
         own: samples of each rank; changed in place.
-        parts: int64 [quantities, samples]; a rank has as much to do as of that quantity of which it has most.
+        parts: int64 [quantities, samples]; a rank's load is its largest quantity.
     """
     ranks, none = len(own), parts.shape[1]
     parts = np.concatenate([parts, np.zeros_like(parts[:, :1])], axis=1)
@@ -227,6 +226,6 @@ def _even_out(own: list[list[int]], parts: np.ndarray) -> bool:
 
 
 def _exchanged(places: list[int], at: int, by: int) -> list[int]:
-    """All but the last of `places`, which is none, with `by` for the one at `at`; none for one, or one for none."""
+    """Replace the place at `at` by `by`. The last of `places` means none and is dropped."""
     none = places[-1]
     return [place for place in [*places[:at], by, *places[at + 1 :]] if place != none]

@@ -1,8 +1,7 @@
-"""Sources of samples: which rows of the shards each has, and the order of all, by the weights of a mixture.
+"""Sources of samples: the rows of each, and the order of all by the weights of a mixture.
 
-A source's item number is its own sample number: each source has its own `GlobalOrder` and its own epochs. What is held
-out of a source is a function of the shard's content and the row alone, so that more shards, or another order of them,
-move no sample to the other side.
+Each source has its own `GlobalOrder` and epochs. The held-out rows depend only on the shard's content and the row, so
+adding or reordering shards moves no sample between training and validation.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
 class Source:
     """Shards that are mixed with others.
 
-    name: in metrics and messages; shards: see `find_shards`; key: of the config, for messages; weight: its share, over
-    the sum of the weights; None: its number of samples, so that every source ends with the epoch; fields: its own
-    `data.fields`; None: those of the dataset.
+    name: for metrics and messages; shards: see `find_shards`; key: config key, for messages; weight: share relative to
+    the sum of weights; None: its number of samples, so that all sources end with the epoch; fields: its `data.fields`;
+    None: those of the dataset.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one source, [first, first + rows) without or with only `held`, ascending, counted from `first`."""
+    """Rows [first, first + rows) of one source, without or with only `held`, ascending and relative to `first`."""
 
     first: int
     rows: int
@@ -54,29 +53,29 @@ class Part:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of rows."""
         if self.held is None:
             return self.rows
         return len(self.held) if self.only_held else self.rows - len(self.held)
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """Rows of all shards at places below `size`."""
+        """Return the global rows at places below `size`."""
         if self.held is None:
             return self.first + places
         if self.only_held:
             return self.first + self.held[places]
-        # held[j] - j rows stand before the j-th that is held out.
+        # held[j] - j kept rows precede the j-th held-out row.
         before = np.searchsorted(self.held - np.arange(len(self.held)), places, side="right")
         return self.first + places + before
 
 
 class MixedOrder:
-    """Order of several sources, as `GlobalOrder` has it of one.
+    """Order of several sources, with the interface of `GlobalOrder`.
 
     Attributes:
-        size: samples of all sources together, an epoch.
-        parts: of the sources.
-        phases: which weights hold from which number on.
+        size: samples of all sources in an epoch.
+        parts: rows of each source.
+        phases: weights from given sample numbers on.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class MixedOrder:
     ):
         """
         Args:
-            phases: with a weight for each part; empty: their sizes are their weights.
-            seed, shuffle, block: of the order of each source, see `GlobalOrder`.
+            phases: with a weight for each part; empty: sizes are weights.
+            seed, shuffle, block: order of each source, see `GlobalOrder`.
         """
         self.parts, self.size = tuple(parts), sum(part.size for part in parts)
         self._seed, self._shuffle, self._block = seed, shuffle, block
         self._places = Phases(phases or [(0, whole_weights([part.size for part in parts]))], seed)
-        # The first source has the order that it has alone.
+        # The first source has the same order as without the others.
         seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(len(parts))]
         self._orders = [GlobalOrder(part.size, own, shuffle, block) for part, own in zip(parts, seeds, strict=True)]
 
@@ -100,16 +99,16 @@ class MixedOrder:
         return self._places.phases
 
     def with_phases(self, phases: Sequence[Phase]) -> MixedOrder:
-        """The same sources with other weights."""
+        """Return the same sources with other weights."""
         return MixedOrder(self.parts, phases, self._seed, self._shuffle, self._block)
 
     def row(self, number: int) -> int:
-        """Row of all shards for sample `number` (>= 0)."""
+        """Return the global row of sample `number` (>= 0)."""
         source, item = self._places.item(number)
         return int(self.parts[source].at(np.asarray([self._orders[source].row(item)]))[0])
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """`row` of each of `numbers`, int64."""
+        """Return `row` of each of `numbers`, int64."""
         sources, items = self._places.items(numbers)
         rows = np.empty_like(items)
         for source in np.unique(sources).tolist():
@@ -118,27 +117,27 @@ class MixedOrder:
         return rows
 
     def source(self, number: int) -> int:
-        """Which source sample `number` is of."""
+        """Return the source of sample `number`."""
         return self._places.item(number)[0]
 
     def sources(self, numbers: np.ndarray) -> np.ndarray:
-        """`source` of each of `numbers`, int64."""
+        """Return `source` of each of `numbers`, int64."""
         return self._places.items(numbers)[0]
 
     def counts(self, numbers: int) -> list[int]:
-        """Samples of every source among the first `numbers`."""
+        """Return the samples of each source among the first `numbers`."""
         return self._places.counts(numbers)
 
     def exhausted(self) -> tuple[int, int] | None:
-        """(source, numbers): the source of which a sample is the first to be drawn a second time, and how many numbers
-        come before that; None if none ever is."""
+        """Return (source, numbers): the first source to repeat a sample, and the sample numbers before that. None if no
+        source ever repeats."""
         found = [(self._places.places_of(at, part.size + 1), at) for at, part in enumerate(self.parts)]
         ends = [(end - 1, at) for end, at in found if end is not None]
         return min(ends)[::-1] if ends else None
 
 
 def sources_of(shards: Shards | Sequence[Source]) -> tuple[Source, ...]:
-    """Sources as they are; shards as one without a name."""
+    """Return sources unchanged, and shards as one unnamed source."""
     if not isinstance(shards, str | os.PathLike):
         sources = [one for one in shards if isinstance(one, Source)]
         if sources:
@@ -148,7 +147,7 @@ def sources_of(shards: Shards | Sequence[Source]) -> tuple[Source, ...]:
 
 
 def found_shards(source: Source) -> list[Place]:
-    """The shards of a source. Raises DataError as `find_shards`, with the source's key."""
+    """Return the shards of a source. Raises DataError as `find_shards`, with the source's key."""
     try:
         return find_shards(source.shards)
     except DataError as error:
@@ -167,15 +166,17 @@ def parts_of(
     held_fraction: float,
     only_held: bool,
 ) -> list[Part]:
-    """The rows of every source.
+    """Return the rows of each source.
 
     Args:
-        ends: behind the last shard of each source.
-        counts: samples of the shards; contents: of them.
-        held_fraction: share that is held out; only_held: the rows are those, and not the others.
+        ends: index after the last shard of each source.
+        counts: samples of each shard.
+        contents: content hash of each shard.
+        held_fraction: share that is held out.
+        only_held: True for the held-out rows, False for the others.
 
     Raises:
-        DataError: a source has none.
+        DataError: a source has no rows.
     """
     parts, begin, first = [], 0, 0
     for source, end in zip(sources, ends, strict=True):
@@ -197,7 +198,7 @@ def parts_of(
 
 
 def phases_of(sources: Sequence[Source]) -> list[Phase]:
-    """By the weights of the sources; empty: by their sizes."""
+    """Return the phases of the sources' weights; empty if sizes are weights."""
     weights = [source.weight for source in sources if source.weight is not None]
     return [(0, whole_weights(weights))] if len(weights) == len(sources) else []
 
@@ -213,7 +214,7 @@ def order_of(
     held_fraction: float,
     only_held: bool,
 ) -> GlobalOrder | MixedOrder:
-    """The order of all samples; arguments and errors as of `parts_of` and `GlobalOrder`."""
+    """Return the order of all samples. See `parts_of` and `GlobalOrder`."""
     if len(sources) == 1 and not held_fraction:
         return GlobalOrder(sum(counts), seed, shuffle, block)
     parts = parts_of(sources, ends, counts, contents, held_fraction, only_held)
@@ -221,60 +222,60 @@ def order_of(
 
 
 class SourcesView:
-    """What a dataset knows of its sources."""
+    """A dataset's view of its sources."""
 
     sources: tuple[Source, ...]
-    """Where the samples are from: one without a name, or those that are mixed."""
+    """The mixed sources, or one unnamed source."""
     order: GlobalOrder | MixedOrder
-    """Sample number -> row of all shards. A `MixedOrder` if there are several sources or some samples are held out;
-    other weights of it may be set before readers begin."""
+    """Sample number -> global row. A `MixedOrder` if there are several sources or held-out samples. Its weights may
+    change before readers start."""
 
     @property
     def source_sizes(self) -> list[int]:
-        """Samples of each of `sources`."""
+        """The samples of each source."""
         return [part.size for part in self.order.parts] if isinstance(self.order, MixedOrder) else [self.order.size]
 
     def sources_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Which of `sources` samples are of, int64."""
+        """Return the source index of each sample, int64."""
         numbers = np.asarray(numbers, dtype=np.int64)
         return self.order.sources(numbers) if isinstance(self.order, MixedOrder) else np.zeros_like(numbers)
 
     def source_counts(self, numbers: int) -> list[int]:
-        """Samples of each of `sources` among the first `numbers`."""
+        """Return the samples of each source among the first `numbers`."""
         return self.order.counts(numbers) if isinstance(self.order, MixedOrder) else [numbers]
 
     def exhausted(self) -> tuple[int, int]:
-        """(source, numbers): which of `sources` is the first to have a sample drawn a second time, and how many numbers
-        come before that."""
+        """Return (source, numbers): the first source to repeat a sample, and the sample numbers before that."""
         ends = self.order.exhausted() if isinstance(self.order, MixedOrder) else (0, self.order.size)
         assert ends is not None, "some source has a weight"
         return ends
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
-        """Other weights of the sources, before readers begin."""
+        """Set the sources' weights, before readers start."""
         if isinstance(self.order, MixedOrder):
             self.order = self.order.with_phases(phases)
 
 
 def fingerprint_of(shards: Sequence[tuple[str, int, str, int]], ends: Sequence[int], held_fraction: float) -> str:
-    """A hash of what the order of samples follows from, but for seed and weights.
+    """Return a hash of everything that determines the order, except seed and weights.
 
     Args:
-        shards: (name, bytes, content, samples) of each; ends: behind the last shard of each source.
+        shards: (name, bytes, content, samples) of each.
+        ends: index after the last shard of each source.
     """
     names: list = [*shards]
     names += [list(ends)] if len(ends) > 1 else []
     names += [held_fraction] if held_fraction else []
-    # Thousands of lists, none of which can be within itself.
+    # thousands of lists without cycles
     return hashlib.sha256(json.dumps(names, check_circular=False).encode()).hexdigest()[:32]
 
 
 def held_rows(content: str, rows: int, fraction: float) -> np.ndarray:
-    """Rows of a shard that are held out: those whose hash is below `fraction` of all hashes.
+    """Return the held-out rows of a shard: those whose hash is below `fraction` of all hashes.
 
     Args:
-        content: the shard's.
-        rows: how many it has.
+        content: hash of the shard's content.
+        rows: number of rows of the shard.
     """
     key = 0
     for byte in content.encode():

@@ -1,5 +1,4 @@
-"""What one optimizer step is: how many samples, which of them this rank reads, and what it gets. Arithmetic and shapes;
-`loader.py` does the reading."""
+"""An optimizer step: its size, the samples that this rank reads, and its batch. `loader.py` does the reading."""
 
 from __future__ import annotations
 
@@ -17,11 +16,13 @@ LANGUAGE = "language"
 
 @dataclass(frozen=True)
 class Batching:
-    """`global_batch_size`: samples per optimizer step; `microbatch_samples`: samples of one microbatch over ALL
-    data-parallel ranks, that is micro_batch_size x dp(language); `size_at`: samples of the step that begins after so
-    many consumed samples, while the batch grows to `global_batch_size`; `replicas`: dp(language); `padding`: how
-    microbatches of similar lengths are made, or rows of several samples (`Packing`), whose microbatches follow from the
-    lengths; None: samples in their order, all rows as long as any may be."""
+    """How samples become steps and microbatches.
+
+    global_batch_size: samples per optimizer step; microbatch_samples: samples of a microbatch over ALL data-parallel
+    ranks, that is micro_batch_size x dp(language); size_at: consumed samples -> samples of the next step, while the
+    batch grows; replicas: dp(language); padding: microbatches of similar lengths (`Padding`), or rows of several
+    samples (`Packing`), whose number follows from lengths; None: samples in order, all rows at full length.
+    """
 
     global_batch_size: int
     microbatch_samples: int
@@ -34,7 +35,7 @@ class Batching:
         assert self.global_batch_size > 0 and self.global_batch_size % self.microbatch_samples == 0, self
 
     def size(self, consumed: int) -> int:
-        """Samples of the step that begins after `consumed` samples."""
+        """Return the samples of the step that starts after `consumed` samples."""
         size = self.size_at(consumed) if self.size_at else self.global_batch_size
         assert 0 < size <= self.global_batch_size and size % self.microbatch_samples == 0, (self, size)
         return size
@@ -47,11 +48,11 @@ class Batching:
         sequence_length: int,
         documents: Sequence[np.ndarray] | None = None,
     ) -> StepPlan:
-        """The plan of the step of samples [first, first + size).
+        """Return the plan of the step of samples [first, first + size).
 
         Args:
-            lengths: [size], planned tokens; needed with `padding`.
-            documents: `StepSamples.documents`, which only packed rows have.
+            lengths: [size], planned tokens; required with `padding`.
+            documents: `StepSamples.documents`; packed rows only.
         """
         assert documents is None or isinstance(self.padding, Packing), "documents of samples stay apart in packed rows"
         cut = (self.microbatch_samples, self.replicas, sequence_length)
@@ -65,25 +66,28 @@ class Batching:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """What is known of the samples of a step, in their order; arrays are int64 [size]."""
+    """Token counts of a step's samples, in order; arrays are int64 [size]."""
 
     tokens: dict[str, np.ndarray]
-    """By module: tokens in the sequence."""
+    """Module -> tokens in the sequence."""
     loads: dict[str, np.ndarray]
-    """By module: tokens inside the encoder's layers."""
+    """Module -> tokens inside the encoder's layers."""
     pairs: dict[str, np.ndarray]
-    """By module: pairs of tokens inside the encoder that attend to each other."""
+    """Module -> pairs of tokens that attend to each other inside the encoder."""
     lengths: np.ndarray | None
-    """Tokens of the whole sequence, cut; None where they have not been counted."""
+    """Tokens of the truncated sequence; None if not counted."""
     documents: list[np.ndarray] | None = None
-    """Of each sample its documents' tokens, int64, where attention stays inside them; None: each is one."""
+    """Tokens of each sample's documents, int64, if attention stays inside them; None: each sample is one document."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` contiguous slices
-    of each microbatch in the order of its plan: equal, or `balanced` by the tokens inside the encoder. `sizes_only`: of
-    the media just their sizes, from the index, for ranks that get the rest from others."""
+    """This rank's part of one module ("language" or a `Media.module`).
+
+    It is the `dp_rank`-th of `dp_size` contiguous slices of each microbatch, in plan order. Slices are equal, or
+    `balanced` by tokens inside the encoder. `sizes_only`: read only the sizes of media, from the index; other ranks
+    send the rest.
+    """
 
     module: str
     dp_rank: int
@@ -95,7 +99,7 @@ class Reader:
         assert 0 <= self.dp_rank < self.dp_size, self
 
     def span(self, loads: Sequence[int]) -> Span:
-        """Its samples of a microbatch, one for each of `loads`."""
+        """Return the span of this rank's samples in a microbatch with these loads."""
         parts = balanced_parts(loads, self.dp_size) if self.balanced else equal_parts(len(loads), self.dp_size)
         return parts[self.dp_rank]
 
@@ -113,22 +117,22 @@ class TextSample:
     questions: tuple[tuple[int, str], ...] | None = None
     """(position of the first label, question before it) of each learned turn."""
     special_text: frozenset[str] = frozenset()
-    """Special tokens that its texts have as plain text; only where the samples are inspected."""
+    """Special tokens that its texts have as plain text; set only for inspection."""
     has_separators: bool = False
-    """Line breaks next to markers were left out; only where the samples are inspected."""
+    """True if line breaks next to markers were removed; set only for inspection."""
     documents: tuple[int, ...] | None = None
-    """Where its documents end, which attention stays inside of; None: it is one."""
+    """Ends of its documents, which bound attention; None: one document."""
 
     def without_loss(self) -> TextSample:
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
 
 _KEYS_HERE = {"tokens": "input_ids", "images": "modality_inputs", "pixel_values": "modality_inputs"}
-"""Keys that other trainers give to a microbatch -> ours."""
+"""Other trainers' keys of a microbatch -> ours."""
 
 
 class Microbatch(dict[str, Any]):
-    """A microbatch, as in `StepBatch.microbatches`. An unknown key raises a KeyError that lists the known ones."""
+    """A microbatch, see `StepBatch.microbatches`. An unknown key raises a KeyError that lists the known ones."""
 
     def __missing__(self, key: str) -> Any:
         hint = f"{key!r} is {_KEYS_HERE[key]!r} here" if _KEYS_HERE.get(key) in self else ""
@@ -141,21 +145,23 @@ class Microbatch(dict[str, Any]):
 class StepBatch:
     """One optimizer step of one rank.
 
-    plan: which samples make which microbatch, the same on every rank; what follows is in its order.
-    microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S] (on three axes
-    [3, B, S]), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
-    keeps text; of a packed row also `documents` (see `collate_packed`), and B is 1; `sources` int64 [B, S] (of each
-    token, see `Dataset.sources_of`) if it has several. With media modules:
-    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N images in sample order, a list of tensors
-    if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N, samples];
-    images in tiles are [tiles, 3, side, side] each, and have "sizes" (`Media.size`) beside them; readers of
-    `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`) for modules whose
-    features the dataset looks up, and then N are the images of the samples without features only. Always:
-    `sample_numbers` int64, of the samples of the language slice, else of the first media module's.
-    numbers: per microbatch, module -> sample numbers that this rank reads for it.
-    token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
-    in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
-    bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads), by place.
+    Attributes:
+        plan: the samples of each microbatch, the same on every rank. Everything else is in its order.
+        microbatches: one dict each, with `sample_numbers` int64 of the language slice, else of the first media
+            module's. With the language module: input_ids, labels, position_ids int64 [B, S] (M-RoPE: [3, B, S]),
+            loss_mask float32 [B, S]; `questions` of each sample if the dataset keeps text; `sources` int64 [B, S], of
+            each token, if there are several. A packed row has B = 1 and `documents` (see `collate_packed`). With media
+            modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}} of N images in sample order,
+            a list of tensors if sizes differ, None as the inner dict if there are none. Audio has "waveforms": float32
+            [N, samples]. Tiled images are [tiles, 3, side, side] each, with "sizes" (`Media.size`). Readers of
+            `sizes_only` have only "sizes", a list. Modules with a lookup have `media` (`MicrobatchMedia`) too; N then
+            excludes samples with features.
+        numbers: per microbatch, module -> sample numbers that this rank reads for it.
+        token_counts: module -> microbatch -> sample of the WHOLE microbatch, over all data-parallel ranks: sequence
+            tokens.
+        loads: as token_counts, for tokens inside the encoder.
+        pairs: as token_counts, for pairs of these that attend to each other.
+        bad: bool [size], by place: samples that this rank found bad (it sees only what it reads).
     """
 
     plan: StepPlan
@@ -177,10 +183,10 @@ class StepBatch:
 
     @property
     def first_sample(self) -> int:
-        """Number of the first of its samples, which have the numbers behind it."""
+        """The number of the first sample; the others follow it."""
         return self.plan.first
 
     @property
     def size(self) -> int:
-        """Samples of the step, over all data-parallel ranks."""
+        """The samples of the step, over all data-parallel ranks."""
         return self.plan.size

@@ -1,9 +1,8 @@
-"""The plan of a step: which samples make which microbatch, which replica of the language model has them, and how long
-its rows are. Arithmetic on planned lengths alone, so that every rank of every module has the same plan and no message
-announces a shape.
+"""The plan of a step: its microbatches, the language-model replica of each sample, and the row lengths.
 
-A *place* is a position in the step: place p is sample number first + p. The samples of a step never depend on the plan,
-only their order in it: losses are sums over the step, divided by its tokens, and stay.
+It is arithmetic on planned lengths, so all ranks compute the same plan without communication. A *place* is a position
+in the step: place p is sample number first + p. The plan only changes the order of samples. Losses are sums over the
+step, divided by its tokens, so they stay the same.
 """
 
 from __future__ import annotations
@@ -18,46 +17,44 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Share:
-    """What one data-parallel rank of the language model has of a microbatch."""
+    """One data-parallel rank's part of a microbatch, in the language model."""
 
     places: np.ndarray
-    """int64 [samples]: their places in the step, in the order of the rows."""
+    """int64 [samples]: places in the step, in row order."""
     length: int
     """Positions of a row."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How a step is cut. Lists over the samples of a microbatch (token counts, loads) are in the order of `places`, and
-    every module divides them in that order."""
+    """How a step is cut. Lists over a microbatch's samples (token counts, loads) are in the order of `places`."""
 
     first: int
     """Number of the step's first sample."""
     size: int
     """Samples of the step, over all data-parallel ranks."""
     shares: tuple[tuple[Share, ...], ...]
-    """By microbatch, and by data-parallel rank of the language model."""
+    """Microbatch -> data-parallel rank of the language model -> share."""
     lengths: np.ndarray | None = None
-    """int64 [size]: planned tokens of each sample by its place, as many as its text has; None if they are not known,
-    and rows are as long as any sample may be."""
+    """int64 [size]: planned text tokens of each sample by place; None: unknown, and rows have full length."""
     packed: bool = False
-    """Whether the samples of a share stand in one row, one behind the other; else each has a row."""
+    """True if the samples of a share form one row; else each has its own."""
     documents: Sequence[np.ndarray] | None = None
-    """Of packed samples of several documents each, by place: their tokens, int64; None: each sample is one."""
+    """Tokens of each packed sample's documents, by place, int64; None: each sample is one document."""
 
     def places(self, microbatch: int) -> np.ndarray:
-        """Places in the step of all samples of a microbatch, those of the first data-parallel rank first."""
+        """Return the places of a microbatch's samples, in order of data-parallel rank."""
         return self._places[microbatch]
 
     def spans(self, microbatch: int) -> list[Span]:
-        """Of `places`, those of each data-parallel rank of the language model."""
+        """Return each rank's span of `places`."""
         return self._spans[microbatch]
 
     def lengths_in_row(self, numbers: np.ndarray, row_length: int) -> list[int]:
-        """Of a packed row, the tokens of its samples, and of the padding behind them if there is any.
+        """Return the tokens of each sample in a packed row, and of its trailing padding, if any.
 
         Args:
-            numbers: of the samples.
+            numbers: sample numbers.
         """
         assert self.lengths is not None, "packs follow from lengths"
         found = self.lengths[numbers - self.first].tolist()
@@ -65,12 +62,12 @@ class StepPlan:
         return [*found, rest] if rest else found
 
     def rows(self, microbatch: int, replica: int) -> int:
-        """Rows of a share."""
+        """Return the number of rows of a share."""
         return 1 if self.packed else len(self.shares[microbatch][replica].places)
 
     @cached_property
     def rows_of_length(self) -> dict[int, int]:
-        """Rows of the step by their length, over all data-parallel ranks."""
+        """Row length -> number of rows, over all data-parallel ranks."""
         found: Counter[int] = Counter()
         for microbatch, of_ranks in enumerate(self.shares):
             for replica, share in enumerate(of_ranks):
@@ -79,15 +76,14 @@ class StepPlan:
 
     @cached_property
     def texts_of_length(self) -> dict[int, int]:
-        """By its length, whatever attends within itself alone: rows, or of packed ones their samples' documents and the
-        padding behind them."""
+        """Length -> number of separate attention texts: rows, or in packed rows documents and trailing padding."""
         found: Counter[int] = Counter()
         for of_rank in self.texts_of_ranks():
             found.update(of_rank)
         return dict(found)
 
     def texts_of_ranks(self) -> list[Counter[int]]:
-        """`texts_of_length` of each data-parallel rank of the language model."""
+        """Return `texts_of_length` of each data-parallel rank of the language model."""
         found = [Counter[int]() for _ in self.shares[0]]
         for microbatch in range(len(self.shares)):
             for replica, texts in enumerate(found):
@@ -95,7 +91,7 @@ class StepPlan:
         return found
 
     def texts_of(self, microbatch: int, replica: int) -> Counter[int]:
-        """`texts_of_length` of one share."""
+        """Return `texts_of_length` of one share."""
         share = self.shares[microbatch][replica]
         if not self.packed:
             return Counter({share.length: len(share.places)})
@@ -111,12 +107,12 @@ class StepPlan:
 
     @cached_property
     def positions(self) -> int:
-        """Positions of all rows of the step, padding included: what the language model computes."""
+        """The positions of all rows, padding included: the language model's work."""
         return sum(length * rows for length, rows in self.rows_of_length.items())
 
     @property
     def tokens(self) -> int:
-        """Tokens of the step's samples, without padding; with it where their lengths are not known."""
+        """The tokens of the step's samples without padding; with padding if lengths are unknown."""
         return self.positions if self.lengths is None else int(self.lengths.sum())
 
     @cached_property
@@ -131,19 +127,16 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Padding:
-    """How microbatches of similar lengths are made.
-
-    unit: rows are multiples of it, as parallel ranks that split sequences need; equal: all rows of a step are as long
-    as its longest sample.
-    """
+    """How microbatches of similar lengths are made. unit: rows are multiples of it, for ranks that split sequences;
+    equal: all rows of a step have the length of its longest sample."""
 
     unit: int = 8
     equal: bool = False
 
 
 def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length: int) -> StepPlan:
-    """Samples in their order, `microbatch` of them in each microbatch over `replicas` data-parallel ranks; all rows of
-    `length`."""
+    """Return a plan with samples in order and all rows at `length`. `microbatch` is the samples of each microbatch over
+    `replicas` data-parallel ranks."""
     cut = np.arange(size, dtype=np.int64).reshape(-1, replicas, microbatch // replicas)
     shares = tuple(tuple(Share(places, length) for places in of_ranks) for of_ranks in cut)
     return StepPlan(first, size, shares)
@@ -152,15 +145,15 @@ def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length:
 def plan_by_length(
     first: int, lengths: np.ndarray, microbatch: int, replicas: int, longest: int, padding: Padding
 ) -> StepPlan:
-    """Samples sorted by their planned length, the longest first and equal ones in their order: microbatches hold
-    similar lengths, and rows are as long as the longest sample of their share.
+    """Return a plan with samples sorted by planned length, the longest first. Equal ones stay in order.
 
-    Which samples make a microbatch does not depend on the number of replicas. Each replica gets a run of neighbours of
-    it, and the longest run goes to the replica with the fewest positions so far.
+    Rows have the length of their share's longest sample. The samples of a microbatch do not depend on the number of
+    replicas. Each replica gets a run of neighbours; the longest run goes to the replica with the fewest positions so
+    far.
 
     Args:
         lengths: [size], planned tokens.
-        longest: positions of the longest row: `sequence_length`.
+        longest: maximum positions of a row: `sequence_length`.
     """
     order = np.argsort(-lengths, kind="stable").astype(np.int64)
     cut = order.reshape(-1, replicas, microbatch // replicas)
@@ -183,17 +176,17 @@ Span = tuple[int, int]
 
 
 def equal_parts(samples: int, parts: int) -> list[Span]:
-    """`parts` equal spans; `parts` must divide `samples`."""
+    """Return `parts` equal spans; `parts` must divide `samples`."""
     assert samples % parts == 0, (samples, parts)
     share = samples // parts
     return [(part * share, (part + 1) * share) for part in range(parts)]
 
 
 def balanced_parts(loads: Sequence[int], parts: int) -> list[Span]:
-    """Spans whose largest load is as small as contiguous spans allow; some may be empty.
+    """Return contiguous spans with the smallest possible maximum load; some may be empty.
 
-    The least capacity that suffices is found by bisection, and every span is filled up to it, as long as the others
-    could still be filled (the linear partition problem; Skiena, The Algorithm Design Manual, 10.7).
+    Bisection gives the minimum capacity, and each span is filled up to it (the linear partition problem; Skiena, The
+    Algorithm Design Manual, 10.7).
     """
     low, high = max([*loads, -(-sum(loads) // parts)]), sum(loads)
     while low < high:
@@ -208,8 +201,8 @@ def balanced_parts(loads: Sequence[int], parts: int) -> list[Span]:
 
 
 def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]:
-    """`balanced_parts` of every microbatch, of which the rank with the least so far has the largest: over all of them
-    ranks have about as much.
+    """Return `balanced_parts` of each microbatch. The least loaded rank gets the largest part, so that totals are
+    similar.
 
     Args:
         loads: microbatch -> sample -> load.
@@ -232,7 +225,7 @@ def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]
 
 
 def _filled(loads: Sequence[int], capacity: int) -> list[Span]:
-    """Spans that each take samples while their load stays within `capacity`."""
+    """Return spans filled greedily up to `capacity`."""
     spans, first, load = [], 0, 0
     for sample, own in enumerate(loads):
         if load + own > capacity:

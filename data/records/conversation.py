@@ -1,10 +1,8 @@
-"""Conversations: turns of text and media, whatever they were read from.
+"""Conversations: turns of text and media.
 
-In a text the markers `<image>`, `<video>` and `<audio>` are the places of media. A line break next to a marker, as
-LLaVA records have it, separates the two and is not part of the message: a client that sends an image and a text to a
-served model does not write it either. The chat template decides what is between them.
-
-A video becomes as many images as are read of it, before a conversation becomes tokens.
+In a text the markers `<image>`, `<video>` and `<audio>` are the positions of media. A line break next to a marker, as
+in LLaVA records, is not part of the message: clients of served models do not send it either. A video becomes its frames
+as images before the conversation becomes tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from data.text_format import Key, shown
 
 MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 KINDS = tuple(MARKERS.values())
-"""Kinds of media, in the order in which they come before a text that marks no places."""
+"""Kinds of media, in their order before a text without markers."""
 _MARKER = "|".join(map(re.escape, MARKERS))
 _SPLIT = re.compile(rf"(?:\r?\n)?({_MARKER})(?:\r?\n)?")
 _NUMBERED = re.compile(r".*\d.*[.][^.]*")  # extensions with a number before the last dot
@@ -39,54 +37,51 @@ NO_FIELDS: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Visual:
-    """An image or a video of a sample."""
-
     extension: str
     frames: int
-    """Images that are read of a video; 0 for an image."""
+    """Number of frames read of a video; 0 for an image."""
 
     @property
     def kind(self) -> str:
-        """ "image" or "video"."""
+        """The kind: "image" or "video"."""
         return "video" if self.frames else "image"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message. `role`: user, assistant, system, developer, tool, function, or "plain" for a text without roles, all
-    of which carries loss."""
+    """A message. `role` is user, assistant, system, developer, tool or function. "plain" is a text without roles: all
+    of it has loss."""
 
     role: str
     parts: tuple[Part, ...]
     fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS)
-    """What the message has besides role and content, such as `tool_calls`; no nulls."""
+    """Fields of the message besides role and content, such as `tool_calls`; no nulls."""
     typed: bool | None = field(default=False, compare=False)
-    """True if the record has the content as a list of typed parts; None if it has tool calls and no content."""
+    """True if the content is a list of typed parts; None if the message has tool calls and no content."""
     has_loss: bool = True
-    """False where the record excludes the message from the loss."""
+    """False if the record excludes the message from the loss."""
     has_separators: bool = field(default=False, compare=False)
-    """True if line breaks next to markers were left out."""
+    """True if line breaks next to markers were removed."""
 
     @property
     def is_learned(self) -> bool:
-        """True if the loss falls on this turn."""
+        """True if this turn has loss."""
         return self.has_loss and self.role in ("assistant", "plain")
 
     @property
     def text(self) -> str:
-        """The text parts, joined."""
         return "".join([part.text for part in self.parts])
 
     @property
     def marked_text(self) -> str:
-        """The text with the markers of media inside it, without those around it."""
+        """The text with its inner markers, without leading and trailing ones."""
         marked = "".join(part.text if part.kind == "text" else f"<{part.kind}>" for part in self.parts)
         return re.sub(rf"^(?:{_MARKER}|\s)+|(?:{_MARKER}|\s)+$", "", marked)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of a record, and the descriptions of the tools that the assistant may call."""
+    """The turns of a record, and the descriptions of its tools."""
 
     turns: tuple[Turn, ...]
     tools: tuple[Any, ...] = ()
@@ -102,26 +97,24 @@ class Conversation:
 
     @property
     def question_and_truth(self) -> tuple[str, str]:
-        """Question and text of the last learned turn; both are empty if no turn is learned."""
+        """The question and the text of the last learned turn; both empty if there is none."""
         last = next((at for at in reversed(range(len(self.turns))) if self.turns[at].is_learned), None)
         return ("", "") if last is None else (self.question_before(last), self.turns[last].text.strip())
 
     def question_before(self, turn: int) -> str:
-        """Return the text of the last user turn before turn number `turn`, with the markers inside it; empty if there
-        is none."""
+        """Return the text of the last user turn before index `turn`, with its inner markers; "" if there is none."""
         return next((asked.marked_text for asked in reversed(self.turns[:turn]) if asked.role == "user"), "")
 
 
 def split_markers(text: str) -> tuple[Part, ...]:
-    """Return the pieces of a text, with the places of media that it marks and without the line breaks next to these."""
+    """Split a text at its media markers; line breaks next to markers are removed."""
     if "<" not in text:
         return (Part("text", text),) if text else ()
     return tuple([_MEDIA_PARTS.get(piece) or Part("text", piece) for piece in _SPLIT.split(text) if piece])
 
 
 def with_media(text: str, media: Mapping[str, int], visuals: Sequence[Visual] = ()) -> tuple[Part, ...]:
-    """Return the parts of a question about media: media at the places that the text marks; without any mark, all media
-    before it. Takes the arguments of `media_first`."""
+    """Return the parts of a question: media at its markers, or in front if it has none. See `media_first`."""
     parts = split_markers(text)
     if any(part.kind != "text" for part in parts):
         return parts
@@ -129,11 +122,11 @@ def with_media(text: str, media: Mapping[str, int], visuals: Sequence[Visual] = 
 
 
 def media_first(media: Mapping[str, int], visuals: Sequence[Visual] = ()) -> tuple[Part, ...]:
-    """Return the places of media that no text marks.
+    """Return the parts of media that no text marks.
 
     Args:
         media: kind -> number of members.
-        visuals: the images and videos, where their order is known; else images come first.
+        visuals: the images and videos in order; if empty, images precede videos.
     """
     kinds = [visual.kind for visual in visuals]
     kinds = kinds or [kind for kind in ("image", "video") for _ in range(media.get(kind, 0))]
@@ -141,15 +134,15 @@ def media_first(media: Mapping[str, int], visuals: Sequence[Visual] = ()) -> tup
 
 
 def with_frames(conversation: Conversation, visuals: Sequence[Visual], key: Key) -> Conversation:
-    """Return the conversation with every video as its images, one after the other.
+    """Return the conversation with each video replaced by its frames as images.
 
-    Without a video among `visuals`, the numbered images that no `<image>` takes are those of the one `<video>`.
+    If `visuals` has no video, the numbered images without an `<image>` are the frames of the one `<video>`.
 
     Args:
-        visuals: images and videos of the sample, as many as the conversation has places.
+        visuals: images and videos of the sample, one for each placeholder.
 
     Raises:
-        RecordError: places and members are in different orders, or not as many.
+        RecordError: placeholders and members differ in order or number.
     """
     marks = [part.kind for turn in conversation.turns for part in turn.parts if part.kind in ("image", "video")]
     if "video" not in marks:

@@ -1,8 +1,7 @@
-"""Markers of media that are not ours, in the texts of records: those of other model families, and unknown ones.
+"""Media markers of other model families, and unknown markers, in the texts of records.
 
-Markers that are special tokens of their family, such as `<|vision_start|><|image_pad|><|vision_end|>`, always stand for
-media, as `<image>` does. Markers that may also be text, such as `[IMG]`, stand for media only in a question, and only
-if the record then has as many markers as its sample has media.
+Special tokens, such as `<|vision_start|><|image_pad|><|vision_end|>`, always stand for media. Ambiguous markers, such
+as `[IMG]`, stand for media only in a question, and only if the record has one for each member.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from data.records.conversation import MARKERS
 from data.text_format import plural
 
 _PATH = r"(?:[^<>\s]{0,300}|[^<>\n]{0,300}\.\w{1,5})"
-"""A path or an address; other words between two markers are text."""
+"""A path or URL; other words between two tags are text."""
 _SPECIAL = {
     "image": (
         r"(?:<\|vision_start\|>)?(?:<\|image_pad\|>)+(?:<\|vision_end\|>)?",  # Qwen2-VL to Qwen3-VL
@@ -51,7 +50,7 @@ _HINTS = (
     *("ImageHere>", "image_placeholder>", "</image>", "</video>", "</audio>", "</img>", "[IMG]", "[VIDEO]", "[AUDIO]"),
     *("<Image>", "<IMAGE>", "<Video>", "<VIDEO>", "<Audio>", "<AUDIO>"),
 )
-"""Every marker contains one of these, or is numbered. A quick search for them comes first."""
+"""Substrings to search first: every marker contains one of them or is numbered."""
 _NUMBERED = re.compile(r"<\|?(?:image|video|audio)[ _-]?\d")
 _UNKNOWN = re.compile(r"<\|?(?:image|audio|video|speech|sound)(?:[ _-]?\d+)?\|?>|<ImageHere>|<image_placeholder>")
 _USERS = ("human", "user")
@@ -61,9 +60,9 @@ def require_no_marker(text: str, where: str, taken: Mapping[str, str], *, has_me
     """Raise RecordError for a marker that would be trained as text.
 
     Args:
-        where: what the message starts with.
+        where: start of the error message.
         taken: markers that stand for media in this text.
-        has_media: True to reject the special tokens of other families too.
+        has_media: True to reject special tokens of other families too.
     """
     if marker := unknown_marker(text, taken) or (special_marker(text) if has_media else None):
         raise RecordError(
@@ -73,12 +72,12 @@ def require_no_marker(text: str, where: str, taken: Mapping[str, str], *, has_me
 
 
 def unknown_marker(text: str, taken: Mapping[str, str]) -> str | None:
-    """Return the first marker of media in a text that is not one of `taken`; None if there is none."""
+    """Return the first unknown media marker in a text; None if there is none."""
     return next((marker for marker in _UNKNOWN.findall(text) if marker not in taken), None) if "<" in text else None
 
 
 def special_marker(text: str) -> str | None:
-    """Return the first marker in a text that is a special token of another family; None if there is none."""
+    """Return the first special token of another family in a text; None if there is none."""
     if not _may_have(text):
         return None
     return next((match[0] for pattern in _SPECIAL_OF.values() if (match := pattern.search(text))), None)
@@ -87,15 +86,14 @@ def special_marker(text: str) -> str | None:
 def with_our_markers(
     turns: Sequence[Any], role_field: str, content_field: str, media: Mapping[str, int]
 ) -> Sequence[Any]:
-    """Return the turns of a record with `<image>`, `<video>` and `<audio>` in place of other families' markers, where
-    their content is a text. Changed turns are copies.
+    """Replace other families' markers in text contents by `<image>`, `<video>` and `<audio>`. Changed turns are copies.
 
     Args:
-        media: kind -> members of the sample; without any kind the run takes no media, and everything stays text.
+        media: kind -> members of the sample. If empty, the run takes no media, and all text stays as it is.
 
     Raises:
-        RecordError: markers that may be text do not fit the media, and our markers do not either. The message continues
-            the name of the turns.
+        RecordError: neither the ambiguous markers nor ours match the members. The message continues the name of the
+            turns.
     """
     contents = {at: turn.get(content_field) for at, turn in enumerate(turns) if isinstance(turn, dict)}
     texts = {at: text for at, text in contents.items() if isinstance(text, str)}
@@ -120,7 +118,7 @@ def with_our_markers(
 
 
 def _may_have(text: str) -> bool:
-    """False if a text certainly has no marker of another family."""
+    """Return False if a text cannot contain a marker of another family."""
     if text.count("<") == sum([text.count(marker) for marker in MARKERS]) and "[" not in text:
         return False
     return any(hint in text for hint in _HINTS) or _NUMBERED.search(text) is not None

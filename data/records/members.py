@@ -1,6 +1,6 @@
-"""Members of a sample: which of them are its record, its images, videos and audio, and which are not read.
+"""Members of a sample: its record, its images, videos and audio, and unread members.
 
-Names decide, or `data.fields`, which says which members and which values of a JSON member are the record and the media.
+Names decide, or `data.fields`, which maps members and values of JSON members to the record and the media.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNREADABLE = {
     "image": frozenset(["jxl", "svg", "jpx", "psd", "ico", "dng", "exr"]),
     "audio": frozenset(["m4a", "aac", "wma", "amr", "ac3", "weba"]),
 }
-"""kind -> extensions that are not decoded. A sample with one is bad: to ignore the member would change its meaning."""
+"""kind -> extensions that are not decoded. They make a sample bad, since ignoring media would change its meaning."""
 OTHER_VIDEO = frozenset(["avi", "mpg", "mpeg", "flv", "wmv", "3gp", "ts"])
 ARRAYS = frozenset(["npy", "npz", "pt", "pth", "safetensors", "pkl", "pickle", "bin", "h5", "hdf5", "parquet", "arrow"])
 
@@ -37,9 +37,9 @@ CONVERSATIONS = ("conversations", "messages")
 LEARNED = (*CONVERSATIONS, "answer", "caption", "text", "label")
 """A sample needs one of these."""
 TEXTS = (*CONVERSATIONS, "question", "answer", "caption", "text", "label", "system", "tools")
-"""Names of the texts of a record."""
+"""Names of a record's texts."""
 ABSENT: Any = object()
-"""A value that a JSON member does not have, unlike null."""
+"""Marks a value that a JSON member lacks, unlike null."""
 _SOURCE = re.compile(r"([^\[\]\s/?]+)((?:\[[^\[\]]+\])*)(\??)")
 _RECORDS = ("json", "txt")
 _NUMBER = re.compile(r"(.*?)(\d[\d._-]*)")
@@ -49,7 +49,7 @@ _NOUNS = {"image": "an image", "video": "a video", "audio": "audio"}
 
 @dataclass(frozen=True)
 class Source:
-    """Where a text comes from: a member by its extension, and the keys that lead to a value in a JSON member."""
+    """Source of a text: the extension of a member, and the keys of a value if the member is JSON."""
 
     member: str
     path: tuple[str, ...] = ()
@@ -60,7 +60,6 @@ class Source:
 
     @property
     def is_json(self) -> bool:
-        """True if the member is JSON."""
         return self.member.rpartition(".")[2] == "json"
 
     def value(self, record: Any) -> Any:
@@ -77,12 +76,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Fields:
-    """`data.fields`, read."""
+    """The parsed `data.fields`."""
 
     texts: tuple[tuple[str, Source], ...] = ()
-    """(name, source) of what becomes the conversation."""
+    """(name, source) of each text of the conversation."""
     image: tuple[str, ...] | None = None
-    """Extensions of the images, in the order of their placeholders; None: names decide."""
+    """Extensions of the images in the order of their placeholders; None: names decide."""
     video: tuple[str, ...] | None = None
     audio: tuple[str, ...] | None = None
     key: str = field(default="data.fields", compare=False)
@@ -90,29 +89,28 @@ class Fields:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Extensions of the members that hold texts; empty if names decide."""
+        """Extensions of members with texts; empty if names decide."""
         return tuple(dict.fromkeys(source.member for _, source in self.texts))
 
     @property
     def named_media(self) -> str:
-        """The media that are named, as one text; empty if none are."""
+        """The named media as one text; empty if there are none."""
         return "".join(f"|{kind} {getattr(self, kind)}" for kind in MEDIA if getattr(self, kind))
 
     def media(self, kind: str) -> tuple[str, ...] | None:
-        """Return the extensions of a kind; None if names decide. Where images or videos are named, only these are
-        read."""
+        """Return the extensions of a kind; None if names decide. If images or videos are named, only these are read."""
         if kind == "audio":
             return self.audio
         extensions = self.image if kind == "image" else self.video
         return () if extensions is None and (self.image or self.video) else extensions
 
     def require(self, names: Collection[str], json_keys: Mapping[str, Sequence[str]]) -> None:
-        """Raise RecordError for a sample that lacks a text which may not be absent.
+        """Raise RecordError if the sample lacks a required text.
 
-        Of the texts that are learned one is enough; a question goes with all of these but turns.
+        One learned text is enough. A question is required with every learned text except turns.
 
         Args:
-            names: texts that the sample has.
+            names: texts of the sample.
             json_keys: JSON member -> its keys, for the message.
         """
         has = "".join(f"; its {member} has {list(keys)}" for member, keys in json_keys.items())
@@ -134,13 +132,13 @@ NO_FIELDS = Fields()
 
 
 def read_fields(values: Mapping[str, Any], key: str = "data.fields") -> Fields:
-    """Read `data.fields`: `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`.
+    """Parse `data.fields`, e.g. `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`.
 
     Args:
-        key: of the config, for messages about samples.
+        key: config key, for messages about samples.
 
     Raises:
-        DataError: a name or value is wrong; the message starts with the key below `data.fields` and a colon.
+        DataError: a name or value is invalid. The message starts with the key below `data.fields`.
     """
     texts, media = [], dict[str, tuple[str, ...]]()
     for name, value in values.items():
@@ -179,14 +177,14 @@ def _read_source(name: str, value: Any) -> Source:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The members of a sample as they are read."""
+    """The members of a sample in reading order."""
 
     order: tuple[int, ...]
-    """Positions in the shard; those of images, of videos and of audio are in the order of their placeholders."""
+    """Positions in the shard. Those of each media kind follow the order of its placeholders."""
     kinds: tuple[str, ...]
-    """Kind of each member, in that order: "image", "video", "audio" or "other"."""
+    """Kind of each member in `order`: "image", "video", "audio" or "other"."""
     record: int
-    """Which of them is the record; -1 if none is."""
+    """Index of the record in `order`; -1 if there is none."""
     reason: str | None
     """Why the sample is bad, as far as names tell."""
 
@@ -202,7 +200,7 @@ def kind_of(extension: str) -> str:
 
 @lru_cache(maxsize=4096)
 def arrange(names: tuple[str, ...], fields: Fields = NO_FIELDS) -> Arrangement:
-    """Return the arrangement of members with these extensions, in the order of the shard."""
+    """Return the arrangement of members with these extensions, given in shard order."""
     kinds = [kind_of(name) for name in names]
     order = list(range(len(names)))
     for kind in READABLE:
@@ -221,9 +219,9 @@ def arrange(names: tuple[str, ...], fields: Fields = NO_FIELDS) -> Arrangement:
 def _read_members(names: Sequence[str], members: Sequence[int], wanted: tuple[str, ...] | None) -> list[int]:
     """Return the members of a kind that are read, in the order of their placeholders.
 
-    These are the members that `data.fields` names, else those whose extension is plain or has a number (`jpg`,
-    `0.jpg`), or all if each has a name before it (`left.jpg`). If all have a number behind the same name, they are in
-    the order of the numbers.
+    These are the members in `data.fields`. Otherwise they are those with a plain or numbered extension (`jpg`,
+    `0.jpg`), or all members if each has a name (`left.jpg`). If all have a number behind the same name, numbers give
+    the order.
     """
     if wanted is not None:
         return [at for name in wanted for at in members if names[at] == name]
@@ -236,8 +234,8 @@ def _read_members(names: Sequence[str], members: Sequence[int], wanted: tuple[st
 
 
 def _find_record(names: Sequence[str], fields: Fields) -> tuple[int, str | None]:
-    """Return which member is the record, or -1 and why there is none. `json` precedes `txt`; `*.json` and `*.txt` are
-    records if there is one only. With `data.fields`, the first of the members that these name."""
+    """Return the index of the record and None, or -1 and the reason. `json` precedes `txt`; `*.json` or `*.txt` must be
+    the only one. With `data.fields`, its first member is the record."""
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:
         return -1, f"the extension .{shown(repeated[0])} occurs {names.count(repeated[0])} times under one key"
@@ -263,7 +261,7 @@ def _find_record(names: Sequence[str], fields: Fields) -> tuple[int, str | None]
 
 
 def unread(names: Iterable[str], fields: Fields = NO_FIELDS) -> list[tuple[str, str]]:
-    """Return (extension, what it is) of the members of a sample that are not read."""
+    """Return (extension, description) of each unread member."""
     names = tuple(names)
     arranged = arrange(names, fields)
     records = fields.members or (() if arranged.record < 0 else (names[arranged.order[arranged.record]],))
@@ -286,10 +284,10 @@ def _describe(extension: str, fields: Fields) -> str:
 
 
 def named_unread(counts: Mapping[tuple[str, str], int]) -> list[str]:
-    """Return a sentence for each kind of members that are not read.
+    """Return a sentence for each kind of unread member.
 
     Args:
-        counts: (extension, what it is) -> number of members.
+        counts: (extension, description) -> number of members.
     """
     sentences = []
     for what in sorted({what for _, what in counts}):

@@ -1,4 +1,4 @@
-"""Checks of a record: files that it refers to, failed downloads, broken characters, messages without loss."""
+"""Checks of a record: its file names, failed downloads, invalid characters, loss fields."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _MEDIA_FIELDS = {"image": ("image", "images"), "video": _VIDEO_FIELDS, "audio": 
 _LOSS_VALUES = dict.fromkeys(
     ("loss", "weight", "train", "training", "trainable", "loss_weight", "loss_scale", "loss_mask"), True
 ) | {"masked": False}
-"""Field of a message -> whether true or 1 includes it in the loss (as OpenAI, ms-swift, Axolotl and torchtune have
-it)."""
+"""Message field -> True if a value of 1 includes the message in the loss (OpenAI, ms-swift, Axolotl, torchtune)."""
 _PARTIAL_LOSS = ("train_detail", "training_detail")
 LOSS_FIELDS = (*_LOSS_VALUES, *_PARTIAL_LOSS)
 
 
 @dataclass(frozen=True)
 class OtherMembers:
-    """The members of a sample besides its record."""
+    """Members of a sample besides its record."""
 
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """kind -> extensions of the media that are read, in their order."""
+    """kind -> extensions of the media that are read, in order."""
     unread: Sequence[str] = ()
-    """Extensions of members that are not read, where `data.fields` does not say so."""
+    """Extensions of members that are unread although `data.fields` does not exclude them."""
 
 
 NO_OTHER_MEMBERS = OtherMembers()
@@ -44,11 +43,11 @@ def require_files(record: Mapping[str, Any], key: Key, others: OtherMembers, med
         media: kind -> members that the run uses.
 
     Raises:
-        RecordError: it names other files than the members, in another order, or files that are not read.
+        RecordError: the record names other files, another order, or unread files.
     """
     for kind, names in _MEDIA_FIELDS.items():
         if kind == "video" and not media.get(kind):
-            continue  # it may name the video whose images the sample has
+            continue  # the record may name the video of the sample's frames
         if kind in media and not record.keys().isdisjoint(names):
             _require_listed_files(record, key, kind, names, others, media[kind])
     unread = {name.lower() for name in others.unread}
@@ -67,7 +66,7 @@ def require_files(record: Mapping[str, Any], key: Key, others: OtherMembers, med
 def _require_listed_files(
     record: Mapping[str, Any], key: Key, kind: str, names: Sequence[str], others: OtherMembers, count: int
 ) -> None:
-    """Compare a list of files, as LLaVA records have it, with the members of a kind."""
+    """Compare a list of files, as in LLaVA records, with the members of a kind."""
     for name in names:
         files = record.get(name)
         if isinstance(files, str) and files and "conversations" in record:
@@ -93,18 +92,18 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _extension_of(file: str, key: Key) -> str:
-    """Return the extension of a member of the sample if it is this file: without folders, and without the key."""
+    """Return the extension of a file name as a member has it: without folders and key."""
     name = file.rpartition("/")[2]
     return name.removeprefix(str(key).rpartition("/")[2] + ".").lower()
 
 
 def text_of_file(text: str) -> str:
-    """Return the content of a text file without the line break that ends its last line."""
+    """Return the content of a text file without its final line break."""
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def failed_download(record: Any) -> bool:
-    """True if img2dataset or video2dataset recorded that the media of this record could not be downloaded."""
+    """True if img2dataset or video2dataset recorded a failed download of the media."""
     return isinstance(record, dict) and str(record.get("status")).startswith("failed_to_")
 
 
@@ -115,7 +114,7 @@ def require_download(record: Any, media: Mapping[str, int]) -> None:
 
 
 def require_characters(conversation: Conversation) -> None:
-    """Raise RecordError for half of a surrogate pair, which JSON can spell and no tokenizer takes."""
+    """Raise RecordError for half of a surrogate pair: JSON can spell it, tokenizers reject it."""
     texts = [part.text for turn in conversation.turns for part in turn.parts]
     others = [turn.fields for turn in conversation.turns if turn.fields] + [*conversation.tools]
     try:
@@ -127,11 +126,11 @@ def require_characters(conversation: Conversation) -> None:
 
 
 def split_loss(fields: Mapping[str, Any], role: str) -> tuple[Mapping[str, Any], bool]:
-    """Return the other fields of a message, and False where its fields exclude it from the loss.
+    """Return the other fields of a message, and False if it is excluded from the loss.
 
     Raises:
-        RecordError: values other than true, false, 0 and 1, fields that contradict each other, or a message of another
-            role than the assistant's that is included; the message continues the name of the turn.
+        RecordError: a value is not true, false, 0 or 1; fields contradict each other; or a message that is not the
+            assistant's is included. The message continues the name of the turn.
     """
     if partial := next((name for name in _PARTIAL_LOSS if name in fields), None):
         raise RecordError(f": {partial} is not supported. A message is learned as a whole or not at all: set weight=0")

@@ -1,11 +1,8 @@
-"""Records -> conversations: LLaVA `conversations`, chat `messages`, or a caption.
+"""Parse records as conversations: LLaVA `conversations`, chat `messages`, or a caption.
 
-In LLaVA records and in text contents the markers `<image>`, `<video>` and `<audio>` are the places of the sample's
-media, in the order of the members in the shard. Typed content parts say their type, and their text is literal. Tools of
-a record, and what a message has besides its role and content, are kept for chat templates.
-
-A marker that stands for no medium, such as `<speech>`, is never text: the sample is bad. If the run has media, a
-caption may have no marker at all.
+In LLaVA records and text contents, `<image>`, `<video>` and `<audio>` stand for the sample's media, in member order.
+The text of typed content parts is literal. Tools and further message fields are kept for chat templates. An unknown
+marker, such as `<speech>`, makes the sample bad. In a run with media, a caption must not have any marker.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from data.records.record_checks import (
 from data.text_format import Key, plural, shown
 
 _TURN_FIELDS = {"conversations": ("from", "value"), "messages": ("role", "content")}
-"""Name of the turns -> fields with the role and the content of a turn."""
+"""Name of the turns -> their fields for role and content."""
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
     role: role for role in ("user", "assistant", "system", "tool", "function", "developer")
 }
@@ -58,7 +55,7 @@ PART_KINDS = {
     "input_audio": "audio",
     "audio_url": "audio",
 }
-"""Type of a content part -> kind of its medium."""
+"""Type of a content part -> kind of its media."""
 _LONGEST = 80  # characters of a value in a message
 
 
@@ -71,20 +68,20 @@ def parse_record(
     others: OtherMembers = NO_OTHER_MEMBERS,
     visuals: Sequence[Visual] = (),
 ) -> Conversation:
-    """Return the conversation of a sample's record, in which videos are their images.
+    """Parse a sample's record as a conversation, with videos as images.
 
     Args:
         raw: bytes of the `json` or `txt` member.
-        extension: of this member; its last part counts.
-        media: kind -> number of members that the run uses, e.g. {"image": 2}. No module takes a kind that is absent,
-            and the record must not refer to it.
-        others: the names of these members, and of members that are not read.
-        visuals: images and videos of the sample, in their order; optional without a video.
+        extension: extension of this member; its last part counts.
+        media: kind -> number of members that the run uses, e.g. {"image": 2}. The record must not refer to other kinds.
+        others: names of these members, and of unread members.
+        visuals: images and videos of the sample in order; optional without a video.
 
     Raises:
-        RecordError: unreadable, of no known form, above its bounds, without an assistant turn, with another number of
-            placeholders than members, or referring to what is not read.
-        NothingToLearn: its caption is null. NotDownloaded: it has no media because their download failed.
+        RecordError: unreadable, in an unknown form, above its bounds, without an assistant turn, with a different
+            number of placeholders than members, or with a reference to an unread member.
+        NothingToLearn: the caption is null.
+        NotDownloaded: the sample has no media because their download failed.
     """
     parser = _Parser(media, bounds, visuals)
     with _errors_start_with(f"key {key!r}: "):
@@ -108,15 +105,15 @@ def parse_fields(
     bounds: Bounds = BOUNDS,
     visuals: Sequence[Visual] = (),
 ) -> Conversation:
-    """`parse_record` where `data.fields` says what the record is.
+    """Parse the record that `data.fields` describes. See `parse_record`.
 
-    The first of these that a sample has counts: conversations, messages, answer, caption, text, label. A question goes
-    before the last four, behind the media if it does not mark their places.
+    The first text of conversations, messages, answer, caption, text and label counts. A question precedes the last
+    four. Media without markers precede the question.
 
     Args:
-        raws: extension -> bytes of the members that hold texts, as far as the sample has them.
+        raws: extension -> bytes of the sample's members with texts.
 
-    Raises what `parse_record` does, and RecordError where the sample lacks a text that is named.
+    Raises the errors of `parse_record`, and RecordError if a named text is missing.
     """
     parser = _Parser(media, bounds, visuals)
     with _errors_start_with(f"key {key!r}: "):
@@ -143,7 +140,7 @@ def _errors_start_with(prefix: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Parser:
-    """Reads the record of one sample. Errors do not name the sample."""
+    """Parses the record of one sample. Errors do not name the sample."""
 
     media: Mapping[str, int]
     bounds: Bounds
@@ -165,13 +162,13 @@ class _Parser:
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{what} is not JSON ({error})") from error
         depth = self.bounds.record_depth
-        # With so few brackets none can be deeper.
+        # Cheap test first: few brackets cannot nest deeper.
         if text.count("[") + text.count("{") > depth and _is_deeper(record, depth):
             raise RecordError(f"{what}: more than {depth} lists and objects inside each other")
         return record
 
     def named_values(self, raws: Mapping[str, bytes], fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the values that `data.fields` names, and the JSON members with them."""
+        """Return the values in `data.fields`, and their JSON members."""
         record: dict[str, Any] = {}
         members: dict[str, Any] = {}
         for name, source in fields.texts:
@@ -222,7 +219,7 @@ class _Parser:
         return tuple(parsed)
 
     def tools(self, tools: Any) -> tuple[Any, ...]:
-        """Return descriptions of tools: JSON schemas in a list, or that list as JSON text."""
+        """Parse tools: a list of JSON schemas, or its JSON text."""
         if isinstance(tools, str) and tools:
             tools = self.json(tools, "tools, a text,")
         if not tools:
@@ -232,7 +229,7 @@ class _Parser:
         return tuple(tools)
 
     def caption(self, text: str) -> Conversation:
-        """Return media as a user turn and the caption as the assistant's; text alone is one plain turn."""
+        """Return media as the user turn and the caption as the answer, or one plain turn without media."""
         if self.media:
             require_no_marker(text, "the caption", {}, has_media=True)
         answer = (Part("text", text),)
@@ -265,12 +262,12 @@ class _Parser:
         return Conversation(_with_system(record, turns))
 
     def check(self, conversation: Conversation) -> None:
-        """Raise RecordError unless the placeholders of each kind are as many as the members."""
+        """Raise RecordError unless placeholders and members of each kind are equally many."""
         require_characters(conversation)
         kinds = [part.kind for turn in conversation.turns for part in turn.parts]
         if above := self.bounds.of_placeholders(sum(kind != "text" for kind in kinds)):
             raise RecordError(above)
-        # Numbered images may be those of a video.
+        # Numbered images may be the frames of a video.
         counted = KINDS if self.media.get("video") or "video" not in kinds else ("audio",)
         for kind in KINDS:
             used, members = kinds.count(kind), self.media.get(kind, 0)
@@ -286,7 +283,7 @@ class _Parser:
 
 
 def _turn(turn: Any, role_field: str, content_field: str) -> Turn:
-    """Raises RecordError with a message that continues the name of the turn."""
+    """Parse a turn. A RecordError's message continues the name of the turn."""
     if (
         not isinstance(turn, dict)
         or role_field not in turn
@@ -324,7 +321,7 @@ def _typed_part(part: Any) -> Part:
 
 
 def _with_system(record: dict[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return the turns with the record's own `system` text in front, if it has one."""
+    """Prepend the record's `system` text, if any."""
     text = record.get("system")
     if text is None or text == "":
         return turns
@@ -350,7 +347,6 @@ def _json_type(value: Any) -> str:
 
 
 def _keys(record: Mapping[str, Any]) -> list[str]:
-    """Return the first keys of a record, cut to a readable length."""
     return sorted(name[:_LONGEST] for name in record)[:8]
 
 

@@ -1,1 +1,1 @@
-"""One sample: its metadata from the index, and its tokens and media."""
+"""One sample: its metadata from the index, its tokens and its media."""

@@ -1,10 +1,7 @@
-"""Bad samples (samples that cannot be read): each is told of once, with shard and key, and more than
-`data.max_bad_samples` end the run.
+"""Bad samples (those that cannot be read): each is logged once, and more than `data.max_bad_samples` end the run.
 
-There is one rule, `require_budget`, and two that count for it. A dataset counts the samples that its own process has
-read. A run of several ranks counts over all ranks and all its starts, each sample of a step once, whoever read it; an
-evaluation counts the held-out samples in the same way, apart from those. The count of a rank is never above that of the
-run, so it is right whichever is the first to end the run.
+A dataset counts the samples that its process has read. A run counts over all ranks and restarts, each sample once; an
+evaluation counts held-out samples separately. A rank's count never exceeds the run's, so either may end the run.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class BadSample(NamedTuple):
-    """A sample that cannot be read: its global number, where it is, why, and its source in a mixture."""
+    """A sample that cannot be read: global number, shard, key, reason, and source in a mixture."""
 
     number: int
     shard: Place
@@ -37,15 +34,11 @@ class BadSample(NamedTuple):
 
 
 def require_budget(count: int, allowed: int, example: BadSample | None = None) -> None:
-    """Ends the run if more samples are bad than `data.max_bad_samples` allows.
+    """Raise TooManyBadSamples if `count` exceeds `allowed` (`data.max_bad_samples`).
 
     Args:
         count: bad samples so far.
-        allowed: `data.max_bad_samples`.
-        example: one of them, where this process knows one.
-
-    Raises:
-        TooManyBadSamples: `count` is above `allowed`.
+        example: one of them, if this process knows one.
     """
     if count <= allowed:
         return
@@ -57,22 +50,22 @@ def require_budget(count: int, allowed: int, example: BadSample | None = None) -
 
 
 def allowed_of(limit: float, samples: int) -> int:
-    """How many of `samples` may be bad: `data.max_bad_samples`, a number or, below 1, a fraction."""
+    """Return how many of `samples` may be bad: `data.max_bad_samples` is a number or, below 1, a fraction."""
     return math.floor(limit * samples) if 0 < limit < 1 else int(limit)
 
 
 class BadSamples:
-    """The bad samples that this process has found, each once. Safe to use from several threads.
+    """The bad samples that this process has found, each once. Thread-safe.
 
     Attributes:
-        is_quiet: whether somebody else tells people of them (`take`); else each is logged.
-        on_excess: is called with those that nobody has taken before too many end the run.
+        is_quiet: True if the caller reports them (`take`); else each is logged.
+        on_excess: called with untaken samples before too many end the run.
     """
 
     def __init__(self, allowed: int, row_of: Callable[[int], int] = lambda number: number) -> None:
         """
         Args:
-            row_of: number of a sample -> its row, the same in every epoch.
+            row_of: sample number -> row, the same in every epoch.
         """
         assert allowed >= 0, allowed
         self.is_quiet = False
@@ -84,7 +77,6 @@ class BadSamples:
 
     @property
     def count(self) -> int:
-        """How many were found so far."""
         return len(self._found)
 
     def __contains__(self, number: int) -> bool:
@@ -97,13 +89,13 @@ class BadSamples:
             return next(reversed(self._found.values()), None)
 
     def take(self) -> list[BadSample]:
-        """Those found since the last call."""
+        """Return those found since the last call."""
         with self._lock:
             taken, self._new = self._new, []
         return taken
 
     def record(self, bad: BadSample) -> None:
-        """Counts one that is new, of whatever epoch. Raises TooManyBadSamples as `require_budget` does."""
+        """Count a new one of any epoch. Raises TooManyBadSamples."""
         row = self._row_of(bad.number)
         with self._lock:
             if row in self._found:

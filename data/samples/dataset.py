@@ -1,7 +1,6 @@
-"""The dataset: global sample number -> tokens, images, or just counts, each read on its own, by the index.
+"""The dataset: global sample number -> tokens, images or token counts, by the index.
 
-What the index says (token counts, sizes) is the same on every rank and costs no read. What is read of a sample:
-`data.samples.sample_meta`.
+Index data (`data.samples.sample_meta`: token counts, sizes) is the same on every rank and costs no read.
 """
 
 from __future__ import annotations
@@ -36,27 +35,24 @@ from data.storage.url import Place, Url
 from data.text.tokens import Tokenizer
 from data.text_format import plural
 
-_OPEN_INDEXES = 256  # whose keys may be unpacked
-_RECENT = 512  # metas and versions that are kept: a sample is asked for by several readers of its step
+_OPEN_INDEXES = 256  # their keys may be unpacked
+_RECENT = 512  # cached metas and versions: several readers of a step ask for the same sample
 
 
 class Dataset(RecordSamples):
-    """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
+    """An endless, shuffled stream of samples over WebDataset shards, addressed by number. Thread-safe.
 
-    shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each
-    module's placeholder; sequence_length: S; media: the encoder modules (several may take one kind: then each
-    image expands to the tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`;
-    cache_dir: folder for indexes, instead of beside the shards; blind: pixels and waveforms are zeros and are not
-    read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry their
-    questions too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
-    background: see `decode_image_file`; fields: `data.fields`; sampling: of videos; skip_null: samples whose answers
-    are null
-    or blank have no loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`;
-    only_held: the samples are these, and not the others. Methods may be called from several threads. members_cache:
-    keeps what is read of remote shards.
+    shards: see `find_shards`, or `Source`s to mix; tokenizer: see `build_tokenizer`, made with each module's
+    placeholder; sequence_length: S; media: the encoder modules (if several take one kind, each image expands to the
+    tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`; cache_dir: folder for indexes,
+    instead of next to the shards; blind: return zeros as pixels and waveforms without reading; max_bad_samples: see
+    `allowed_of`; keep_text: keep questions in text samples; read_retries: retries after an I/O error; bounds: limits of
+    a sample; background: see `decode_image_file`; fields: `data.fields`; sampling: of videos; skip_null: samples with
+    null or blank answers have no loss and are not bad; held_fraction: share of held-out samples, see `held_rows`;
+    only_held: use only these; members_cache: keeps reads of remote shards.
 
-    Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
-    read), ReadError (an I/O error that does not pass).
+    Raises DataError (no shards or samples), ShardError (an unusable or changing shard), ReadError (a persistent I/O
+    error).
     """
 
     order: GlobalOrder | MixedOrder
@@ -117,28 +113,28 @@ class Dataset(RecordSamples):
         self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
         names = list(zip([shard.name for shard in self.shards], sizes, contents, counts, strict=True))
         self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
-        """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
-        of, and the share that is held out; it does not change when the folder moves."""
+        """Hash of the shards' names, sizes, contents (some blocks) and sample counts in order, their sources, and the
+        held-out share. It does not depend on the folder."""
 
     def locate(self, number: int) -> tuple[Place, str]:
-        """(shard, key) of a global sample number, of any epoch."""
+        """Return (shard, key) of a global sample number, of any epoch."""
         shard, row = self._place(number)
         return self.shards[shard], self.index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """A unique identity of what is read of its media, over all runs: shard with size, modification time and a
-        sample of its content, row, and which members `data.fields` names."""
+        """Return an identity of a sample's media, unique over all runs. It has the shard's path, size, modification
+        time and content sample, the row, and media members in `data.fields`."""
         shard, row = self._place(number)
         version, named = self.version(shard), self.fields_of(shard).named_media
         place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"
         return f"{place}|{row}{named}"
 
     def version(self, shard: int) -> ShardVersion:
-        """What a shard was when it was indexed."""
+        """Return the indexed version of a shard."""
         return self._version(shard)
 
     def plan_step(self, first: int, size: int) -> StepSamples:
-        """What the index says of samples [first, first + size), all at once; reads no member."""
+        """Return the index data of samples [first, first + size), without reading a member."""
         rows = self.order.rows(np.arange(first, first + size))
         lengths = None if self.lengths is None else self.lengths[rows].astype(np.int64)
         shards = np.searchsorted(self._ends, rows, side="right")
@@ -147,25 +143,24 @@ class Dataset(RecordSamples):
         return self._table.step(self._catalogue.rows(shards, rows - self._begins[shards]), lengths, fields)
 
     def fields_of(self, shard: int) -> Fields:
-        """`data.fields` of a shard's source."""
+        """Return `data.fields` of a shard's source."""
         return self._fields[self._source_of(shard)]
 
     def lengths_keys(self) -> list[tuple[str, range]]:
-        """What the lengths of texts follow from, besides their shards (`text_lengths`): of the shards of each
-        source."""
+        """Return (key of everything that determines text lengths, shards) of each source."""
         begins = [0, *self._source_ends.tolist()]
         return [(key, range(*begins[at : at + 2])) for at, key in enumerate(self._lengths_keys)]
 
     def stamps(self) -> np.ndarray:
-        """`Catalogue.stamps`."""
+        """Return `Catalogue.stamps`."""
         return self._catalogue.stamps()
 
     def samples_of(self, shard: int) -> int:
-        """Samples of one shard."""
+        """Return the number of samples in a shard."""
         return int(self._catalogue.counts[shard])
 
     def length_of(self, shard: int, row: int) -> int:
-        """Tokens that a sample, or its stand-in, takes in the sequence; reads the json or txt member only."""
+        """Return the sequence tokens of a sample or its stand-in. Reads only the json or txt member."""
         meta = self.meta_at(shard, row)
         tokens = meta.media_tokens(self.modules, self._placeholders)
         try:
@@ -177,28 +172,27 @@ class Dataset(RecordSamples):
             return len(collate.placeholders_in(tokens))
 
     def meta(self, number: int) -> SampleMeta:
-        """What the index says of a sample; reads no member."""
+        """Return the index data of a sample, without reading a member."""
         return self._recent(number)
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
-        """Other weights of the sources, before readers begin."""
+        """Set the sources' weights, before readers start."""
         super().set_phases(phases)
         self._recent.cache_clear()
 
     def meta_at(self, shard: int, row: int, number: int = -1) -> SampleMeta:
-        """`meta` of a row of a shard."""
+        """Return `meta` of a row of a shard."""
         return self._table.one(self.index(shard), shard, row, number)
 
     def unread_members(self) -> Counter[tuple[str, str]]:
-        """How many members of all samples are not read, by (extension, what they are)."""
+        """Return how many members of all samples are unread, by (extension, description)."""
         found: Counter[tuple[str, str]] = Counter()
         for shard in range(len(self.shards)):
             found += self.index(shard).unread()
         return found
 
     def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:
-        """Start to read what is needed of samples of remote shards: (sample number, modules that need media of it,
-        whether its record is needed). Raises what the index raises."""
+        """Start to read remote samples: (sample number, modules that need its media, True if its record is needed)."""
         self.reader.expect(
             item
             for number, modules, text in wanted
@@ -206,13 +200,13 @@ class Dataset(RecordSamples):
         )
 
     def expect_texts(self, shard: int, rows: range) -> None:
-        """Start to read the records of some rows of a remote shard. Raises what the index raises."""
+        """Start to read the records of some rows of a remote shard."""
         if isinstance(self.shards[shard], Url):
             metas = (self.meta_at(shard, row) for row in rows)
             self.reader.expect(item for meta in metas for item in self._ranges(meta, (), text=True))
 
     def close(self) -> None:
-        """Closes the shard files."""
+        """Close the shard files."""
         self.reader.close()
 
     def _ranges(
@@ -222,7 +216,7 @@ class Dataset(RecordSamples):
             return
         shard, version = self.shards[meta.shard], self.version(meta.shard)
         kinds = dict.fromkeys(spec.kind for spec in self.modules if spec.module in modules)
-        # Once each: of a video there are many frames.
+        # Once each: a video has many frames.
         members = {member.offset: member for kind in kinds for member in meta.members[kind]}.values()
         for member in (*members, *(meta.texts if text else ())):
             yield shard, member.offset, member.size, version
@@ -237,7 +231,7 @@ class Dataset(RecordSamples):
         return shard, row - int(self._begins[shard])
 
     def index(self, shard: int) -> ShardIndex:
-        """Of a shard, read as its source's `data.fields` says."""
+        """Return a shard's index, read with its source's `data.fields`."""
         with self._lock:
             index = self._indexes.get(shard)
             if index is None:

@@ -1,4 +1,4 @@
-"""Which frames of a video are read as images, from its length alone."""
+"""Select a video's frames, by its length alone."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from data.index.shard_index import Frame, Member
 from data.records.conversation import Visual
 
 _ROUNDING = 1e-9
-"""More than what the products of lengths and rates are off by."""
+"""Above the rounding errors of length times rate."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """`data.video`: how many images a video becomes. They are those in the middle of so many equal parts of it."""
+    """`data.video`: a video's number of frames, one from the middle of each equal part."""
 
     frames_per_second: float = 1.0
-    """Images of a second."""
+    """Frames per second."""
     max_frames: int = 32
-    """Most images of a video, of which longer ones have fewer a second."""
+    """Maximum frames of a video; longer videos have fewer per second."""
 
     def count(self, milliseconds: int) -> int:
-        """Images of a video of this length, at least one."""
+        """Return the number of frames of a video of this length, at least one."""
         return int(self.counts(np.array([milliseconds], dtype=np.int64))[0])
 
     def counts(self, milliseconds: np.ndarray) -> np.ndarray:
-        """`count` of many, int64."""
-        # Bounded before they become whole numbers; 0.3 a second of 10 seconds are 3, and not 2.9999.
+        """Return `count` of many lengths, int64."""
+        # Bounded before the conversion to int64. 0.3 a second for 10 seconds must be 3, not 2.9999.
         found = np.minimum(milliseconds * self.frames_per_second / 1000, self.max_frames)
         return np.maximum((found + _ROUNDING).astype(np.int64), 1)
 
 
 SAMPLING = Sampling()
-"""That a config begins with."""
+"""The default."""
 
 
 def images_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
-    """The members that images are read from, each video once for every image of it; one without a readable header
-    once."""
+    """Return the image members, with each video once for every frame, or once without a readable header."""
     found: list[Member] = []
     for member in members:
         if member.kind == "image" or (member.kind == "video" and not member.milliseconds):
@@ -52,7 +51,7 @@ def images_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
 
 
 def places_of(images: Sequence[Member]) -> tuple[Visual, ...]:
-    """The images and videos behind what `images_of` gives, in their order."""
+    """Return the images and videos behind `images_of`, in order."""
     return tuple(
         Visual(member.extension, member.frame.of if member.frame else 0)
         for member in images

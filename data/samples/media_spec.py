@@ -1,4 +1,4 @@
-"""What an encoder module needs of the images, videos or audio of a sample."""
+"""An encoder module's requirements on the images, videos or audio of a sample."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from data.text.placeholders import Grid
 
 @dataclass(frozen=True)
 class Media:
-    """What one encoder module needs of a sample.
+    """An encoder module's requirements on a sample.
 
-    For images `num_tokens`, `size` and `inner_tokens` take (height, width) in pixels of the original; for audio
-    (samples per channel, samples per second). All are pure; they may raise ValueError for an item that the encoder
-    cannot take.
+    The functions are pure. They take (height, width) of the original in pixels, or (samples per channel, samples per
+    second) of audio. They may raise ValueError for an item that the encoder rejects.
     """
 
     module: str
     kind: str  # "image" | "audio"
     placeholder: str
     num_tokens: Callable[[int, int], int]
-    """Tokens that one image or clip takes in the sequence."""
+    """Sequence tokens of one image or audio item."""
     size: Callable[[int, int], tuple[int, int]]
-    """What the encoder gets: (height, width); for audio (samples, samples per second)."""
+    """The encoder's input: (height, width), or (samples, samples per second)."""
     inner_tokens: Callable[[int, int], int] | None = None
-    """Tokens that one image or clip takes inside the encoder's layers; None: as many as in the sequence."""
+    """Tokens of one item inside the encoder's layers; None: as many as in the sequence."""
     pairs: Callable[[int, int], int] | None = None
-    """Pairs of tokens of one image or clip that attend to each other, in a layer on average; None: all."""
+    """Pairs of tokens of one item that attend to each other, in a layer on average; None: all."""
     resize: Resize = STRETCHED
-    """How an image becomes one of `size`."""
+    """How to resize an image to `size`."""
     grid: Callable[[int, int], Grid | None] | None = None
-    """Rows and columns of the tokens of one image, for a language model with positions on three axes; None for any
-    other language model. It gives None where the tokens form no grid."""
+    """Rows and columns of an image's tokens, for M-RoPE language models, else None. It returns None without a grid."""
     canvas: Callable[[int, int], tuple[int, int]] | None = None
-    """Where images are cut into tiles: (height, width) of what is cut; (0, 0) where nothing is. `size` is then the
-    image's own."""
+    """(height, width) of the canvas that is cut into tiles; (0, 0): not cut. `size` is then the image's own."""
     cut_several: bool = True
-    """True if images of a sample with several are cut into tiles too; else all functions get (0, 0) for these."""
+    """True if images of a sample with several are cut into tiles too; else the functions get (0, 0) for them."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):
@@ -47,23 +44,24 @@ class Media:
 
     @property
     def field(self) -> str:
-        """Name of its tensor in a batch."""
+        """The name of its tensor in a batch."""
         return "pixels" if self.kind == "image" else "waveforms"
 
     def extents(self, extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What the functions get for each of a sample's media of this kind, from their own extents."""
+        """Return the functions' arguments for each item of this kind in a sample, from its extent."""
         return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
 
     def above(self, own: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
-        """What is too large of what is made of an image on its way, None if nothing is.
+        """Return why an image is too large during processing; None if it is not.
 
         Args:
-            own: its (height, width); extent: what the functions get for it.
+            own: its (height, width).
+            extent: the functions' arguments for it.
         """
         return bounds.of_resized(*self.resize.largest(*own, cut=min(extent) > 0)) if self.kind == "image" else None
 
     def blank_shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
-        """Shape of an image's or clip's tensor."""
+        """Return the shape of an item's tensor."""
         first, second = self.size(*extent)
         if self.kind == "audio":
             return (first,)

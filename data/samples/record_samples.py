@@ -1,15 +1,12 @@
-"""Read samples: tokens of their texts, tensors of their media, or just counts.
+"""Read samples: tokens of their texts, tensors of their media, or token counts.
 
-Three promises that the ranks of a run rely on:
-- The metadata (token counts, sizes) is the same on every rank.
-- Text and media are read apart: a rank that reads text never touches a pixel.
-- A bad sample never changes a shape. There are two kinds:
-  * known from the metadata (no record, an image or clip without a readable header, a size that a module rejects, more
-    media tokens than `sequence_length`): every rank replaces it by a text without media, with token
-    counts of 0.
-  * found when reading (damaged bytes, bad JSON, placeholders that do not match): its replacement has the token counts
-    and sizes of the metadata, with placeholders without loss and zeros for pixels, because a rank that does not read
-    the damaged part cannot detect it.
+The ranks of a run rely on three promises. Metadata (token counts, sizes) is the same on every rank. Text and media are
+read separately: a rank that reads text never touches a pixel. A bad sample never changes a shape:
+
+* If metadata shows it (no record, no readable header, a size that a module rejects, more media tokens than
+  `sequence_length`), every rank replaces the sample by a text without media, with token counts of 0.
+* If reading shows it (damaged bytes, bad JSON, placeholders that do not match), the replacement has the token counts
+  and sizes of the metadata, no loss, and zeros for pixels: other ranks cannot detect the damage.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from data.text_format import shown
 
 
 class RecordSamples(Samples):
-    """Samples with records and media. Arguments as of `Dataset`; methods may be called from several threads."""
+    """Samples with records and media. See `Dataset` for the arguments. Thread-safe."""
 
     def __init__(
         self,
@@ -70,42 +67,38 @@ class RecordSamples(Samples):
 
     @abstractmethod
     def meta(self, number: int) -> SampleMeta:
-        """What is known of a sample before its members are read."""
+        """Return what is known of a sample before its members are read."""
 
     @abstractmethod
     def _read(self, meta: SampleMeta, member: Member) -> bytes:
-        """The bytes of a member."""
+        """Return the bytes of a member."""
 
     @abstractmethod
     def _source_name(self, shard: int) -> str:
-        """Of the source that a shard is of."""
+        """Return the name of a shard's source."""
 
     def token_counts(self, number: int) -> dict[str, int]:
-        """Tokens that each module's images or clips take in this sample, from the index alone."""
+        """Return module -> sequence tokens of its media in this sample, from the index."""
         return {module: sum(tokens) for module, tokens in self.meta(number).tokens.items()}
 
     def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
-        """`Media.size` of each of the module's images or clips in this sample, from the index alone."""
+        """Return `Media.size` of each of the module's items in this sample, from the index."""
         return self.meta(number).input_sizes(self._by_module[module])
 
     def text(self, number: int) -> collate.TextSample:
-        """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
+        """Return the tokens of a sample or its stand-in. Reads only its record. Raises TooManyBadSamples."""
         sample, bad = self.read_text(number)
         self._record(bad)
         return sample
 
     def media(self, number: int, module: str) -> list[torch.Tensor]:
-        """The module's inputs, one per image (uint8 [3, height, width], in tiles [tiles, 3, side, side]) or clip
-        (float32 [samples]); zeros if bad.
-
-        Reads media members only. Raises TooManyBadSamples.
-        """
+        """Return the module's inputs, see `Samples.media`. Reads only media members. Raises TooManyBadSamples."""
         items, bad = self.read_media(number, module)
         self._record(bad)
         return items
 
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
-        """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
+        """Return (last question, its answer) as text, for reports; ("", "") for a bad sample."""
         meta = self.meta(number)
         try:
             return self._conversation(meta).question_and_truth
@@ -114,7 +107,7 @@ class RecordSamples(Samples):
             return "", ""
 
     def read_text(self, number: int) -> tuple[collate.TextSample, BadSample | None]:
-        """`text`, but a bad sample is returned instead of counted: for readers that run ahead."""
+        """Return `text`, and a bad sample instead of counting it, since readers run ahead."""
         meta = self.meta(number)
         tokens = meta.media_tokens(self.modules, self._placeholders)
         try:
@@ -136,7 +129,7 @@ class RecordSamples(Samples):
             return self._positioned(sample, meta), None if skipped else self._bad(meta, reason)
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
-        """`media`, but a bad sample is returned instead of counted."""
+        """Return `media`, and a bad sample instead of counting it."""
         spec, meta = self._by_module[module], self.meta(number)
         members, extents = meta.members[spec.kind], meta.extents(spec)
         if meta.bad_reason is None and not self.blind:
@@ -149,8 +142,8 @@ class RecordSamples(Samples):
         return zeros, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
 
     def _reason(self, meta: SampleMeta, error: Exception) -> str:
-        """Why a sample is bad. Raises what says nothing about the sample, with its place: an error of its shard, of the
-        storage, of this machine, or of the program."""
+        """Return why a sample is bad. Re-raises, with the sample's place, errors of its shard, the storage, this
+        machine or the program."""
         place = f"{self.shards[meta.shard]}, key {meta.key!r}"
         if isinstance(error, OF_THE_MACHINE):
             raise type(error)(f"{place}: {error}") from error
@@ -161,7 +154,7 @@ class RecordSamples(Samples):
         return reason_of(error) + (f"; {remedy}" if remedy else "")
 
     def _positioned(self, sample: collate.TextSample, meta: SampleMeta) -> collate.TextSample:
-        """The sample with positions on three axes, if the language model has them."""
+        """Add M-RoPE positions to the sample, if the language model has them."""
         if not any(spec.grid for spec in self.modules):
             return sample
         places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
@@ -170,7 +163,6 @@ class RecordSamples(Samples):
     def _decode_all(
         self, spec: Media, meta: SampleMeta, members: Sequence[tuple[Member, tuple[int, int]]]
     ) -> list[torch.Tensor]:
-        """Members with what `Media` calls their extents."""
         found: list[torch.Tensor] = []
         while len(found) < len(members):
             member, extent = members[len(found)]
@@ -178,7 +170,7 @@ class RecordSamples(Samples):
         return found
 
     def _decode(self, spec: Media, meta: SampleMeta, member: Member, extent: tuple[int, int]) -> list[torch.Tensor]:
-        """An image or clip, or all images of a video, which stand one behind the other."""
+        """Return one item, or all frames of a video, which are adjacent in `members`."""
         raw, canvas = self._read(meta, member), spec.canvas(*extent) if spec.canvas else None
         size = spec.size(*extent)
         try:
@@ -201,7 +193,7 @@ class RecordSamples(Samples):
         return parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, images)
 
     def _require_words(self, conversation: Conversation) -> None:
-        """Raises NothingToLearn for answers that are blank, where `data.null_captions` leaves these out."""
+        """Raise NothingToLearn for blank answers with `data.null_captions=skip`."""
         if self._skip_null and conversation.is_blank:
             raise NothingToLearn("its answers are blank")
 

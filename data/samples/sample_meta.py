@@ -1,8 +1,7 @@
-"""What the index says of samples, without reading a member: the same numbers on every rank.
+"""Sample metadata from the index, without reading a member: the same numbers on every rank.
 
-`SampleTable.one` describes one sample, member by member: it is read by this. `SampleTable.step` has arrays for all
-samples of a step: its plan is made from these. Both take what an image or clip is to a module from
-`SampleTable.measured`, and apply the same bounds.
+`SampleTable.one` describes one sample for reading it. `SampleTable.step` has arrays of all samples of a step for
+planning. Both use `SampleTable.measured` and the same bounds.
 """
 
 from __future__ import annotations
@@ -33,35 +32,34 @@ _VIDEO = -2  # kind of a member whose frames are read as images
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LENGTHS_VERSION = 6
-"""Raised where a program counts other lengths of the same texts."""
+"""Raise it if the same texts get other lengths."""
 
 Measured = tuple[tuple[int, int, int], ...]
-"""For each module that takes a kind of media: tokens in the sequence, tokens inside the encoder's layers, and pairs of
-these that attend to each other, of one image or clip."""
+"""(sequence tokens, tokens inside the encoder, pairs of these that attend to each other) for each module of a kind."""
 
 
 @dataclass(frozen=True)
 class SampleMeta:
-    """A sample as described by the index. One with a `bad_reason` has no members and no tokens."""
+    """A sample's index data. One with a `bad_reason` has no members and no tokens."""
 
     number: int
     shard: int
     key: SampleKey
-    texts: tuple[Member, ...]  # the record; several where `data.fields` names several
-    members: dict[str, list[Member]]  # of the kinds that the run uses, in the order of the shard; see `images_of`
-    tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its images or clips
+    texts: tuple[Member, ...]  # the record; several if `data.fields` names several
+    members: dict[str, list[Member]]  # of the run's kinds, in shard order; see `images_of`
+    tokens: dict[str, list[int]]  # module -> sequence tokens of each of its items
     bad_reason: str | None
     others: OtherMembers = NO_OTHER_MEMBERS
     fields: Fields = NO_FIELDS
 
     @property
     def visuals(self) -> tuple[Visual, ...]:
-        """The images and videos, in the order of the shard."""
+        """The images and videos, in shard order."""
         return places_of(self.members.get("image", ()))
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of images, videos and clips, of the kinds that the run uses."""
+        """Kind -> number of images, videos and audio items, for the run's kinds."""
         counts = {kind: len(members) for kind, members in self.members.items()}
         if "image" in counts:
             visuals = self.visuals
@@ -70,23 +68,23 @@ class SampleMeta:
         return counts
 
     def extents(self, media: Media) -> list[tuple[int, int]]:
-        """`Media.extents` of the module's images or clips."""
+        """Return `Media.extents` of the module's items."""
         return media.extents([member.extent for member in self.members[media.kind]])
 
     def input_sizes(self, media: Media) -> list[tuple[int, int]]:
-        """`Media.size` of each of the module's images or clips."""
+        """Return `Media.size` of each of the module's items."""
         return [media.size(*extent) for extent in self.extents(media)]
 
     def places(self, media: Media) -> list[Place]:
-        """Tokens in the sequence, and their grid, of each of the module's images or clips."""
+        """Return the sequence tokens and grid of each of the module's items."""
         grids = [media.grid(*extent) if media.grid else None for extent in self.extents(media)]
         return list(zip(self.tokens[media.module], grids, strict=True))
 
     def media_tokens(self, modules: Sequence[Media], placeholders: Mapping[str, int]) -> MediaTokens:
-        """Placeholders and numbers of tokens of its media.
+        """Return the placeholder ids and token counts of its media.
 
         Args:
-            placeholders: ids by module.
+            placeholders: module -> id.
         """
         return {
             kind: [
@@ -98,7 +96,7 @@ class SampleMeta:
 
 
 class SampleTable:
-    """Describes the samples of a dataset; arguments as of `data.samples.dataset.Dataset`."""
+    """Describes the samples of a dataset. See `data.samples.dataset.Dataset` for the arguments."""
 
     def __init__(
         self, modules: Sequence[Media], sequence_length: int, bounds: Bounds, sampling: Sampling = SAMPLING
@@ -111,11 +109,11 @@ class SampleTable:
         self._known: dict[tuple[str, int, int, bool], Measured | str] = {}
 
     def measured(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
-        """What one image or clip takes of each module of its kind, or why it cannot be used, as the end of a message.
+        """Return the sizes of one item for each module of its kind, or the end of an error message.
 
         Args:
             first, second: its extent.
-            several: the sample has several of this kind.
+            several: True if the sample has several of this kind.
         """
         key = kind, first, second, several
         measured = self._known.get(key)
@@ -138,7 +136,7 @@ class SampleTable:
             try:
                 media.size(*extent)
                 tokens = media.num_tokens(*extent)
-            except Exception as error:  # an EncoderError, or whatever a user's own encoder raises
+            except Exception as error:  # an EncoderError, or any error of a user's encoder
                 reason = error if isinstance(error, ValueError) else reason_of(error)
                 return f" of {(first, second)}: module {media.module} cannot take it: {reason}"
             load = media.inner_tokens(*extent) if media.inner_tokens else tokens
@@ -146,10 +144,11 @@ class SampleTable:
         return tuple(measured)
 
     def one(self, index: ShardIndex, shard: int, row: int, number: int) -> SampleMeta:
-        """A row of a shard.
+        """Return a row of a shard.
 
         Args:
-            shard: its number; number: of the sample, -1 where it has none.
+            shard: index of the shard.
+            number: sample number, or -1.
         """
         key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
         every = index.members(row)
@@ -158,7 +157,7 @@ class SampleTable:
         record = () if at is None else (every[at],)
         if reason is None and record and (excess := self._bounds.of_record(record[0].size)):
             reason = f"member .{shown(record[0].extension)}: {excess}"
-        # Of several texts the others' bounds are checked when they are read.
+        # Bounds of further texts are checked when they are read.
         texts = tuple(member for member in every if member.extension in index.fields.members) or record
         if reason is None:
             tokens, reason = self.tokens_of(members)
@@ -170,8 +169,8 @@ class SampleTable:
         return SampleMeta(number, shard, key, texts, members, tokens, reason, others, index.fields)
 
     def tokens_of(self, members: Mapping[str, Sequence[Member]]) -> tuple[dict[str, list[int]], str | None]:
-        """(`SampleMeta.tokens`, None), or (nothing, why the sample is bad): a member without a readable header, one
-        that is above its bounds or that a module cannot take, or more tokens than `sequence_length`."""
+        """Return (`SampleMeta.tokens`, None), or ({}, why the sample is bad). Reasons are an unreadable header, an
+        exceeded bound, an item that a module rejects, or too many tokens."""
         if excess := self._bounds.of_placeholders(sum(map(len, members.values()))):
             return {}, excess
         tokens: dict[str, list[int]] = {media.module: [] for media in self._modules}
@@ -193,7 +192,6 @@ class SampleTable:
         return tokens, None
 
     def _read_of(self, kind: str, members: Iterable[Member]) -> list[Member]:
-        """The members that modules of this kind read."""
         if kind == "image":
             return images_of(members, self._sampling)
         return [member for member in members if member.kind == kind]
@@ -201,11 +199,11 @@ class SampleTable:
     def step(
         self, rows: Rows, lengths: np.ndarray | None = None, fields: Sequence[tuple[Fields, np.ndarray]] = ()
     ) -> StepSamples:
-        """Samples of a step; zeros for those that are bad by the index.
+        """Return the token counts of a step's samples; zeros for those that are bad by the index.
 
         Args:
-            lengths: of these.
-            fields: `data.fields` where there are any, each with the places of the samples that it is for.
+            lengths: text lengths of these samples.
+            fields: (`data.fields`, places of its samples) of each source with fields.
         """
         members, firsts, size = rows.members, rows.firsts, len(rows.samples)
         sizes = np.zeros((size, len(self._modules), 3), dtype=np.int64)
@@ -238,8 +236,8 @@ class SampleTable:
         return StepSamples(tokens, loads, pairs, lengths)
 
     def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-        """(both numbers of the extent of each, how many images or clips it is, whether it is within the bounds of
-        videos), as `images_of` and `tokens_of` have it."""
+        """Return (both numbers of each extent, frames of each, True within the video bounds), as `images_of` and
+        `tokens_of`."""
         first, second = (members[name].astype(np.int64) for name in ("first", "second"))
         times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
         if is_video.any():
@@ -255,8 +253,8 @@ class SampleTable:
     def _arranged(
         self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(record of each sample among its members, whether it is bad by its names, number of the kind of each member,
-        _VIDEO, or -1)."""
+        """Return (index of each sample's record, True if names make it bad, kind number of each member, _VIDEO or
+        -1)."""
         number = {kind: at for at, kind in enumerate(self._of_kind)}
         if "image" in number:
             number["video"] = _VIDEO
@@ -276,8 +274,8 @@ class SampleTable:
         return record, bad, kinds
 
     def _look_up(self, kind: str, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`measured`, int64 [members, modules of the kind, 3], and whether each can be used, from extents and whether
-        there are several, int64 [members, 3]. Each distinct one is measured once."""
+        """Return `measured`, int64 [members, modules of the kind, 3], and True where usable. `members` is int64
+        [members, 3]: extent, and 1 if there are several. Each distinct row is measured once."""
         distinct, codes = _distinct(members)
         sizes = np.zeros((len(distinct), len(self._of_kind[kind]), 3), dtype=np.int64)
         readable = np.ones(len(distinct), dtype=bool)
@@ -289,12 +287,12 @@ class SampleTable:
 
 
 def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:
-    """Return a hash of what the lengths of texts follow from besides the shard (`text_lengths`).
+    """Return a hash of everything that determines text lengths besides the shard (`text_lengths`).
 
-    What a module makes of an image or clip is known by what it makes of some hundred sizes.
+    Modules are identified by their token counts for some hundred sizes.
 
     Args:
-        read_as: changes with whatever the tokens of a record follow from.
+        read_as: text that changes with everything that determines a record's tokens.
     """
     table = SampleTable(modules, sequence_length, bounds)
     sizes = {
@@ -310,7 +308,7 @@ def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Seq
 
 
 def _probes(kind: str) -> list[tuple[int, int]]:
-    """Sizes of images or clips, small ones and large ones."""
+    """Return extents of media, from small to large."""
     probes = []
     for number in range(_PROBES):
         one, two = (splitmix(2 * number + at) / 2**64 for at in range(2))
@@ -322,7 +320,7 @@ def _probes(kind: str) -> list[tuple[int, int]]:
 
 
 def other_members(members: Sequence[Member], fields: Fields = NO_FIELDS) -> OtherMembers:
-    """What is next to the record; of members that are not read, where `data.fields` says nothing about them."""
+    """Return the members next to the record; unread ones only without `data.fields`."""
     names: dict[str, list[str]] = {}
     for member in members:
         names.setdefault(member.kind, []).append(member.extension)
@@ -341,20 +339,20 @@ def _why_unreadable(member: Member) -> str:
 
 
 def _sums(owner: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Sums of values by their owner, which ascend, int64 [size]; `bincount` would sum in floating point."""
+    """Return sums of values by ascending owner, int64 [size]; `bincount` would sum in floating point."""
     ends = np.concatenate([[0], np.cumsum(values)])
     bounds = np.searchsorted(owner, np.arange(size + 1))
     return ends[bounds[1:]] - ends[bounds[:-1]]
 
 
 def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct rows, which of them each row is), of int64 [N, columns]."""
+    """Return (distinct rows, index of each row's), of int64 [N, columns]."""
     mixed = np.zeros(len(rows), dtype=np.uint64)
     for column in rows.T:  # sorting numbers is ten times as fast as sorting rows
         mixed = (mixed ^ column.astype(np.uint64)) * _MIX
         mixed ^= mixed >> np.uint64(29)
     _, firsts, codes = np.unique(mixed, return_index=True, return_inverse=True)
     distinct = rows[firsts]
-    if (distinct[codes] != rows).any():  # two rows with one hash
+    if (distinct[codes] != rows).any():  # a hash collision
         distinct, codes = np.unique(rows, axis=0, return_inverse=True)
     return distinct, codes.reshape(-1)

@@ -1,11 +1,10 @@
-"""How many tokens every sample takes in the sequence: counted once, and kept next to the shards' catalogue.
+"""Sequence tokens of every sample, counted once and stored next to the shards' catalogue.
 
-The plan of a step needs the lengths of all its samples on every rank, also of those that never read text. So every
-text is tokenized once before a run: `shards.KEY.mimo-lengths` (`index_file`) has the tokens of each sample of a folder,
-media included, cut at `sequence_length`. KEY is a hash of whatever the lengths follow from besides the shards:
-vocabulary, chat template and placeholders, the tokens of the media, the cut, bounds. A run with another key counts
-again, into a file of its own; one shard that has changed is counted alone. The length of a bad sample is that of its
-stand-in: its placeholders.
+A step's plan needs the lengths of all its samples on every rank. So every text is tokenized once before a run.
+`shards.KEY.mimo-lengths` (`index_file`) has the tokens of each sample of a folder, media included, cut at
+`sequence_length`. KEY is a hash of everything else that determines lengths: vocabulary, chat template, placeholders,
+media tokens, the cut, bounds. Each key has its own file; only changed shards are counted again. A bad sample has the
+length of its stand-in: its placeholders.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ if TYPE_CHECKING:
     from data.samples.dataset import Dataset
 
 _AHEAD = 256  # records of a remote shard that are announced together
-_FEW = 20_000  # samples that are counted before processes for it would have started
-_POLL_SECONDS = 0.1  # between looks whether another process still counts
+_FEW = 20_000  # samples that are counted before worker processes would have started
+_POLL_SECONDS = 0.1  # between checks for another process that counts
 
 Lengths = tuple[ShardVersion, bytes]
-"""The version of a shard whose texts were counted, and the int32 lengths of its samples."""
+"""The version of a counted shard, and the int32 lengths of its samples."""
 Count = Callable[[Sequence[int]], Iterator[tuple[int, Lengths]]]
-"""Numbers of shards -> (number, lengths) of each, as they are done."""
+"""Shard indexes -> (index, lengths) of each, as they are done."""
 
 
 class Counted(NamedTuple):
-    """A shard whose texts have been counted; no samples: another process still counts those of its folder."""
+    """A counted shard. `samples` is 0 while another process counts its folder."""
 
     shard: Place
     samples: int
     here: bool
-    """True if this process has counted it just now, not another one or an earlier one that was killed."""
+    """True if this process has just counted it, rather than another or an earlier one."""
 
 
 class TextLengths:
-    """The lengths of a dataset's samples: which are known, and how the others become known."""
+    """The lengths of a dataset's samples: loads known ones and counts the others."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -67,7 +66,7 @@ class TextLengths:
         self._folders = [_Folder(dataset, key, of_folder, stamps[of_folder]) for (key, _), of_folder in numbers.items()]
 
     def missing(self) -> list[int]:
-        """Numbers of the shards that have not been counted yet."""
+        """Return the indexes of uncounted shards."""
         return sorted(number for folder in self._folders for number in folder.missing())
 
     def serve(self) -> None:
@@ -88,15 +87,15 @@ class TextLengths:
     def build(
         self, open_shard: Callable[[Place, Fields], Dataset] | None = None, processes: int | None = None
     ) -> Generator[Counted]:
-        """Count what is missing, and yield each shard that is done.
+        """Count missing shards, and yield each when it is done. Raises the errors of `Dataset.length_of`.
 
         Args:
-            open_shard: opens one shard, by its `data.fields`, as this dataset does; it is pickled and called in other
-                processes. None: everything is counted in this one.
-            processes: to count in; None: as many as this one may use, if there is work for them.
+            open_shard: opens one shard with its `data.fields` like this dataset; pickled and called in worker
+                processes. None: count in this process.
+            processes: number of processes; None: as many as are available, if there is enough work.
 
         Raises:
-            What `Dataset.length_of` raises, and DataError: the file cannot be written.
+            DataError: the file cannot be written.
         """
         missing = self.missing()
         if processes is None:
@@ -111,7 +110,7 @@ class TextLengths:
             job_of = cache(
                 lambda shard: pool.submit(_count_shard, opener, dataset.shards[shard], dataset.fields_of(shard))
             )
-            for shard in missing:  # of all folders: one of few shards keeps no process waiting
+            for shard in missing:  # all folders at once, so that small ones keep no process waiting
                 job_of(shard)
             yield from self._build(partial(_count_in, job_of))
 
@@ -130,7 +129,7 @@ class TextLengths:
 
 
 class _Folder:
-    """Shards of one folder that are counted alike: their numbers in the dataset, each maybe more than once."""
+    """Shards of one folder with the same key: their indexes in the dataset, with repetitions."""
 
     def __init__(self, dataset: Dataset, key: str, numbers: list[int], stamps: np.ndarray) -> None:
         self._dataset, self._shards = dataset, [dataset.shards[number] for number in numbers]
@@ -140,13 +139,13 @@ class _Folder:
         self._is_loaded = False
 
     def missing(self) -> list[int]:
-        """Numbers of the shards whose lengths are not in a file."""
+        """Return the indexes of shards without lengths in a file."""
         if not self._is_loaded:
             self._load()
         return self._numbers[self._file.located.missing].tolist()
 
     def mapped(self) -> np.ndarray | None:
-        """The lengths as they are in the file, if they are those of all shards of a dataset in its order."""
+        """Return the lengths mapped from the file, if they cover a dataset's shards in order."""
         located, ends = self._file.located, np.cumsum(self._stamps["samples"])
         if len(located.files) != 1 or (self._numbers != np.arange(len(self._numbers))).any():
             return None
@@ -156,16 +155,16 @@ class _Folder:
         return located.files[0].bytes[int(firsts[0]) : int(firsts[0] + 4 * ends[-1])].view("<i4")
 
     def lengths(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(number, lengths) of each shard; none is missing."""
+        """Yield (index, lengths) of each shard; none may be missing."""
         located = self._file.located
         for number, file, row in zip(self._numbers.tolist(), located.file, located.row, strict=True):
             yield number, np.frombuffer(located.files[file].body(row), dtype="<i4")
 
     def build(self, count: Count) -> Generator[Counted]:
-        """Count what is missing and write the file; yields each shard that is done.
+        """Count missing shards, write the file, and yield each shard when it is done.
 
         Raises:
-            Busy: another process does it.
+            Busy: another process is counting.
             DataError: the file cannot be written.
         """
         with self._file.lock(wait=False):
@@ -173,7 +172,7 @@ class _Folder:
             self._load()  # another process may have worked meanwhile
             for at in np.flatnonzero(before & ~self._file.located.missing).tolist():
                 yield Counted(self._shards[at], int(self._stamps["samples"][at]), False)
-            # A shard that is there twice is counted once.
+            # A repeated shard is counted once.
             missing = {self._shards[at].name: at for at in np.flatnonzero(self._file.located.missing).tolist()}
             place_of = {int(self._numbers[at]): at for at in missing.values()}
             new: dict[str, Part] = {}
@@ -210,11 +209,11 @@ def _count_in(job_of: Callable[[int], Future[Lengths]], shards: Sequence[int]) -
         yield jobs[job], job.result()
 
 
-_opener = lru_cache(maxsize=1)(pickle.loads)  # one for all shards that a process counts: it may hold a tokenizer
+_opener = lru_cache(maxsize=1)(pickle.loads)  # one per process: it may hold a tokenizer
 
 
 def _count_shard(opener: bytes, shard: Place, fields: Fields) -> Lengths:
-    """At module level, so that worker processes can find it."""
+    """Count a shard in a worker process; at module level for pickling."""
     dataset = _opener(opener)(shard, fields)
     try:
         return dataset.version(0), _lengths_of(dataset, 0)

@@ -1,4 +1,4 @@
-"""Checking one sample whole: its record, its placeholders, and every image and clip."""
+"""Check a complete sample: its record, its placeholders, and all its media."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ from data.text_format import shown
 
 
 class MemberReader(Protocol):
-    """Reads members: `ShardReader`, or whoever holds them."""
+    """Reads members, as `ShardReader` does."""
 
     def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
-        """`size` bytes at `offset`."""
+        """Return `size` bytes at `offset`."""
 
 
 def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | None:
-    """Why the sample is bad, or None. Reads and decodes everything, which a run does not do on any single rank.
-
-    Raises ReadError, ShardError: the shard cannot be read; MemoryShortage, MissingLibrary.
-    """
+    """Return why the sample is bad, or None. It reads and decodes everything, unlike any rank of a run. Raises
+    ReadError, ShardError: the shard cannot be read; MemoryShortage, MissingLibrary."""
     if reason := index.bad_reason(row):
         return reason
     key, members, at = index.key(row), index.members(row), index.record(row)
@@ -61,7 +59,7 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
 
 
 def _decode(member: Member, raw: bytes) -> None:
-    """Raises DecodeError; of a video for the images that a config reads that says nothing about it."""
+    """Raise DecodeError. For a video, only the default config's frames are checked."""
     if member.kind == "image":
         decode_image_file(raw)
     elif member.kind == "video":
@@ -71,28 +69,23 @@ def _decode(member: Member, raw: bytes) -> None:
         decode_audio(raw, rate=member.rate or 16000)
 
 
-_MOST_READ = 1000  # members of training samples; of other bytes are few that are as large in bytes and pixels
+_MOST_READ = 1000  # members of training samples; few other files have the same bytes and pixels
 
 
 class Shared(NamedTuple):
-    """What held-out samples have in common with those that are trained on."""
+    """Media that held-out samples share with training samples."""
 
     samples: int
-    """Held-out samples with a medium that is in a training sample, byte for byte."""
+    """Held-out samples with a media item of a training sample, byte for byte."""
     of: int
-    """Held-out samples that were looked at."""
+    """Held-out samples that were checked."""
     is_whole: bool
-    """Whether every training sample was compared."""
+    """True if every training sample was compared."""
 
 
 def shared_media(trained: Dataset, held_out: Dataset, first: int) -> Shared:
-    """How many of the first samples that are held out have a medium of a training sample.
-
-    Sizes are compared by the indexes alone; what has the same size in bytes and the same extent is read.
-
-    Raises:
-        ShardError, ReadError: a member cannot be read.
-    """
+    """Count the first `first` held-out samples that share a media item with a training sample. Indexes give candidates
+    with the same bytes and extent; only these are read. Raises ShardError, ReadError: a member cannot be read."""
     first = min(first, len(held_out))
     of_size: dict[tuple[int, int, int], list[tuple[int, int, Member]]] = {}
     for number in range(first):
@@ -129,19 +122,19 @@ def shared_media(trained: Dataset, held_out: Dataset, first: int) -> Shared:
 
 
 def _size(member: Member) -> tuple[int, int, int]:
-    """As `data.index.MEMBER` has it."""
+    """Return the size columns of `data.index.MEMBER`."""
     if member.kind == "video":
         return member.size, member.height << 32 | member.width, member.milliseconds
     return (member.size, *member.extent)
 
 
 def _mixed(size: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """A number for each; equal ones are looked at again."""
+    """Return a hash of each size; equal ones are compared again."""
     return size * np.uint64(0x9E3779B97F4A7C15) ^ first * np.uint64(0xBF58476D1CE4E5B9) ^ second
 
 
 def _are_trained(trained: Dataset, rows: np.ndarray) -> np.ndarray:
-    """Whether rows of all shards are trained on."""
+    """True for global rows that are trained on."""
     if not isinstance(trained.order, MixedOrder):
         return np.ones(len(rows), dtype=bool)
     held = [part.first + part.held for part in trained.order.parts if part.held is not None]

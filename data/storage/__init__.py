@@ -1,1 +1,1 @@
-"""Reading and writing files: byte ranges of shards, replacing a file in one piece."""
+"""Reading and writing files: byte ranges of shards, atomic replacement."""

@@ -1,9 +1,7 @@
-"""Bytes by key in the files of a folder, of at most so many bytes in all: checksummed, shared by any number of
-processes and runs.
+"""A size-bounded, checksummed file cache, shared by any number of processes and runs.
 
-Files need only atomic renames, so the folder may be on a network file system, where database locks are unreliable.
-A file is a BLAKE2b checksum followed by the content. It is written under another name and renamed; a read touches it,
-and the files that were touched longest ago are removed first.
+It needs only atomic renames, so the folder may be on a network file system, where database locks are unreliable. A file
+is a BLAKE2b checksum and the content. Reads touch it; the least recently touched files are removed first.
 """
 
 import hashlib
@@ -15,28 +13,30 @@ from pathlib import Path
 
 _CHECKSUM_BYTES = 16
 _LEAST, _SLACK = 0.8, 0.2
-"""Share of the bound that is kept when files are removed, and share that may be written until the next removal."""
+"""Share of the bound that removals leave, and share that may be written until the next removal."""
 _FULL = 1 << 62
-"""Bytes written since the last removal, while files are removed."""
+"""Marks `_written` while files are removed."""
 
 
 class FileCache:
-    """Contents by key in a folder of at most `max_bytes`. Methods may be called from several threads.
+    """Contents by key in a folder of at most `max_bytes`. Thread-safe.
 
     Attributes:
-        hits: contents found. misses: contents not found, damaged ones included. damaged: contents whose checksum was
-            wrong, or that were dropped; they are removed.
+        hits: contents that were read.
+        misses: contents that were missing or damaged.
+        damaged: contents with a wrong checksum, or dropped; they are removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, suffix: str, what: str, writers: int = 1):
-        """
+        """Open the cache.
+
         Args:
             suffix: of the files.
-            what: is kept, for messages: "features".
-            writers: processes that write into the folder at the same time; together they keep the bound.
+            what: the contents, for messages: "features".
+            writers: processes that write at the same time; together they keep the bound.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be created.
         """
         self.hits = self.misses = self.damaged = 0
         self._folder, self._suffix, self._what = Path(folder), suffix, what
@@ -51,11 +51,11 @@ class FileCache:
             self._give_up(error)
 
     def read(self, key: str) -> bytes | None:
-        """The content of this key, or None."""
+        """Return the content of a key; None if it is missing or damaged."""
         path = self._path(key)
         try:
             raw = path.read_bytes()
-        except OSError:  # missing, just removed by another process, or of a disk that fails
+        except OSError:  # missing, just removed by another process, or a failing disk
             self._count("misses")
             return None
         with suppress(OSError):  # it may be another user's
@@ -68,7 +68,7 @@ class FileCache:
         return content
 
     def drop(self, key: str) -> None:
-        """Remove a content that was read and cannot be used, whoever wrote it."""
+        """Remove a content that was read but is unusable."""
         with suppress(OSError):
             self._path(key).unlink(missing_ok=True)
         self._count("hits", -1)
@@ -76,12 +76,11 @@ class FileCache:
         self._count("misses")
 
     def has(self, key: str) -> bool:
-        """Whether there is a file for this key, by now."""
-        return os.path.exists(self._path(key))  # False for what this user may not look at
+        """True if there is a file for this key now."""
+        return os.path.exists(self._path(key))  # False without permission
 
     def write(self, key: str, content: bytes) -> None:
-        """Store a content under this key, unless another thread makes room just now. An error of the disk disables
-        further writing with a warning; the run continues."""
+        """Store a content, unless another thread is removing files. A disk error disables writing with a warning."""
         size = len(content) + _CHECKSUM_BYTES
         if self._gives_up or size > self._slack:
             return
@@ -103,8 +102,8 @@ class FileCache:
         warnings.warn(f"{self._folder}: no more {self._what} are kept in this run: {error}", stacklevel=3)
 
     def _take(self, size: int) -> bool:
-        """Count what is about to be written, after making room where it is more than may be. False while another thread
-        does so: a folder of millions of files takes long to look at, and nobody has to wait for a cache."""
+        """Reserve `size` bytes, after removing files if necessary. False while another thread removes files: scanning
+        millions takes long, and nobody must wait for a cache."""
         with self._lock:
             fits, is_full = self._written + size <= self._slack, self._written == _FULL
             self._written = self._written + size if fits else _FULL
@@ -116,15 +115,11 @@ class FileCache:
         return True
 
     def _make_room(self) -> None:
-        """Remove the least recently used files, down to a share of the bound. Several processes may do so at once: they
-        find the same files to be the oldest.
-
-        Raises:
-            OSError: there is more than the bound, and it cannot be removed.
-        """
+        """Remove the least recently used files. Several processes may do so at once: they select the same files. Raises
+        OSError if the bound is exceeded and files cannot be removed."""
         found = []
         for path in self._folder.glob("??/*"):
-            with suppress(OSError):  # just removed by another process, or of a disk that fails
+            with suppress(OSError):  # just removed by another process, or a failing disk
                 stat = path.stat()
                 found.append((stat.st_mtime_ns, stat.st_size, path))
         size = sum(entry[1] for entry in found)

@@ -1,7 +1,7 @@
 """Local files: retries, complete reads, atomic replacement, and the version of a shard.
 
-An I/O error says nothing about a sample: the read is tried again, and then the run ends. Only what was read and cannot
-be understood is a bad sample.
+An I/O error says nothing about a sample: the read is retried, then the run ends. Only content that was read and is
+invalid makes a sample bad.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from data.errors import DataError, ReadError, ShardError
 _log = logging.getLogger(__name__)
 
 RETRIES = 5
-"""Times that a read is tried again; the pauses take 15.5 seconds together."""
+"""Retries of a read; the pauses take 15.5 seconds together."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds; each is twice the one before
 _FINAL = frozenset(
     [errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG]
 )
-"""Errors that no waiting changes."""
+"""Errors that waiting does not fix."""
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 32, 4096
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
 def retrying[Result](work: Callable[[], Result], what: str, retries: int = RETRIES) -> Result:
-    """Return the result of `work`, which is repeated up to `retries` times after an OSError.
+    """Return the result of `work`, retrying up to `retries` times after an OSError.
 
     Args:
-        what: for messages, with shard and byte: "PATH: cannot read 10 bytes at byte 20".
+        what: message with shard and byte: "PATH: cannot read 10 bytes at byte 20".
 
     Raises:
-        ReadError: it failed each time, or for a reason that does not pass.
+        ReadError: all tries failed, or the error is permanent.
     """
     for tried in range(retries + 1):
         try:
@@ -69,10 +69,8 @@ def _words(error: OSError) -> str:
 
 
 def pread_all(fd: int, size: int, offset: int) -> bytes:
-    """Read `size` bytes of an open file at `offset`; fewer only where the file ends. Raises OSError.
-
-    Linux gives at most 2 GiB less 4 KiB at one call, and fewer when a signal comes.
-    """
+    """Read `size` bytes of an open file at `offset`; fewer only at the end of the file. Raises OSError. Linux returns
+    at most 2 GiB less 4 KiB per call, and fewer after a signal."""
     content = os.pread(fd, size, offset)
     if len(content) == size:
         return content
@@ -85,14 +83,14 @@ def pread_all(fd: int, size: int, offset: int) -> bytes:
 
 @contextmanager
 def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator[BinaryIO]:
-    """A binary file to write; it replaces `path` atomically when the block ends, and is removed when the block raises.
+    """Yield a binary file that replaces `path` atomically when the block ends; if it raises, the file is removed.
 
-    Threads, processes and machines may replace one path at the same time: each writes its own file with a random
-    name next to it, and the last one wins.
+    Threads, processes and machines may replace one path concurrently: each writes a file with a random name, and the
+    last one wins.
 
     Args:
-        mode: permissions of the file, such as 0o644; None: what the umask leaves of 0o666.
-        buffer: bytes that are gathered for one write; -1: Python's default.
+        mode: permissions, such as 0o644; None: 0o666 minus the umask.
+        buffer: buffer size in bytes; -1: Python's default.
 
     Raises:
         OSError: the folder cannot be written.
@@ -113,7 +111,7 @@ def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator
 
 
 def cannot_write(what: str, path: Path, error: OSError) -> DataError:
-    """Return the error of a file about shards, `what`, that cannot be written."""
+    """Return the error for a file about shards, `what`, that cannot be written."""
     change = "set data.cache_dir to a folder that can be written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         change = "free space there, or set data.cache_dir to a folder on another disk"
@@ -124,17 +122,17 @@ def cannot_write(what: str, path: Path, error: OSError) -> DataError:
 class ShardVersion:
     """The version of a shard's content. Times are nanoseconds since the epoch.
 
-    Writing over a shard changes its modification time, which can be set back, and its change time, which cannot. The
-    change time also changes when a shard is copied or gets other permissions: then the sample of its content decides.
+    Overwriting a shard changes its modification time, which can be set back, and its change time, which cannot. Copies
+    and permissions change the change time too; then the content sample decides.
     """
 
     size: int
     mtime_ns: int
     ctime_ns: int
     content: str
-    """Hash of 32 blocks of 4 KiB, evenly over the shard: of all of it up to 128 KiB."""
+    """Hash of 32 evenly spaced blocks of 4 KiB; of everything up to 128 KiB."""
     tag: str = ""
-    """Of an object: differs for every content; it has no times here. Empty: a file."""
+    """Tag of an object, which changes with its content; objects have no times here. Empty for files."""
 
     @classmethod
     def of(cls, fd: int) -> ShardVersion:
@@ -143,8 +141,8 @@ class ShardVersion:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, _content_hash(fd, status.st_size))
 
     def confirmed(self, fd: int, status: os.stat_result) -> ShardVersion | None:
-        """Return this version with the change time of `status`, the status of the open file `fd`; None if the file has
-        another content. Raises OSError."""
+        """Return this version with the change time in `status` of the open file `fd`; None for another content. Raises
+        OSError."""
         if (self.size, self.mtime_ns) != (status.st_size, status.st_mtime_ns):
             return None
         if status.st_ctime_ns == self.ctime_ns:
@@ -159,7 +157,7 @@ def _content_hash(fd: int, size: int) -> str:
 
 
 def sampled_blocks(size: int) -> list[tuple[int, int]]:
-    """Return (first byte, bytes) of the blocks that represent the content of a shard of `size` bytes."""
+    """Return (first byte, bytes) of the blocks that represent a shard of `size` bytes."""
     last = max(size - _SAMPLED_BYTES, 0)
     starts = sorted({last * number // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)})
     return [(start, min(_SAMPLED_BYTES, size - start)) for start in starts]
@@ -174,15 +172,15 @@ def version_hash(size: int, blocks: Iterable[bytes | memoryview]) -> str:
 
 
 def require_file(path: Path, status: os.stat_result) -> None:
-    """Raises ShardError for what is no regular file: opening a FIFO would wait for its writer, perhaps forever."""
+    """Raise ShardError unless it is a regular file: opening a FIFO could wait forever for its writer."""
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         raise ShardError(f"{path}: is {kind}, not a file: a shard is a tar file")
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file for reading; returns the descriptor. Raises ShardError for anything else, OSError."""
-    # Without O_NONBLOCK, opening what has become a FIFO meanwhile waits; it has no effect on files.
+    """Open a regular file for reading and return its descriptor. Raises ShardError for anything else, and OSError."""
+    # O_NONBLOCK: the path may have become a FIFO. It has no effect on files.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         require_file(path, os.fstat(fd))
@@ -193,10 +191,10 @@ def open_file(path: Path) -> int:
 
 
 class Reads:
-    """The files that threads of this process are reading, for the report of a run that waits.
+    """The files that this process's threads are reading, for the report of a run that waits.
 
     Attributes:
-        count: reads that have started or ended: it changes while data are read.
+        count: reads that have started or ended; it changes while data are read.
     """
 
     def __init__(self) -> None:
@@ -205,7 +203,7 @@ class Reads:
 
     @contextmanager
     def of(self, path: object) -> Iterator[None]:
-        """A block that reads from `path`."""
+        """Mark the block as a read from `path`."""
         thread = threading.get_ident()
         before = self._open.get(thread)
         self._open[thread] = time.monotonic(), str(path)
@@ -220,14 +218,12 @@ class Reads:
                 self._open[thread] = before
 
     def longest(self) -> str:
-        """The path that a thread has been reading from for the longest time; empty if there is none."""
+        """Return the path of the longest running read; "" if there is none."""
         reads = [*self._open.values()]
         return min(reads)[1] if reads else ""
 
 
 READS = Reads()
-"""The reads of this process."""
-
 
 _BEGINNING = b"version https://git-lfs.github.com/spec/"
 
@@ -236,6 +232,6 @@ POINTER_REMEDY = "run `git lfs pull` in its folder, or download it again"
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file is a pointer. Raises OSError where it cannot be read."""
+    """True if a file is a Git-LFS pointer. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(_BEGINNING)) == _BEGINNING

@@ -1,6 +1,6 @@
-"""Object storage and web servers through obstore, with errors as those of files.
+"""Object storage and web servers through obstore, with errors like those of files.
 
-Credentials, regions and endpoints are those of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
+Credentials, regions and endpoints come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from data.storage.url import WEB, Changed, ObjectMeta, Url
 
 PART, MOST_PARTS = 16 << 20, 9000
-"""Bytes of a part of an upload, and parts that it may have: of S3 10,000."""
+"""Bytes of an upload's part, and its maximum number of parts (S3 allows 10,000)."""
 AT_ONCE = 4
-"""Parts of one upload that are on their way together."""
+"""Concurrent parts of one upload."""
 
 _CLIENT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "600s"}
 _RETRIES = {
@@ -46,10 +46,10 @@ _CODES: dict[type[BaseException], int] = {
 
 
 class ObjectStore:
-    """A bucket of s3, gs or az, or a web server. Methods may be called from several threads.
+    """A bucket of s3, gs or az, or a web server. Thread-safe.
 
-    All raise FileNotFoundError, PermissionError, `Changed`, FileExistsError, or another OSError, with the URL as file
-    name; creating one raises OSError for invalid settings in the environment.
+    Methods raise FileNotFoundError, PermissionError, `Changed`, FileExistsError, or another OSError, with the URL as
+    file name. Creating one raises OSError for invalid settings in the environment.
     """
 
     def __init__(self, url: Url) -> None:
@@ -68,7 +68,7 @@ class ObjectStore:
             raise _os_error(error, url, errno.EINVAL) from error
 
     def list(self, folder: Url, *, deep: bool = True) -> Iterator[ObjectMeta]:
-        """Every object under a folder, at any depth, or, not `deep`, those in it; sorted by name."""
+        """Return the objects under a folder, or only directly in it if not `deep`, sorted by name."""
         try:
             if deep:
                 pages = obstore.list(self._store, folder.path or None, chunk_size=1000)
@@ -81,7 +81,7 @@ class ObjectStore:
         return iter(sorted(found, key=lambda one: one.url))
 
     def look(self, url: Url) -> ObjectMeta:
-        """Size, tag and time of one object."""
+        """Return size, tag and time of an object."""
         try:
             meta = obstore.head(self._store, url.path)
         except (exceptions.BaseError, OSError) as error:
@@ -92,9 +92,9 @@ class ObjectStore:
         return found
 
     async def read(self, url: Url, start: int, size: int, tag: str = "") -> memoryview:
-        """Bytes from `start` on, `size` or fewer: those that the object has. Raises `Changed` for another tag."""
+        """Return up to `size` bytes from `start`, as many as the object has. Raises `Changed` for another tag."""
         options: dict[str, Any] = {"range": (start, start + size)}
-        if tag.startswith('"'):  # a weak one never matches
+        if tag.startswith('"'):  # weak tags never match
             options["if_match"] = tag
         try:
             answer = await obstore.get_async(self._store, url.path, options=options)
@@ -104,17 +104,17 @@ class ObjectStore:
             content = memoryview(await answer.bytes_async())
         except (exceptions.BaseError, OSError) as error:
             raise _as_os_error(error, url) from error
-        # A header that says something else than follows it is noticed by nobody else.
+        # Nothing else detects a header that contradicts the content.
         if first != start or last - first != len(content) or len(content) > size:
             raise OSError(errno.EIO, f"the server sent {len(content)} bytes as {first} to {last}", str(url))
         return content
 
     def put(self, url: Url, content: bytes, *, new: bool = False, instead_of: str = "") -> str:
-        """Write an object at once; returns its tag.
+        """Write an object in one request and return its tag.
 
         Args:
-            new: raises FileExistsError if it exists.
-            instead_of: raises `Changed` if the existing one has another tag.
+            new: raise FileExistsError if it exists.
+            instead_of: raise `Changed` if the existing one has another tag.
         """
         mode: Any = "create" if new else "overwrite"
         if instead_of:
@@ -130,7 +130,7 @@ class ObjectStore:
         return result["e_tag"] or ""
 
     def upload(self, url: Url, parts: Iterable[bytes | memoryview], size: int) -> int:
-        """Write an object of about `size` bytes in parts; it appears when all of it is there. Returns its size."""
+        """Write an object of about `size` bytes in parts and return its size. It appears when it is complete."""
         sent = 0
         failed: list[BaseException] = []
 
@@ -157,7 +157,7 @@ class ObjectStore:
         return sent
 
     def remove(self, urls: Iterable[Url]) -> None:
-        """Remove objects; one that does not exist is no error."""
+        """Remove objects; missing ones are ignored."""
         urls = list(urls)
         try:
             obstore.delete(self._store, [url.path for url in urls])
@@ -170,7 +170,7 @@ class ObjectStore:
     def _meta(self, url: Url, meta: Any) -> ObjectMeta:
         modified, tag = meta["last_modified"].timestamp(), meta["e_tag"]
         if tag and self._scheme not in WEB and not tag.startswith(('"', "W/")):
-            tag = f'"{tag}"'  # Azure has quotes in answers, and none in lists
+            tag = f'"{tag}"'  # Azure quotes it in answers but not in lists
         return ObjectMeta(url, meta["size"], tag or f"{meta['size']} {modified:.6f}", modified)
 
 
@@ -179,12 +179,12 @@ def _endpoint(scheme: str) -> str:
 
 
 def _os_error(error: BaseException, url: Url, code: int = errno.EIO) -> OSError:
-    """An error of the library as one of files. Some of its messages repeat themselves."""
+    """Convert a library error to OSError. Some messages repeat themselves."""
     return OSError(code, " ".join(str(error).split())[:300] or type(error).__name__, str(url))
 
 
 def _is_plain(url: Url) -> bool:
-    """Whether it is reached without encryption: where the user says so, by scheme or endpoint."""
+    """True if the user chose a connection without encryption, by scheme or endpoint."""
     return url.scheme == "http" or _endpoint(url.scheme).lower().startswith("http://")
 
 

@@ -1,7 +1,7 @@
 """Read members of shards by position, from local files and from object storage.
 
-Every read names the version that was indexed. Local files are read with one `pread` per member, from any thread.
-Ranges of objects are read many at a time, and every answer must have the requested length.
+Every read names the indexed version. Local files use one `pread` per member, from any thread. Many ranges of objects
+are read concurrently, and every answer must have the requested length.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from data.storage.stores import start_read, start_reads, store_of
 from data.storage.url import Changed, Place, Url
 
 AHEAD_BYTES = 512 << 20
-"""Most bytes of announced reads that nobody has asked for yet."""
+"""Maximum bytes of announced reads that nobody has requested yet."""
 
 _OPEN_FILES = 128
-_STAT_AGAIN = 5.0  # seconds after which the path of an open file is compared with the file
+_STAT_AGAIN = 5.0  # seconds between checks that the path still is the open file
 _BLOCK, _BLOCKS_AHEAD = 1 << 20, 8
 _GAP, _LONGEST = 8 << 10, 8 << 20
-"""Ranges with smaller gaps are read together, up to so many bytes. Headers and short records are smaller, so that
-images of neighbours come in one read; images are larger, so that reading records alone reads little else."""
-_FAR = 4 << 20  # bytes from one header to the next, from which on what is between is not read
+"""Ranges with smaller gaps are read together, up to `_LONGEST` bytes. The gap spans headers and short records, so
+adjacent images share one read. Images are larger, so reading only records reads little else."""
+_FAR = 4 << 20  # bytes between headers above which the gap is not read
 
 Range = tuple[Url, int, int, ShardVersion]
-"""A range of an object: URL, first byte, bytes, and the version that it must have."""
+"""A range of an object: URL, first byte, bytes, and required version."""
 
 
 class ShardReader:
-    """Reads byte ranges of shards; keeps some files open, and closes the least recently used first.
+    """Reads byte ranges of shards and keeps recently used files open.
 
     Args:
-        retries: `data.read_retries`: times that a read is tried again after an I/O error.
-        cache: keeps what was read of remote shards.
+        retries: `data.read_retries`: retries after an I/O error.
+        cache: keeps reads of remote shards.
 
-    `bytes_read`: bytes read so far by extension, for accounting and for the proof that a rank reads only its members.
+    `bytes_read`: extension -> bytes read so far, to verify that a rank reads only its members.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class ShardReader:
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()
         self._remote = RemoteReader(retries, cache=cache)
-        self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version as last seen there
+        self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version last seen there
 
     def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
         """Read `size` bytes at `offset`.
 
         Args:
-            version: the version of the shard when it was indexed. It is compared when the file is opened and after
-                every read, and every few seconds with the file at `path`; of an object at every read.
+            version: the indexed version. Files are compared when they are opened and after every read, and their path
+                every few seconds. Objects are compared at every read.
 
         Raises:
-            ReadError: the file cannot be read, after several tries.
-            ShardError: it is not, or no longer, the one that was indexed, or ends early.
+            ReadError: the file cannot be read after all retries.
+            ShardError: it is not the indexed one, or ends early.
         """
         what = f"{path}: cannot read {size} bytes at byte {offset}"
         with READS.of(path):
@@ -93,14 +93,14 @@ class ShardReader:
         return raw
 
     def expect(self, ranges: Iterable[tuple[Place, int, int, ShardVersion]]) -> None:
-        """Start to read ranges of objects that will be read: (URL, first byte, bytes, version). Ranges of files are
-        ignored. Raises nothing: a later read reports errors."""
+        """Start to read ranges of objects: (URL, first byte, bytes, version). Ranges of files are ignored. Later
+        reads report errors."""
         self._remote.expect(
             (url, offset, size, version) for url, offset, size, version in ranges if isinstance(url, Url)
         )
 
     def close(self) -> None:
-        """Close the files that no thread is reading, and forget announced ranges."""
+        """Close idle files, and forget announced ranges."""
         self._close_files()
         self._remote.close()
 
@@ -121,16 +121,16 @@ class ShardReader:
                     )
                 return raw
         except OSError:
-            # The next try opens the file again, which a stale handle needs, with descriptors to spare.
+            # Reopen the file at the next try, which a stale handle needs, with descriptors to spare.
             self._close_files()
             raise
 
     def _confirm(self, path: Path, fd: int, version: ShardVersion) -> None:
-        """Raises ShardError unless the open file still has the content that was indexed."""
+        """Raise ShardError unless the open file still has the indexed content."""
         status = os.fstat(fd)
         inode, seen = self._confirmed.get(path, (status.st_ino, version))
         if inode != status.st_ino:
-            seen = replace(seen, ctime_ns=-1)  # another file may have been made at the same time
+            seen = replace(seen, ctime_ns=-1)  # another file may have the same times
         now = seen.confirmed(fd, status)
         if now is None:
             before, after = (version.size, version.mtime_ns), (status.st_size, status.st_mtime_ns)
@@ -173,7 +173,7 @@ class ShardReader:
             if version is not None:
                 self._confirm(path, fd, version)
             if hasattr(os, "posix_fadvise"):
-                # Samples are read in random order: reading ahead would fetch neighbours that nobody needs.
+                # Samples are read in random order, so read-ahead is wasted.
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
             os.close(fd)
@@ -182,7 +182,7 @@ class ShardReader:
         return file
 
     def _is_replaced(self, path: Path, file: _File) -> bool:
-        """True if another file is at the path. One that was removed can still be read where it is open."""
+        """True if another file is at the path. A removed file can still be read while it is open."""
         try:
             return not os.path.samestat(os.stat(path), os.fstat(file.fd))
         except FileNotFoundError:
@@ -198,7 +198,7 @@ class ShardReader:
 
 @dataclass
 class _File:
-    """An open shard. `is_orphan`: another file is at its path, and its last user closes it."""
+    """An open shard. `is_orphan`: its path has another file, and its last user closes it."""
 
     fd: int
     stat_again: float
@@ -207,11 +207,11 @@ class _File:
 
 
 class RemoteReader:
-    """Reads ranges of objects; announced ones are on their way meanwhile.
+    """Reads ranges of objects; announced ones are fetched in the background.
 
     Args:
-        retries: times that a read is tried again after an I/O error.
-        cache: keeps what was read, by the object's tag.
+        retries: retries after an I/O error.
+        cache: keeps reads, by the object's tag.
     """
 
     def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES, cache: FileCache | None = None) -> None:
@@ -221,7 +221,7 @@ class RemoteReader:
         self._lock = threading.Lock()
 
     def expect(self, ranges: Iterable[Range]) -> None:
-        """Start to read ranges that will be read; neighbours come in one read."""
+        """Start to read ranges; adjacent ones share one read."""
         with self._lock:
             new = {item[:3]: item for item in ranges if item[:3] not in self._started and item[2] <= self._max_bytes}
             if self._cache is not None:
@@ -233,7 +233,7 @@ class RemoteReader:
             ]
             for run, (url, first, _, _), future in zip(runs, wanted, start_reads(wanted), strict=True):
                 for _, offset, size, _ in run:
-                    while self._bytes + size > self._max_bytes:  # what was never read
+                    while self._bytes + size > self._max_bytes:  # drop what was never requested
                         self._bytes -= self._started.popitem(last=False)[0][2]
                     self._started[url, offset, size] = _Slice(future, offset - first, size)
                     self._bytes += size
@@ -242,8 +242,8 @@ class RemoteReader:
         """Read `size` bytes at `offset`.
 
         Raises:
-            ReadError: they cannot be read, after several tries.
-            ShardError: the object is no longer the one that was indexed.
+            ReadError: they cannot be read after all retries.
+            ShardError: the object is not the indexed one.
         """
         tag = version.tag if version is not None else ""
 
@@ -254,7 +254,7 @@ class RemoteReader:
             return bytes(_complete(url, started or start_read(url, offset, size, tag), size))
 
         what = f"{url}: cannot read {size} bytes at byte {offset}"
-        if self._cache is None or not tag:  # without a tag nobody knows which content it was
+        if self._cache is None or not tag:  # without a tag the content is unknown
             return retrying(once, what, self._retries)
         key = _cache_key(url, offset, size, tag)
         if (url, offset, size) not in self._started:
@@ -277,19 +277,19 @@ def _cache_key(url: Url, offset: int, size: int, tag: str) -> str:
 
 
 class _Slice(NamedTuple):
-    """A part of a read that was started."""
+    """A part of a started read."""
 
     future: Future[memoryview]
     start: int
     size: int
 
     def result(self) -> memoryview:
-        """The part; of an answer that is too short, less."""
+        """Return the part; shorter if the answer is."""
         return self.future.result()[self.start : self.start + self.size]
 
 
 def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
-    """Ranges that are read together: of one object, with small gaps between them."""
+    """Group ranges that are read together: of one object, with small gaps."""
     run: list[Range] = []
     for item in sorted(ranges, key=lambda item: item[:3]):
         if run and not _continues(run, item):
@@ -309,11 +309,8 @@ def _continues(run: Sequence[Range], following: Range) -> bool:
 
 
 class WholeObject:
-    """An object that is read from its start to its end, or in places far apart: for an index.
-
-    Raises:
-        ReadError, ShardError: see `RemoteReader.read`; also of the methods.
-    """
+    """An object that is read sequentially, or in distant ranges, to build an index. Methods raise the errors of
+    `RemoteReader.read`."""
 
     def __init__(self, url: Url, retries: int = RETRIES) -> None:
         self._url, self._retries = url, retries
@@ -326,7 +323,7 @@ class WholeObject:
         return (version.size, version.tag) == (self._size, self._tag)
 
     def version(self) -> ShardVersion:
-        """The version, with a hash of samples of its content: the same as of a file with this content."""
+        """Return the version. Its content hash equals that of a file with this content."""
         ranges = sampled_blocks(self._size)
         started = start_reads([(self._url, start, length, self._tag) for start, length in ranges])
         blocks = [
@@ -335,8 +332,7 @@ class WholeObject:
         return ShardVersion(self._size, 0, 0, version_hash(self._size, blocks), self._tag)
 
     def read(self, length: int, offset: int) -> bytes:
-        """Read `length` bytes at `offset`, or fewer at the end. Small reads are served from blocks that are read
-        ahead."""
+        """Read `length` bytes at `offset`, or fewer at the end. Small reads use blocks that are read ahead."""
         length = max(min(length, self._size - offset), 0)
         if not length:
             return b""  # a damaged header may point anywhere
@@ -365,7 +361,7 @@ class WholeObject:
         return min(_BLOCK, self._size - block * _BLOCK)
 
     def _retrying(self, length: int, offset: int, started: Future[memoryview] | None = None) -> memoryview:
-        """A range, at the first try from a read that was started."""
+        """Read a range, first from `started`."""
         first = [started] if started is not None else []
 
         def once() -> memoryview:
@@ -376,7 +372,7 @@ class WholeObject:
 
 
 def _complete(url: Url, started: Future[memoryview] | _Slice, size: int) -> memoryview:
-    """The result of a read. Raises ShardError for another version of the object, OSError for a short answer."""
+    """Return the content of a read. Raises ShardError for another version, OSError for a short answer."""
     try:
         content = started.result()
     except Changed as error:

@@ -1,7 +1,7 @@
-"""Access to object storage and web servers: one client per bucket or server, and one thread for all reads of a process.
+"""Access to object storage and web servers: one client per bucket or server, one I/O thread per process.
 
-Threads of their own would each wait for the interpreter next to a busy one; an event loop in one thread does not
-(reference measurements: 16 threads 180-290 reads/s, one event loop 1,180-1,575).
+Several threads would each wait for the interpreter next to a busy one; an event loop in one thread does not (reference
+measurements: 16 threads 180-290 reads/s, one event loop 1,180-1,575).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 EXTRA = "pip install 'mimo-train[remote]'"
 
 IN_FLIGHT_READS = 128
-"""Reads of a process that are on their way together."""
+"""Maximum concurrent reads of a process."""
 PATIENCE, SLOWEST = 20.0, 256 << 10
 """A read may take PATIENCE seconds, and one more for each SLOWEST bytes."""
 
 Range = tuple[Url, int, int, str]
-"""A range of an object: URL, first byte, bytes, and the tag of the object or an empty text."""
+"""A range of an object: URL, first byte, bytes, and its tag or ""."""
 
 _REMEDIES = {
     "hf": "download it first, for example `hf download REPO --repo-type dataset --local-dir DIR`, and name DIR",
@@ -40,7 +40,7 @@ _FORKED = False
 
 
 def require_scheme(url: Url) -> None:
-    """Raises DataError for a URL that no client is for."""
+    """Raise DataError for a URL without a client."""
     if url.scheme not in OBJECTS + WEB:
         known = ", ".join(f"{scheme}://" for scheme in OBJECTS + WEB)
         remedy = _REMEDIES.get(url.scheme, "copy it to a local disk or to one of these first")
@@ -48,11 +48,11 @@ def require_scheme(url: Url) -> None:
 
 
 def store_of(url: Url) -> ObjectStore:
-    """Return the client for the bucket or server of a URL. obstore is imported at the first call.
+    """Return the client for the bucket or server of a URL. The first call imports obstore.
 
     Raises:
-        DataError: the scheme is not supported, obstore is not installed, or this process was forked from one that has
-            used storage: the client's threads do not exist here, and it would wait for them forever.
+        DataError: the scheme is unsupported, obstore is not installed, or this process was forked after storage was
+            used: it would wait forever for the client's missing threads.
     """
     require_scheme(url)
     with _GUARD:
@@ -76,7 +76,7 @@ class IoThread:
     """An event loop in a thread, which starts with the first read.
 
     Args:
-        in_flight_reads: bound of reads that are on their way together.
+        in_flight_reads: maximum concurrent reads.
         patience: seconds, see PATIENCE.
     """
 
@@ -88,11 +88,11 @@ class IoThread:
         self._guard = threading.Lock()
 
     def read_all(self, ranges: Sequence[Range]) -> list[Future[memoryview]]:
-        """Start to read ranges: of each its bytes, or those up to the end of the object.
+        """Start to read ranges, up to the ends of their objects.
 
-        The futures raise `Changed` where the object has another tag than the given one, TimeoutError, or another
-        OSError; each with the URL as file name. All are handed over together: waking the thread gives up the
-        interpreter, which next to a busy thread comes back only after milliseconds.
+        The futures raise `Changed` for another tag, or another OSError (also for a timeout), with the URL as file name.
+        All are submitted together: waking the thread yields the interpreter, which next to a busy thread costs
+        milliseconds.
         """
         with self._guard:
             if self._loop is None:
@@ -106,7 +106,7 @@ class IoThread:
         for wanted, future in zip(ranges, futures, strict=True):
             if future.set_running_or_notify_cancel():
                 task = asyncio.ensure_future(self._settle(future, *wanted))
-                self._tasks.add(task)  # a loop does not keep them
+                self._tasks.add(task)  # the loop keeps only weak references
                 task.add_done_callback(self._tasks.discard)
 
     async def _settle(self, future: Future[memoryview], url: Url, start: int, size: int, tag: str) -> None:
@@ -133,7 +133,7 @@ class IoThread:
 
 
 IO = IoThread()
-"""The one of this process."""
+"""The I/O thread of this process."""
 
 
 def _forked() -> None:
@@ -146,15 +146,15 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def start_read(url: Url, start: int, size: int, tag: str = "") -> Future[memoryview]:
-    """Start to read `size` bytes of an object from `start` on; see `IoThread.read_all`."""
+    """Start to read `size` bytes of an object from `start`. See `IoThread.read_all`."""
     return IO.read_all([(url, start, size, tag)])[0]
 
 
 def start_reads(ranges: Sequence[Range]) -> list[Future[memoryview]]:
-    """`IoThread.read_all` of this process."""
+    """Start to read ranges. See `IoThread.read_all`."""
     return IO.read_all(ranges)
 
 
 def read_range(url: Url, start: int, size: int, tag: str = "") -> memoryview:
-    """`start_read`, and wait for it."""
+    """Read `size` bytes of an object from `start`."""
     return start_read(url, start, size, tag).result()

@@ -1,8 +1,7 @@
-"""The members of an uncompressed tar, in order: ustar, GNU and pax, by their headers alone.
+"""The members of an uncompressed tar, in order: ustar, GNU and pax, by their headers.
 
-Not `tarfile`, which stops silently at a damaged header, goes round for ever on a negative size, and reads a long name
-of any length that a header claims. Every step here goes forward by at least a header, and everything that a header
-says is checked against the file.
+`tarfile` is not used: it stops silently at a damaged header, loops forever on a negative size, and reads names of any
+claimed length. Here every step advances by at least a header, and every header is checked against the file.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from data.errors import ShardError
 from data.text_format import shown
 
 ReadRange = Callable[[int, int], bytes]
-"""(bytes, at which byte) -> what is there, less at the end of the file."""
+"""(bytes, offset) -> content, fewer bytes at the end of the file."""
 
-_BLOCK = 512  # bytes: headers and contents of members begin at multiples of it
+_BLOCK = 512  # bytes: headers and contents are aligned to it
 _END = 2 * _BLOCK  # bytes of zeros that end a tar
 _ZEROS = bytes(_BLOCK)
-_AHEAD = 1 << 16  # bytes read at once where the next header is near; else a page
+_AHEAD = 1 << 16  # bytes read at once if the next header is near; else a page
 _LARGEST_EXTRA = 1 << 20  # bytes of a long name or of a pax header
-_LONGEST_END = 64 << 20  # bytes of zeros that may end a stream, which could go on with them for ever
+_LONGEST_END = 64 << 20  # maximum zeros at the end of a stream
 _REGULAR, _OLD_REGULAR, _FOLDER = "07", "\0", "5"
 _KINDS = {
     "1": "a hard link",
@@ -35,20 +34,20 @@ _KINDS = {
     "M": "a part of a file in several tars",
     "S": "a sparse file",
 }
-"""Types of members that have no content of their own in the shard."""
+"""Types of members without content in the shard."""
 _DECIMAL = re.compile(rb"[0-9]{1,20}")
 _OCTAL = re.compile(rb"[0-7]*")
 
 
 def walk_tar(path: object, read: ReadRange, size: int | None) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, bytes) of every regular member of the tar `path` of `size` bytes.
+    """Yield (name, offset, bytes) of every regular member of the tar `path` of `size` bytes.
 
-    No byte is asked for that stands before the one asked for last, so that `read` may be of a stream. Of a stream
-    nobody knows the size (None): who reads a member sees whether all of it is there.
+    Reads never go backwards, so `read` may be of a stream of unknown size (None). Then the reader of a member must
+    check that it is complete.
 
     Raises:
-        ShardError: the tar is empty, truncated, damaged or compressed, a header says what cannot be, or a member is a
-            link, a sparse file, a device or a FIFO; the message has shard, byte and member.
+        ShardError: the tar is empty, truncated, damaged or compressed, a header is invalid, or a member is a link, a
+            sparse file, a device or a FIFO. The message has shard, byte and member.
     """
     window, at, extra = _Window(read), 0, _Extra()
     if size == 0 or (size is None and not window.block(0)):
@@ -97,7 +96,7 @@ def walk_tar(path: object, read: ReadRange, size: int | None) -> Iterator[tuple[
 
 
 def truncated(path: object, name: str, size: int, missing: int) -> ShardError:
-    """The error of a tar of `size` bytes that ends within a member."""
+    """Return the error of a tar of `size` bytes that ends within a member."""
     return ShardError(
         f"{path}: truncated at {size} bytes: {missing} bytes of member {shown(name)!r} are missing. Copy or write the "
         "shard again."
@@ -110,7 +109,7 @@ def _of(size: int | None) -> str:
 
 @dataclass
 class _Extra:
-    """What the headers before a member's own say of it."""
+    """Attributes of a member from headers before its own."""
 
     name: str | None = None
     size: int | None = None
@@ -118,7 +117,7 @@ class _Extra:
     begun: bool = False
 
     def add(self, path: object, at: int, kind: str, content: bytes) -> None:
-        """A GNU long name (L; K is that of a link) or a pax header (x; g holds for the whole shard)."""
+        """Add a GNU long name (L; K: of a link) or a pax header (x; g: for the whole shard)."""
         self.begun = self.begun or kind != "g"
         if kind == "L":
             self.name = _text(content.split(b"\0", 1)[0])
@@ -138,7 +137,7 @@ class _Extra:
 
 
 def _pax_records(path: object, at: int, content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(key, value) of each `LENGTH KEY=VALUE` and line break."""
+    """Yield (key, value) of each line `LENGTH KEY=VALUE`."""
     place = 0
     while place < len(content) and content[place]:
         digits, _, _ = content[place : place + 12].partition(b" ")
@@ -160,7 +159,7 @@ def _refuse(path: object, at: int, name: str, said: str, raw: bytes = b"") -> No
 
 
 def _is_header(header: bytes) -> bool:
-    """Whether the checksum is right: of unsigned bytes, or as old programs have it, of signed ones."""
+    """True if the checksum is right: of unsigned bytes, or of signed ones as by old programs."""
     said = _number(header[148:156])
     total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
     if said is None or said == total:
@@ -170,7 +169,7 @@ def _is_header(header: bytes) -> bool:
 
 
 def _number(field: bytes) -> int | None:
-    """Octal digits, or GNU's base 256, which may be negative; None if it is neither."""
+    """Return octal digits, or GNU's base 256, which may be negative; None if it is neither."""
     if field[0] in (0x80, 0xFF):
         value = int.from_bytes(field[1:], "big")
         return value - (1 << 8 * (len(field) - 1)) if field[0] == 0xFF else value
@@ -192,7 +191,7 @@ def _text(raw: bytes) -> str:
 
 
 class _Window:
-    """Headers one after the other: read ahead where members are small, alone where they are far apart."""
+    """Reads headers in order: ahead if members are small, alone if they are far apart."""
 
     def __init__(self, read: ReadRange) -> None:
         self._read, self._start, self._bytes = read, 0, b""
@@ -206,7 +205,7 @@ class _Window:
 
 
 def _require_end(path: object, read: ReadRange, end: int, size: int | None) -> None:
-    """Raises ShardError unless nothing but zeros, and enough of them, follow byte `end`."""
+    """Raise ShardError unless only zeros, and enough of them, follow byte `end`."""
     zeros, most = 0, _LONGEST_END if size is None else size - end
     while zeros < most:
         chunk = read(min(1 << 20, most - zeros), end + zeros)
@@ -225,7 +224,7 @@ def _require_end(path: object, read: ReadRange, end: int, size: int | None) -> N
             f"{path}: {zeros} zero bytes behind its last member, at byte {end}: no tar ends like that. Write the shard "
             "again."
         )
-    if zeros < _END:  # or cut within a header
+    if zeros < _END:  # or truncated within a header
         raise ShardError(
             f"{path}: truncated at {end + zeros if size is None else size} bytes: a tar ends in {_END} zero bytes, "
             f"this one in {zeros}. Samples may be missing; copy or write the shard again."

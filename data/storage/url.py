@@ -1,4 +1,4 @@
-"""URLs of objects, with as much of `pathlib` as callers need, and what is known of an object."""
+"""URLs of objects, with the parts of `pathlib` that callers use, and metadata of objects."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from urllib.parse import quote, unquote
 from data.errors import DataError
 
 OBJECTS = ("s3", "gs", "az")
-"""Schemes of object storage that is read and written."""
+"""Schemes of object storage, for reading and writing."""
 WEB = ("http", "https")
-"""Schemes of web servers, which are read."""
+"""Schemes of web servers, for reading."""
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)
 _ENCODED = re.compile(r"[%?#\s]")
-"""What a URL has percent signs for, so that it is read as it was written."""
+"""Characters that must be percent-encoded in a URL."""
 _ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 
 
 @dataclass(frozen=True, order=True)
 class Url:
-    """A place such as `s3://bucket/some/object`. It has no `__fspath__`: what would open it as a file fails at once."""
+    """A location such as `s3://bucket/some/object`. Without `__fspath__`, opening it as a file fails at once."""
 
     scheme: str
     host: str
     """Bucket, container, or server with its port."""
     path: str
-    """Without slashes around it, and without `%20` and the like; empty: all of the host."""
+    """Decoded path without outer slashes; empty: the whole host."""
     seen: tuple[int, str] | None = field(default=None, compare=False)
-    """Size and tag of the object, where they are known from a list: what is then read is this one."""
+    """Size and tag of the object, if a listing gave them: reads require this version."""
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """
-        Raises:
-            DataError: it is no URL of a place, or has credentials, a query or an empty part.
-        """
+        """Parse a URL. Raises DataError: it is no URL of a location, or has credentials, a query or an empty part."""
         found = _URL.fullmatch(text)
         if found is None or not found[2]:
             raise DataError(f"{_shown(text)}: is no URL such as s3://bucket/folder")
@@ -69,29 +66,29 @@ class Url:
 
     @property
     def parent(self) -> Url:
-        """Without the last part."""
+        """The URL without the last part of the path."""
         return Url(self.scheme, self.host, self.path.rpartition("/")[0])
 
     @property
     def parents(self) -> list[Url]:
-        """Everything above, the nearest first."""
+        """All parents, the nearest first."""
         return [self.parent, *self.parent.parents] if self.path else []
 
     def with_name(self, name: str) -> Url:
-        """With another last part."""
+        """Return the URL with another last part."""
         return self.parent / name
 
     def absolute(self) -> Url:
-        """Itself."""
+        """Return itself."""
         return self
 
     def resolve(self) -> Url:
-        """Itself."""
+        """Return itself."""
         return self
 
 
 def _decoded(url: str) -> str:
-    """The path of a URL of a web server, as it is without percent signs. Raises DataError."""
+    """Return the percent-decoded path of a web server's URL. Raises DataError."""
     if re.search("[?#]|%2f", url, re.IGNORECASE):
         raise DataError(f"{_shown(url)}: a URL with ?, # or %2F is not read: give one of a plain file")
     try:
@@ -101,45 +98,40 @@ def _decoded(url: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Without a query, which may be a signature."""
+    """Remove the query, which may be a signature."""
     return re.split("[?#]", text, maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
 class ObjectMeta:
-    """An object."""
+    """Metadata of an object."""
 
     url: Url
     size: int
-    """In bytes."""
     tag: str
-    """Differs for every content: the etag, or, where there is none, size and time of modification."""
+    """The etag, or size and modification time; differs for every content."""
     modified: float
-    """Seconds since the epoch, by the server's clock; 0 where it does not say."""
+    """Seconds since the epoch, by the server's clock; 0 if unknown."""
 
 
 class Changed(OSError):
-    """An object is not, or no longer, the one that was requested."""
+    """An object is not, or no longer, the requested one."""
 
     def __init__(self, url: Url) -> None:
         super().__init__(errno.ESTALE, "it has changed", str(url))
 
 
 Place = Path | Url
-"""A file or folder, on this machine's file systems or elsewhere."""
+"""A file or folder, local or remote."""
 
 
 def is_url(text: object) -> bool:
-    """Whether a text is a URL, not a path."""
+    """True for a URL, False for a path."""
     return isinstance(text, Url) or (isinstance(text, str) and _URL.fullmatch(text) is not None)
 
 
 def place_of(text: str | os.PathLike[str] | Url) -> Place:
-    """The place that a text names: a URL, or a path. `file://` is a path.
-
-    Raises:
-        DataError: as of `Url.parse`.
-    """
+    """Return the URL or path that a text names; `file://` is a path. Raises DataError as `Url.parse`."""
     if isinstance(text, Url):
         return text
     text = os.fspath(text)

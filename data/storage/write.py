@@ -10,9 +10,9 @@ from data.storage.files import replacing
 
 
 def write_shard(path: Path, samples: Iterable[Sequence[tuple[str, bytes]]]) -> None:
-    """Write a WebDataset tar of samples, each a list of (extension, content). Keys are numbers from 0 on.
+    """Write a WebDataset tar of samples, each a list of (extension, content). Keys are numbers from 0.
 
-    The file appears when it is complete. Times and owners are fixed, so that equal samples give equal bytes.
+    The file appears when it is complete. Times and owners are fixed, so equal samples give equal bytes.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,9 +1,8 @@
-"""Conversations as text by the Jinja chat template of a Hugging Face tokenizer.
+"""Render conversations as text with the Jinja chat template of a Hugging Face tokenizer.
 
-transformers compiles and sandboxes templates. Here is what it leaves to its callers. Templates differ in what a
-message's content may be (text or typed parts), which roles they know, and how they take tools; most do not say so when
-they get something else, but write a Python list or leave it out. So every template is tried with known words: with a
-question and an answer when it is loaded, with tools and further roles when the first record has some.
+transformers compiles and sandboxes templates; this module adapts messages to them. Templates differ in contents (text
+or typed parts), roles and tools. Most do not reject other forms, but write a Python list or drop them. So each is
+tried with known words: with a question and an answer at load, with tools and roles at the first record with some.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from data.errors import DataError, RecordError
 from data.records.conversation import Conversation, Part, Turn
 
 DAY = datetime.datetime(2024, 7, 26)
-"""What `strftime_now` formats: the day that Llama 3.x templates take without a clock. With today's date, tokens would
-differ between ranks at midnight and after a restart; a template that takes `date_string` can be given another."""
+"""The day for `strftime_now`, the default of Llama 3.x templates. Today's date would change tokens between ranks at
+midnight and after a restart. Templates with `date_string` can be given another day."""
 
 Messages = Sequence[Mapping[str, Any]]
 _WORDS = {"system": "mimosystemwords", "user": "mimoquestion", "assistant": "mimoanswer"}
@@ -35,11 +34,14 @@ _OTHER_TEMPLATE = "Set data.chat_template to a file with another template, or to
 
 
 class CompiledTemplate:
-    """A Jinja chat template with its variables. May be called from several threads."""
+    """A Jinja chat template with its variables. It is thread-safe."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """Raises jinja2.TemplateError if `source` cannot be compiled, or has a generation block where its place in the
-        text is not known."""
+        """Compile the template.
+
+        Raises:
+            jinja2.TemplateError: `source` is invalid, or has a generation block without a known position in the text.
+        """
         from transformers.utils import chat_template_utils
 
         self._library, self._variables = chat_template_utils, dict(variables)
@@ -47,18 +49,17 @@ class CompiledTemplate:
         environment = self._template.environment
         environment.globals["strftime_now"] = DAY.strftime
         self.has_blocks = _has_blocks(environment.parse(source))
-        """True if {% generation %} blocks say what the assistant writes."""
-        self._lock = threading.Lock()  # blocks are collected in the template
+        """True if {% generation %} blocks mark what the assistant writes."""
+        self._lock = threading.Lock()  # the template object collects the blocks
 
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
-        """Return the messages as text, with `prompt` up to where the assistant's next answer starts. Raises whatever
-        the template does."""
+        """Render the messages, with `prompt` up to the start of the next answer. Raises the template's errors."""
         return self.render_blocks(messages, tools, prompt=prompt)[0]
 
     def render_blocks(
         self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the first and the end character of every generation block."""
+        """Return the text, and the first and end character of each generation block."""
         messages = self._library._alias_reasoning_fields(messages)
         if not self.has_blocks:
             arguments = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -70,8 +71,8 @@ class CompiledTemplate:
 
 
 def _has_blocks(tree: nodes.Template) -> bool:
-    """True if a template has generation blocks. Raises TemplateError for one whose text is first collected elsewhere,
-    for which transformers returns wrong characters."""
+    """True if a template has generation blocks. Raises TemplateError if other blocks collect their text first:
+    transformers returns wrong offsets for those."""
     collected = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
     if any(_is_generation(block) for outer in tree.find_all(collected) for block in outer.find_all(nodes.CallBlock)):
         raise TemplateError("a {% generation %} block is inside a macro or a variable. Write it outside")
@@ -84,26 +85,23 @@ def _is_generation(block: nodes.CallBlock) -> bool:
 
 @dataclass(frozen=True)
 class Chat:
-    """The messages of a conversation as a template takes them."""
+    """A conversation's messages as a template takes them."""
 
     template: CompiledTemplate
     messages: list[dict[str, Any]]
     tools: list[Any] | None
 
     def text(self, end: int | None = None, *, prompt: bool = False) -> str:
-        """Return the text of the messages before number `end`, with `prompt` up to where the next answer starts.
-
-        Raises:
-            RecordError: the template cannot render them.
-        """
+        """Render the messages before index `end`, with `prompt` up to the start of the next answer. Raises RecordError:
+        the template cannot render them."""
         return self.text_and_blocks(end, prompt=prompt)[0]
 
     def text_and_blocks(self, end: int | None = None, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Return `text`, and the first and the end character of every generation block."""
+        """Return `text`, and the first and end character of each generation block."""
         return _render(self.template, self.messages[:end], self.tools, prompt)
 
     def text_with(self, end: int, following: Mapping[str, Any]) -> str:
-        """Return the text of the messages before number `end` and another one."""
+        """Render the messages before index `end` and one more."""
         return _render(self.template, [*self.messages[:end], following], self.tools)[0]
 
 
@@ -112,7 +110,7 @@ def _render(
 ) -> tuple[str, list[tuple[int, int]]]:
     try:
         return template.render_blocks(messages, tools, prompt=prompt)
-    except Exception as error:  # a template raises whatever its expressions do
+    except Exception as error:  # a template may raise anything
         reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise RecordError(f"the chat template cannot render the record: {reason}") from error
 
@@ -121,10 +119,11 @@ class ChatRenderer:
     """Renders conversations with one or several named templates."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any], origin: str) -> None:
-        """
+        """Compile the templates and try each.
+
         Args:
-            sources: name -> template; `default`, and perhaps `tool_use` for conversations with tools.
-            variables: what templates may use besides the conversation, such as `bos_token`.
+            sources: name -> template: `default`, and optionally `tool_use` for conversations with tools.
+            variables: template variables besides the conversation, such as `bos_token`.
             origin: where the templates are from, for messages.
 
         Raises:
@@ -138,23 +137,23 @@ class ChatRenderer:
             )
         self._templates = {name: _compile(source, variables, origin) for name, source in sources.items()}
         self.identity = repr((sorted(sources.items()), sorted(variables.items(), key=str)))
-        """Changes with whatever texts follow from."""
+        """Text that changes with everything that determines the rendered text."""
         self._forms = self._try_forms()
         self._written = {kind: self._try_part(kind) for kind in ("image", "audio")}
         self._tool_forms = {name: ToolForms(template.render) for name, template in self._templates.items()}
 
     def written(self, kind: str) -> str | None:
-        """Return what the template writes for a part of this kind; None if it does not know such parts."""
+        """Return the template's text for a part of this kind; None if it has none."""
         return self._written[kind]
 
     def chat(self, conversation: Conversation, marks: Mapping[str, str]) -> Chat:
         """Return a conversation as the template takes it.
 
         Args:
-            marks: kind -> text at the place of a medium, if the template does not know such parts.
+            marks: kind -> text of media, for templates that do not know the kind.
 
         Raises:
-            RecordError: the template leaves something out.
+            RecordError: the template would leave something out.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
         messages = [self._message(turn, marks) for turn in conversation.turns]
@@ -192,7 +191,7 @@ class ChatRenderer:
                 f"answer, but {result}. {_OTHER_TEMPLATE}"
             )
         forms = {role: (self._takes(base | {role: 0}), self._takes(base | {role: 1})) for role in base}
-        # A template without a system role rejects each; a record with one then gets the template's own error.
+        # A template without a system role rejects both forms; a record with one then gets the template's error.
         system = (self._takes(base | {"system": 0}), self._takes(base | {"system": 1}))
         return forms | {"system": system if any(system) else forms["user"]}
 
@@ -205,7 +204,7 @@ class ChatRenderer:
         return self._templates["default"].render(messages)
 
     def _takes(self, forms: Mapping[str, int]) -> bool:
-        """True if every word is written, and no list as Python has it."""
+        """True if the template writes each word once, and no Python list."""
         try:
             text = self._render_words(forms)
         except Exception:  # a template may raise anything
@@ -213,7 +212,7 @@ class ChatRenderer:
         return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
 
     def _try_part(self, kind: str) -> str | None:
-        """Return what a user's turn has because of a part of this kind."""
+        """Return what a part of this kind adds to a user's turn."""
         if not self._forms["user"][1]:
             return None
         words = {"type": "text", "text": _WORDS["user"]}
@@ -232,14 +231,14 @@ class ChatRenderer:
 
 
 def common_prefix(*texts: str) -> int:
-    """Return the number of characters that texts share at their start."""
+    """Return the length of the texts' common prefix."""
     return len(os.path.commonprefix(texts))
 
 
 def _compile(source: str, variables: Mapping[str, Any], origin: str) -> CompiledTemplate:
     try:
         return CompiledTemplate(source, variables)
-    except Exception as error:  # deeply nested blocks raise a SyntaxError of Python
+    except Exception as error:  # deeply nested blocks raise SyntaxError
         line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
         raise DataError(f"data.chat_template: the template of {origin} cannot be compiled: {line}{error}") from error
 
@@ -261,12 +260,12 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 class ToolForms:
-    """How a template takes tools and further roles. What it rejects with an error of its own is left to that error."""
+    """How a template takes tools and further roles. Its own errors are kept."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         """
         Args:
-            render: (messages, tools or None) -> text. Raises whatever the template does.
+            render: (messages, tools or None) -> text. May raise anything.
         """
         self._render = render
         self._role = cache(self._try_role)
@@ -274,11 +273,8 @@ class ToolForms:
         self._writes_tools = cache(self._try_tools)
 
     def fit(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> list[dict[str, Any]]:
-        """Return the messages as the template takes them.
-
-        Raises:
-            RecordError: the template leaves out messages of a role, tool calls, or the tools themselves.
-        """
+        """Return the messages as the template takes them. Raises RecordError: the template leaves out a role, tool
+        calls, or tools."""
         if has_tools and not self._writes_tools():
             raise RecordError("the chat template leaves out the tools of the record")
         return [self._fit_message(message) for message in messages]
@@ -296,7 +292,7 @@ class ToolForms:
         return message | {"tool_calls": [self._fit_call(call) for call in calls]}
 
     def _fit_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return a call with its arguments as an object, or as text that holds this object."""
+        """Return a call with arguments as an object or as JSON text, as the template takes them."""
         function = call.get("function")
         if isinstance(function, dict):
             return call | {"function": self._fit_call(function)}
@@ -315,13 +311,13 @@ class ToolForms:
         """Return the role that the template takes for messages of `role`."""
         roles = [role, *([_SIMILAR[role]] if role in _SIMILAR else [])]
         written = [self._writes_role(candidate) for candidate in roles]
-        for result in (True, None):  # None: rejected here; a record may fit the template, or gets the same error
+        for result in (True, None):  # None: rejected here, but a record may still render or get the template's error
             if result in written:
                 return roles[written.index(result)]
         raise RecordError(f"the chat template leaves out messages of the role {role!r}")
 
     def _writes_role(self, role: str) -> bool | None:
-        """True if the words of such a message are written; None if the template raises an error."""
+        """True if the template writes such a message; None if it raises an error."""
         message = {"role": role, "content": _ROLE, "name": _NAME, "tool_call_id": "call00001"}
         if role in ("developer", "system"):
             text = self._try([message, _QUESTION, _ANSWER])
@@ -335,7 +331,7 @@ class ToolForms:
         forms = {"object": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
         texts = {form: self._try([_QUESTION, _calling(arguments)]) for form, arguments in forms.items()}
         for form, text in texts.items():
-            # A text that was written as JSON has its quotes escaped, an object that was written as text single ones.
+            # Text dumped as JSON has escaped quotes; an object written as text has single quotes.
             if text is not None and _NAME in text and _KEY in text and not (f'\\"{_KEY}' in text or f"'{_KEY}" in text):
                 return form
         if all(text is not None and _NAME not in text for text in texts.values()):
@@ -343,7 +339,7 @@ class ToolForms:
         return "object"
 
     def _try_tools(self) -> bool:
-        """True if the tools of a record are written, or the template raises an error."""
+        """True if the template writes tools or raises an error."""
         about = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
         text = self._try([_QUESTION, _ANSWER], [{"type": "function", "function": about}])
         return text is None or _TOOL in text

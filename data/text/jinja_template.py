@@ -1,16 +1,14 @@
-"""The chat template of a Hugging Face tokenizer: conversation -> tokens and which of them are learned.
+"""Chat template of a Hugging Face tokenizer: conversation -> tokens and loss mask.
 
-Tokens are those of transformers' `apply_chat_template`: of the tokenizer's for text alone, and of the processor's for a
-run with media. The processor also puts in front what the tokenizer has in front of every text (`<s>`), unless the
-template writes it. There is one exception: what looks like a special token in a record's text stays text, so that a
-record cannot forge a role marker or a placeholder.
+Tokens equal those of transformers' `apply_chat_template`: of the tokenizer for text, of the processor with media. The
+processor prepends the tokenizer's first special token (`<s>`) if the template does not. One exception: special tokens
+in a record's text stay text, so a record cannot forge a role tag or placeholder.
 
-A template with generation blocks (`{% generation %}`) says what is learned: every token that touches a block. Without
-blocks a prefix rule does: the answer at message i is what follows the messages before it, rendered with the generation
-prompt, up to the end of the messages with it. Both must be prefixes of the whole. The last special token among them
-ends the turn, and line breaks behind it are not learned. Some templates write an earlier answer differently once others
-follow, for example without its reasoning: then what the whole conversation has is learned, up to the token that ends a
-turn. If not even the prompt is a prefix, the answer is unknown and the sample is bad.
+`{% generation %}` blocks mark learned tokens: every token that touches a block. Without blocks a prefix rule applies.
+Answer i lies between the messages before i, rendered with the generation prompt, and the messages up to i. Both texts
+must be prefixes of the conversation. The answer's last special token ends the turn; line breaks behind it are not
+learned. Some templates change earlier answers, e.g. drop their reasoning. Then the answer is the text
+in the conversation, up to the token that ends a turn. If the prompt is no prefix, the sample is bad.
 """
 
 from __future__ import annotations
@@ -41,26 +39,26 @@ class _Span:
     first: int
     end: int
     turn: int
-    """Number of the message."""
+    """Index of the message."""
     is_exact: bool = True
     """False if `end` is only a limit: the answer ends with the first token that ends a turn."""
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Token ids, and the first and the end character of each."""
+    """Token ids with the first and end character of each."""
 
     ids: list[int]
     firsts: list[int]
     ends: list[int]
 
     def within(self, first: int, end: int) -> tuple[int, int]:
-        """Return the range of tokens that touch the characters from `first` to before `end`."""
+        """Return the range of tokens that touch characters [first, end)."""
         return bisect_right(self.ends, first), bisect_left(self.firsts, end)
 
 
 class JinjaTemplate:
-    """See `templates.Template`."""
+    """A `templates.Template` that renders with Jinja."""
 
     def __init__(
         self,
@@ -73,13 +71,13 @@ class JinjaTemplate:
     ) -> None:
         """
         Args:
-            tokenizer: of transformers, with all placeholders in its vocabulary.
+            tokenizer: the transformers tokenizer, with all placeholders in its vocabulary.
             vocabulary: our tokenizer around it, for texts without roles.
-            placeholders: with all of their texts.
-            is_own: True if the template is that of our own format.
+            placeholders: resolved placeholders.
+            is_own: True for our own format.
 
         Raises:
-            DataError: the tokenizer has no Rust core, or what the assistant writes is unknown.
+            DataError: the tokenizer is not fast, or answers cannot be located.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -87,7 +85,7 @@ class JinjaTemplate:
                 f"data.chat_template: {renderer.origin} is not a fast tokenizer, so it does not say which characters a "
                 "token has. Save it as one (tokenizer.json), or set data.chat_template=own"
             )
-        # Two copies, because the option belongs to the object and threads use both.
+        # Two copies: the option belongs to the object, and threads use both.
         self._core, self._text_core = (_copy_core(backend, as_text) for as_text in (False, True))
         self._renderer, self._vocabulary = renderer, vocabulary
         self._places = Places(placeholders)
@@ -120,8 +118,7 @@ class JinjaTemplate:
         return self._encode(self._text(chat, prompt=True), [], conversation, media, stand_ins).tokens
 
     def _chat(self, conversation: Conversation) -> tuple[Chat, dict[str, str]]:
-        """Return the conversation as the template takes it, and the private characters in it with their special
-        tokens."""
+        """Return the conversation for the template, and private character -> hidden special token."""
         if self.is_own:
             require_place(conversation)
         conversation, stand_ins = self._special_text.hide(conversation)
@@ -162,7 +159,7 @@ class JinjaTemplate:
         with_answer = self._text(chat, at + 1)
         if text.startswith(with_answer):
             return _Span(first, len(with_answer), at)
-        # With another text in the next message, what stays equal may belong to the answer.
+        # Vary the next message: text that stays equal may belong to the answer.
         following = chat.messages[at + 1]
         other = following | {"content": "b" if str(following.get("content"))[:1] == "a" else "a"}
         limit = common_prefix(self._places.write(chat.text_with(at + 1, other)), text)
@@ -177,7 +174,7 @@ class JinjaTemplate:
         stand_ins: Mapping[str, str],
         ends_known: bool = False,
     ) -> Encoded:
-        """Return the tokens of a text, those of `spans` learned, with every pad as often as its medium takes tokens.
+        """Return the tokens of a text. `spans` are learned; pads are repeated for each token of their media.
 
         Args:
             ends_known: True if spans end where answers do, as those of generation blocks.
@@ -219,7 +216,7 @@ class JinjaTemplate:
         )
 
     def _end_of_turn(self, text: str, tokens: _Tokens, begin: int, end: int, span: _Span) -> int:
-        """Return the position behind the token that ends the turn, among those from `begin` to before `end`."""
+        """Return the position after the token in [begin, end) that ends the turn."""
         if not span.is_exact:
             stop = next((at for at in range(begin, end) if tokens.ids[at] in self.stop_ids), None)
             if stop is None:
@@ -232,8 +229,8 @@ class JinjaTemplate:
         return end if last is None or text[tokens.ends[last] : span.end].strip() else last + 1
 
     def _tokenize(self, text: str, stand_ins: Mapping[str, str]) -> _Tokens:
-        """Return the tokens of a text, with those in front of every text. Where stand-ins are between the template's
-        special tokens, the piece is read as text."""
+        """Tokenize a text, including prepended special tokens. Pieces with stand-ins, between the template's special
+        tokens, are read as text."""
         encoding = self._core.encode(text, add_special_tokens=False)
         ids, pairs = encoding.ids, encoding.offsets
         if stand_ins:
@@ -255,13 +252,13 @@ class JinjaTemplate:
     def _tokenize_piece(
         self, piece: str, first: int, stand_ins: Mapping[str, str]
     ) -> list[tuple[int, tuple[int, int]]]:
-        """Return tokens of a piece of text that starts at character `first`, with special tokens in place of stand-ins
-        but read as text; characters are those of the text with stand-ins."""
+        """Tokenize a piece at character `first`, with stand-ins restored and read as text. Character offsets are those
+        of the text with stand-ins."""
         restored = "".join(stand_ins.get(char, char) for char in piece)
         places = [at for at, char in enumerate(piece) for _ in stand_ins.get(char, char)]
         encoding, skipped = self._text_core.encode(restored, add_special_tokens=False), 0
         if first:
-            # SentencePiece puts a space in front of a text, which this is not. Behind a line break it does not.
+            # SentencePiece prepends a space to a text. After a line break it does not.
             line = self._text_core.encode("\n", add_special_tokens=False).ids
             behind = self._text_core.encode("\n" + restored, add_special_tokens=False)
             if line and behind.ids[: len(line)] == line:
@@ -275,7 +272,7 @@ class JinjaTemplate:
         return tokens
 
     def _try(self) -> None:
-        """Encode a question and an answer: which token ends a turn, and what `mimo-train check` should say."""
+        """Encode a question and an answer to set `stop_ids` and `notes`."""
         try:
             both = self.encode(Conversation((QUESTION, ANSWER)), {})
             prompt = self.prompt(Conversation((QUESTION,)), {})
@@ -300,7 +297,7 @@ class JinjaTemplate:
 
 
 def _messages_of_blocks(chat: Chat, blocks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[int]:
-    """Return the number of the message that each generation block belongs to."""
+    """Return the message index of each generation block."""
     assistants = [at for at, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(blocks) == len(assistants) and all(turns[at].has_loss for at in assistants):
         return assistants
@@ -309,7 +306,7 @@ def _messages_of_blocks(chat: Chat, blocks: Sequence[tuple[int, int]], turns: Se
     for at in assistants:
         firsts = [first for first, _ in chat.text_and_blocks(at + 1)[1]]
         kept = len(numbers)
-        if len(firsts) <= kept:  # the message has no block, or one in the place of an earlier message's
+        if len(firsts) <= kept:  # no block, or one that replaces an earlier message's
             moved = (number for number, (old, new) in enumerate(zip(before, firsts, strict=False)) if old != new)
             kept = next(moved, len(firsts))
         numbers, before = [*numbers[:kept], *[at] * (len(firsts) - kept)], firsts
@@ -322,7 +319,7 @@ def _messages_of_blocks(chat: Chat, blocks: Sequence[tuple[int, int]], turns: Se
 
 
 def _ids_in_front(tokenizer: Any) -> list[int]:
-    """Return the special tokens that a tokenizer puts in front of a text."""
+    """Return the special tokens that a tokenizer prepends."""
     bare, complete = (tokenizer.encode(QUESTION.text, add_special_tokens=special) for special in (False, True))
     return complete[: next((at for at in range(len(complete)) if complete[at : at + len(bare)] == bare), 0)]
 

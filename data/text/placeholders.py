@@ -1,8 +1,8 @@
-"""Placeholders: tokens that hold the place of the features of an image or audio, and their positions.
+"""Placeholders: tokens that image or audio features replace, and their positions.
 
-In a record's text a place is marked with `<image>` or `<audio>`. In the sequence it is `start`, then `pad` as often as
-the image or audio takes tokens, then `end`; the features replace the embeddings of the pads alone. A chat template that
-knows media writes a `mark` at the place: the pad or another token, perhaps with start and end around it.
+A record's text has `<image>` or `<audio>`. The sequence has `start`, one `pad` for each feature, and `end`. Features
+replace the embeddings of pads only. A chat template that knows media writes a `mark` there: the pad or another token,
+perhaps between start and end.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ NOUNS = {"image": "an image", "audio": "audio"}
 
 @dataclass(frozen=True)
 class Placeholder:
-    """The tokens that an encoder module's features replace, and those around them. `resolve` fills empty texts."""
+    """The tokens that an encoder's features replace, and the text around them. `resolve` fills empty texts."""
 
     name: str
-    """Name of the module's placeholder, such as `<image>`; `<image:details>` for a second module of the kind."""
+    """Name of the module's placeholder, such as `<image>`, or `<image:details>` for a second module of the kind."""
     kind: str = ""
-    """"image" or "audio"; from the name if that is a marker of records."""
+    """The kind, "image" or "audio". Empty: derived from a name such as `<image>`."""
     pad: str = ""
-    """Special token that is repeated; added to the vocabulary if it is not there."""
+    """Special token that is repeated; added to the vocabulary if missing."""
     start: str = ""
     """Text before the pads, special tokens included."""
     end: str = ""
-    """Text after them."""
+    """Text after the pads."""
     mark: str = ""
-    """Token that the chat template writes at the place, if it is not the pad. Only the first module of a kind has one:
-    the others follow it."""
+    """Token of the chat template, if not the pad. Only the first module of a kind has one; the others follow it."""
 
     @property
     def text(self) -> str:
-        """The place with one pad."""
+        """The full text with one pad."""
         return self.start + self.pad + self.end
 
 
@@ -55,15 +54,11 @@ _FAMILIES = {
         ("", "", "<audio>", ""),
     ),
 }
-"""kind -> (mark if it is not the pad, start, pad, end) as the processors of these families write them."""
+"""kind -> (mark if not the pad, start, pad, end) of these families' processors."""
 
 
 def as_placeholders(items: Iterable[str | Placeholder]) -> list[Placeholder]:
-    """Return the placeholder of each module, made from its name where only that is given.
-
-    Raises:
-        DataError: two are the same.
-    """
+    """Return the placeholder of each module. A string is its name. Raises DataError: two are equal."""
     placeholders = [Placeholder(item) if isinstance(item, str) else item for item in items]
     placeholders = [item if item.kind else replace(item, kind=MARKERS.get(item.name, "")) for item in placeholders]
     _require_different([item.name for item in placeholders])
@@ -76,13 +71,13 @@ def _require_different(names: Sequence[str]) -> None:
 
 
 def resolve(placeholders: Sequence[Placeholder], written: Callable[[str], str | None]) -> list[Placeholder]:
-    """Return the placeholders with every empty text filled: as the chat template's family has it, else the name.
+    """Fill empty texts: as in the chat template's family, or the name.
 
     Args:
-        written: kind -> what the chat template writes for such a part of a message; None if it knows no such parts.
+        written: kind -> the chat template's text for such a part; None if it does not know the kind.
 
     Raises:
-        DataError: the template writes something unknown, or two modules share a pad.
+        DataError: the template writes an unknown text, or two modules share a pad.
     """
     resolved: list[Placeholder] = []
     for item in placeholders:
@@ -100,7 +95,6 @@ def resolve(placeholders: Sequence[Placeholder], written: Callable[[str], str | 
 
 
 def _resolve_first(item: Placeholder, written: str | None) -> Placeholder:
-    """Resolve the first placeholder of a kind."""
     if written is None and item.mark:
         raise DataError(
             f"data.chat_template: nothing writes {item.mark!r} for {NOUNS.get(item.kind, 'media')}. Remove the "
@@ -122,7 +116,7 @@ def _resolve_first(item: Placeholder, written: str | None) -> Placeholder:
 
 
 def place_texts(placeholders: Sequence[Placeholder]) -> dict[str, str]:
-    """Return kind -> text at the place of an image or audio, with one pad of each module that takes it."""
+    """Return kind -> text of an image or audio, with one pad for each module that takes it."""
     texts: dict[str, str] = {}
     for item in placeholders:
         if item.kind:
@@ -131,48 +125,47 @@ def place_texts(placeholders: Sequence[Placeholder]) -> dict[str, str]:
 
 
 class Places:
-    """Places of media in the text of a chat template."""
+    """Positions of media in the text of a chat template."""
 
     def __init__(self, placeholders: Sequence[Placeholder]) -> None:
         self._texts = place_texts(placeholders)
         self._marked = {}
         for kind, text in self._texts.items():
             item = next(item for item in placeholders if item.kind == kind)
-            # With the mark comes what the template may have written around it, so that it is not doubled.
+            # Include text that the template may have written around the mark, so that it is not doubled.
             forms = {text} | {start + item.mark + end for start in ("", item.start) for end in ("", item.end)}
-            # Literals, longest first: `re` skips quickly to the next of these, but not to an optional group.
+            # Literals, longest first: `re` finds these faster than optional groups.
             self._marked[kind] = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))))
 
     def write(self, text: str) -> str:
-        """Return a template's text with every marked place as the family writes it, with one pad of each module."""
+        """Replace each mark by the family's text, with one pad for each module."""
         for kind, pattern in self._marked.items():
             text = pattern.sub(self._texts[kind].replace("\\", r"\\"), text)
         return text
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
-        """Return (kind, first character, end) of every place in a text that `write` returned."""
+        """Return (kind, first character, end) of each media text in the output of `write`."""
         found = ((kind, re.finditer(re.escape(place), text)) for kind, place in self._texts.items())
         places = [(kind, *match.span()) for kind, matches in found for match in matches]
         return sorted(places, key=lambda place: place[1])
 
 
 Grid = tuple[int, int]
-"""Rows and columns of the tokens that an image takes in the sequence, row by row."""
+"""Rows and columns of an image's tokens, row by row."""
 
 Place = tuple[int, "Grid | None"]
-"""Tokens of an image or audio, and their grid; without one they are counted like text."""
+"""Number of tokens of an image or audio, and their grid; None: positions as for text."""
 
 
 def axis_positions(ids: np.ndarray, media: Mapping[int, Sequence[Place]]) -> np.ndarray:
-    """Return positions in time, row and column, int64 [3, S], for language models with rotary embeddings on three axes
-    (M-RoPE; Wang et al. 2024, arXiv 2409.12191, section 2.1).
+    """Return M-RoPE positions in time, row and column, int64 [3, S] (Wang et al. 2024, arXiv 2409.12191, section 2.1).
 
-    A token of text has the same position on all axes, one more than the largest before it. The tokens of an image have
-    that position in time, and add their row and column to it on the other axes. Padding counts like text.
+    A text token has one position on all axes: the largest one before it plus 1. An image's tokens have that position in
+    time; the other axes add row and column. Padding counts as text.
 
     Args:
         ids: int64 [S].
-        media: placeholder's id -> the images or audio whose tokens have it, in their order.
+        media: placeholder id -> its images or audio items, in order.
     """
     spans = []
     for placeholder, places in media.items():

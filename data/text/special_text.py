@@ -1,4 +1,4 @@
-"""Special tokens of a vocabulary inside the texts of records: they stay text, except for those that a run admits."""
+"""Special tokens in the texts of records: they stay text unless `data.special_tokens_in_text` admits them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUNDING = re.compile(
 )
 """Special tokens of boxes, points and references (Qwen-VL, InternVL, DeepSeek-VL2, GLM-V, PaliGemma, Kosmos-2, ...)."""
 _FIRST_STAND_IN = 0xF0000
-"""First of the private characters that stand for special tokens while a chat template renders a record."""
+"""First private character that replaces a special token while a chat template renders a record."""
 
 
 class SpecialText:
@@ -34,8 +34,7 @@ class SpecialText:
         return frozenset(token for text in _texts(conversation) for token in self._pattern.findall(text))
 
     def hide(self, conversation: Conversation) -> tuple[Conversation, dict[str, str]]:
-        """Return the conversation with a private character for every special token in its texts, and the token of each
-        of these characters."""
+        """Replace special tokens in texts by private characters. Return the conversation, and character -> token."""
         tokens = sorted(self.find(conversation))
         if not tokens:
             return conversation, {}
@@ -47,14 +46,14 @@ class SpecialText:
 
 
 def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]) -> tuple[str, ...]:
-    """Let texts have special tokens of a tokenizer of transformers, and return these tokens.
+    """Make a transformers tokenizer read special tokens in texts, and return these tokens.
 
     Args:
         tokens: `data.special_tokens_in_text`: tokens, or "grounding" for those of boxes, points and references.
-        reserved: tokens that stand for media, which no text may have.
+        reserved: tokens of media, which texts cannot have.
 
     Raises:
-        DataError: a token is not in the vocabulary, or reserved; the tokenizer is not fast; it has none for grounding.
+        DataError: a token is unknown or reserved, the tokenizer is not fast, or it has no grounding tokens.
     """
     key = "data.special_tokens_in_text"
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}

@@ -1,12 +1,10 @@
-"""Chat templates: conversation -> tokens, which of them are learned, and where a prompt ends. Our own format is here;
-`jinja_template.py` has the templates of Hugging Face tokenizers.
+"""Chat templates: conversation -> tokens, loss mask and prompt. `jinja_template.py` has those of Hugging Face.
 
-Our format is the same for every tokenizer:
+Our own format is the same for every tokenizer:
 
-    [begin] then for each turn: [role marker] text and placeholders [end of turn]
+    [begin] then for each turn: [role tag] text and placeholders [end of turn]
 
-The tokens of assistant turns and the end-of-turn token behind each are learned, and all tokens of a plain text, which
-has no roles and no template. Placeholders are never learned.
+Learned are assistant turns with their end-of-turn token, and all of a plain text. Placeholders are never learned.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from data.records.conversation import MARKERS, Conversation
 from data.text.placeholders import Placeholder
 
 MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, int]]]]
-"""kind -> per member, in order -> (placeholder id, number of tokens) of each module that takes this kind."""
+"""kind -> per member -> (placeholder id, number of tokens) of each module that takes this kind."""
 
 
 @dataclass
@@ -30,41 +28,40 @@ class Encoded:
 
     tokens: list[int]
     learned: list[bool]
-    """True for the targets of the loss."""
+    """True for targets of the loss."""
     media_end: int = 0
-    """Position behind the last placeholder; 0 without any."""
+    """Position after the last placeholder; 0 without any."""
     answers: list[tuple[int, int]] = field(default_factory=list)
-    """(position of the first learned token, number of the turn) of each learned turn."""
+    """(position of the first learned token, index of the turn) of each learned turn."""
 
     def add(self, ids: Sequence[int], learned: bool) -> None:
-        """Append tokens."""
         self.tokens.extend(ids)
         self.learned.extend([learned] * len(ids))
 
 
 class Template(Protocol):
-    """How conversations become tokens. May be called from several threads."""
+    """Turns conversations into tokens. Implementations are thread-safe."""
 
     name: str
-    """Where the template is from, for messages."""
+    """Origin of the template, for messages."""
     is_own: bool
     """True for our own format."""
     notes: tuple[str, ...]
-    """What `mimo-train check` should say about it."""
+    """Notes for `mimo-train check`."""
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
     identity: str
-    """A text that changes with whatever determines the tokens of a conversation, besides the vocabulary."""
+    """Text that changes with everything that determines the tokens, except the vocabulary."""
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
-        """Return the tokens of a conversation. Raises RecordError for one that the template cannot render."""
+        """Return the tokens of a conversation. Raises RecordError if it cannot be rendered."""
 
     def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
-        """Return the tokens up to where the assistant's next answer starts. Raises RecordError as `encode` does."""
+        """Return the tokens up to the start of the next answer. Raises RecordError as `encode` does."""
 
 
 class Vocabulary(Protocol):
-    """What our format needs of a tokenizer."""
+    """The part of a tokenizer that our own format uses."""
 
     begin_id: int | None
     end_of_turn_id: int
@@ -73,11 +70,11 @@ class Vocabulary(Protocol):
         """Return the ids of plain text."""
 
     def role_ids(self, role: str) -> list[int]:
-        """Return the marker that opens a turn of `role`."""
+        """Return the ids that open a turn of `role`."""
 
 
 def encode_plain(conversation: Conversation, vocabulary: Vocabulary) -> Encoded | None:
-    """Return the tokens of a text without roles, which no template changes; None for a conversation."""
+    """Return the tokens of a text without roles, which needs no template; None for a conversation."""
     if conversation.turns[0].role != "plain":
         return None
     encoded = Encoded([], [])
@@ -89,12 +86,10 @@ def encode_plain(conversation: Conversation, vocabulary: Vocabulary) -> Encoded 
 
 
 OWN = "our own"
-"""Name of our own format."""
 
 
 class OwnTemplate:
-    """Our own format, tokenized piece by piece: for bytes, whose tokens do not cross the end of a piece, and for
-    tokenizers that are not fast."""
+    """Our own format, tokenized piece by piece: for bytes, and for tokenizers that are not fast."""
 
     name, is_own = OWN, True
     notes: tuple[str, ...] = ()
@@ -107,7 +102,7 @@ class OwnTemplate:
     ) -> None:
         """
         Args:
-            around: id of a pad -> ids of its start and end, where it has any.
+            around: pad id -> ids of its start and end, if any.
         """
         self._vocabulary = vocabulary
         self._around = {pad: pair for pad, pair in (around or {}).items() if any(pair)}
@@ -115,7 +110,7 @@ class OwnTemplate:
         self.identity = f"own {media_identity(placeholders)}"
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
-        """See `Template.encode`. Tools, tool calls and reasoning have no place in it; a developer is the system."""
+        """See `Template.encode`. Tools, tool calls and reasoning are rejected; a developer turn is a system turn."""
         plain = encode_plain(conversation, self._vocabulary)
         if plain is not None:
             return plain
@@ -153,7 +148,7 @@ _CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "th
 
 
 def require_place(conversation: Conversation) -> None:
-    """Raise RecordError for what our own format would leave out. Other fields, such as a `name`, are ignored."""
+    """Raise RecordError for content that our own format cannot express. Other fields, such as `name`, are ignored."""
     if conversation.tools:
         raise RecordError(f"the record has tools, {_NO_PLACE}")
     for turn in conversation.turns:
@@ -165,7 +160,7 @@ def require_place(conversation: Conversation) -> None:
 
 
 def media_identity(placeholders: Sequence[Placeholder]) -> str:
-    """Return a text that changes with the tokens of records with media: the placeholders, and how markers are read."""
+    """Return a text that changes with the tokens of media: the placeholders, and how markers are read."""
     return f"{list(placeholders)} without separators" if placeholders else "[]"
 
 
@@ -174,9 +169,9 @@ def own_chat_template(begin: str, roles: Mapping[str, str], end: str, places: Ma
 
     Args:
         begin: text in front of the conversation.
-        roles: role -> marker that opens its turns.
+        roles: role -> tag that opens its turns.
         end: text that ends every turn.
-        places: kind -> text at the place of an image or audio. Markers in a content that is a text become places too.
+        places: kind -> text of an image or audio. It replaces markers in text contents too.
     """
     text = "message['content']"
     for marker, kind in MARKERS.items():
@@ -206,5 +201,5 @@ def own_chat_template(begin: str, roles: Mapping[str, str], end: str, places: Ma
 
 
 def _literal(text: str) -> str:
-    """Return a text as a string of Jinja, whose escapes are those of JSON except for pairs of surrogates."""
+    """Quote a text for Jinja. Its escapes are those of JSON, except for surrogate pairs."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Files of the tokenizer of a run as `transformers` 4 and 5 read them, with placeholders and chat template."""
+"""Write a run's tokenizer for `transformers` 4 and 5, with its placeholders and chat template."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ COPIED = (
     *("tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("*.model", "*.tiktoken", "chat_template*", "*.py"),
 )
-"""Files of a folder that belong to its tokenizer."""
+"""Tokenizer files of a folder."""
 TEMPLATE = "chat_template.jinja"
 
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 MODEL_INPUTS = ["input_ids", "attention_mask"]
-"""Without these version 4 returns `token_type_ids` too for the generic class, and `generate` rejects them."""
+"""Without these, version 4 returns `token_type_ids` for the generic class, and `generate` rejects them."""
 
 _BYTE_MARKS = {256: "<|pad|>", 257: "<|begin|>", 258: "<|end|>"} | {
     259 + at: f"<|{role}|>" for at, role in enumerate(ROLES)
 }
-"""Names of the byte tokenizer's special ids in the files: people may write the names in brackets as text."""
+"""Names of the byte tokenizer's special ids in the files. Bracketed names may occur in users' texts."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, source: str, to: Path, media: Mapping[str, Sequence[int]]) -> None:
-    """Write the files of a run's tokenizer, with the placeholders of its media and the chat template that it trains
-    with.
+    """Write the files of a run's tokenizer, with its media placeholders and its chat template.
 
     Args:
         source: `data.tokenizer`, a folder.
-        media: kind -> ids of the pads of the modules that take it, in order.
+        media: kind -> pad ids of the modules that take it, in order.
     """
     if isinstance(tokenizer, ByteTokenizer):
         _write_bytes(tokenizer, to)
@@ -56,8 +55,8 @@ def write_tokenizer(tokenizer: Tokenizer, source: str, to: Path, media: Mapping[
 
 
 def chat_template(tokenizer: Tokenizer, media: Mapping[str, Sequence[int]]) -> str | None:
-    """Return the chat template that a run trains with, which takes typed parts if the run has media; None if the one of
-    the tokenizer's files is the same."""
+    """Return the run's chat template, which takes typed parts if the run has media; None if the files already have
+    it."""
     if isinstance(tokenizer, ByteTokenizer):
         roles = {role: _BYTE_MARKS[tokenizer.role_ids(role)[0]] for role in ROLES}
         return own_chat_template(_BYTE_MARKS[257], roles, _BYTE_MARKS[258], tokenizer.places)
@@ -72,7 +71,7 @@ def chat_template(tokenizer: Tokenizer, media: Mapping[str, Sequence[int]]) -> s
 
 
 def _parts_to_texts(places: Mapping[str, str]) -> str:
-    """Return a beginning for templates that do not know media: contents of parts become texts with placeholders."""
+    """Return a prefix for templates that do not know media. It turns typed parts into texts with placeholders."""
     branches = "".join(
         f"{{%- elif part['type'] == '{kind}' -%}}{{%- set ns.text = ns.text + {json.dumps(text)} -%}}"
         for kind, text in places.items()
@@ -112,7 +111,7 @@ def _write_bytes(tokenizer: ByteTokenizer, to: Path) -> None:
 
 
 def _add_special(to: Path, tokens: Mapping[int, str]) -> None:
-    """Add special tokens to the files of a tokenizer that may lack some."""
+    """Add special tokens to tokenizer files that may lack some."""
     vocabulary, config = to / "tokenizer.json", to / "tokenizer_config.json"
     settings = _read(config)
     if vocabulary.is_file():
@@ -130,10 +129,10 @@ def _add_special(to: Path, tokens: Mapping[int, str]) -> None:
 
 
 def make_readable_by_version_4(to: Path) -> None:
-    """Rewrite files that version 5 saved so that version 4 reads them too.
+    """Make files that version 5 saved readable by version 4.
 
-    Version 5 names a class that version 4 does not know, for a tokenizer that both read, and for which version 4
-    returns other inputs. Version 5 gives a list of tokens the name of a mapping in version 4; both read its older name.
+    Version 5 names a class that version 4 lacks, although both read the tokenizer; version 4 also returns other inputs.
+    Version 5 stores a token list under a name that is a mapping in version 4; both read its older name.
     """
     config = to / "tokenizer_config.json"
     settings = before = _read(config)

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face tokenizer: checks before they are loaded, and a fingerprint of how they cut text."""
+"""Files of a Hugging Face tokenizer: checks before loading, and a fingerprint of its vocabulary."""
 
 import hashlib
 import json
@@ -12,15 +12,14 @@ from data.errors import DataError
 from data.storage.files import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
 
 FILES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tokenizer.model"}
-"""Names that most classes use; others have names of their own (`vocab_files_names`). tokenizer_config.json is not among
-them: a model and its chat version differ in it, and cut text alike."""
+"""Names that most classes use; `vocab_files_names` has others. tokenizer_config.json is excluded: base and chat models
+differ in it, but tokenize alike."""
 SETTINGS = {"tokenizer_config.json", "special_tokens_map.json"}
 _TAIL = 4096  # bytes
 
 
 def files_fingerprint(tokenizer: Any, path: str | os.PathLike[str]) -> str:
-    """Return a hash of the class of a `transformers` tokenizer, and of the names and contents of its files. It is the
-    same wherever the folder is."""
+    """Return a hash of a `transformers` tokenizer's class, file names and file contents, independent of the folder."""
     digest = hashlib.sha256(type(tokenizer).__name__.encode())
     names = FILES | set(getattr(tokenizer, "vocab_files_names", {}).values())
     files = [*_files(path, names - {"tokenizer_config.json"})]
@@ -32,11 +31,8 @@ def files_fingerprint(tokenizer: Any, path: str | os.PathLike[str]) -> str:
 
 
 def require_plain_files(path: str | os.PathLike[str]) -> None:
-    """
-    Raises:
-        DataError: it is not a folder, a file is truncated or a Git-LFS pointer, or the tokenizer requires code in the
-            folder (`auto_map`), which is not run.
-    """
+    """Check a tokenizer's folder. Raises DataError: it is not a folder, a file is truncated or a Git-LFS pointer, or
+    the tokenizer needs code in the folder (`auto_map`), which is not run."""
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(

@@ -1,11 +1,9 @@
-"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer; each with its chat template.
+"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer, each with its chat template.
 
-The template is the tokenizer's own Jinja template (`jinja_template.py`) or our format (`templates.py`). In our format
-the byte tokenizer has one special id for each marker. With a Hugging Face tokenizer, begin is its BOS token (left out
-if it has none), end of turn its EOS token, and a role marker is the special token `<|user|>`, `<|assistant|>` or
-`<|system|>` if the vocabulary has all three, else the plain text "user:", "assistant:" or "system:" and a line break.
-Text is not read as special tokens, so that a record cannot forge a marker or a placeholder; the exceptions are tokens
-that `data.special_tokens_in_text` admits.
+The template is the tokenizer's Jinja template (`jinja_template.py`) or our own format (`templates.py`). In our own
+format, the byte tokenizer has a special id for each tag. A Hugging Face tokenizer begins with BOS (if any), and ends
+turns with EOS. Its role tags are `<|user|>`, `<|assistant|>`, `<|system|>` if the vocabulary has all three, else the
+text "user:" etc. and a line break. Text is not read as special tokens, except for `data.special_tokens_in_text`.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ ROLES = ("user", "assistant", "system")
 
 
 class Tokenizer(ABC):
-    """What the data path needs of a tokenizer.
+    """A tokenizer of the data path.
 
     Attributes:
-        vocab_size: one more than the largest id, without any padding.
-        text_size: one more than the largest id that text has; placeholders do not count.
-        special_text: finds special tokens in texts that are read as plain text.
-        places: kind -> text at the place of an image or audio, with one pad of each module.
-        vocabulary_fingerprint: hash of how text becomes ids. Weights that were trained with another one are useless.
+        vocab_size: largest id + 1, without padding.
+        text_size: largest id of text + 1, without placeholders.
+        special_text: finds special tokens in plain text.
+        places: kind -> text of an image or audio, with one pad of each module.
+        vocabulary_fingerprint: hash of how text becomes ids. Trained weights require the same one.
     """
 
     pad_id: int
@@ -54,17 +52,17 @@ class Tokenizer(ABC):
     vocabulary_fingerprint: str
 
     _placeholders: Mapping[str, int]
-    """Name of a placeholder -> its id."""
+    """Placeholder name -> id."""
     _roles: Mapping[str, list[int]]
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hash of the vocabulary, the template and the placeholders: with another one, texts have other tokens."""
+        """Hash of the vocabulary, template and placeholders: of everything that determines tokens."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text; no special id is among them."""
+        """Return the ids of plain text, without special ids."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -72,15 +70,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def shown(self, ids: Iterable[int]) -> str:
-        """Return the text of ids for people, with the names of special ids."""
+        """Return readable text of ids, with the names of special ids."""
 
     def role_ids(self, role: str) -> list[int]:
-        """Return the marker that opens a turn of `role`: user, assistant or system."""
+        """Return the ids that open a turn of `role`: user, assistant or system."""
         return list(self._roles[role])
 
     def placeholder_id(self, name: str) -> int:
-        """Return the id that holds the place of features at a placeholder such as `<image>`. Raises DataError for a
-        name that the tokenizer was not built with."""
+        """Return the pad id of a placeholder such as `<image>`. Raises DataError for an unknown name."""
         if name not in self._placeholders:
             raise DataError(
                 f"the tokenizer has no placeholder {name!r}; it was built with {sorted(self._placeholders)}"
@@ -88,7 +85,7 @@ class Tokenizer(ABC):
         return self._placeholders[name]
 
     def as_text(self, token: int) -> int:
-        """Return a token that the model wrote, or padding for a placeholder, which would require features."""
+        """Return a generated token, or padding for a placeholder, which would require features."""
         return self.pad_id if token in self._placeholders.values() else token
 
 
@@ -105,13 +102,13 @@ def build_tokenizer(
     Args:
         name: `data.tokenizer`: "bytes", or a folder with a Hugging Face tokenizer. Nothing is downloaded.
         placeholders: one per media module, e.g. ["<image>"].
-        chat_template: `data.chat_template`: "auto" (the tokenizer's template, our format if it has none), "own" (our
-            format), or a file with a Jinja template.
-        template_variables: `data.template_variables`: what the Jinja template may use besides the conversation.
-        special_in_text: `data.special_tokens_in_text`: special tokens that texts may have, see `special_text.admit`.
+        chat_template: `data.chat_template`: "auto" (the tokenizer's template, our own format if it has none), "own"
+            (our own format), or a file with a Jinja template.
+        template_variables: `data.template_variables`: Jinja variables besides the conversation.
+        special_in_text: `data.special_tokens_in_text`: special tokens allowed in texts, see `special_text.admit`.
 
     Raises:
-        DataError: it cannot be loaded, or its template cannot be used; with the config key.
+        DataError: the tokenizer or its template cannot be used. The message starts with the config key.
     """
     is_own = chat_template == "own" or (name == "bytes" and chat_template == "auto")
     if is_own and template_variables:
@@ -147,7 +144,7 @@ class ByteTokenizer(Tokenizer):
         around = {
             self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
         }
-        # `shown` calls a pad by the name of its placeholder.
+        # `shown` names a pad by its placeholder.
         self.places = place_texts([replace(item, pad=item.name) for item in placeholders])
         self.template = OwnTemplate(self, placeholders, around)
         self.special_text = SpecialText(())
@@ -176,11 +173,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
+    """A `transformers` tokenizer. Missing placeholders are added as special tokens; pad falls back to EOS.
 
     Attributes:
         own_source: our own format as a Jinja template.
-        uses_its_template: True if conversations take the template of its files, where these have one.
+        uses_its_template: True for the tokenizer's own template, if it has one.
         template_variables: `data.template_variables`.
     """
 
@@ -203,7 +200,7 @@ class HuggingFaceTokenizer(Tokenizer):
         role_tokens = [f"<|{role}|>" for role in ROLES]
         has_roles = self._tokenizer.get_vocab().keys() >= {*role_tokens}
         added = [*marks, *(role_tokens if has_roles and self._renderer is None else ())]
-        # Also those that the vocabulary has: only special tokens are kept apart from text.
+        # Include those in the vocabulary: only special tokens are kept apart from text.
         self._tokenizer.add_tokens(list(dict.fromkeys(added)), special_tokens=True)
         vocabulary = self._tokenizer.get_vocab()
         self.special_text = SpecialText(
@@ -213,10 +210,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.begin_id, self.end_of_turn_id = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         pad = self._tokenizer.pad_token_id
         self.pad_id = self.end_of_turn_id if pad is None else pad
-        # Not their number: the ids of a vocabulary may have gaps.
+        # Not the number of ids, which may have gaps.
         self.vocab_size = 1 + max(vocabulary.values())
         self.text_size = 1 + max({*vocabulary.values()} - {*self._placeholders.values()})
-        # The first call sets options of the shared Rust object, which must not happen while another thread encodes.
+        # The first call sets options of the shared Rust object, so it must precede encoding in other threads.
         self.encode("")
         roles = dict(zip(ROLES, role_tokens if has_roles else [f"{role}:\n" for role in ROLES], strict=True))
         self._roles = {
@@ -247,7 +244,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # A model may write an id of the padded vocabulary, which has no text.
+        # A model may generate an id of the padded vocabulary, which has no text.
         kept = [int(token) for token in ids if 0 <= int(token) < self.vocab_size]
         return self._tokenizer.decode(kept, skip_special_tokens=True)
 
@@ -260,23 +257,23 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._renderer.sources if self._renderer else {}
 
     def writes(self, kind: str) -> str | None:
-        """Return what the Jinja template writes for an image or audio; None if it knows none."""
+        """Return the Jinja template's text for an image or audio; None if it does not know the kind."""
         return self._renderer.written(kind) if self._renderer else None
 
     def _special(self, text: str) -> list[int]:
-        """Return the ids of text in which special tokens are read as such."""
+        """Encode text and read special tokens in it."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
 
 
 def _load(path: str | os.PathLike[str]) -> Any:
-    """Return the `transformers` tokenizer of a folder. Raises DataError if it cannot be loaded or has no EOS token."""
+    """Load a folder's `transformers` tokenizer. Raises DataError on failure or without an EOS token."""
     require_plain_files(path)
     from transformers import AutoTokenizer
 
     try:
-        # No network, no code of the folder, and no question on a terminal whether to run it.
+        # No network, no code from the folder, and no prompt on a terminal.
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged file makes a class of transformers raise
+    except Exception as error:  # damaged files raise errors of many classes
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
         remedy = "Use 'bytes' or a Hugging Face tokenizer"
         if requires_sentencepiece(Path(path)):
@@ -293,7 +290,7 @@ def _load(path: str | os.PathLike[str]) -> Any:
 def _renderer(
     tokenizer: Any, path: str | os.PathLike[str], chat_template: str, variables: Mapping[str, Any]
 ) -> ChatRenderer | None:
-    """Return what renders conversations; None for our own format."""
+    """Return the renderer of the chat template; None for our own format."""
     if chat_template == "own":
         return None
     if chat_template == "auto":
@@ -314,7 +311,7 @@ def _renderer(
                 "them, or set data.chat_template to a file with one"
             )
         return None
-    # As in transformers: a template names special tokens by these variables.
+    # As in transformers: templates name special tokens by these variables.
     return ChatRenderer(sources, {**tokenizer.special_tokens_map, **variables}, origin)
 
 
@@ -323,7 +320,7 @@ def _templates_of(tokenizer: Any, path: str | os.PathLike[str]) -> dict[str, str
     folder = Path(path)
     older = folder / "chat_template.json"
     if older.is_file() and not (folder / "chat_template.jinja").is_file():
-        # Older processors keep theirs here; it knows media, and the tokenizer's may not.
+        # Older processors store it here; it knows media, and the tokenizer's may not.
         try:
             template = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -336,7 +333,7 @@ def _templates_of(tokenizer: Any, path: str | os.PathLike[str]) -> dict[str, str
 
 
 def _unwritten(kind: str) -> None:
-    """Our own format does not write marks."""
+    """Return None: our own format writes no marks."""
 
 
 def _fingerprint(*texts: str) -> str:
