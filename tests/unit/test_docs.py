@@ -186,11 +186,21 @@ def test_what_a_document_names_exists(document):
     assert not complaints(document.read_text())
 
 
+@cache
+def anchors(document: Path) -> frozenset[str]:
+    """Anchors of the headings of a document."""
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return frozenset(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", document.read_text())
-    local = [target for target in targets if not target.startswith(("http://", "https://"))]
-    assert not [target for target in local if not (document.parent / target).exists()]
+    for file, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", document.read_text()):
+        if not file.startswith(("http://", "https://")):
+            target = document.parent / file if file else document
+            assert target.exists(), file
+            assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
 
 
 RUN = re.compile(r"(scripts/train_\w+\.sh|mimo-train (?:check|config|world)|\w+\.sbatch) +[^#>|]+")

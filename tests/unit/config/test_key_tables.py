@@ -153,16 +153,6 @@ def test_docstrings_name_the_values_that_the_checks_allow():
     assert checked > 40
 
 
-def test_links_of_the_page_lead_somewhere():
-    links = re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", PAGE)
-    assert len(links) > 15
-    for file, anchor in links:
-        text = (key_tables.PAGE.parent / file).read_text() if file else PAGE
-        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-        assert not anchor or anchor in anchors, f"{file}#{anchor}"
-
-
 def test_the_script_checks_and_writes_without_torch(tmp_path):
     """Started as a developer starts it."""
     code = (
