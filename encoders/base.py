@@ -47,8 +47,7 @@ class EncoderSpec(ABC):
     `extent0` and `extent1` come from the header of an image or audio item: height and width in pixels, or samples and
     samples per second. Everything is a pure function of the spec, so data (placeholders), `mimo-train check` and the
     pipeline (message shapes) agree without the model. Attributes without an annotation are properties of a family. If
-    the
-    user may choose one, the family has a field of that name.
+    the user may choose one, the family has a field of that name.
     """
 
     if TYPE_CHECKING:  # fields of derived dataclasses

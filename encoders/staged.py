@@ -42,8 +42,7 @@ class StagedEncoder(MegatronModule, ABC):
     Args:
         config: sizes and parallelism of the layers. `config.init_seed` seeds the weights outside of the layers.
             `config.documents` makes the documents of a packed row from the tokens of each media item; with `windows`,
-            the
-            tokens of each window, also the windows in which some layers attend.
+            the tokens of each window, also the windows in which some layers attend.
         spec: sizes of media and layers.
         layer_spec: spec of one transformer layer.
         norm: builder of the final norm.
@@ -122,8 +121,7 @@ class StagedEncoder(MegatronModule, ABC):
 
         Returns:
             On the last stage features in the order of the media, [output tokens, width]; before it the tokens inside
-            the
-            encoder, [R, H].
+            the encoder, [R, H].
         """
         groups = by_size(sizes)
         ordered = [size for size, members in groups.items() for _ in members]

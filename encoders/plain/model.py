@@ -27,8 +27,7 @@ class PlainEncoder(MegatronModule):
     """Media -> features by a torch module, which is whole on every rank: data parallel only.
 
     The module is built as `MODULE(spec)` after the generator is seeded by `config.init_seed`. Its weights are the same
-    on
-    every rank and at every layout. It may have a method `load_weights()`, see `load_weights`.
+    on every rank and at every layout. It may have a method `load_weights()`, see `load_weights`.
 
     Args: as `encoders.staged.StagedEncoder`; layer spec, norm and process groups are unused.
 

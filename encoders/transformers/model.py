@@ -28,8 +28,9 @@ class Tower(torch.nn.Module):
     INPUT: str
 
     def __init__(self, spec: FromDirectory):
-        """Raises:
-        EncoderError: transformers cannot build the model, or it takes other inputs.
+        """
+        Raises:
+            EncoderError: transformers cannot build the model, or it takes other inputs.
         """
         super().__init__()
         self.spec = spec

@@ -43,12 +43,10 @@ class SdpaAttention(MegatronModule):
     """softmax(Q K^T * scale) V, causal or unmasked, with grouped queries.
 
     With context parallelism each rank gathers keys and values of the whole sequence. Its two chunks of queries attend
-    to
-    all positions up to their own (see `context`).
+    to all positions up to their own (see `context`).
 
     Config options: `window_size` is (tokens before a token that it attends to, 0), `window_attn_skip_freq` gives the
-    layers
-    with a window, `attention_softcap` is the cap of scores (see `mimo_train.models.transformer_config`).
+    layers with a window, `attention_softcap` is the cap of scores (see `mimo_train.models.transformer_config`).
 
     Raises:
         UserError: a mask type other than causal and no_mask, context parallelism or a window without a causal mask, a
@@ -106,8 +104,7 @@ class SdpaAttention(MegatronModule):
         """Return attended values [S, B, heads * D]; keys and values may have fewer heads than queries.
 
         A causal layer ignores `attention_mask`: padding is at the end, where the causal mask hides it. If there are
-        fewer
-        queries than keys, they are those of the last positions.
+        fewer queries than keys, they are those of the last positions.
 
         Args:
             packed_seq_params: `Documents` of a packed row; B is 1.

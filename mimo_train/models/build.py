@@ -63,13 +63,11 @@ def build_model(
         te: True for layers of Transformer Engine.
         pre_wrap_hook: changes the language model's chunks before they are frozen and wrapped (see `models.heads`).
         undrawn: (module, part) of weights that are loaded afterwards: they are not drawn and their memory is not
-            touched.
-            Part is llm, encoder or projector. Adapters are always drawn.
+            touched. Part is llm, encoder or projector. Adapters are always drawn.
 
     Returns:
         The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
-            wrapped
-        GPT models.
+        wrapped GPT models.
 
     Raises:
         UserError: fp8 or compiled layers are not possible here.

@@ -291,9 +291,10 @@ class _Compiler:
     """
 
     def __init__(self, key: str, *, eager: bool):
-        """Args:
-        key: the module's config key.
-        eager: True if all other compiled code runs eagerly, see `cpu.backend`.
+        """
+        Args:
+            key: the module's config key.
+            eager: True if all other compiled code runs eagerly, see `cpu.backend`.
         """
         self._key, self._eager, self.graphs = key, eager, 0
 

@@ -36,8 +36,7 @@ class Documents(PackedSeqParams):
     Ends are integers on the host: to read them from a tensor, each layer would wait for the device. For Megatron-Core
     0.19.2 the row is a batch of one sample (`sbhd`), whose rotary angles the model replaces (`SeededGPTModel`). Its own
     format for packed rows (`thd`) waits in each layer. It starts documents at position 0 only if no table is as long as
-    the
-    row (rope_utils.py:222-250), and cuts rows for context parallelism only with Transformer Engine.
+    the row (rope_utils.py:222-250), and cuts rows for context parallelism only with Transformer Engine.
 
     Args:
         ends: end (exclusive) of each document, ascending; the last is T.

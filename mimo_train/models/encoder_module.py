@@ -28,8 +28,7 @@ class StagedModality(VisionModalitySubmodules):
 
         Returns:
             [rows, encoder's hidden size], with no rows without media. On the last stage [rows, language model's hidden
-            size],
-            None without media.
+            size], None without media.
         """
         ((name, encoder),) = self.encoders.items()
         if encoder_inputs is None:

@@ -62,8 +62,7 @@ def _seeded_experts(
         torch.manual_seed(seed_for(layer_seed, "expert", first + index))
         up, down = _weights(experts, index)
         # Megatron-Core 0.19.2 counts experts as dense parameters if ep is 1 and etp is tp (layers.py:961), so other
-        # layouts
-        # could not read the optimizer's state. As experts they are reduced the same way.
+        # layouts could not read the optimizer's state. As experts they are reduced the same way.
         for weight in (up, down):
             mark(weight, allreduce=False)
         if not config.perform_initialization:
@@ -110,11 +109,9 @@ class RouterLosses:
     Megatron-Core 0.19.2 adds positions x loss to the sum of token losses and divides both by the tokens that count
     (router.py:600). The loss's weight would thus grow with the share of prompts, images and padding. It also averages a
     loss over all data-parallel ranks, although each has only a part of it (router.py:531). Multiplied by
-    `learned_share`
-    and the number of parts, the loss is a mean with the weight in the config. This holds for loss functions that return
-    a
-    sum and its number of tokens. Megatron-Core's tracker sends messages for each group to log the values
-    (moe_logging.py:249). Here each rank adds its record to the step's message (`reduce_metrics`).
+    `learned_share` and the number of parts, the loss is a mean with the weight in the config. This holds for loss
+    functions that return a sum and its number of tokens. Megatron-Core's tracker sends messages for each group to log
+    the values (moe_logging.py:249). Here each rank adds its record to the step's message (`reduce_metrics`).
 
     Attributes:
         active: True if there is such a loss; otherwise nothing else is used.
@@ -165,9 +162,8 @@ class RouterLosses:
 
         Returns:
             `load_balancing_loss`, the mean over layers with experts, 1 when all experts get as many tokens; `z_loss`,
-            the mean
-            over these layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, by its number:
-            `moe/NAME_layer_0`.
+            the mean over these layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, by its
+            number: `moe/NAME_layer_0`.
         """
         values: dict[str, torch.Tensor] = {}
         for tracked, layers in zip(self._tracked, total.chunk(len(self._tracked)), strict=True):

@@ -118,8 +118,7 @@ def let_biases_learn(chunks: list[torch.nn.Module]) -> None:
 
     Megatron-Core 0.19.2 adds a bias inside of the matmul with such a weight, which gives it no gradient
     (tensor_parallel/layers.py:443). A bias of a row-parallel layer, or one that a layer returns (`skip_bias_add`), is
-    added
-    after it anyway.
+    added after it anyway.
     """
     for chunk in chunks:
         for module in chunk.modules():

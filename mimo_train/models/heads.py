@@ -28,10 +28,11 @@ class LinearForLastLayer(torch.nn.Linear):
     """
 
     def __init__(self, input_size: int, output_size: int, sequence_parallel: bool):
-        """Args:
-        input_size: width of the transformer's output.
-        output_size: numbers for each token.
-        sequence_parallel: True if each rank receives its part of the sequence, so that outputs must be gathered.
+        """
+        Args:
+            input_size: width of the transformer's output.
+            output_size: numbers for each token.
+            sequence_parallel: True if each rank receives its part of the sequence, so that outputs must be gathered.
         """
         super().__init__(input_size, output_size, bias=False)
         self.sequence_parallel = sequence_parallel
@@ -67,8 +68,7 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
     """Return a hook that replaces the output layer of the pipeline's last stage by a `LinearForLastLayer`.
 
     Embeddings and output layer no longer share weights, on any stage. The new weights are drawn on the CPU from the
-    model's
-    seed, the same at every layout. Without labels the model returns [batch, sequence, output_size].
+    model's seed, the same at every layout. Without labels the model returns [batch, sequence, output_size].
 
     Args:
         hidden_size: width of the transformer's output.

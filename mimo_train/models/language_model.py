@@ -32,8 +32,9 @@ class SeededGPTModel(GPTModel):
     them (language_module.py:155). Without labels their logits are the lowest number of their type."""
 
     def __init__(self, config: TransformerConfig, *, tokens: int = 0, **kwargs: Any):
-        """Args:
-        tokens: vocabulary rows that are not padding; 0: all.
+        """
+        Args:
+            tokens: vocabulary rows that are not padding; 0: all.
         """
         torch.manual_seed(config.init_seed)
         super().__init__(config, **kwargs)
@@ -71,8 +72,7 @@ class SeededGPTModel(GPTModel):
 
         Raises:
             UserError: with context parallelism, more tokens than this rank's part of a sequence; with `data.pack`, rows
-                without
-                their documents.
+                without their documents.
         """
         added, self.deepstack_LSBH = self.deepstack_LSBH, None
         learned, self.learned_N = self.learned_N, None

@@ -1,8 +1,7 @@
 """Layer specs: the classes of a transformer layer.
 
 There are two kinds: `te` (Transformer Engine, if installed, on CUDA) and `torch` (plain norms and Megatron-Core's
-linear
-layers around `SdpaAttention`; runs everywhere).
+linear layers around `SdpaAttention`; runs everywhere).
 
 Initial weights depend only on (seed, module, layer), never on the layout. Every layer seeds the CPU generator before it
 builds itself. Every weight takes a seed from it, from which a rank draws its part (`initial_weights`). Experts
@@ -157,8 +156,7 @@ def _gathered_linear(column: type, *args: Any, **options: Any) -> ColumnParallel
     """Build the layer of a linear projector, whose output is whole on every rank.
 
     `MultimodalProjector` requests the bias separately and adds this rank's part of it to the whole output, which fails
-    for
-    tp above 1 (Megatron-Core 0.19.2, multimodal_projector.py:56-82). Transformer Engine's layer gathers nothing
+    for tp above 1 (Megatron-Core 0.19.2, multimodal_projector.py:56-82). Transformer Engine's layer gathers nothing
     (extensions/transformer_engine.py:1155).
     """
     return column(*args, **options | {"skip_bias_add": False})

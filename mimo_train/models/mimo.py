@@ -27,8 +27,7 @@ class PlacedMimoModel(MimoModel):
     Attributes:
         shapes: shapes of the current step; set by the pipeline.
         shared_bridges: {encoder: bridge to the language model on the same ranks}; set by the pipeline. An encoder
-            without
-            one passes its features on unchanged: its samples are the language model's.
+            without one passes its features on unchanged: its samples are the language model's.
     """
 
     def __init__(
@@ -64,8 +63,7 @@ class PlacedMimoModel(MimoModel):
 
         Returns:
             (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
-            mask)
-            elsewhere.
+            mask) elsewhere.
         """
         received = getattr(self, "input_tensors", None) or {}
         features = self._encode(modality_inputs or {}, received)

@@ -22,8 +22,7 @@ class TorchNorm:
     """A builder of torch's LayerNorm or RMSNorm, called where Megatron-Core builds a norm.
 
     Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that `finalize_model_grads`
-    sums
-    their gradients over the tensor-parallel ranks.
+    sums their gradients over the tensor-parallel ranks.
 
     Raises:
         UserError: the config has an unsupported norm; the message names the option.

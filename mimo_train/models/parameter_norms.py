@@ -2,8 +2,7 @@
 
 An element is replicated on tensor-parallel ranks if its parameter is not cut, on data-parallel ranks (for experts, on
 the expert's replicas), and for tied embeddings on the first and the last stage. Ranks decide locally which of them
-counts
-it. One message sums the squares over the world.
+counts it. One message sums the squares over the world.
 """
 
 from collections.abc import Iterator
@@ -56,16 +55,13 @@ def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
     """Return L2 norms of the gradients: of all together and of every parameter.
 
     Collective over the world: one sum and one copy to the host, and at the first call an all-gather of names. Gradients
-    are
-    used in their current state, summed over ranks by `finalize_model_grads`: unclipped and with the fp16 loss scale
-    before
-    the optimizer's step, clipped and unscaled after it.
+    are used in their current state, summed over ranks by `finalize_model_grads`: unclipped and with the fp16 loss scale
+    before the optimizer's step, clipped and unscaled after it.
 
     Returns:
         The same on every rank: `l2_norm/grad/global`, and `l2_norm/grad/<module>.<parameter>` for every trained
-            parameter.
-        Names are the same at every layout (layers and experts have their number in the whole model), for example
-        `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
+        parameter. Names are the same at every layout (layers and experts have their number in the whole model), for
+        example `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
     """
     own: dict[str, torch.Tensor | None] = {}
     for module, chunk in _chunks_by_module(model):

@@ -76,8 +76,7 @@ class Projector(MultimodalProjector):
 
         Returns:
             [rows, language model's hidden size]: with a resampler the latents of every media item, with a newline the
-            lines of
-            every image.
+            lines of every image.
         """
         features = hidden_states if self.norm is None else self.norm(hidden_states)
         projected = super().forward(features)

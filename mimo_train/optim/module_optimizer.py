@@ -73,14 +73,15 @@ class ModuleOptimizer(MimoOptimizer):
         releases: dict[torch.nn.Parameter, int],
         device: torch.device,
     ):
-        """Args:
-        infos: by module; this rank's optimizers.
-        config: of the run.
-        clip_grads: largest gradient norm of each trained module that is clipped separately; None for modules that
-            `config.clip_grad` clips together. 0 does not clip.
-        chunks: this rank's wrapped chunks of all modules.
-        releases: the step from which a parameter of this rank is trained, if it is frozen at first.
-        device: device of the numbers that ranks exchange.
+        """
+        Args:
+            infos: by module; this rank's optimizers.
+            config: the run's.
+            clip_grads: largest gradient norm of each trained module that is clipped separately; None for modules that
+                `config.clip_grad` clips together. 0 does not clip.
+            chunks: this rank's wrapped chunks of all modules.
+            releases: the step from which a parameter of this rank is trained, if it is frozen at first.
+            device: device of the numbers that ranks exchange.
         """
         super().__init__(infos, config)
         self.updates = 0
@@ -109,10 +110,8 @@ class ModuleOptimizer(MimoOptimizer):
 
         Returns:
             (True if weights were updated, gradient norm over all modules before clipping, number of zeros in the
-            gradient if
-            `config.log_num_zeros_in_grad`, else None). The same on every rank. Without an update the norm is inf or
-            nan, and
-            weights and states are unchanged.
+            gradient if `config.log_num_zeros_in_grad`, else None). The same on every rank. Without an update the norm
+            is inf or nan, and weights and states are unchanged.
         """
         norms, _ = self.reduce_norms()
         self.clip(norms)

@@ -184,8 +184,7 @@ def agreed(told: Any = None) -> Iterator[list[Any]]:
 
     Raises:
         UserError, DataError: a rank has raised one. The lowest such rank raises its own; the others raise a
-            `PeersError`
-            with its text.
+            `PeersError` with its text.
     """
     own: UserError | DataError | None = None
     everyones: list[Any] = []

@@ -309,8 +309,7 @@ def light_imports(device: str) -> Iterator[None]:
 
     Args:
         device: `run.device`. Functions defined in the block stay uncompiled with `cpu`, and with `auto` if torch finds
-            no
-            CUDA.
+            no CUDA.
     """
     refusal, compiler = _Refusal(), torch.compile
     sys.meta_path.insert(0, refusal)

@@ -2,9 +2,8 @@
 
 By default in torch a rank calls `new_group` for every group of the run, 10,872 times at 2,176 ranks, and joins a
 collective over the world for each. Here members alone make a group (`use_local_synchronization`), so the number of
-calls
-does not grow with the world. This excludes a `device_id` bound to the world's group: NCCL would split every group off
-the world's communicator, which waits for all ranks (torch 2.11, distributed_c10d.py:1977-1997).
+calls does not grow with the world. This excludes a `device_id` bound to the world's group: NCCL would split every group
+off the world's communicator, which waits for all ranks (torch 2.11, distributed_c10d.py:1977-1997).
 
 Members of overlapping groups must make them in one order. Every rank goes through the same list of axes, whose groups
 are disjoint, and makes its own.
@@ -49,8 +48,7 @@ class OwnGroups:
 
     Groups of the same ranks are shared only if owner and purpose are equal. NCCL runs the messages of a communicator in
     the order in which they are issued, and a send waits for its receiver. Two uses of one communicator would therefore
-    have
-    to be issued in one order on all ranks. The world's group is never reused: it belongs to the metric reduction.
+    have to be issued in one order on all ranks. The world's group is never reused: it belongs to the metric reduction.
 
     Attributes:
         made: ranks of every group that was made, in order.
@@ -84,8 +82,7 @@ class OwnGroups:
                 )
             if len(ranks) > 1 and purpose in _BETWEEN_TWO:
                 # A communicator of NCCL starts with its first message, which needs all its ranks. A point-to-point
-                # message
-                # (torch's `batch_isend_irecv`) does not involve all of them.
+                # message (torch's `batch_isend_irecv`) does not involve all of them.
                 dist.all_reduce(torch.zeros(1, device=device.current()), group=group)
             self._groups[key] = group
         return self._groups[key]
@@ -184,10 +181,9 @@ def build_groups(layout: RunLayout, timeout_minutes: float = RunConfig.timeout_m
     for name, module in layout.modules.items():
         grids[name] = grid = _build_grid(module, own)
         if grid.is_current_rank_in_grid():
-            # Only a language model shares weights between stages: Megatron-Core looks for them if there is a group.
-            # An encoder gets a single-rank group, like cp. For None, Megatron-Core 0.19.2 uses the group in its global
-            # state
-            # (finalize_model_grads.py:190), which on shared ranks is the language model's.
+            # Only a language model shares weights between stages: Megatron-Core looks for them if there is a group. An
+            # encoder gets a single-rank group, like cp. For None, Megatron-Core 0.19.2 uses the group in its global
+            # state (finalize_model_grads.py:190), which on shared ranks is the language model's.
             embedding = _embedding_groups(grid, own) if name == LANGUAGE else 2 * (grid.get_pg("cp"),)
             collections[name] = _collect(grid, *embedding)
     bridges = dict(_bridges(layout, own))
@@ -246,10 +242,8 @@ def _bridges(layout: RunLayout, own: OwnGroups) -> Iterator[tuple[Edge, dist.Pro
     """Yield the groups of the ranks of an edge: the source's last stage and the destination's first stage.
 
     Over gloo there are none: bridges use the world's group. Nothing else refers to that group, so a rank that fails
-    closes
-    its connections and no rank waits for it. gloo aborts no message of other groups (torch 2.11), and an in-process
-    restart
-    would wait forever.
+    closes its connections and no rank waits for it. gloo aborts no message of other groups (torch 2.11), and an
+    in-process restart would wait forever.
     """
     for edge in layout.edges:
         source, destination = layout.modules[edge.source], layout.modules[edge.destination]

@@ -38,15 +38,13 @@ class VisionTransformer(StagedEncoder):
 
         Args:
             pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each image, or [tiles, 3,
-                height,
-                width] of each image that is cut into tiles.
+                height, width] of each image that is cut into tiles.
             sizes: (height, width) of each image, on later stages, and with tiles on all.
             hidden_states: on later stages: the output of the previous stage.
 
         Returns:
             Rows in the order of the images and their tiles. On the last stage features [N * P / merge^2, H * merge^2];
-            before
-            it the tokens inside the encoder, [R, H].
+            before it the tokens inside the encoder, [R, H].
         """
         if self.spec.is_tiled:
             assert sizes, "how many tiles an image has follows from its own size"

@@ -34,8 +34,7 @@ def gather_patches(
 
     Args:
         images: [N, C, height, width], or [C, height, width] of each, those of one grid adjacent. Pixels at the right
-            and
-            lower edge outside of whole patches are not read.
+            and lower edge outside of whole patches are not read.
         grids: number of images of each grid, in their order.
         orders: positions (in row order) of the patches of each grid, in the wanted order.
         side: side of a patch, in pixels.

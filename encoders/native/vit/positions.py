@@ -30,8 +30,7 @@ def position_taps(
     """Return the positions of an image of `rows` x `columns` patches, interpolated in the learned grid.
 
     As in Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) for larger images. The same grid gives the
-    learned
-    positions.
+    learned positions.
 
     Args:
         learned: rows and columns of the learned grid.

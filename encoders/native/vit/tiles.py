@@ -1,6 +1,5 @@
 """Images of any size as tiles of one size (AnyRes; LLaVA-NeXT, Liu et al. 2024; pooling as in LLaVA-OneVision, Li et
-al.
-2024, arXiv 2408.03326, section 4.1).
+al. 2024, arXiv 2408.03326, section 4.1).
 
 An image is read twice: whole as one tile, and cut into tiles. For the cut it is resized to fit into one of several
 canvases and centered there. The whole image's tile comes first in the sequence. Then come the features of the canvas

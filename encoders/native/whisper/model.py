@@ -45,8 +45,7 @@ class WhisperEncoder(StagedEncoder):
 
         Returns:
             Rows in the order of the items. On the last stage features [N * T / merge, H * merge]; before it the frames
-            inside
-            the encoder, [R, H].
+            inside the encoder, [R, H].
         """
         if not sizes:
             assert waveforms is not None, "the first stage gets clips, the others their sizes"
@@ -104,10 +103,8 @@ def log_mel_spectrogram(waves_NW: torch.Tensor, window: torch.Tensor, filters: t
     """Return the spectrogram of audio of one length, in float32: [N, mel bands, W / hop].
 
     As Whisper's `log_mel_spectrogram`: power of the Fourier transform in Hann windows around every `hop`-th sample (the
-    ends
-    are mirrored, the last window is dropped), in mel bands, log10, at most `DYNAMIC_RANGE` below each item's own
-    loudest
-    value, then (x + 4) / 4.
+    ends are mirrored, the last window is dropped), in mel bands, log10, at most `DYNAMIC_RANGE` below each item's own
+    loudest value, then (x + 4) / 4.
     """
     spectrum_NBF = torch.stft(
         waves_NW.float(), len(window), hop, window=window, center=True, pad_mode="reflect", return_complex=True

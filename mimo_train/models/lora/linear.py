@@ -53,8 +53,7 @@ class FusedRows:
     """The rows of a linear layer's weight on one tensor-parallel rank, or of anything with a number for each row.
 
     A rank has whole groups of queries, keys and values, and a part of gate and of up. The rows of one projection on a
-    rank
-    are always a contiguous part of the whole projection's.
+    rank are always a contiguous part of the whole projection's.
 
     Attributes:
         interleaved: True if a rank's rows are not a contiguous part of the whole weight's.

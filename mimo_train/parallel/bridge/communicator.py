@@ -91,9 +91,10 @@ class TextShapes:
     def __init__(
         self, module: ModuleLayout, replica: int, stage: int, hidden_size: int, shapes: StepShapes, group: int
     ):
-        """Args:
-        replica: data-parallel rank of this stage.
-        group: microbatches that one chunk takes before the next chunk does; unused if stages have one chunk.
+        """
+        Args:
+            replica: data-parallel rank of this stage.
+            group: microbatches that one chunk takes before the next chunk does; unused if stages have one chunk.
         """
         self._module, self._replica, self._hidden, self._shapes = module, replica, hidden_size, shapes
         self._stage, self._group = stage, group
@@ -211,9 +212,10 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         on_device: torch.device,
         watch: Watch = not_timed,
     ):
-        """Args:
-        hidden_sizes: hidden size of every module's layers.
-        watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
+        """
+        Args:
+            hidden_sizes: hidden size of every module's layers.
+            watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
         """
         self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
         self._device, self._bridges = on_device, groups.bridges
