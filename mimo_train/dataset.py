@@ -59,11 +59,7 @@ class RunDataset:
     """The samples of a run, or of one of its held-out sets; reads a sample when it is indexed.
 
     Index i is the sample number. `len` is one epoch; larger numbers of training samples continue with the next epoch.
-    Reading a bad sample raises no error and is not counted.
-
-    Attributes:
-        samples: the dataset that training reads.
-        tokenizer: its tokenizer.
+    Reading a bad sample raises no error and is not counted. `samples` is the dataset that training reads.
     """
 
     def __init__(self, run: Run, tokenizer: Any, samples: Samples, length: int, is_held_out: bool) -> None:

@@ -36,8 +36,7 @@ class NonFiniteStep(UserError):
 class NanPolicy:
     """Checks the steps of a loop. A good step costs no message and no copy from the device.
 
-    Attributes:
-        forward_backward: called as (data, number of microbatches) by `train.on_nan=bisect`.
+    `train.on_nan=bisect` calls `forward_backward` as (data, number of microbatches).
     """
 
     def __init__(
@@ -130,12 +129,10 @@ def write_replay(
 
     Args:
         norms: gradient norm of each module.
-        origin: result of bisecting, if the policy is bisect.
         checkpoint: folder of the state before the step.
 
     Returns:
-        The file, and the command that repeats the step and bisects it. That run has its own folder, keeps the learning
-            rates, and ends after this one step.
+        The file, and the command that repeats the step and bisects it, in its own folder and for one step.
     """
     step, folder, current = state.train_state.step + 1, state.run_dir / FOLDER, data.current
     file, config = folder / f"step_{step:08d}.json", folder / f"step_{step:08d}.yaml"

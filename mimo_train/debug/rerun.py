@@ -115,12 +115,7 @@ def _show_messages(level: int) -> None:
 
 
 def require_equal_replicas(model: list[MegatronModule], step: int) -> None:
-    """Compare the weights of data-parallel replicas, so that no checkpoint of diverged replicas is written. Collective
-    over them.
-
-    Args:
-        model: the model chunks of this rank.
-        step: steps done, for the message.
+    """Compare the weights of data-parallel replicas after `step` steps, before a checkpoint. Collective over them.
 
     Raises:
         RuntimeError: replicas hold different weights.

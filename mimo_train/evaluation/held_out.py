@@ -210,12 +210,8 @@ class HeldOut:
         return {f"{self.prefix}{name}": value for name, value in values.items()}
 
     def non_loss_data(self, step_func: Callable, give: Callable[[list], Any] | None = None) -> Any:
-        """Return the result of `give(model)`, or of a forward pass over the first held-out step, in evaluation mode.
-        Collective over all ranks.
-
-        Args:
-            step_func: as the schedule calls it; its loss functions are called with non_loss_data=True.
-        """
+        """Return `give(model)`, or else the non-loss data of `step_func` over the first held-out step, in evaluation
+        mode. Collective over all ranks."""
         pipeline = self._pipeline
         with _evaluating(pipeline.model):
             if give is not None:

@@ -73,11 +73,10 @@ def shown_media(
     media: Mapping[str, Sequence[torch.Tensor]] | None = None,
     seconds: int | None = SHOWN_SECONDS,
 ) -> dict[str, list[str]]:
-    """Return base64 of PNG (`images`) and WAV (`clips`) files of a sample's media, as the first module of each kind
-    gets them.
+    """Return base64 of a sample's PNG (`images`) and WAV (`clips`) files, as the first module of each kind gets them.
 
     Args:
-        media: inputs of each module, if they have been read; default: read them.
+        media: inputs of each module, if they have been read.
         seconds: length to cut audio to; None: keep all.
     """
     shown: dict[str, list[str]] = {"images": [], "clips": []}

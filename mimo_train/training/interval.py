@@ -163,11 +163,9 @@ _NO_FLOPS = Flops()
 
 
 class Interval:
-    """Accumulates local numbers during the interval; `collect` combines them over ranks and starts the next interval.
+    """Accumulates local numbers of `steps` steps; `collect` combines them over ranks and starts the next interval.
 
-    Attributes:
-        steps: steps of the interval so far.
-        step_samples, step_tokens: counts of the latest `log.throughput_window` steps of this job.
+    `step_samples` and `step_tokens` are of the latest `log.throughput_window` steps of this job.
     """
 
     def __init__(
@@ -198,9 +196,7 @@ class Interval:
 
         Args:
             flops: FLOPs of each module, without logits that `logits` counts.
-            seconds: wall time on this rank.
-            logits: positions that got logits, over all ranks, [1] on the device.
-            of_logit: FLOPs of each such position.
+            logits: positions that got logits, over all ranks, [1] on the device; each has `of_logit` FLOPs.
         """
         if logits is not None:
             each = devices.tensor([of_logit.model, of_logit.hardware], torch.float64, self._device)

@@ -65,10 +65,8 @@ class StepLog:
     """The log of a loop, with the state it keeps between logging steps. Every rank calls it after every step.
 
     Between logging steps nothing leaves the device. A logging step costs one sum over the world and one copy to the
-    host, plus those of `params_norm` and `grad_norms` in `log.metrics`.
-
-    Attributes:
-        stragglers: receives the compute times of the ranks; None unless `log.metrics` has `straggler`.
+    host, plus those of `params_norm` and `grad_norms` in `log.metrics`. `stragglers` is None unless `log.metrics` has
+    it.
     """
 
     def __init__(self, session: Session, callbacks: Callbacks):

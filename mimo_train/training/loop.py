@@ -29,15 +29,12 @@ def train(
     callbacks: Callbacks | None = None,
     evaluation_hooks: EvaluationHooks | None = None,
 ) -> int:
-    """Train until the last step or an exit condition.
+    """Train until the last step or an exit condition, and return the exit code.
 
     Args:
         forward_step_func: see `forward_step.ACCEPTED_FORMS`.
         callbacks: the user's; those of every run are called around them.
         evaluation_hooks: user functions for evaluations.
-
-    Returns:
-        The exit code.
     """
     state, data, votes, stopwatch = session.state, session.data, session.votes, session.parts.stopwatch
     progress, cfg = state.train_state, state.cfg

@@ -97,15 +97,12 @@ def one_life(
     pre_wrap_hook: ModelHook | None = None,
     store: dist.Store | None = None,
 ) -> int:
-    """Set up, train and close once; an in-process restart calls it again.
+    """Set up, train and close once, and return the exit code; an in-process restart calls it again.
 
     Args:
         start_time: start of this job, in seconds since the epoch, for `train.exit_duration_minutes`. The log counts
             from this call.
         store: for the rendezvous, instead of the address in the environment.
-
-    Returns:
-        The exit code.
     """
     votes = ExitVotes(exit_signal, run.cfg.train.exit_duration_minutes, start_time, ends_waits=True)
     session: Session | None = None
@@ -139,10 +136,8 @@ def finetune(
 ) -> int:
     """Train from the weights of another run: `pretrain` for a config with `checkpoint.weights`.
 
-    This is a new run with its own data, optimizer and schedule; restarted, it resumes from its own checkpoints.
-
-    Raises:
-        ConfigError: `checkpoint.weights` is empty. Also everything that `pretrain` raises.
+    This is a new run with its own data, optimizer and schedule; restarted, it resumes from its own checkpoints. Raises
+    ConfigError if `checkpoint.weights` is empty, and all that `pretrain` raises.
     """
     require_config(config)
     if not config.checkpoint.weights:
@@ -157,10 +152,6 @@ class SteppedRun:
 
     It has no log, no evaluation and no checkpoints, only counts non-finite gradients, and ignores `train.skip_iters`.
     Collective: all ranks make the same calls in the same order.
-
-    Attributes:
-        session: all parts of the run on this rank.
-        step_func: the forward step as the schedule calls it.
     """
 
     def __init__(
@@ -169,12 +160,7 @@ class SteppedRun:
         forward_step_func: ForwardStepCallable | None = None,
         pre_wrap_hook: ModelHook | None = None,
     ):
-        """Set up the run.
-
-        Args:
-            forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
-            pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.models.heads`.
-        """
+        """Set up the run; the arguments are those of `pretrain`."""
         votes = ExitVotes(ExitSignal(), 0, 0)
         run = started_run(config)
         if forward_step_func is not None:

@@ -119,7 +119,6 @@ def setup(
         votes: this rank's reasons to exit.
         start_time: start of this job, in seconds since the epoch.
         store: for the rendezvous, instead of the address in the environment.
-        pre_wrap_hook: changes the model chunks before they are wrapped for data parallelism.
 
     Raises:
         UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used, another process uses `run.dir`,

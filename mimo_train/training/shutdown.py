@@ -74,10 +74,9 @@ def agreed_votes(sums: Sequence[float]) -> AgreedVotes:
 
 
 class ExitVotes:
-    """This rank's reasons to end the run, a signal and its clock, and what all ranks have agreed on.
+    """This rank's reasons to end the run, a signal and its clock.
 
-    Attributes:
-        agreed: the votes of all ranks in the last step or evaluation; none before the first step.
+    `agreed` has the votes of all ranks in the last step or evaluation; none before the first step.
     """
 
     NUMBERS = 5

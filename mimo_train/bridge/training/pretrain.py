@@ -21,15 +21,12 @@ def _pretrain(
     store: dist.Store | None = None,
     inprocess_call_wrapper: Any = None,
 ) -> int:
-    """Set up, train and close once, inside the current processes.
+    """Set up, train and close once, inside the current processes; returns the exit code.
 
     Args:
         state: created from a run alone, `GlobalState(resolve(config))`; each call sets up its own state.
         store: for the rendezvous, instead of the address in the environment.
         inprocess_call_wrapper: unused: a restarted run resumes from its newest checkpoint.
-
-    Returns:
-        The exit code.
     """
     require_one_forward_step(state.cfg)
     callbacks = Callbacks(load_callbacks(state.cfg.train.callbacks))

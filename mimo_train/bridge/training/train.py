@@ -281,15 +281,10 @@ def compute_throughputs_and_append_to_progress_log(
 def _handle_mxfp8_param_buffer_copy(
     optimizer: MegatronOptimizer, reuse_grad_buf_for_mxfp8_param_ag: bool, overlap_param_gather: bool
 ) -> None:
-    """Copy main parameters to the buffer that is gathered, if it is the gradient buffer.
+    """Copy main parameters to the buffer that is gathered, if it is the gradient buffer (MXFP8).
 
-    MXFP8 parameters may be gathered through the gradient buffer. With overlap, gathering begins in the next forward
-    pass, after the buffer has been zeroed for its gradients. So the copy follows the zeroing.
-
-    Args:
-        optimizer: of one module, of several (a `MimoOptimizer`), or a chain of optimizers.
-        reuse_grad_buf_for_mxfp8_param_ag: the two share a buffer.
-        overlap_param_gather: gathering overlaps the forward pass.
+    With overlap, gathering begins in the next forward pass, after the buffer has been zeroed for its gradients. So the
+    copy follows the zeroing. `optimizer` is of one module, of several (a `MimoOptimizer`), or a chain.
     """
     if not (reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather):
         return

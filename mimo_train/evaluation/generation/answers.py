@@ -190,9 +190,6 @@ class Chat:
     def say(self, text: str, write: Callable[[str], None] = nowhere, *, keep_interrupted: bool = False) -> Answer:
         """Answer the next message, with the attached media. A message that fails is forgotten together with its media.
 
-        Args:
-            write, keep_interrupted: as for `Answers`.
-
         Raises:
             UserError: the message's markers do not match its media, or the conversation leaves no room for an answer.
         """

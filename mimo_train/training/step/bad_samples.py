@@ -98,10 +98,8 @@ _MOST_WAITING = 64
 class BadSampleCount:
     """Counts bad samples on the device without waiting for it; `settle` moves the count to the host.
 
-    A sample counts once: `TrainState.bad_rows` has its row, over epochs and resumes.
-
-    Attributes:
-        new: number of flags not yet settled, 0-d float64 on the device; the same on every rank.
+    A sample counts once: `TrainState.bad_rows` has its row, over epochs and resumes. `new` is the number of flags not
+    yet settled, 0-d float64 on the device; the same on every rank.
     """
 
     def __init__(self, train_state: TrainState, dataset: Samples, report: BadSampleReport, device: torch.device):
@@ -144,8 +142,7 @@ class BadSampleCount:
 class EmptySteps:
     """Counts empty steps on the device without waiting for it; `settle` moves the count to the host.
 
-    Attributes:
-        new: empty steps not yet in `TrainState.empty_steps`, 0-d float64 on the device; the same on every rank.
+    `new` is the number not yet in `TrainState.empty_steps`, 0-d float64 on the device; the same on every rank.
     """
 
     def __init__(self, train_state: TrainState, allowed: int, device: torch.device):

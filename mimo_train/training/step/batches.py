@@ -133,11 +133,9 @@ class StepIterator:
         self._finds_learned = learned_logits and pipeline.is_last_stage
 
     def advance(self) -> StepBatch | None:
-        """Make the next step the current one and return it. Returns None at the end, or if a rank gave up waiting for
-        its samples.
-
-        Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an evaluation.
-        """
+        """Make the next step current and return it; None at the end, or if a rank gave up waiting for its samples.
+        Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an
+        evaluation."""
         self._position = self.consumed_samples
         self._current = self._upcoming
         if self._current is None and not self._given_up:
@@ -207,12 +205,8 @@ class StepIterator:
         return self
 
     def __next__(self) -> Microbatch:
-        """Return the next microbatch of the current step, on the device.
-
-        Raises:
-            StopIteration: all were taken; call `rewind` or `advance`.
-            UserError: no step is current.
-        """
+        """Return the next microbatch of the current step, on the device. Raises StopIteration after the last one (see
+        `rewind` and `advance`), UserError if no step is current."""
         with self._pipeline.stopwatch("data_wait"):
             if not self._waiting:
                 if self._bad is None:

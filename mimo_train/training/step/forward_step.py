@@ -61,7 +61,8 @@ def maybe_inject_state(
     """Bind `state` to its parameter if the forward step takes it.
 
     Args:
-        needs_injection: result of `needs_global_state_injection`, if known.
+        needs_injection: known result of `needs_global_state_injection`; True binds the first parameter if no parameter
+            is the state's.
 
     Raises:
         TypeError: the parameter of the state is between the data iterator and the model.
@@ -106,12 +107,8 @@ def forward_backward(
     data: StepIterator,
     num_microbatches: int,
 ) -> None:
-    """Run the next `num_microbatches` of `data` forward and backward, from gradients of zero. Collective.
-
-    Args:
-        losses: afterwards has the losses of only these microbatches.
-        forward_step: as the schedule calls it (see `prepare_forward_step_func`).
-    """
+    """Run the next `num_microbatches` of `data` forward and backward, from gradients of zero. Collective. `losses` then
+    has only their losses; `forward_step` is a prepared one."""
     optimizer.zero_grad()
     for chunk in pipeline.model:
         chunk.zero_grad_buffer()

@@ -176,9 +176,6 @@ class StepLosses:
     def reduced(self, sums: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the losses of the step over microbatches and ranks, float64 on the device; empty if there are none.
 
-        Args:
-            sums: `local_sums` summed over ranks.
-
         Returns:
             (means by name, 0-d; [sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`).
         """

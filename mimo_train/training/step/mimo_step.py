@@ -29,16 +29,12 @@ def loss_func(
     names: Sequence[str] = (),
     non_loss_data: bool = False,
 ) -> Any:
-    """Sum the losses at the language model's last stage.
+    """Sum the losses at the language model's last stage; see `masked_token_loss`.
 
     Args:
         loss_mask: [batch, sequence], 1 where a token is learned from.
         output_tensor: [batch, sequence], loss per token.
-        non_loss_data: return {"losses": `output_tensor`, "loss_mask": `loss_mask`} instead.
         sources: [batch, sequence], index into `names` of each token's source.
-
-    Returns:
-        (sum of losses, number of tokens, {"lm loss": [sum, number]}), with `loss/NAME` of every source.
     """
     return masked_token_loss(loss_mask, output_tensor, sources, names, non_loss_data=non_loss_data)
 

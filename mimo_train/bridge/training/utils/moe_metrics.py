@@ -1,7 +1,6 @@
-"""Metrics of mixtures of experts, which Megatron-Core writes itself: passed on to every tracker of the run.
+"""A writer of Megatron-Core's metrics of mixtures of experts: TensorBoard, Comet and MLflow.
 
-Megatron-Core's `track_moe_metrics` supports TensorBoard and W&B; the writer here adds Comet and MLflow. A tracker that
-fails is reported once and disabled, and training continues.
+A tracker that fails is reported once and disabled, and training continues.
 """
 
 import logging
@@ -20,8 +19,6 @@ class _MoeMetricFanoutWriter:
         """Write to all targets that are not None.
 
         Args:
-            tb_writer: `SummaryWriter`.
-            comet_logger: Comet experiment.
             mlflow_logger: has `log_metric(name, value, step=...)`, like the module `mlflow`; or a client with its run's
                 id (`mimo_train.logging.sinks.trackers.MlflowHandle`).
         """

@@ -13,7 +13,6 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: di
 
     Args:
         stat: this rank's value; None if it has none, such as the gradient norm of a rank that trains nothing.
-        mp_group: the ranks that take part.
 
     Returns:
         The maximum, NaN if any rank has NaN, None if no rank has a value.

@@ -167,14 +167,6 @@ def training_log(
 def reduce_max_memory_across_pp_group(
     memory_report: dict[str, int | float], pp_group: dist.ProcessGroup | None
 ) -> dict[str, int | float]:
-    """Return the largest of each value over the stages of a pipeline. Collective: one maximum, one copy to the host.
-
-    Args:
-        memory_report: values of this rank by name.
-        pp_group: the stages.
-
-    Returns:
-        A new dict, or `memory_report` itself if there is nothing to reduce; see
-            `mimo_train.logging.runtime.largest_over`.
-    """
+    """Return the largest of each value over the stages of a pipeline; see `mimo_train.logging.runtime.largest_over`.
+    Collective: one maximum, one copy to the host."""
     return runtime.largest_over(memory_report, pp_group)
