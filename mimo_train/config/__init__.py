@@ -1,1 +1,1 @@
-"""The config of a run: dataclasses with their checks, and their composition from YAML and overrides. No torch."""
+"""The config of a run: dataclasses with their checks, composed from YAML files and overrides."""

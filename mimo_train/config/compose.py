@@ -1,4 +1,4 @@
-"""YAML files and overrides -> one `ConfigContainer`, or every error with its key. Hydra composes."""
+"""Composes YAML files and overrides into one `ConfigContainer` with Hydra, or reports every error with its key."""
 
 import dataclasses
 import json
@@ -35,23 +35,22 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import say_imports
 
 RECIPES = "recipes"
-"""Folder in that of the shipped configs, with whole runs of models that people use and a `layout/` group of their own;
-these are named with it, `recipes/NAME`."""
+"""Folder of shipped configs with whole runs of public models and their own `layout/` group; named `recipes/NAME`."""
 
 NO_GROUPS = {RECIPES, "cluster"}
-"""Folders of the shipped configs whose files are not choices of a group: `cluster` has templates of manifests."""
+"""Folders of shipped configs whose files are not choices of a group: `cluster` has templates of manifests."""
 
 
 Values = list[tuple[str, Any]]
-"""(dotted key, value) of overrides, in their order."""
+"""(dotted key, value) of overrides, in order."""
 
 
 def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> ConfigContainer:
-    """Compose `config` (a shipped name such as `vlm_digits` or `recipes/siglip2_qwen3`, or a path to a YAML file) with
-    `key=value` overrides.
+    """Compose `config` with `key=value` overrides.
 
-    An override with dots sets a value (`train.iters=10`); one that names a group picks a file of it
-    (`layout=two_processes`, `encoder@modules.images.encoder=vit_tiny`).
+    `config` is a shipped name such as `vlm_digits` or `recipes/siglip2_qwen3`, or a path to a YAML file. An override
+    with dots sets a value (`train.iters=10`). One that names a group picks a file of it (`layout=two_processes`,
+    `encoder@modules.images.encoder=vit_tiny`).
 
     Args:
         without_data: leave out directories of pretrained weights that do not exist.
@@ -69,7 +68,7 @@ def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
         try:
             _fill_in_all(plain, files, choices, values, without_data)
             cfg, wrong = _read(plain)
-        except ConfigError as error:  # keys are looked at all the same
+        except ConfigError as error:  # report wrong keys too
             wrong = [*error.faults, *_read(plain)[1]]
     except ConfigError as error:
         wrong = error.faults
@@ -116,7 +115,7 @@ def _sets(content: Mapping[Any, Any], section: str, name: str) -> bool:
 
 
 def _composed(path: Path, choices: Sequence[str], values: Values) -> dict[str, Any]:
-    """Nested dicts of the file, with Hydra's overrides and with values by their dotted keys.
+    """Return nested dicts of the file, with Hydra's overrides and values by dotted keys.
 
     Raises:
         ConfigError: Hydra cannot compose them, or a value calls something.
@@ -136,7 +135,7 @@ def _composed(path: Path, choices: Sequence[str], values: Values) -> dict[str, A
         if isinstance(error, ConfigError):
             raise
         message = " ".join(str(error).split())
-        # Hydra names neither an override that removes what is not there, nor the key of a list in a mapping's place.
+        # Hydra does not name an override that removes an absent key, nor the key of a list that should be a mapping.
         removal = next((choice for choice in choices if choice[:1] == "~" and _is_removed(choice, message)), "")
         misfits = [fault for fault in _misfits(path) if fault.message.startswith("must be a mapping")]
         raise ConfigError(misfits or [Fault(removal.partition("=")[0] or path.name, message)]) from error
@@ -144,11 +143,11 @@ def _composed(path: Path, choices: Sequence[str], values: Values) -> dict[str, A
 
 
 def _set(plain: Any, key: str, value: Any) -> None:
-    """Set the value of a dotted key in nested dicts and lists; `data.mix[2].weight` and `data.mix.2.weight` are the
-    same. A mapping is merged with the one that is there.
+    """Set the value of a dotted key in nested dicts and lists; `data.mix[2].weight` equals `data.mix.2.weight`. A
+    mapping is merged with the existing one.
 
     Raises:
-        ConfigError: a list has no such entry, or something on the way is neither mapping nor list.
+        ConfigError: a list has no such entry, or a parent is neither mapping nor list.
     """
     names = re.findall(r"[^.\[\]]+", key)
     container: Any = plain
@@ -180,8 +179,7 @@ def _merge(container: Any, name: Any, value: Any) -> None:
 
 
 RESOLVER = re.compile(r"\$\{[^}]*[:$]")
-"""An interpolation that calls something, `${oc.env:NAME}`, or may after another one in it, instead of naming a key,
-`${run.seed}`."""
+"""An interpolation that calls something, `${oc.env:NAME}`, or may do so after a nested one; `${run.seed}` is a key."""
 
 _CALLS = (
     "is {!r}, but a config cannot call anything or read the environment, which would be saved with the run. Write the "
@@ -190,7 +188,7 @@ _CALLS = (
 
 
 def _interpolations(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of the texts of nested dicts and lists that OmegaConf has to resolve."""
+    """Yield (key, text) of the texts that OmegaConf has to resolve."""
     if isinstance(plain, str) and "${" in plain:
         yield key, plain
     elif isinstance(plain, list):
@@ -202,13 +200,13 @@ def _interpolations(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_removed(choice: str, message: str) -> bool:
-    """True if a message of Hydra quotes what an override such as `~train.iters=3` or `~layout=one` removes."""
+    """True if a message of Hydra quotes the target of an override such as `~train.iters=3` or `~layout=one`."""
     removed = choice.removeprefix("~")
     return f"'{removed}'" in message or f"'{removed.partition('=')[0]}'" in message
 
 
 def _misfits(path: Path) -> list[Fault]:
-    """Errors of the content of a file by itself."""
+    """Return the errors in the content of a single file."""
     try:
         content = without_marks(parsed(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -219,7 +217,7 @@ def _misfits(path: Path) -> list[Fault]:
 
 
 def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: Mapping[str, Directory]) -> None:
-    """Raises ConfigError where a group is picked on the command line for a part that comes from a directory."""
+    """Raise ConfigError if the command line picks a group for a part that comes from a directory."""
     for choice in choices:
         place = choice.partition("=")[0].partition("@")[2]
         if place in replaced:
@@ -228,8 +226,8 @@ def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: M
 
 
 def from_dict(plain: dict[str, Any]) -> ConfigContainer:
-    """A `ConfigContainer` from nested dicts, as `load` composes them and `config.yaml` of a run holds them. Encoders of
-    users that it names are imported, which is said before.
+    """Build a `ConfigContainer` from nested dicts, as `load` composes them and a run's `config.yaml` holds them. User
+    encoders that it names are imported, after a notice.
 
     Raises:
         ConfigError: every unknown key and every value of a wrong type, each by its full key.
@@ -241,8 +239,8 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
 
 
 def _read(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
-    """Return the config of nested dicts, with defaults in the place of what is wrong, and every error; None if a part
-    of it cannot be built."""
+    """Return the config of nested dicts, with defaults for wrong values (None if it cannot be built), and every
+    error."""
     say_imports(plain)
     train = plain.get("train")
     if isinstance(train, Mapping) and train.get("epochs") and "iters" not in train:
@@ -251,7 +249,7 @@ def _read(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
 
 
 def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
-    """Nested dicts of plain values; `from_dict` reads them back."""
+    """Return nested dicts of plain values; `from_dict` reads them back."""
     plain = dataclasses.asdict(cfg)
     for module in plain["modules"].values():
         for part in ("encoder", "projector", "llm"):
@@ -263,17 +261,16 @@ def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
 
 
 def to_yaml(cfg: ConfigContainer) -> str:
-    """The resolved config as YAML."""
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
 
 
 def is_config(name: str) -> bool:
-    """Whether `name` is that of a YAML file or of a shipped config."""
+    """True if `name` is a YAML file or a shipped config."""
     return Path(name).suffix in SUFFIXES or name in _shipped()
 
 
 def _shipped() -> dict[str, Path]:
-    """Files of the shipped configs by their names."""
+    """Return the files of the shipped configs by name."""
     folder = shipped_configs()
     files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob(f"{RECIPES}/*.yaml"))]
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
@@ -294,7 +291,7 @@ def _find(config: str) -> Path:
 
 
 def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
-    """The fault of a group file that does not exist, such as encoder/vit_tny."""
+    """Return the fault of a missing group file, such as encoder/vit_tny."""
     group, _, choice = (error.missing_cfg_file or "").partition("/")
     if not choice or not error.options:
         return Fault(path.name, " ".join(str(error).split()))
@@ -302,7 +299,7 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
 
 
 def _sort_overrides(overrides: Sequence[str], files: Contents) -> tuple[list[str], Values, list[Fault]]:
-    """Hydra's overrides (group choices, and what begins with ~), the others as (key, value), and errors."""
+    """Return Hydra's overrides (group choices and those with ~), the others as (key, value), and errors."""
     roots = search_folders(files)
     groups = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - NO_GROUPS
     picked = picked_groups(files)
@@ -334,11 +331,11 @@ def _sort_overrides(overrides: Sequence[str], files: Contents) -> tuple[list[str
 
 
 _PLACED = ("encoder", "llm", "projector")
-"""Groups whose files go to a part of a module, which the choice must name."""
+"""Groups whose files belong to a part of a module, which the choice must name."""
 
 
 def _choice_error(name: str, value: str, options: Collection[str], picked: Collection[str]) -> str:
-    """What is wrong with a choice of a group's file; empty if nothing is.
+    """Return the error of a group choice; empty if there is none.
 
     Args:
         name: the group, with its place in the config.
@@ -357,13 +354,13 @@ def _choice_error(name: str, value: str, options: Collection[str], picked: Colle
 
 
 _BRACKETS = re.compile(r"""(?<![\w."'])[\w.]+\[[^][]*\]""")
-"""A word with brackets behind it, such as `json[caption]` of `data.fields`."""
+"""A word followed by brackets, such as `json[caption]` in `data.fields`."""
 
 
 def _unreadable(key: str, value: str) -> Fault:
-    """The error of an override that is not YAML, with quotes where it lacks them: around a text such as `*.tar`, or
-    around brackets inside a mapping or list."""
-    if any("\udc80" <= character <= "\udcff" for character in value):  # Python's spelling of bytes that are no text
+    """Return the error of an override that is not YAML. It suggests quotes around a text such as `*.tar`, or around
+    brackets inside a mapping or list."""
+    if any("\udc80" <= character <= "\udcff" for character in value):  # Python's encoding of undecodable bytes
         shown = value.encode("utf-8", "backslashreplace").decode()
         return Fault(key, f"{shown} has bytes that are not {sys.getfilesystemencoding()}. Choose another name")
     is_text = not value.lstrip().startswith(("{", "["))

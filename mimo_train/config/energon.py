@@ -1,4 +1,4 @@
-"""Datasets of Megatron-Energon in a config: what they say of themselves becomes keys of `data`."""
+"""Datasets of Megatron-Energon in a config: their metadata becomes keys of `data`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _TRAIN, _HELD_OUT = "train", "val"
 
 
 def fill_in_energon(plain: dict[str, Any]) -> None:
-    """In a composed config: a metadataset in `data.shards` becomes `data.mix`, a folder gets its split, and their field
-    maps become `data.fields`.
+    """Fill in `data` of a composed config from Energon datasets.
+
+    A metadataset in `data.shards` becomes `data.mix`, a folder gets its split, and field maps become `data.fields`.
 
     Raises:
-        ConfigError: something of a dataset has no counterpart here.
+        ConfigError: a feature of a dataset is not supported.
     """
     data = plain.get("data")
     if not isinstance(data, dict):
@@ -46,7 +47,7 @@ def fill_in_energon(plain: dict[str, Any]) -> None:
 
 
 def _places(data: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(key, split if none is given, where its value is) of every place that names shards."""
+    """Yield (key, default split, dict with its value) of every key that names shards."""
     if isinstance(data.get("shards"), str) and data["shards"]:
         yield "data.shards", _TRAIN, data
     if isinstance(data.get("validation_shards"), str) and data["validation_shards"]:
@@ -81,10 +82,10 @@ def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:
 
 
 def _fill_in_fields(data: dict[str, Any], folders: dict[str, tuple[dict[str, Any], Path | None]]) -> None:
-    """`data.fields` where all are the same, else those of each source and of each set with a name.
+    """Set `data.fields` if all datasets agree, else the fields of each source and of each named set.
 
     Args:
-        folders: key -> (what has the key, the dataset).
+        folders: key -> (dict with the key, the dataset).
     """
     found: dict[str, dict[str, Any]] = {}
     for key, (_, folder) in folders.items():

@@ -1,4 +1,4 @@
-"""User errors, and faults of a config with their keys."""
+"""User errors, and config faults with their keys."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,17 +8,15 @@ from mimo_train.config.removed import remedy_of_removed
 
 
 class UserError(ValueError):
-    """Base of this package's errors that a user can cause; the message contains the remedy.
-
-    Commands print it as `error: ` lines without a traceback. `data.errors` and `encoders.errors` have their own bases.
-    """
+    """Base of this package's errors that a user can cause; the message contains the remedy. Commands print it as
+    `error: ` lines without a traceback. `data.errors` and `encoders.errors` have their own bases."""
 
 
 class PeersError(UserError):
-    """An error that another rank has found and prints; every rank raises it.
+    """An error that another rank has raised and prints; every rank raises it.
 
     Attributes:
-        kind: name of the class that the other rank has raised.
+        kind: class name of the other rank's error.
     """
 
     def __init__(self, text: str, kind: str = UserError.__name__):
@@ -28,7 +26,7 @@ class PeersError(UserError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a run: the config key to change, and a sentence with the numbers."""
+    """An error of a run: the config key to change, and a sentence with the numbers."""
 
     key: str
     message: str
@@ -36,7 +34,7 @@ class Fault:
     """Keys that may be meant by an unknown one."""
 
     def __str__(self) -> str:
-        # `data` may be another package until `mimo_train.launch.import_guard` has looked, which imports this module.
+        # `data` may be another package until `mimo_train.launch.import_guard`, which imports this module, has run.
         from data.text_format import shown_lines
 
         return shown_lines(f"{self.key}: {self.message}" if self.key else self.message)
@@ -46,7 +44,7 @@ class ConfigError(UserError):
     """A run that cannot start, with all faults.
 
     Attributes:
-        cfg: the config with defaults in the place of wrong values; None where it cannot be built.
+        cfg: the config with defaults for wrong values; None if it cannot be built.
     """
 
     def __init__(self, faults: Iterable[Fault], cfg: Any = None):
@@ -55,8 +53,8 @@ class ConfigError(UserError):
 
 
 def unknown_key(prefix: str, name: str, fields: Iterable[str]) -> Fault:
-    """The error of a key that is no field of its section."""
-    # `encoders` may be another package until `mimo_train.launch.import_guard` has looked, which imports this module.
+    """Return the error of a key that is no field of its section."""
+    # `encoders` may be another package until `mimo_train.launch.import_guard`, which imports this module, has run.
     from encoders.key_rules import near_names, nearest
 
     key, fields = f"{prefix}{name}", list(fields)

@@ -21,7 +21,7 @@ class Section(FixedKeys):
 
 
 def value_faults(section: Any, prefix: str) -> Iterator[Fault]:
-    """Values of a section that its keys do not accept; no key accepts a number that is not finite.
+    """Yield the values of a section that its keys do not accept; no key accepts a number that is not finite.
 
     Args:
         section: a dataclass; nested sections are not checked.
@@ -32,7 +32,7 @@ def value_faults(section: Any, prefix: str) -> Iterator[Fault]:
 
 
 def changed_fields(section: Any) -> list[str]:
-    """Names of a section's fields that do not have their defaults."""
+    """Return the names of a section's fields that differ from their defaults."""
     changed = []
     for field in dataclasses.fields(section):
         factory = field.default_factory
@@ -43,10 +43,10 @@ def changed_fields(section: Any) -> list[str]:
 
 
 def library_faults(section: Any, prefix: str, needed: Mapping[str, tuple[str, str]]) -> Iterator[Fault]:
-    """Keys of a section that are on and whose library is not installed.
+    """Yield faults of enabled keys whose library is not installed.
 
     Args:
-        needed: by key, the module that it needs and what pip installs it by.
+        needed: key -> (module that it needs, pip requirement).
     """
     for name, (module, install) in needed.items():
         value = getattr(section, name)
@@ -59,10 +59,10 @@ def library_faults(section: Any, prefix: str, needed: Mapping[str, tuple[str, st
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module of this name can be imported."""
+    """True if a module of this name can be imported."""
     try:
         found = find_spec(module)
-    except ModuleNotFoundError:  # of its package
+    except ModuleNotFoundError:  # its parent package is missing
         return False
     # A folder of that name in the working directory is found too, without an origin.
     return found is not None and found.origin is not None

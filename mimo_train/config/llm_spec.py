@@ -8,10 +8,10 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, changed_fields, key, shown, value_faults
 
 GATED = ("swiglu", "geglu")
-"""Activations of two halves, of which one gates the other."""
+"""Gated activations."""
 
 MOST_LAYERS, MOST_WIDTH = key_rules.MOST_LAYERS, key_rules.MOST_WIDTH
-"""Bounds of the numbers of layers, and of heads and widths."""
+"""Maximum numbers of layers, and of heads and widths."""
 
 
 USED_BY = {
@@ -26,13 +26,12 @@ USED_BY = {
     "mscale_all_dim": ("yarn",),
     "truncate": ("yarn",),
 }
-"""Kinds of scaling that read a key."""
+"""Kinds of scaling that read each key."""
 
 
 @dataclass
 class RopeScaling(Section):
-    """How the frequencies of rotary position embeddings are changed for sequences that are longer than those of the
-    first training."""
+    """Scaling of rotary position embeddings for sequences longer than those of the first training."""
 
     kind: str = key("default", choices=("default", "linear", "llama3", "yarn", "dynamic"))
     """`default` (unchanged), `linear`, `llama3`, `yarn` (Peng et al. 2023, arXiv 2309.00071), or `dynamic`: unchanged
@@ -60,11 +59,11 @@ class RopeScaling(Section):
     """`yarn`: round the ends of the range between the two betas to whole frequencies."""
 
     def faults(self, prefix: str, max_positions: int) -> Iterator[Fault]:
-        """Values that cannot be.
+        """Yield invalid values.
 
         Args:
             prefix: config key of this section.
-            max_positions: of the model; 0: not known.
+            max_positions: positions of the model; 0: not known.
         """
         found = list(value_faults(self, prefix))
         yield from found
@@ -202,7 +201,7 @@ class LlmSpec(Section):
 
     @property
     def key_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -217,7 +216,7 @@ class LlmSpec(Section):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward block is gated."""
+        """True if the feed-forward block is gated."""
         return self.activation in GATED
 
     @property
@@ -227,25 +226,25 @@ class LlmSpec(Section):
 
     @property
     def softmax_over_all_experts(self) -> bool:
-        """Whether the router's softmax is over all experts, not over those of a token: over a single one it would be 1,
-        without a gradient."""
+        """True if the router's softmax covers all experts. Over a token's single expert it would be 1, without a
+        gradient."""
         return not self.router_renormalise or self.experts_per_token == 1
 
     @property
     def balances_microbatches(self) -> bool:
-        """Whether the loads of experts are balanced over a microbatch of ranks: losses follow from the layout then."""
+        """True if expert loads are balanced over a microbatch of ranks; losses depend on the layout then."""
         return bool(self.num_experts) and self.router_balancing in ("aux_loss", "global_aux_loss")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, is a mixture of experts."""
+        """True if a layer, counted from 0, is a mixture of experts."""
         return bool(self.num_experts) and layer not in self.dense_layers
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a token attends to in a layer, counted from 0; 0: all."""
+        """Return the number of tokens that a token attends to in a layer, counted from 0; 0: all."""
         return 0 if layer in self.full_attention_layers else self.window
 
     def faults(self, prefix: str) -> Iterator[Fault]:
-        """Invalid sizes, alone and in combination.
+        """Yield invalid sizes, alone and in combination.
 
         Args:
             prefix: config key of this spec.
@@ -254,7 +253,7 @@ class LlmSpec(Section):
         found += self.rope_scaling.faults(f"{prefix}.rope_scaling", self.max_positions)
         yield from found
         if found:
-            return  # divisibility means nothing for sizes below 1
+            return  # divisibility is undefined for sizes below 1
         heads, groups = self.num_attention_heads, self.key_heads
         if not self.head_size and self.hidden_size % heads:
             yield Fault(f"{prefix}.num_attention_heads", f"{heads} does not divide hidden_size {self.hidden_size}")
@@ -293,7 +292,7 @@ class LlmSpec(Section):
             )
 
     def _option_faults(self, prefix: str) -> Iterator[Fault]:
-        """Options without what they are about."""
+        """Yield faults of options whose prerequisite is off."""
         if self.zero_centered_norms and self.normalization != "RMSNorm":
             yield Fault(
                 f"{prefix}.zero_centered_norms", f"requires RMSNorm, but {prefix}.normalization is {self.normalization}"
@@ -342,7 +341,7 @@ class LlmSpec(Section):
             )
 
     def _layer_faults(self, prefix: str) -> Iterator[Fault]:
-        """Lists of layers that are none, or differ from nothing."""
+        """Yield faults of layer lists with invalid layers, or without effect."""
         needed = {"full_attention_layers": "window", "dense_layers": "num_experts"}
         for name, other in needed.items():
             layers: list[int] = getattr(self, name)

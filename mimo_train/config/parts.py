@@ -8,24 +8,23 @@ LANGUAGE = "language"
 """Name of the module with the loss: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""
 
 PARTS = {"encoder": "encoders.*", "projector": "input_projections.*", "llm": "*"}
-"""Parts that `freeze` can name, with their patterns of parameter names; any other entry of `freeze` is a shell
-pattern."""
+"""Parts that `freeze` can name, with patterns of parameter names; other entries of `freeze` are shell patterns."""
 
 ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Linear layers of a transformer layer that have adapters where `lora.targets` is not given."""
+"""Linear layers of a transformer layer with adapters by default (`lora.targets`)."""
 
 ADAPTERS = ("lora_a", "lora_b", "lora_magnitude")
-"""Names of an adapter's parameters, beside the `weight` of its linear layer, or under the name of its projection."""
+"""Names of an adapter's parameters, next to the `weight` of its linear layer or under the name of its projection."""
 
 
 def parts_of(module: str) -> tuple[str, ...]:
-    """The parts of a module that `freeze` can name."""
+    """Return the parts of a module that `freeze` can name."""
     return ("llm",) if module == LANGUAGE else ("encoder", "projector")
 
 
 def why_no_parameter(module: str, entry: str) -> str:
-    """Why an entry of `freeze` names no parameter of a module, whatever encoder or model that has; empty where it is a
-    part, or a pattern that may match. Which other names there are is known when the model is built."""
+    """Return why an entry of `freeze` cannot name a parameter of a module, with any encoder or model. Empty for parts
+    and for patterns that may match; the other names are known when the model is built."""
     parts = parts_of(module)
     has = " and ".join(parts)
     if entry in PARTS:
@@ -36,7 +35,7 @@ def why_no_parameter(module: str, entry: str) -> str:
         neither = f"{entry!r} is neither a part of this module, which has {has}, nor a pattern of parameter names"
         return f"{neither}. {near}" if near.startswith("Did") else neither
     if module == LANGUAGE:
-        return ""  # a hook may add a head of any name
+        return ""  # a hook may add a head with any name
     begins = (f"encoders.{module}.", "input_projections.0.")
     if any(literal.startswith(one) or one.startswith(literal) for one in begins):
         return ""
@@ -44,5 +43,5 @@ def why_no_parameter(module: str, entry: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """True if a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTERS

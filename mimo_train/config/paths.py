@@ -1,4 +1,4 @@
-"""Faults of keys that name places, on file systems or elsewhere."""
+"""Faults of keys with paths or URLs."""
 
 import os
 import tempfile
@@ -12,10 +12,10 @@ from mimo_train.config.keys import is_installed
 
 
 def place_faults(key: str, text: str, *, written: bool = False) -> Iterator[Fault]:
-    """What is wrong with a folder or URL, as far as its text shows.
+    """Yield the faults that the text of a folder or URL shows.
 
     Args:
-        written: whether it must be a URL that a run can write to, or empty.
+        written: True if it must be a URL that a run can write to, or empty.
     """
     schemes = ", ".join(f"{scheme}://" for scheme in OBJECTS)
     try:
@@ -46,13 +46,14 @@ def place_faults(key: str, text: str, *, written: bool = False) -> Iterator[Faul
 
 
 def local_faults(key: str, text: str, remedy: str) -> Iterator[Fault]:
-    """The fault of a URL where only a folder on a file system can be."""
+    """Yield the fault of a URL where a local folder is required."""
     if is_url(text):
         yield Fault(key, f"is the URL {text}, and must be a folder on a file system of this machine: {remedy}")
 
 
 def demo_faults(demo: str, given: dict[str, str]) -> Iterator[Fault]:
-    """Faults of the folders of a demo. Making it replaces every *.tar of them: never where other shards are.
+    """Yield faults of the folders of a demo. Making it replaces all their *.tar files, so they must not hold other
+    shards.
 
     Args:
         given: `shards` and `validation_shards`.
@@ -88,7 +89,7 @@ KEY = "run.dir"
 
 
 def folder_fault(folder: Path) -> Fault | None:
-    """Why a run cannot write into `folder`, as far as it shows without making it; None if nothing is in the way."""
+    """Return why a run cannot write to `folder`, as far as possible without creating it; None if it can."""
     standing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not standing.is_dir():
         what = f"is a link to {standing.readlink()}, and there is" if standing.is_symlink() else "is"
@@ -96,17 +97,17 @@ def folder_fault(folder: Path) -> Fault | None:
     if not os.access(standing, os.W_OK | os.X_OK):
         return Fault(KEY, f"the folder {folder} cannot be written: no permission to write into {standing}; {_REMEDY}")
     try:
-        _write_into(standing)  # permissions do not bind root, and are not all: a file system may take no files
+        _write_into(standing)  # permissions do not bind root, and a file system may accept no files
     except OSError as error:
         return _refused(folder, error)
     return None
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a run, and write into it to see that it takes files.
+    """Create the folder of a run, and check that it accepts files.
 
     Raises:
-        ConfigError: it cannot be made or written; with the reason that the operating system gives.
+        ConfigError: it cannot be created or written, with the reason from the operating system.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _write_into(folder: Path) -> None:
-    """Make a file without a name, which leaves nothing."""
+    """Create a file without a name, which leaves nothing."""
     with tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -127,8 +128,7 @@ def _refused(folder: Path, error: OSError) -> Fault:
 
 
 def runs_within(folder: Path, files: str) -> str:
-    """What a message says of a folder that is no run's, but has those of runs in it: their names, the newest first;
-    empty where there are none.
+    """Return a clause for messages about a folder that contains runs but is no run, newest first; empty if it has none.
 
     Args:
         files: pattern of a run's files, from its folder.

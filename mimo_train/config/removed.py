@@ -1,4 +1,4 @@
-"""Keys that earlier versions had, and that change nothing in a checkpoint."""
+"""Keys of earlier versions that change nothing in a checkpoint."""
 
 import re
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ REMOVED = {
     "optim.min_loss_scale": "Remove it. The least dynamic loss scale is 1",
     "profiling.record_shapes": "Remove it",
 }
-"""What to do about each, which the error of a config that has it says. `modules.NAME` is any module."""
+"""Remedy for each key, in the error of a config with it. `modules.NAME` is any module."""
 
 
 def remedy_of_removed(key: str) -> str | None:
-    """What to do about a key that earlier versions had; None if they had none of this name."""
+    """Return the remedy for a removed key; None for all other names."""
     return REMOVED.get(re.sub(r"^modules\.[^.]+", "modules.NAME", key))
 
 
 def without_removed(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts of a config without the keys that earlier versions had."""
+    """Return nested dicts of a config without removed keys."""
     kept = {name: value for name, value in plain.items() if remedy_of_removed(f"{prefix}{name}") is None}
     return {
         name: without_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value

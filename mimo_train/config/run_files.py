@@ -1,7 +1,7 @@
-"""The files of one run: its own, those that it extends, and the group files that Hydra picks, as nested values.
+"""The files of one run, as nested values: its own, those that it extends, and the group files that Hydra picks.
 
-A number keeps its source text on the way, so that a key for text gets `1e5` and not 100000.0, and so does `???`, which
-OmegaConf would drop when it merges files.
+A number keeps its source text, so that a text key gets `1e5` and not 100000.0. So does `???`, which OmegaConf would
+drop when it merges files.
 """
 
 import re
@@ -22,17 +22,17 @@ from mimo_train.config.errors import ConfigError, Fault
 SUFFIXES = (".yaml", ".yml")
 
 UNSET = "???"
-"""A value that is still to be given."""
+"""A value that is still to be set."""
 
 _UNSET_MARK = "\0unset\0"
 _NUMBER_MARK = re.compile("\0number ([^\0]*)\0")
 
 Contents = Mapping[Path, Mapping[Any, Any]]
-"""Content of each file of a run; a file comes after those that it extends, and the run's own is the last."""
+"""Content of each file of a run, after the files that it extends; the run's own is the last."""
 
 
 def shipped_configs() -> Path:
-    """Folder of the shipped configs: next to the packages in a checkout, inside the package in a wheel."""
+    """Return the folder of the shipped configs: next to the packages in a checkout, inside the package in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return next(folder for folder in (package.parent / "configs", package / "configs") if folder.is_dir())
 
@@ -41,7 +41,7 @@ def read_run_files(path: Path) -> Contents:
     """Read a file and those that it extends.
 
     Raises:
-        ConfigError: one cannot be read, is not there, extends itself, or sets options of Hydra.
+        ConfigError: a file is missing, cannot be read, extends itself, or sets options of Hydra.
     """
     contents: dict[Path, Mapping[Any, Any]] = {}
     _read_file(path, (), contents)
@@ -89,25 +89,26 @@ def _defaults_of(content: Mapping[Any, Any]) -> list[Any]:
 
 
 def _base_path(path: Path, entry: Any) -> Path | None:
-    """The file that an entry of the defaults of `path` extends: `base`, `../team/base.yaml` or an absolute path, from
-    the folder of `path`, or the name of a shipped config; None for every other entry."""
+    """Return the file that an entry of the defaults of `path` extends; None for other entries. The entry is a path from
+    the folder of `path` (`base`, `../team/base.yaml`), an absolute path, or the name of a shipped config."""
     if not isinstance(entry, str) or entry in ("", "_self_"):
         return None
     name = entry if Path(entry).suffix == ".yaml" else f"{entry}.yaml"
     try:
         files = [(folder / name).resolve() for folder in (path.parent, shipped_configs())]
         return next((file for file in files if file.is_file() and file != path), None)
-    except (OSError, ValueError):  # no file can have such a name
+    except (OSError, ValueError):  # invalid file name
         return None
 
 
 def search_folders(files: Contents) -> list[Path]:
-    """Folders in which groups are looked for, the nearest first, that of the shipped ones last."""
+    """Return the folders to search for groups, the nearest first, the shipped ones last."""
     return list(dict.fromkeys([*(file.parent for file in reversed([*files])), shipped_configs()]))
 
 
 def picked_groups(files: Contents) -> set[str]:
-    """Groups that the defaults of these files pick from, with their places, as `llm@modules.language.llm`."""
+    """Return the groups that the defaults of these files pick from, with their places, as
+    `llm@modules.language.llm`."""
     entries = [entry for content in files.values() for entry in _defaults_of(content) if isinstance(entry, dict)]
     keys = [str(key) for entry in entries for key in entry]
     return {key.removeprefix("override ").removeprefix("optional ").replace(" ", "").lstrip("/") for key in keys}
@@ -136,7 +137,7 @@ def parsed(text: str) -> Any:
 
 
 def _loader(files: Contents) -> Any:
-    """OmegaConf's YAML loader with marks; in `files`, `defaults` name what is extended by its full path."""
+    """Return OmegaConf's YAML loader with marks; in `files`, `defaults` name extended files by their full paths."""
 
     class Loader(omegaconf_utils.get_yaml_loader()):  # type: ignore[misc]
         def construct_document(self, node: yaml.Node) -> Any:
@@ -152,7 +153,7 @@ def _loader(files: Contents) -> Any:
 
 
 def _full_entry(path: Path, entry: Any) -> Any:
-    """An entry of `defaults` as Hydra finds it from any file: Hydra's search path ends with the root."""
+    """Return an entry of `defaults` that Hydra finds from any file: Hydra's search path ends with the root."""
     if isinstance(entry, dict):
         return {_from_root(str(key)): _text_of_marks(choice) for key, choice in entry.items()}
     base = _base_path(path, _text_of_marks(entry))
@@ -160,14 +161,14 @@ def _full_entry(path: Path, entry: Any) -> Any:
 
 
 def _from_root(key: str) -> str:
-    """The name of a group, which else is one below the folder of the file."""
+    """Return the absolute name of a group; a relative one is below the folder of the file."""
     words = key.split(" ")
     return " ".join([*words[:-1], f"/{words[-1].lstrip('/')}"])
 
 
 @contextmanager
 def _marking_loader(files: Contents) -> Iterator[None]:
-    """Let OmegaConf read files by `_loader`: neither it nor Hydra has a setting for that."""
+    """Make OmegaConf read files with `_loader`; neither it nor Hydra has a setting for that."""
     original, loader = omegaconf_utils.get_yaml_loader, _loader(files)
     omegaconf_utils.get_yaml_loader = lambda: loader
     try:
@@ -177,7 +178,7 @@ def _marking_loader(files: Contents) -> Iterator[None]:
 
 
 class _WrittenNumber:
-    """Part of a number's class: it prints as it was written."""
+    """A number that prints as it was written."""
 
     written: str
 
@@ -190,12 +191,11 @@ class WrittenInt(_WrittenNumber, int):
 
 
 class WrittenFloat(_WrittenNumber, float):
-    """A number that prints as it was written."""
+    """A fractional number that prints as it was written."""
 
 
 def _marked_number(loader: Any, node: yaml.Node) -> int | float | str:
-    """Read a number as a marked text wherever the number would print differently: containers of OmegaConf hold no
-    classes of ours."""
+    """Read a number as a marked text if it would print differently: OmegaConf's containers reject our classes."""
     text = str(loader.construct_scalar(node))
     if ":" in text:  # YAML 1.1 reads 12:30 as 750, a number of base 60
         return text
@@ -209,7 +209,7 @@ def _marked_text(loader: Any, node: yaml.Node) -> str:
 
 
 def _number_of(text: str) -> int | float:
-    """Return the number of a text that YAML resolves to one; 0012 is 12, where YAML 1.1 has base 8."""
+    """Return the number of a text that YAML resolves to one; 0012 is 12, not base 8 as in YAML 1.1."""
     digits = text.replace("_", "").lower()
     if re.fullmatch(r"[-+]?\d+", digits):
         return int(digits)
@@ -219,7 +219,7 @@ def _number_of(text: str) -> int | float:
 
 
 def without_marks(value: Any) -> Any:
-    """Nested dicts and lists with `WrittenInt`, `WrittenFloat` and `???` in the place of marked texts."""
+    """Return nested dicts and lists with `WrittenInt`, `WrittenFloat` and `???` instead of marked texts."""
     if isinstance(value, dict):
         return {_text_of_marks(key): without_marks(item) for key, item in value.items()}
     if isinstance(value, list):

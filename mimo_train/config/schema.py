@@ -1,7 +1,5 @@
-"""One run as dataclasses: a docstring per field, with its unit, and the checks beside the keys that they are about.
-
-reading YAML is in `compose`. Sizes, ranks and batches are looked at together in `mimo_train.layout`.
-"""
+"""One run as dataclasses, with the checks of their keys. `compose` reads YAML, and `mimo_train.layout` checks sizes,
+ranks and batches together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +28,7 @@ _MEGATRON_BRIDGE_SECTIONS = {
     "rng": "run.seed",
     "dist": "run",
 }
-"""Sections of Megatron-Bridge's config -> where their values are here."""
+"""Sections of Megatron-Bridge's config -> the sections here."""
 
 
 @dataclass
@@ -64,7 +62,7 @@ class ConfigContainer(Section):
     if not TYPE_CHECKING:  # type checkers still report unknown names
 
         def __getattr__(self, name):
-            """Raise an AttributeError that names the section to use. Python calls this for unknown names only."""
+            """Raise an AttributeError that names the section to use. Python only calls this for unknown names."""
             if here := _MEGATRON_BRIDGE_SECTIONS.get(name):
                 raise AttributeError(f"ConfigContainer has no key {name!r}. Use {here}")
             super().__getattr__(name)
@@ -76,31 +74,29 @@ class ConfigContainer(Section):
 
     @property
     def language(self) -> ModuleConfig:
-        """The language module."""
         return self.modules[LANGUAGE]
 
     @property
     def llm(self) -> LlmSpec:
-        """Sizes of the language model, of a config whose modules have no faults."""
+        """Sizes of the language model, for a config without faults in its modules."""
         llm = self.language.llm
         assert llm is not None, "modules.language.llm is missing, which `layout.run` reports"
         return llm
 
     def recompute_of(self, name: str) -> str:
-        """What the module `name` computes again in backward: none, selective or full."""
+        """Return the recompute setting of module `name`: none, selective or full."""
         return self.modules[name].recompute or self.train.recompute
 
     def fp8_of(self, name: str) -> str:
-        """How products of the layers of module `name` are in fp8: none, tensorwise, blockwise or mxfp8."""
+        """Return the fp8 recipe of module `name`: none, tensorwise, blockwise or mxfp8."""
         return self.modules[name].fp8 or self.train.fp8
 
     def compile_of(self, name: str) -> str:
-        """What of module `name` is compiled: none or layers."""
+        """Return the compile setting of module `name`: none or layers."""
         return self.modules[name].compile or self.train.compile
 
     def faults(self) -> Iterator[Fault]:
-        """What is wrong with values of keys, alone and between sections. Sizes of models, layouts, placement and batch
-        are looked at in `mimo_train.layout`."""
+        """Yield faults of values, alone and between sections. `mimo_train.layout` checks sizes, layouts and batch."""
         yield from value_faults(self, "")
         yield from self.run.faults(self.checkpoint.resume)
         for name, module in self.modules.items():
@@ -124,7 +120,8 @@ class ConfigContainer(Section):
         yield from self.log.faults(llm.num_experts if llm is not None else 0)
 
     def _nothing_to_train(self) -> Iterator[Fault]:
-        """Parts are only released in the course of a run, so that no step has less to train than the first."""
+        """Yield the fault of a run whose first step trains nothing. Parts are only unfrozen during a run, so later
+        steps train at least as much."""
         if LANGUAGE not in self.modules:
             return
         first: list[tuple[int, str]] = []

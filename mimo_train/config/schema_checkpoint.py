@@ -1,4 +1,4 @@
-"""Config of checkpoints: when they are written, where they are, and what a run begins with."""
+"""Config of checkpoints: when and where they are written, and the weights that a run starts from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from mimo_train.config.paths import place_faults
 
 @dataclass
 class LoadConfig(Section):
-    """Weights that a module of a new run begins with, from a checkpoint of any run and layout."""
+    """Weights that a module of a new run starts from, from a checkpoint of any run and layout."""
 
     path: str = ""
     """Path or URL of a checkpoint, or of a run (its newest checkpoint)."""
@@ -26,10 +26,10 @@ class LoadConfig(Section):
     them, and keep initial values. A different shape is always an error."""
 
     def faults(self, prefix: str, name: str, modules: list[str]) -> Iterator[Fault]:
-        """What is wrong with the values.
+        """Yield faults of the values.
 
         Args:
-            name: of the module that it is for.
+            name: name of the module to load.
             modules: names of the run's modules.
         """
         if name not in modules:
@@ -47,13 +47,13 @@ class LoadConfig(Section):
                 yield Fault(f"{prefix}.only", f"{entry!r} is no part of this module, it has {' and '.join(parts)}")
 
     def source(self, name: str) -> str:
-        """The name of the module there, for the module `name` here."""
+        """Return the name of the module in the checkpoint, for module `name` here."""
         return self.module or name
 
 
 @dataclass
 class CheckpointConfig(Section):
-    """When a run is saved and how it starts again."""
+    """When a run is saved and how it resumes."""
 
     dir: str = ""
     """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az); the rest of the run stays in `run.dir`. Empty:
@@ -86,7 +86,7 @@ class CheckpointConfig(Section):
     none."""
 
     def faults(self) -> Iterator[Fault]:
-        """Values that cannot be. Modules are looked at in `ConfigContainer.faults`."""
+        """Yield invalid values; `ConfigContainer.faults` checks modules."""
         found = [*value_faults(self, "checkpoint")]
         yield from found
         if not found:

@@ -1,4 +1,4 @@
-"""Keys of `data`: where the samples are and how they become sequences."""
+"""Keys of `data`: the samples and how they become sequences."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ from mimo_train.config.schema_mix import (
 )
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Files of which a folder with a Hugging Face tokenizer has some."""
+"""Patterns of files in a folder with a Hugging Face tokenizer."""
 
 
 @dataclass
 class VideoConfig(Section):
-    """How many images a video becomes: those in the middle of so many equal parts of it. See docs/data.md#videos."""
+    """Number of images of a video: the middle frame of each of so many equal parts. See docs/data.md#videos."""
 
     frames_per_second: float = key(1.0, above=0, at_most=1000)
     """Frames per second; at least one of a video."""
@@ -37,7 +37,7 @@ class VideoConfig(Section):
 
 @dataclass
 class BoundsConfig(Section):
-    """How large the parts of a sample may be: what is above is a bad sample. See docs/data.md#bounds."""
+    """Maximum sizes of the parts of a sample; a larger sample is bad. See docs/data.md#bounds."""
 
     pixels: int = key(BOUNDS.pixels, at_least=1)
     """Of an image or video frame, height times width. Also of the image resized before cropping (`resize: crop`), and
@@ -54,7 +54,7 @@ class BoundsConfig(Section):
 
 @dataclass
 class DataConfig(Section):
-    """Where the samples are and how they become sequences."""
+    """The samples and how they become sequences."""
 
     shards: str = ""
     """Training shards: a folder, glob, brace range or URLs, several with commas; an Energon dataset; for text a prefix
@@ -140,14 +140,14 @@ class DataConfig(Section):
 
     @property
     def held_out_by(self) -> str:
-        """The key that holds out some of the training samples; empty: none does."""
+        """The key that holds out some of the training samples; empty: none."""
         if self.validation_fraction:
             return "data.validation_fraction"
         return "data.split" if self.held_out_share else ""
 
     @property
     def held_out_share(self) -> float:
-        """Share of the training samples that is held out; of a `split` with a fault 0."""
+        """Share of the training samples that is held out; 0 for an invalid `split`."""
         if not self.split:
             return self.validation_fraction
         try:
@@ -157,7 +157,7 @@ class DataConfig(Section):
         return end - begin
 
     def faults(self) -> Iterator[Fault]:
-        """Values that cannot be, and demos that would overwrite other shards."""
+        """Yield invalid values, and demos that would overwrite other shards."""
         inside = {"data.bounds": self.bounds, "data.video": self.video}
         found = [*value_faults(self, "data")]
         found += [fault for name, section in inside.items() for fault in value_faults(section, name)]
@@ -226,7 +226,7 @@ class DataConfig(Section):
             )
 
     def _tokenizer_faults(self) -> Iterator[Fault]:
-        """A name that is no folder would be asked of a network, by every rank."""
+        """Yield the fault of a name that is no folder: every rank would request it from a network."""
         if self.tokenizer == "bytes":
             return
         folder = Path(self.tokenizer)

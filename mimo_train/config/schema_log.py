@@ -1,4 +1,4 @@
-"""Config of what a run says about itself: metrics and profiles."""
+"""Config of a run's metrics and profiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ TRACKERS = {
     "mlflow": ("mlflow", "'mimo-train[track]'"),
     "comet": ("comet_ml", "'mimo-train[track]'"),
 }
-"""The module that a tracker needs, and what pip installs it by."""
+"""The module that a tracker needs, and its pip requirement."""
 
 
 @dataclass
@@ -38,10 +38,10 @@ class LogConfig(Section):
     """Log elapsed and remaining time in `seconds`, `minutes`, `hours` or `days`; empty: off."""
 
     def faults(self, experts: int) -> Iterator[Fault]:
-        """Values that cannot be, and trackers whose library is not installed.
+        """Yield invalid values, and trackers whose library is not installed.
 
         Args:
-            experts: of a layer of the language model.
+            experts: experts in a layer of the language model.
         """
         yield from value_faults(self, "log")
         for name in self.report_to:
@@ -59,7 +59,7 @@ class LogConfig(Section):
 
 @dataclass
 class ProfilingConfig(Section):
-    """What is recorded of which steps on which ranks."""
+    """What the profilers record, for which steps and ranks."""
 
     torch: bool = False
     """Write a trace of torch's profiler to `profile/` of the run."""
@@ -75,12 +75,12 @@ class ProfilingConfig(Section):
     """Ranks that record."""
 
     def faults(self, device: str, iters: int, world_size: int | None = None) -> Iterator[Fault]:
-        """What is wrong, as far as a profiler is on.
+        """Yield the faults of enabled profilers.
 
         Args:
-            device: `run.device`, or what it has become: cuda or cpu.
+            device: `run.device`, or the device that it resolved to: cuda or cpu.
             iters: `train.iters`.
-            world_size: processes of the run, if they are known.
+            world_size: processes of the run, if known.
         """
         yield from value_faults(self, "profiling")
         wanted = [name for name in ("torch", "nsys", "memory_history") if getattr(self, name)]

@@ -13,7 +13,7 @@ from mimo_train.config.keys import Section, key, value_faults
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 TAKEN = ("loss", "exact_match", "samples")
-"""Names that no held-out set has: `eval/loss` is that of the set without a name."""
+"""Reserved names of held-out sets: `eval/loss` belongs to the set without a name."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ValidationConfig(Section):
 
 
 def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:
-    """What is wrong with `data.fields`, or those of a source; `key`: of the config."""
+    """Yield faults of `data.fields`, or of a source's fields; `key`: the config key."""
     try:
         read_fields(fields)
     except DataError as error:
@@ -61,19 +61,19 @@ def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:
 
 
 def source_names(mix: Sequence[SourceConfig]) -> list[str]:
-    """The names of sources in metrics and messages."""
+    """Return the names of sources in metrics and messages."""
     return [source.name or _name_of(source.shards) for source in mix]
 
 
 def _name_of(shards: str) -> str:
-    """The last part of a path in which nothing stands for several names."""
+    """Return the last part of a path without wildcards or braces."""
     parts = [part for part in re.split(r"[/\\]", shards.split(",")[0].strip()) if part]
     plain = [part for part in parts if _NAME.fullmatch(part) and part not in (".", "..")]
     return re.sub(r"\.(tar|idx|bin)$", "", plain[-1]) if plain else ""
 
 
 def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shards: str) -> Iterator[Fault]:
-    """What is wrong with `data.mix` and `data.mix_schedule`.
+    """Yield faults of `data.mix` and `data.mix_schedule`.
 
     Args:
         shards: `data.shards`.
@@ -131,12 +131,12 @@ def _schedule_faults(schedule: Sequence[MixChange], weights: Mapping[str, float]
 def validation_faults(
     validation: Mapping[str, ValidationConfig], shards: str, held_out_by: str, names: Sequence[str]
 ) -> Iterator[Fault]:
-    """What is wrong with held-out sets.
+    """Yield faults of held-out sets.
 
     Args:
         shards: `data.validation_shards`.
-        held_out_by: the key that holds out some of the training samples; empty: none does.
-        names: of the sources of a mixture.
+        held_out_by: the key that holds out some of the training samples; empty: none.
+        names: names of the sources of a mixture.
     """
     for name, one in validation.items():
         if not _NAME.fullmatch(name) or name in TAKEN:

@@ -1,4 +1,4 @@
-"""Keys of one module: what it is made of, what of it is trained and how, its layout."""
+"""Keys of one module: its parts, what it trains and how, and its layout."""
 
 import math
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from mimo_train.config.parts import ADAPTED, LANGUAGE, why_no_parameter
 from mimo_train.config.schema_train import COMPILE, DECAYS, FP8, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
 
 MOST_RANKS = 2**20
-"""Ranks of a run, a million; more is a slip of the pen."""
+"""Maximum number of ranks of a run; more is a typo."""
 
 
 @dataclass
 class LayoutConfig(Section):
-    """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
+    """Parallel sizes of one module. It has tp * cp * dp * pp ranks."""
 
     tp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Tensor parallel size. Must divide the attention heads and the feed-forward width; key-value heads must be a
@@ -42,7 +42,7 @@ class LayoutConfig(Section):
     included; with `resize: native` it must divide `merge^2`, without a class token."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
-        """Values that cannot be."""
+        """Yield invalid values."""
         yield from value_faults(self, prefix)
         if self.sp and self.tp == 1:
             yield Fault(f"{prefix}.sp", "sequence parallel needs tp > 1, tp is 1: set sp to false or raise tp")
@@ -68,11 +68,11 @@ class ModuleOptimConfig(Section):
     """Peak learning rate of the projector, if it differs from the encoder's."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
-        """Values that cannot be, alone and together with those of the run.
+        """Yield invalid values, alone and together with the run's.
 
         Args:
-            name: of the module.
-            optim: the run's values, which hold where this module sets none.
+            name: name of the module.
+            optim: the run's values, which apply if this module sets none.
         """
         prefix = f"modules.{name}.optim"
         yield from value_faults(self, prefix)
@@ -98,7 +98,7 @@ class ModuleOptimConfig(Section):
 
 @dataclass
 class LoraConfig(Section):
-    """Low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
+    """Low-rank adapters next to frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="no adapters")
     """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector
@@ -121,11 +121,11 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What the adapters' output is multiplied by."""
+        """Factor of the adapters' output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def faults(self, prefix: str) -> Iterator[Fault]:
-        """Values that cannot be."""
+        """Yield invalid values."""
         yield from value_faults(self, prefix)
         if self.rank <= 0:
             return
@@ -141,7 +141,7 @@ class LoraConfig(Section):
 
 @dataclass
 class FeatureCacheConfig(Section):
-    """Features of a frozen encoder, kept on disk from one epoch to the next."""
+    """Features of a frozen encoder, cached on disk between epochs."""
 
     dir: str = ""
     """Folder; several runs may share it. Empty: no cache."""
@@ -151,8 +151,8 @@ class FeatureCacheConfig(Section):
 
 @dataclass
 class PlaceholderConfig(Section):
-    """The tokens that an image or a clip has in the text; its features replace the embeddings of the pads. Empty: as
-    the tokenizer's chat template has them, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
+    """Tokens of an image or audio item in the text; its features replace the embeddings of the pads. Empty: as in the
+    tokenizer's chat template, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
 
     pad: str = ""
     """Special token repeated for each token of an item, such as `<|image_pad|>`; added to the vocabulary if it is
@@ -167,7 +167,7 @@ class PlaceholderConfig(Section):
 
 @dataclass
 class ModuleConfig(Section):
-    """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
+    """One module: an encoder with its projector, or the language model; its frozen parts; its layout."""
 
     encoder: Any = None
     """The encoder, see [its keys](#modulesnameencoder). Required, except for `language`, which has none."""
@@ -208,10 +208,10 @@ class ModuleConfig(Section):
     tokens inside the encoder, samples in order). Results do not change."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
-        """What is wrong with what is trained and how; sizes and layout are looked at by `mimo_train.layout`.
+        """Yield faults of training settings; `mimo_train.layout` checks sizes and layout.
 
         Args:
-            name: of this module.
+            name: name of this module.
             optim: the run's optimizer.
         """
         prefix = f"modules.{name}"
@@ -250,7 +250,7 @@ class ModuleConfig(Section):
                 )
 
     def _why_features_change(self, name: str) -> str:
-        """Why features of a sample are not the same throughout the run, and what to change; empty if they are."""
+        """Return why features of a sample change during the run, and the remedy; empty if they do not."""
         if name == LANGUAGE:
             return "only encoders have features. Remove it"
         if "encoder" not in self.freeze:

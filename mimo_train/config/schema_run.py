@@ -1,4 +1,4 @@
-"""Keys of where a run lives and what it runs on."""
+"""Keys of a run's folder, device, placement and launch."""
 
 import shlex
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from mimo_train.config.paths import local_faults
 from mimo_train.config.schema_modules import MOST_RANKS
 
 LEAST_PATIENCE = 0.25
-"""`run.timeout_minutes` with in-process restarts, whose barriers wait twice as long, is longer than this."""
+"""Lower bound of `run.timeout_minutes` with in-process restarts, whose barriers wait twice as long."""
 
 YEAR = 365 * 24 * 60
-"""In minutes. Libraries count a timeout in units that far larger ones overflow."""
+"""Minutes of a year. Far larger timeouts overflow the units of libraries."""
 
 
 @dataclass
 class RunConfig(Section):
-    """Where a run lives and what it runs on."""
+    """The folder and the device of a run."""
 
     dir: str = key("runs/run", filled="the folder that the run writes into")
     """Folder that the run writes into. Using the same folder again resumes the run."""
@@ -44,7 +44,7 @@ class RunConfig(Section):
     `resiliency`. See docs/reliability.md#in-process-restart."""
 
     def faults(self, resume: str) -> Iterator[Fault]:
-        """Values that cannot be, alone and together with `checkpoint.resume`."""
+        """Yield invalid values, alone and together with `checkpoint.resume`."""
         yield from value_faults(self, "run")
         yield from local_faults("run.dir", self.dir, "give the URL as checkpoint.dir")
         yield from library_faults(
@@ -66,7 +66,7 @@ class RunConfig(Section):
 
 @dataclass
 class PlacementConfig(Section):
-    """Which ranks the modules get."""
+    """The ranks of the modules."""
 
     mode: str = key("disjoint", choices=("disjoint", "shared"))
     """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
@@ -82,7 +82,7 @@ class PlacementConfig(Section):
     """Allow tensor-parallel groups across nodes."""
 
     def faults(self) -> Iterator[Fault]:
-        """Values that cannot be. Ranks and modules are looked at together in `mimo_train.layout.placement`."""
+        """Yield invalid values; `mimo_train.layout.placement` checks ranks and modules together."""
         yield from value_faults(self, "placement")
         for name, rank in self.first_rank.items():
             if rank < 0:
@@ -103,7 +103,7 @@ class LaunchConfig(Section):
     See docs/launch.md#fewer-nodes."""
 
     def faults(self) -> Iterator[Fault]:
-        """Values that cannot be. `mimo-train check` looks at the layouts themselves."""
+        """Yield invalid values; `mimo-train check` checks the layouts themselves."""
         yield from value_faults(self, "launch")
         for nodes, text in self.layouts.items():
             if nodes < 1:
@@ -118,10 +118,10 @@ class LaunchConfig(Section):
                     yield Fault(f"launch.layouts.{nodes}", f"changes {word.partition('=')[0]}, which has been read")
 
     def overrides(self, nodes: int) -> list[str]:
-        """The changes for a number of nodes, of a section without faults; none where `layouts` is empty.
+        """Return the overrides for a number of nodes, of a section without faults; none if `layouts` is empty.
 
         Raises:
-            KeyError: `layouts` has others only.
+            KeyError: `layouts` has other numbers only.
         """
         if not self.layouts:
             return []

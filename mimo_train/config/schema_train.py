@@ -1,4 +1,4 @@
-"""Keys of the loop and of the optimizer: `train` and `optim`."""
+"""Keys of the training loop and of the optimizer: `train` and `optim`."""
 
 import re
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ DECAYS = ("cosine", "linear", "constant")
 """Values of `optim.decay`."""
 
 MOST_RATE, MOST_DECAY = 1000.0, 1000.0
-"""Largest learning rate and weight decay: what is above is a slip of the pen."""
+"""Maximum learning rate and weight decay; more is a typo."""
 
 MOST_SCALE = 2.0**126
-"""Largest loss scale: above it, a gradient of 1 is not finite in fp32."""
+"""Maximum loss scale: above it, a gradient of 1 is not finite in fp32."""
 
 ENTRY = r"\w+(\.\w+)*:\w+"
-"""How `train.callbacks` and `train.forward_step` name code."""
+"""Format of entries in `train.callbacks` and `train.forward_step`."""
 
 MOST_MINUTES = 100 * 365 * 24 * 60
 """A hundred years."""
@@ -34,7 +34,7 @@ MOST_MINUTES = 100 * 365 * 24 * 60
 
 @dataclass
 class TrainConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     iters: int = key(1000, at_least=0)
     """Optimizer steps in all; 0: as many as `epochs` takes."""
@@ -100,7 +100,7 @@ class TrainConfig(Section):
     uses it too. Empty: the default one. See docs/training-api.md."""
 
     def faults(self) -> Iterator[Fault]:
-        """Values that cannot be."""
+        """Yield invalid values."""
         yield from value_faults(self, "train")
         if self.epochs > 0 and self.iters > 0:
             yield Fault(
@@ -157,7 +157,7 @@ class OptimConfig(Section):
     `distributed_optimizer`."""
 
     def faults(self, precision: str) -> Iterator[Fault]:
-        """Values that cannot be, alone and together.
+        """Yield invalid values, alone and together.
 
         Args:
             precision: `train.precision`.

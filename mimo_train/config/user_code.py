@@ -1,5 +1,4 @@
-"""Code of users that a config names: where Python looks for it, what is said before it is imported, and whose word
-counts."""
+"""User code that a config names: where Python searches it, the notice before its import, and who may name it."""
 
 import ast
 import importlib
@@ -19,8 +18,8 @@ CALLBACKS, FORWARD_STEP = "train.callbacks", "train.forward_step"
 
 
 def search_working_directory() -> None:
-    """Let modules of the working directory be found, behind everything else, so that they hide no installed package.
-    The scripts and the `mimo-train` command leave it off Python's path."""
+    """Append the working directory to Python's path, where it hides no installed package. The scripts and the
+    `mimo-train` command leave it off."""
     try:
         folder = os.getcwd()
     except OSError:  # it was removed
@@ -30,8 +29,8 @@ def search_working_directory() -> None:
 
 
 def code_named(plain: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What is imported when a config is built and run, by key; nothing is imported here. Values of wrong types, which
-    are faults of their own, name nothing.
+    """Return the code that building and running a config imports, by key; nothing is imported here. Values of wrong
+    types, which have their own faults, name nothing.
 
     Args:
         plain: nested dicts, as `compose.from_dict` takes them.
@@ -62,7 +61,7 @@ def _families(encoder: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def say_imports(plain: Mapping[str, Any]) -> None:
-    """Say on standard error what code of users is about to be imported; on rank 0, and once."""
+    """Announce on standard error the user code that is about to be imported; on rank 0, and once."""
     if os.environ.get("RANK", "0") == "0":
         for key, names in code_named(plain).items():
             _say(f"{key} names code that is imported: " + ", ".join(f"{name}{_origin(name)}" for name in names))
@@ -70,7 +69,7 @@ def say_imports(plain: Mapping[str, Any]) -> None:
 
 @cache
 def _say(line: str) -> None:
-    # `data` may be another package until `mimo_train.launch.import_guard` has looked, which imports `config`.
+    # `data` may be another package until `mimo_train.launch.import_guard`, which imports `config`, has checked.
     from data.text_format import shown
 
     sys.stderr.write(f"notice: {shown(line)}\n")
@@ -82,11 +81,12 @@ def _origin(name: str) -> str:
 
 
 def require_trusted(plain: Mapping[str, Any], whose: str, trusted: Collection[str], remedy: str) -> None:
-    """What an installed package has registered is taken: whoever installed it has chosen it.
+    """Require that a config of another origin names no untrusted code. Code that an installed package has registered is
+    trusted.
 
     Args:
         plain: a config that the user has not written.
-        whose: the file that it is from, for the message.
+        whose: the file that it comes from, for the message.
         trusted: paths that the user has named too.
         remedy: the end of the message.
 
@@ -102,7 +102,7 @@ def require_trusted(plain: Mapping[str, Any], whose: str, trusted: Collection[st
 
 
 def load_code(key: str, entry: str) -> Any:
-    """Return what an entry `package.module:name` names; the working directory is searched last.
+    """Return the object that an entry `package.module:name` names; the working directory is searched last.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such name.
@@ -111,18 +111,18 @@ def load_code(key: str, entry: str) -> Any:
     module, _, name = entry.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever a user's code raises
+    except (Exception, SystemExit) as error:  # user code can raise anything
         raise ConfigError([unusable_code(key, entry, error)]) from error
 
 
 def unusable_code(key: str, entry: str, error: BaseException) -> Fault:
-    """The config error of an entry whose use has raised `error`."""
+    """Return the config error of an entry whose use has raised `error`."""
     kind = "" if isinstance(error, (ImportError, AttributeError, TypeError)) else f"{type(error).__name__}: "
     return Fault(key, f"{entry!r} cannot be used: {kind}{error}")
 
 
 def missing_code(train: TrainConfig) -> Iterator[Fault]:
-    """Entries of `train` whose module or name does not exist, as far as can be seen without importing the module."""
+    """Yield entries of `train` whose module or name does not exist, as far as visible without importing the module."""
     entries = [(CALLBACKS, entry) for entry in train.callbacks]
     entries += [(FORWARD_STEP, train.forward_step)] if train.forward_step else []
     for key, entry in entries:
@@ -137,13 +137,13 @@ _REMEDY = (
 
 
 def _why_not_there(module: str, name: str) -> Iterator[str]:
-    """Why a class cannot be loaded, from the source of its module, which is not run: what it does when it is imported,
-    and the names that it makes then, stay unknown."""
+    """Yield why a class cannot be loaded, from the source of its module. The module is not run, so names that it
+    creates at import stay unknown."""
     search_working_directory()
     importlib.invalidate_caches()
     try:
         spec = find_spec(module)
-    except (Exception, SystemExit) as error:  # its packages are imported: whatever they raise
+    except (Exception, SystemExit) as error:  # its packages are imported, and can raise anything
         yield f"{type(error).__name__}: {error}"
         return
     if spec is None:
@@ -165,7 +165,7 @@ def _why_not_there(module: str, name: str) -> Iterator[str]:
 
 
 def _names(statement: ast.stmt) -> Iterator[str]:
-    """Names that a statement gives a module."""
+    """Yield the names that a statement defines in a module."""
     if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         yield statement.name
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -174,4 +174,4 @@ def _names(statement: ast.stmt) -> Iterator[str]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Name) and node.id in ("exec", "globals", "setattr"):
-            yield "*"  # anything may come of it
+            yield "*"  # it may define anything

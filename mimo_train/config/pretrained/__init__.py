@@ -1,1 +1,1 @@
-"""Sizes and settings from the directory of a pretrained model, as `transformers` saves it."""
+"""Sizes and settings from a Hugging Face directory of a pretrained model."""

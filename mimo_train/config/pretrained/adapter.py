@@ -1,6 +1,6 @@
-"""Adapters of PEFT: `adapter_config.json` -> the keys of `modules.NAME.lora`.
+"""PEFT adapters: `adapter_config.json` -> the keys of `modules.NAME.lora`.
 
-Checked with peft 0.21.2. torch is imported where the adapter is an `adapter_model.bin`.
+Checked with peft 0.21.2. torch is imported only for an `adapter_model.bin`.
 """
 
 import json
@@ -16,36 +16,36 @@ from mimo_train.config.schema_modules import LoraConfig
 
 CONFIG, WEIGHTS, BIN_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
-"""In front of all names of PEFT."""
+"""Prefix of all names in PEFT."""
 MERGE = "merge the adapter with peft (merge_and_unload) and start from the merged model"
-"""What to do about an adapter that ours cannot be."""
+"""Remedy for an adapter that is not supported."""
 
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
-"""A tensor of a linear layer's adapter: path of the layer, and which one it is."""
+"""A tensor of a linear layer's adapter: path of the layer, and kind of the tensor."""
 
 _READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
 _READ |= {"rank_pattern", "alpha_pattern"}
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    # Which layers have adapters is read from the tensors.
+    # The tensors show which layers have adapters.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    # Settings of what another key switches on.
+    # Settings of features that another key enables.
     *("megatron_core", "qalora_group_size"),
 }
-"""Keys that do not change what the tensors mean."""
+"""Keys that do not change the meaning of the tensors."""
 _NEUTRAL: dict[str, tuple] = {"bias": ("none",)}
-"""Values that mean nothing, of keys where these are not empty."""
+"""Neutral values of keys, if not empty."""
 _STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base model as it is."""
+"""Values of `init_lora_weights` that keep the base model unchanged."""
 
 _OTHER_PARTS = re.compile(r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\.")
-"""What names of layers that are not the language model's have in them."""
+"""Parts of names of layers outside the language model."""
 IN_LAYERS = re.compile(r"(?:^|\.)(?:layers|layer|blocks)\.(\d+)\.")
 _LAST = {
     "out_proj": "o_proj",
     "fc1": "up_proj",
     "fc2": "down_proj",
-    # Of Qwen-VL's towers.
+    # Qwen-VL's towers.
     "qkv": "linear_qkv",
     "proj": "o_proj",
     "linear_fc1": "up_proj",
@@ -56,26 +56,26 @@ _OF_PROJECTOR = {
     "multi_modal_projector.linear_1": ".linear_fc1",
     "multi_modal_projector.linear_2": ".linear_fc2",
     "multi_modal_projector.linear": "",
-    # Of Qwen-VL.
+    # Qwen-VL.
     "merger.mlp.0": ".linear_fc1",
     "merger.mlp.2": ".linear_fc2",
     "merger.linear_fc1": ".linear_fc1",
     "merger.linear_fc2": ".linear_fc2",
 }
-"""How the name of a projector's layer ends -> how ours does."""
+"""Suffix of the name of a projector's layer -> suffix of ours."""
 
 
 def adapter_keys(folder: str, module: str, layers: int, built: int, key: str) -> dict[str, Any]:
-    """The keys of `LoraConfig` of the module that has an adapter.
+    """Return the keys of `LoraConfig` for the module that has an adapter.
 
     Args:
-        module: its name.
-        layers: transformer layers of it in the directory.
-        built: of these, the layers that are built.
+        module: name of the module.
+        layers: transformer layers of the module in the directory.
+        built: number of these layers that are built.
         key: config key that names the folder.
 
     Raises:
-        ConfigError: it cannot be read, does what adapters here cannot, or has nothing of this module.
+        ConfigError: the adapter cannot be read, is not supported, or has no layers of this module.
     """
     try:
         paths = paths_of(adapted_paths(Path(folder)), module)
@@ -91,8 +91,8 @@ def adapter_keys(folder: str, module: str, layers: int, built: int, key: str) ->
 
 
 def paths_of(paths: Iterable[str], module: str) -> list[str]:
-    """Those of the layers of an adapter that are the language model's, or an encoder's and its projector's: all, where
-    the model that PEFT had is none of several parts."""
+    """Return the layers of an adapter that belong to a module: the language model, or an encoder and its projector.
+    These are all layers if PEFT's model has a single part."""
     paths = list(paths)
     others = [path for path in paths if _OTHER_PARTS.search(path)]
     if not others:
@@ -101,14 +101,14 @@ def paths_of(paths: Iterable[str], module: str) -> list[str]:
 
 
 def unread_layers(paths: Iterable[str], module: str, layers: int, built: int) -> set[str]:
-    """Return those of the layers of an adapter that are behind the last layer of `module` that is built, in an encoder
-    whose features are read before its end. Takes the arguments of `adapter_keys`."""
+    """Return the adapter layers behind the last layer of `module` that is built, in an encoder whose features come from
+    an earlier layer. Arguments as in `adapter_keys`."""
     numbers = {path: match for path in paths_of(paths, module) if (match := IN_LAYERS.search(path))}
     return {path for path, match in numbers.items() if built <= int(match[1]) < layers}
 
 
 def adapted_paths(folder: Path) -> list[str]:
-    """The layers that have adapters, by their names in the model that PEFT had.
+    """Return the layers with adapters, by their names in PEFT's model.
 
     Raises:
         UserError: the file is missing or damaged, or holds something else.
@@ -131,7 +131,7 @@ def adapted_paths(folder: Path) -> list[str]:
 
 
 def weights_file(folder: Path) -> Path:
-    """Return the file with the tensors of an adapter. Raises UserError where there is none."""
+    """Return the file with the tensors of an adapter. Raises UserError if there is none."""
     file = next((folder / name for name in (WEIGHTS, BIN_WEIGHTS) if (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{folder} has no {WEIGHTS} and no {BIN_WEIGHTS}: give the folder of an adapter of PEFT")
@@ -139,13 +139,13 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
-    """The config of the adapters of some layers, but for their targets.
+    """Return the config of the adapters of some layers, without their targets.
 
     Args:
-        paths: of the layers, by their names in the model that PEFT had.
+        paths: names of the layers in PEFT's model.
 
     Raises:
-        UserError: it cannot be read, or does what adapters here cannot, by its key; or ranks differ among the layers.
+        UserError: it cannot be read, is not supported (by its key), or ranks differ between layers.
     """
     file = folder / CONFIG
     try:
@@ -179,7 +179,7 @@ def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
 
 
 def _one(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: Iterable[str]) -> Any:
-    """The one value that all these layers have: that of the first pattern that fits, else that of `key`."""
+    """Return the common value of all these layers, each that of the first matching pattern, else of `key`."""
     others = config.get(pattern) or {}
     values = {
         # As peft.utils.other.get_pattern_key matches them.
@@ -196,7 +196,7 @@ def _one(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: I
 
 
 def _targets(paths: Iterable[str], layers: int) -> list[str]:
-    """`lora.targets` that name these layers and no others."""
+    """Return `lora.targets` that match exactly these layers."""
     found: dict[str, set[int]] = {}
     targets = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""The config of a model that is nothing but a directory of `transformers`, to generate with."""
+"""The config of a model from its Hugging Face directory alone, for generation."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_e
 from mimo_train.config.schema import ConfigContainer
 
 LONGEST = 4096
-"""Tokens of a sequence, where the directory does not say how many the model was made for."""
+"""Default sequence length, if the directory sets none."""
 
 _MODULES = {"vision_config": "images", "audio_config": "audio"}
 """Name of an encoder's module, by its part of config.json."""
@@ -22,11 +22,11 @@ _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def config_of_directory(folder: Path) -> ConfigContainer:
-    """A run of the model of a directory, or of an adapter with the model that it is for, with no data.
+    """Return a run of the model in a directory, or of an adapter with its base model, without data.
 
     Raises:
-        ConfigError: it is no directory of a language model, or of one with encoders, that can be built.
-        UserError: it holds an adapter that cannot be read, or whose model is not here.
+        ConfigError: it is no directory of a supported language model, with or without encoders.
+        UserError: its adapter cannot be read, or has its base model elsewhere.
     """
     adapter, base = folder, base_of_adapter(folder)
     folder = base or folder
@@ -49,15 +49,15 @@ def config_of_directory(folder: Path) -> ConfigContainer:
 
 
 def is_directory_of_a_model(folder: Path) -> bool:
-    """Whether a folder is a directory of `transformers` or of PEFT, and not that of a run or of a checkpoint."""
+    """True for a Hugging Face or PEFT directory; False for runs and checkpoints."""
     return (folder / "config.json").is_file() or (folder / CONFIG).is_file()
 
 
 def base_of_adapter(folder: Path) -> Path | None:
-    """Return the folder of the model that an adapter of PEFT is for; None where `folder` holds a model itself.
+    """Return the folder of the base model of a PEFT adapter; None if `folder` holds a model itself.
 
     Raises:
-        UserError: the adapter cannot be read, or its model is no folder of this machine.
+        UserError: the adapter cannot be read, or its base model is no folder of this machine.
     """
     if (folder / "config.json").is_file():
         return None

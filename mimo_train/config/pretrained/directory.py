@@ -1,4 +1,4 @@
-"""The JSON files of a directory that `transformers` saved."""
+"""The JSON files of a Hugging Face directory."""
 
 import sys
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_error, require_no_pointer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Of which a directory with a tokenizer has one."""
+"""A directory with a tokenizer has one of these."""
 
 
 @dataclass(frozen=True)
 class Directory:
-    """What the files of a directory say about its model, but for the weights."""
+    """The content of a directory's files, except the weights."""
 
     folder: Path
     key: str
@@ -30,11 +30,11 @@ class Directory:
 
     @property
     def model_type(self) -> str:
-        """Family of the model, by the name that `transformers` has for it."""
+        """Family of the model, as named in `transformers`."""
         return self.config["model_type"]
 
     def token(self, number: int) -> str | None:
-        """The token with this id in its tokenizer; None if there is none.
+        """Return the tokenizer's token with this id; None if there is none.
 
         Raises:
             ConfigError: a file of the tokenizer is damaged.
@@ -53,17 +53,18 @@ class Directory:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a tokenizer is in it."""
+        """True if the directory contains a tokenizer."""
         return any((self.folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_directory(folder: str, key: str) -> Directory:
-    """
+    """Read the JSON files of a directory.
+
     Args:
         key: config key that names it.
 
     Raises:
-        ConfigError: it is not there, or has no config.json with a `model_type`.
+        ConfigError: it does not exist, or has no config.json with a `model_type`.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -74,14 +75,14 @@ def read_directory(folder: str, key: str) -> Directory:
     if "model_type" not in config:
         what = "there is no config.json in it" if not config else "its config.json has no model_type"
         raise ConfigError([Fault(key, f"{folder} is no model of transformers, {what}")])
-    # Version 5 saves one file for text and images, with those of the images inside.
+    # Version 5 saves one file for text and images, with the image settings nested.
     processor = _read(path / "processor_config.json", key)
     inner = processor.get("image_processor") or processor.get("feature_extractor")
     return Directory(path, key, config, _read(path / "preprocessor_config.json", key) or inner or {})
 
 
 def _read(path: Path, key: str) -> dict[str, Any]:
-    """The content of a file; empty if it is not there."""
+    """Return the content of a file; empty if it does not exist."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed."""
+"""`pretrained: DIR` -> the keys that follow from the directory, in a composed config."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -31,23 +31,23 @@ CHOICES = {
     "projector": {"name"},
     "placeholder": {"start", "end", "mark"},
 }
-"""Keys by part that a user may set to something else than the directory says: no weight depends on them."""
+"""Keys by part that a user may set to another value than the directory's: no weight depends on them."""
 _PARTS = {"text_config", "vision_config", "audio_config", "llm_config", "thinker_config"}
-"""Keys of config.json by which a model of several parts is known."""
+"""Keys of config.json that identify a model of several parts."""
 PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "newline": False, "resampler": {"latents": 0}}
-"""Keys of the projector of a directory, where its family has no others."""
+"""Default projector keys of a directory."""
 CONSTANTS = ("normalization", "layernorm_epsilon")
-"""Keys of an encoder that weights were trained with, and that config.json of its family may not have."""
+"""Keys of an encoder that its weights were trained with, and that its config.json may lack."""
 ANY_SIZE = ("dinov2", "dinov3")
-"""Families of encoders for which `image_size` is one of these keys too."""
+"""Families of encoders for which `image_size` is such a key too."""
 
 
 def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
-    """The directory of each module that has one.
+    """Return the directory of each module that has one.
 
     Raises:
-        ConfigError: one cannot be read, the run has a module for which that of all modules has no part, or a value that
-            is read here or in `fill_in` has another type.
+        ConfigError: a directory cannot be read, the directory of all modules has no part for a module, or a value that
+            is read here or in `fill_in` has the wrong type.
     """
     misshapen = list(_misshapen(plain))
     if misshapen:
@@ -63,7 +63,7 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
             key = f"modules.{name}.pretrained" if own else "pretrained"
             found[name] = read_directory(str(own or of_all), key)
     alike = [name for name, directory in found.items() if directory.key == "pretrained" and name != LANGUAGE]
-    # What is no model of several parts, and no encoder, is refused for that.
+    # Anything else is rejected later, as no encoder.
     if len(alike) > 1 and found[alike[0]].model_type in {*COMPOSITES, *UNREAD, *_encoder_kinds()}:
         text = f"{of_all} has one encoder, and modules {', '.join(alike)} would all get it: give them their own"
         raise ConfigError([Fault("pretrained", f"{text}, modules.{alike[0]}.pretrained")])
@@ -71,7 +71,7 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
 
 
 def _misshapen(plain: Mapping[str, Any]) -> Iterator[Fault]:
-    """Faults of what is no mapping or no text, of values that are read before the types of all are compared."""
+    """Yield faults of values that should be mappings or texts, if they are read before the general type check."""
     yield from _misfits(plain, "", ("modules", "data"), ("pretrained",))
     modules = plain.get("modules")
     if not isinstance(modules, Mapping):
@@ -89,7 +89,7 @@ def _misshapen(plain: Mapping[str, Any]) -> Iterator[Fault]:
 def _misfits(
     plain: Mapping[str, Any], prefix: str, mappings: Sequence[str], texts: Sequence[str] = ()
 ) -> Iterator[Fault]:
-    """Faults of these keys of `plain`, which may be absent or empty."""
+    """Yield type faults of these keys of `plain`, which may be absent or empty."""
     for kind, wanted, keys in ((Mapping, "a mapping of keys", mappings), (str | int | float, "a text", texts)):
         for key in keys:
             value = plain.get(key)
@@ -98,12 +98,12 @@ def _misfits(
 
 
 def _encoder_kinds() -> set[str]:
-    """`model_type` of everything that encoders are read from."""
+    """Return every `model_type` that encoders can be read from."""
     return {kind for how in FAMILIES.values() for kind in how.readers}
 
 
 def pretrained_folders(cfg: ConfigContainer) -> dict[str, str]:
-    """The directories that weights of a new run come from, by their keys; of several keys with one, the first."""
+    """Return the directories with weights of a new run, by key; the first key for a repeated directory."""
     found: dict[str, str] = {}
     for name, module in cfg.modules.items():
         of_module = {f"modules.{name}.pretrained": module.pretrained}
@@ -114,7 +114,7 @@ def pretrained_folders(cfg: ConfigContainer) -> dict[str, str]:
 
 
 def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
-    """Keys of the parts that come from the directories: the groups that the config picks for them do not count."""
+    """Return the keys of the parts that come from directories; group choices for these parts are ignored."""
     parts = []
     for name, directory in found.items():
         if name == LANGUAGE:
@@ -127,8 +127,8 @@ def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
 
 
 def parts_there(cfg: ConfigContainer) -> set[tuple[str, str]]:
-    """(module, part) of what is read from directories when a run begins: part is llm, encoder or projector. None of a
-    directory that is not there, as where a run is only continued."""
+    """Return (module, part) of what a new run reads from directories; part is llm, encoder or projector. Missing
+    directories count as nothing, as in a resumed run."""
     found = set()
     for name, module in cfg.modules.items():
         joined = [getattr(module.encoder, f"{part}_pretrained", "") for part in JOINED]
@@ -143,20 +143,20 @@ def parts_there(cfg: ConfigContainer) -> set[tuple[str, str]]:
 
 
 def all_parts(cfg: ConfigContainer) -> set[tuple[str, str]]:
-    """(module, part) of everything that has weights, named as in `parts_there`."""
+    """Return (module, part) of everything with weights, named as in `parts_there`."""
     return {(name, part) for name in cfg.modules for part in ("llm", "encoder", "projector")}
 
 
 def has_projector(directory: Directory) -> bool:
-    """Whether a directory holds a projector between its encoder and its language model."""
+    """True if a directory holds a projector between its encoder and its language model."""
     return directory.model_type in COMPOSITES and COMPOSITES[directory.model_type].projector is not None
 
 
 def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_is_given: bool) -> None:
-    """Set the keys of every module with a directory; what is set beside it must agree.
+    """Set the keys of every module with a directory; keys that are set already must agree.
 
     Raises:
-        ConfigError: a family that cannot be built, or keys that the directory contradicts, with both values.
+        ConfigError: an unsupported family, or keys that contradict the directory, with both values.
     """
     faults: list[Fault] = []
     for name, directory in found.items():
@@ -191,7 +191,7 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
 
 
 def _frozen_rows(module: Mapping[str, Any], rows: int, directory: Directory) -> Iterator[Fault]:
-    """The fault of rows that are added to an embedding next to adapters, which freeze it: they would stay random."""
+    """Yield the fault of embedding rows added next to adapters, which freeze the embedding: they would stay random."""
     given, rank = module["llm"]["vocab_size"], (module.get("lora") or {}).get("rank")
     if isinstance(given, int) and isinstance(rank, int) and rank > 0 and given > rows:
         yield Fault(
@@ -203,7 +203,7 @@ def _frozen_rows(module: Mapping[str, Any], rows: int, directory: Directory) -> 
 
 
 def fill_in_joined(plain: dict[str, Any]) -> None:
-    """Set the keys of encoders that are joined and have directories of their own.
+    """Set the keys of joined encoders with their own directories.
 
     Raises:
         ConfigError: as `fill_in`.
@@ -234,12 +234,12 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
         return []
     key = f"modules.{name}.lora.adapter"
     part = module["llm" if name == LANGUAGE else "encoder"]
-    # Behind the layer that is read, none are built.
+    # Layers behind the feature layer are not built.
     last = part.get("feature_layer", -1)
     layers = part["num_layers"]
     keys = adapter_keys(str(folder), name, layers, layers + (1 + last if isinstance(last, int) else 0), key)
     module["lora"] = {**keys, **given}
-    # Of dropout no weight depends.
+    # No weight depends on dropout.
     return [
         Fault(f"modules.{name}.lora.{one}", f"is {given[one]!r}, and the adapter in {folder} has {value!r}: remove it")
         for one, value in keys.items()
@@ -248,7 +248,7 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
 
 
 def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
-    """Keys by part of a module, from its directory."""
+    """Return the keys of a module by part, from its directory."""
     if directory.model_type in UNREAD:
         text = f"{directory.folder} is of family {directory.model_type}, which {UNREAD[directory.model_type]}"
         raise ConfigError([Fault(directory.key, text)])
@@ -301,7 +301,7 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
 
 
 def _unsupported_composite(directory: Directory) -> str:
-    """Return why a model of several parts cannot be read; empty for one that can, and for any other model."""
+    """Return why a model of several parts cannot be read; empty if it can, and for any other model."""
     if "mm_vision_tower" in directory.config:
         return (
             f"{directory.folder} is a LLaVA in the format of its own repository (mm_vision_tower), not of "
@@ -320,7 +320,7 @@ def _unsupported_composite(directory: Directory) -> str:
 
 
 def _placeholder(directory: Directory) -> dict[str, str]:
-    """The placeholder of media in a directory's tokenizer, as far as its config.json says it."""
+    """Return the placeholder of media in a directory's tokenizer, as far as config.json names it."""
     composite = COMPOSITES.get(directory.model_type, Composite(""))
     if composite.pad_id is None or not directory.has_tokenizer:
         return dict(composite.placeholder)
@@ -349,14 +349,13 @@ def _contradictions(
 
 
 def _spec(part: str, keys: Mapping[str, Any]) -> type:
-    """The dataclass of a part's keys."""
     known: dict[str, type] = {"llm": LlmSpec, "projector": ProjectorSpec}
     return known.get(part) or (FAMILIES[keys["family"]].spec if part == "encoder" else PlaceholderConfig)
 
 
 def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
-    """Whether two values of a field of `spec` are the same, once keys inside them that are left out have their
-    defaults: a config that was written down has all of them."""
+    """True if two values of a field of `spec` are equal, with defaults for missing keys: a saved config has all
+    keys."""
     if given == value or not (isinstance(given, Mapping) and isinstance(value, Mapping)):
         return bool(given == value)
     made = next(field.default_factory for field in fields(spec) if field.name == key)
@@ -367,5 +366,5 @@ def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
 
 
 def _enlarges(part: str, key: str, given: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
-    """Whether a vocabulary is given more rows than the directory has."""
+    """True if a vocabulary gets more rows than the directory has."""
     return (part, key) == ("llm", "vocab_size") and isinstance(given[key], int) and given[key] > keys[key]

@@ -1,7 +1,7 @@
-"""config.json of a language model <-> `LlmSpec`, for the families that can be built.
+"""config.json of a language model <-> `LlmSpec`, for the supported families.
 
-A key that config.json lacks has the default of its class in transformers 5.23; versions 4 and 5 spell some keys in
-different ways, and both are read and written. What a model does that ours cannot is refused by its key.
+A missing key has the default of its class in transformers 5.23. Spellings of versions 4 and 5 are both read and
+written. Unsupported values are rejected with the name of the key.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`."""
 
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-"""Ours, by the name of the function of the gate."""
+"""Our activation, by the name of the gate's function."""
 
 _NEVER = {
     "quantization_config": (None,),
@@ -29,7 +29,7 @@ _NEVER = {
     "router_jitter_noise": (None, 0),
     "partial_rotary_factor": (None, 1),
 }
-"""Values that a key may have, of keys that change what a model does in ways that ours has not."""
+"""Supported values of keys that would change the model."""
 
 _NUMBERS = {
     int: (
@@ -43,10 +43,10 @@ _MAY_BE_NULL = ("head_dim", "num_key_value_heads")
 
 
 def language_keys(config: Config) -> dict[str, Any]:
-    """The keys of `LlmSpec` of a language model, from its config.json, or from that part of a composite's.
+    """Return the keys of `LlmSpec` from the config.json of a language model, or from its part of a composite's.
 
     Raises:
-        ConfigError: a family, a key or a value for which there is no model here, by its name in config.json.
+        ConfigError: an unsupported family, key or value, by its name in config.json.
     """
     kind = config.get("model_type")
     if kind not in FAMILIES:
@@ -114,20 +114,20 @@ def language_keys(config: Config) -> dict[str, Any]:
 
 
 def language_spec(config: Config) -> LlmSpec:
-    """The model of `language_keys`."""
+    """Return the model of `language_keys`."""
     keys = language_keys(config)
     return LlmSpec(**keys | {"rope_scaling": RopeScaling(**keys["rope_scaling"])})
 
 
 def language_config_json(spec: LlmSpec, model_type: str, dtype: str = "float32") -> dict[str, Any]:
-    """config.json of a language model, for versions 4 and 5 of `transformers`. Ids of special tokens are not set.
+    """Return config.json of a language model, for versions 4 and 5 of `transformers`, without ids of special tokens.
 
     Args:
-        spec: with its `vocab_size` and `max_positions`.
-        dtype: of the weights, as `transformers` names it.
+        spec: a model with `vocab_size` and `max_positions`.
+        dtype: dtype of the weights, as named in `transformers`.
 
     Raises:
-        ConfigError: the family has no such model, by the keys that it has no place for.
+        ConfigError: the family has no such model; with the keys that it does not support.
     """
     if model_type not in FAMILIES:
         raise ConfigError([_fault("model_type", model_type, f"one of {', '.join(FAMILIES)} can be written")])
@@ -176,7 +176,7 @@ def language_config_json(spec: LlmSpec, model_type: str, dtype: str = "float32")
 
 
 def model_types(spec: LlmSpec) -> list[str]:
-    """The families that have such a model, in the order of `FAMILIES`."""
+    """Return the families that support such a model, in the order of `FAMILIES`."""
     spec = dataclasses.replace(spec, vocab_size=spec.vocab_size or 1, max_positions=spec.max_positions or 1)
     found = []
     for kind in FAMILIES:
@@ -189,7 +189,7 @@ def model_types(spec: LlmSpec) -> list[str]:
 
 
 def _one_spelling(family: Family, config: Config) -> dict[str, Any]:
-    """The config with the defaults of its class, and the names of version 5 where a version has others."""
+    """Return the config with the defaults of its class, in the spelling of version 5."""
     plain = dict(config)
     if plain["model_type"] == "gemma2":
         plain.pop("sliding_window_pattern", None)  # its class has no such key
@@ -217,7 +217,7 @@ def _layer_type_faults(family: Family, config: Config) -> Iterator[Fault]:
 
 
 def _windowed_layers(family: Family, config: Config) -> set[int]:
-    """Numbers of the layers with a window."""
+    """Return the layers with a window."""
     every, kinds = set(range(config["num_hidden_layers"])), config.get("layer_types")
     switched = family.windows in ("switched", "layers") and not config["use_sliding_window"]
     if family.windows == "none" or switched or not config["sliding_window"]:
@@ -258,7 +258,7 @@ def _written_windows(family: Family, spec: LlmSpec) -> dict[str, Any]:
     if family.windows in ("switched", "layers"):
         keys["use_sliding_window"] = bool(spec.window)
     if family.windows == "layers":
-        # Version 4 before 4.53 knows this key only: the layers from here on.
+        # Version 4 before 4.53 only knows this key: the layers from here on.
         keys["max_window_layers"] = kinds.index(SLIDING) if SLIDING in kinds else spec.num_layers
     if family.windows in ("layers", "alternate"):
         keys["layer_types"] = kinds
@@ -283,10 +283,7 @@ def _written_experts(model_type: str, spec: LlmSpec) -> dict[str, Any]:
 
 
 def _require_same(spec: LlmSpec, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: what is read from the config is another model.
-    """
+    """Raise ConfigError if the config reads back as another model."""
     ours, read = _meaning(spec), _meaning(language_spec(config))
     wrong = [
         Fault(
@@ -302,7 +299,7 @@ def _require_same(spec: LlmSpec, config: Config) -> None:
 
 
 def _meaning(spec: LlmSpec) -> dict[str, Any]:
-    """What a model computes, by key: the same of two specs that spell one model in different ways."""
+    """Return what a model computes, by key: equal for two specs that spell one model differently."""
     chosen = ("name", "dropout", "router_balancing", "router_aux_loss", "router_z_loss")
     plain = {name: value for name, value in dataclasses.asdict(spec).items() if name not in chosen}
     layers, windows = range(spec.num_layers), spec.window and [spec.window_of(n) for n in range(spec.num_layers)]
@@ -316,7 +313,7 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
             "router_renormalise": not spec.softmax_over_all_experts,
         }
         if not any(not spec.has_experts(layer) for layer in layers):
-            plain["ffn_hidden_size"] = None  # of no layer
+            plain["ffn_hidden_size"] = None  # no layer uses it
     return plain | {
         "num_query_groups": spec.key_heads,
         "head_size": spec.head_width,
@@ -331,7 +328,7 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
 
 
 def _whole(number: float) -> float | int:
-    """An integer where it is one, as `transformers` expects it."""
+    """Return an integer if possible, as `transformers` expects it."""
     return int(number) if number == int(number) else number
 
 

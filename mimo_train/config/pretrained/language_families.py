@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of a family have in common."""
+    """The common properties of a family's models."""
 
     architecture: str
     """Class of `transformers` with the output layer; empty: none of its own, a part of larger models."""

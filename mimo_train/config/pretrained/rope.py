@@ -1,5 +1,4 @@
-"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of version
-4."""
+"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,28 +19,28 @@ _NAMES = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
 }
-"""In config.json, by our names."""
+"""Names in config.json, by our names."""
 
 _AXES = ("mrope_section", "mrope_interleaved")
-"""Keys about positions on three axes."""
+"""Keys of positions on three axes."""
 
 _LOCAL_THETA = 10000.0
-"""Base period of layers with a window by default, where they have their own."""
+"""Default base period of sliding-window layers, if they have their own."""
 
 
 def read_rope(
     config: Mapping[str, Any], *, theta: float, two_bases: bool, windows: bool, axes: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Keys of `LlmSpec`.
+    """Return the rotary keys of `LlmSpec`.
 
     Args:
-        theta: base period by default.
-        two_bases: whether layers with a window have frequencies of their own.
-        windows: whether there are such layers.
-        axes: where tokens have positions on three axes, `mrope_section` by default; empty: there is none.
+        theta: default base period.
+        two_bases: True if sliding-window layers have their own frequencies.
+        windows: True if there are such layers.
+        axes: default `mrope_section` if tokens have positions on three axes; empty: no default.
 
     Raises:
-        ConfigError: a kind that cannot be built, or two values for one thing.
+        ConfigError: an unsupported kind, or two values for one setting.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     local: Mapping[str, Any] = {}
@@ -52,7 +51,7 @@ def read_rope(
         if windows and _kind(local) != "default":
             raise _refused("rope_parameters", local, "layers with a window have rotary positions without scaling")
     else:
-        # Version 5 reads the old key where both are there.
+        # Version 5 reads the old key if both are there.
         new, base = old or new, 0.0
     if any(isinstance(value, Mapping) for value in new.values()):
         raise _refused("rope_parameters", new, "this family has the same rotary positions in all layers")
@@ -68,10 +67,10 @@ def read_rope(
 
 
 def written_rope(spec: LlmSpec, *, two_bases: bool, kinds: tuple[str, str]) -> dict[str, Any]:
-    """Keys of config.json for both versions.
+    """Return the keys of config.json for both versions.
 
     Args:
-        kinds: of layers, with all tokens and with a window.
+        kinds: names of layers with full attention and with a window.
     """
     scaling: dict[str, Any] = {}
     if spec.rope_scaling.kind != "default":
@@ -91,7 +90,7 @@ def written_rope(spec: LlmSpec, *, two_bases: bool, kinds: tuple[str, str]) -> d
 
 
 def _without_axes(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of config.json that are not about the three axes of positions, and those of `LlmSpec` that are."""
+    """Split the keys of config.json into those without the three axes, and the keys of `LlmSpec` for the axes."""
     if not found.get("mrope_section"):
         raise _refused("mrope_section", found.get("mrope_section"), "this family has positions on three axes")
     on_axes = {
@@ -99,12 +98,12 @@ def _without_axes(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         "mrope_interleaved": bool(found.get("mrope_interleaved")),
     }
     rest = {name: value for name, value in found.items() if name not in _AXES}
-    # What version 4 calls frequencies that are as they are.
+    # Version 4's name for unscaled frequencies.
     return {name: "default" if value == "mrope" else value for name, value in rest.items()}, on_axes
 
 
 def _scaling(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `RopeScaling`."""
+    """Return the keys of `RopeScaling`."""
     kind, positions = _kind(found), config["max_position_embeddings"]
     kinds = next(one.metadata for one in dataclasses.fields(RopeScaling) if one.name == "kind")["rules"].choices
     if kind not in kinds:
@@ -120,7 +119,7 @@ def _scaling(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
         if kind in USED_BY[name] and found.get(theirs) is not None:
             keys[name] = found[theirs]
     if kind in USED_BY["original_positions"]:
-        # Beside the dict it has priority.
+        # The outer key has priority.
         outer = config.get("original_max_position_embeddings")
         keys["original_positions"] = outer or keys.get("original_positions") or positions
     if kind == "yarn" and "factor" not in keys:
@@ -143,10 +142,10 @@ def _kind(found: Mapping[str, Any]) -> str:
 
 
 def _one(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
-    """A base period, which version 5 has inside and version 4 outside.
+    """Return a base period, which version 5 stores inside and version 4 outside.
 
     Raises:
-        ConfigError: both, with two values: the versions would read two models.
+        ConfigError: both with two values: the versions would read two models.
     """
     values = {where: value for where, value in ((name, inner.get(name)), (outer, config.get(outer))) if value}
     if inner.get(name) and config.get(outer) and inner[name] != config[outer]:

@@ -1,7 +1,7 @@
-"""The files of weights in a directory, and their tensors: which, where, and of which shape. Only headers are read.
+"""The weight files of a directory, and the location and shape of their tensors. Only headers are read.
 
-Files are chosen as `transformers` chooses them: one safetensors file, else those of its index, else one `.bin` file,
-else those of its index. torch is imported where the directory has `.bin` files only.
+Files are chosen as in `transformers`: one safetensors file, else those of its index, else one `.bin` file, else those
+of its index. torch is imported only for `.bin` files.
 """
 
 import json
@@ -39,21 +39,21 @@ def stored_tensors(folder: Path, key: str) -> dict[str, tuple[Path, Entry]]:
         key: config key that names the directory, for errors.
 
     Raises:
-        UserError: the directory has no weights, or a file is missing, cut short, a Git-LFS pointer, or not as its
-            header or the index say.
+        UserError: the directory has no weights, or a file is missing, truncated, a Git-LFS pointer, or contradicts its
+            header or the index.
     """
     tensors: dict[str, tuple[Path, Entry]] = {}
     files, index = _files(folder, key)
     for name, indexed in files.items():
         path = folder / name
         for tensor, entry in _stored_in(path, indexed, index, key).items():
-            if tensor in indexed or tensor not in tensors:  # of a tensor in several files, that of the index counts
+            if tensor in indexed or tensor not in tensors:  # the index decides about a tensor in several files
                 tensors[tensor] = path, entry
     return tensors
 
 
 def _files(folder: Path, key: str) -> tuple[dict[str, set[str]], str]:
-    """Return the files with the tensors that the index has in each, and the name of the index."""
+    """Return file -> tensors that the index has in it, and the name of the index."""
     for single, index in ((SINGLE, INDEX), (BIN, BIN_INDEX)):
         if (folder / single).is_file():
             return {single: set()}, index
@@ -98,7 +98,7 @@ def _stored_in(path: Path, indexed: set[str], index: str, key: str) -> dict[str,
 
 @contextmanager
 def _named(path: Path, key: str) -> Iterator[None]:
-    """Name the file in an error, and the key."""
+    """Add the file and the key to an error."""
     try:
         yield
     except (Unreadable, OSError) as error:
@@ -109,25 +109,25 @@ SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-"""Bytes of an element, by the name of its type."""
+"""Bytes of an element, by dtype."""
 MOST_BYTES = 100_000_000
-"""Of a header or an index; the safetensors library reads no longer ones either (0.6)."""
+"""Maximum bytes of a header or an index; the safetensors library (0.6) has the same limit."""
 _DIMENSIONS = 16
 
 
 class Unreadable(ValueError):
-    """A file is not what it should be; the message is a clause without the file's name."""
+    """A file with unexpected content; the message is a clause without the file's name."""
 
     remedy = "copy it again"
 
 
 def read_error(path: Path, error: Unreadable | OSError) -> str:
-    """Return a sentence with the file, what is wrong with it, and what to do."""
+    """Return a sentence with the file, the error, and the remedy."""
     return f"{path} {error}: {error.remedy}" if isinstance(error, Unreadable) else f"{path} cannot be read: {error}"
 
 
 class LfsPointer(Unreadable):
-    """A clone without Git LFS has a short text in the place of the file."""
+    """A Git-LFS pointer, which a clone without Git LFS has instead of the file."""
 
     remedy = POINTER_REMEDY
 
@@ -136,16 +136,16 @@ class LfsPointer(Unreadable):
 
 
 def require_no_pointer(path: Path) -> None:
-    """Raises LfsPointer for a Git-LFS pointer, OSError where the file cannot be read."""
+    """Raise LfsPointer for a Git-LFS pointer, OSError if the file cannot be read."""
     if is_lfs_pointer(path):
         raise LfsPointer
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file by name. Nothing larger than the header is allocated.
+    """Return the tensors of a file by name. Nothing larger than the header is allocated.
 
     Raises:
-        Unreadable: it is no safetensors file, was cut short, or a tensor is not where and as large as it says.
+        Unreadable: it is no safetensors file, is truncated, or a tensor contradicts the header.
         OSError: it cannot be read.
     """
     require_no_pointer(path)
@@ -174,7 +174,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object. Raises Unreadable where it is none."""
+    """Return a JSON object. Raises Unreadable for anything else."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -208,7 +208,7 @@ def _are_whole(value: Any) -> TypeGuard[list[int]]:
 
 
 def _short(value: Any) -> str:
-    """A value in a message; a nested one may be endless."""
+    """Return a value for a message; nested values may be huge."""
     text = json.dumps(value)[:81] if not isinstance(value, (dict, list)) or len(value) < 20 else type(value).__name__
     return text if len(text) < 81 else f"{text[:77]}..."
 
@@ -217,11 +217,11 @@ _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""Names of dtypes as safetensors has them, by torch's."""
+"""dtypes of safetensors, by torch's names."""
 
 
 class Unsupported(Unreadable):
-    """A file of torch that holds what is not read here."""
+    """A torch file with unsupported content."""
 
     remedy = "load it with the library that wrote it, and save it as safetensors"
 
@@ -230,7 +230,7 @@ def read_bin_header(path: Path) -> dict[str, Entry]:
     """Return the tensors of a file by name.
 
     Raises:
-        Unreadable: it is damaged, holds anything but tensors, or is in torch's format from before version 1.6.
+        Unreadable: it is damaged, holds anything but tensors, or has torch's format from before version 1.6.
         OSError: it cannot be read.
     """
     require_no_pointer(path)
@@ -251,7 +251,7 @@ def read_bin_header(path: Path) -> dict[str, Entry]:
         raise Unsupported("holds more than tensors, which is not unpickled (weights_only=True)") from error
     except OSError:
         raise
-    except Exception as error:  # whatever a damaged pickle makes the unpickler raise
+    except Exception as error:  # a damaged pickle can raise anything
         raise Unreadable(f"is damaged ({str(error).splitlines()[0] if str(error) else error!r})") from error
     if not isinstance(tensors, dict) or not tensors:
         raise Unsupported(f"holds {type(tensors).__name__}, expected tensors by name")
@@ -262,7 +262,7 @@ def read_bin_header(path: Path) -> dict[str, Entry]:
         dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None or not tensor.is_contiguous():
             raise Unsupported(f"has {name} as {tensor.dtype} with strides {tensor.stride()}")
-        # torch records where the bytes of a storage begin in the file.
+        # torch records the offset of a storage in the file.
         begin = tensor.untyped_storage()._checkpoint_offset
         assert begin is not None, name
         begin += int(tensor.storage_offset()) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Models of several parts that `transformers` saves as one directory: where the config and the weights of each are."""
+"""Models of several parts in one Hugging Face directory: the config and the weights of each part."""
 
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.gemma3 import GEMMA3
@@ -15,7 +15,7 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_vl": QWEN3_VL,
     "qwen2_audio": QWEN2_AUDIO,
     "gemma3": GEMMA3,
-    # Of these the encoder alone is read.
+    # Only their encoder is read.
     "clip": Composite("vision_config", encoder_loaded="vision_model."),
     "siglip": Composite("vision_config", encoder_loaded="vision_model."),
 }

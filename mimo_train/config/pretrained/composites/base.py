@@ -1,4 +1,4 @@
-"""What is known of a model of several parts."""
+"""The description of a model of several parts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Composite:
     """Why its encoder cannot be read, a clause; its language model can."""
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """The part of config.json that is about `language` or an encoder."""
+        """Return the part of config.json for `language` or an encoder."""
         key = self.language if name == LANGUAGE else self.encoder
         default = self.absent.get(key)
         if config.get(key) is None:
@@ -53,11 +53,11 @@ class Composite:
         else:
             part = {**({"model_type": default["model_type"]} if default else {}), **config[key]}
         if name == LANGUAGE and key and config.get("tie_word_embeddings"):
-            part["tie_word_embeddings"] = True  # the output layer is the whole model's
+            part["tie_word_embeddings"] = True  # the output layer belongs to the whole model
         return part
 
     def with_vocabulary(self, config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-        """config.json of a model whose embedding has so many rows."""
+        """Return config.json of a model with `rows` rows in its embedding."""
         if self.part(config, LANGUAGE).get("vocab_size") == rows:
             return dict(config)
         inner = {self.language: self.part(config, LANGUAGE) | {"vocab_size": rows}} if self.language else {}

@@ -1,4 +1,4 @@
-"""Gemma 3 with images (Gemma Team 2025, arXiv 2503.19786), of which the language model alone is read."""
+"""Gemma 3 with images (Gemma Team 2025, arXiv 2503.19786); only its language model is read."""
 
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES

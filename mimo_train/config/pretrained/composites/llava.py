@@ -1,5 +1,4 @@
-"""LLaVA-1.5 (Liu et al. 2024, arXiv 2310.03744): a CLIP, SigLIP or DINOv2 tower, an MLP of two layers, any language
-model."""
+"""LLaVA-1.5 (Liu et al. 2024, arXiv 2310.03744): a CLIP, SigLIP or DINOv2 tower, a two-layer MLP, a language model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ LANGUAGE_NAMES: tuple[Spelling, ...] = (
     "language_model.",
     (("model.", "model.language_model."), ("lm_head.", "lm_head.")),
 )
-"""Names as hubs have them, and as version 5 has them in memory."""
+"""Names in files of the hub, and names of version 5 in memory."""
 
 _DEFAULTS: dict[str, Any] = {
     "image_token_index": 32000,
@@ -37,10 +36,10 @@ ABSENT: dict[str, dict[str, Any]] = {
         "patch_size": 14,
     },
 }
-"""Of its class in transformers."""
+"""Defaults of its class in transformers."""
 
 _TOWERS = ("clip", "siglip", "dinov2")
-"""Whose hidden states are read as they are behind a layer, without the norm that follows the last one."""
+"""Towers whose hidden states are read directly after a layer, without the norm that follows the last one."""
 
 
 _OF_KIND: dict[str, dict[str, Any]] = {
@@ -50,16 +49,16 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "vision_feature_layer": -1,
     },
 }
-"""Other defaults than `_DEFAULTS`, by `model_type`."""
+"""Defaults that differ from `_DEFAULTS`, by `model_type`."""
 
 
 def llava_file(config: Mapping[str, Any]) -> ConfigFile:
-    """config.json of a LLaVA of any kind, with what it lacks as in its class."""
+    """Return config.json of any kind of LLaVA, with the defaults of its class."""
     return ConfigFile("config.json", config, _DEFAULTS | _OF_KIND.get(config.get("model_type", ""), {}))
 
 
 def tower_keys(config: Mapping[str, Any], spec: type, tower: Mapping[str, Any]) -> dict[str, Any]:
-    """What is read of the tower: a layer, with the class token or without. Raises EncoderError."""
+    """Return the keys of the tower's features: a layer, with or without the class token. Raises EncoderError."""
     file, family = llava_file(config), tower["family"]
     if family not in _TOWERS:
         raise EncoderError(
@@ -85,8 +84,8 @@ def tower_keys(config: Mapping[str, Any], spec: type, tower: Mapping[str, Any]) 
 
 
 def _layer(file: ConfigFile, layers: int) -> int:
-    """The layer that is read, counted from the last, from its number or place in the list of hidden states, of which
-    the first is the input of the layers."""
+    """Return the feature layer, counted from the last one. config.json has its index in the list of hidden states,
+    whose first entry is the input of the layers."""
     given = file["vision_feature_layer"]
     numbers = given if isinstance(given, list) else [given]
     if len(numbers) != 1:
@@ -98,18 +97,18 @@ def _layer(file: ConfigFile, layers: int) -> int:
 
 
 def projector_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an MLP of two layers."""
+    """Return the keys of a two-layer MLP."""
     file = llava_file(config)
     keys = {"kind": "mlp", "ffn_hidden_size": 0, "activation": file.activation("projector_hidden_act"), "merge": 1}
     return keys | {"bias": bool(file["multimodal_projector_bias"])}
 
 
 def projector_rules(width: int, bias: bool, before: str = "") -> tuple[Rule, ...]:
-    """The weights of an MLP of two layers in a language model of `width`.
+    """Return the weights of a two-layer MLP for a language model of `width`.
 
     Args:
-        bias: whether they have biases.
-        before: what is in front of their names.
+        bias: True if they have biases.
+        before: prefix of their names.
     """
     layers = [("encoder.linear_fc1", "linear_1"), ("encoder.linear_fc2", "linear_2")]
     rules = [same(f"{ours}.weight", f"{before}{theirs}.weight", width) for ours, theirs in layers]
@@ -124,7 +123,7 @@ def _projector_weights(module: ModuleConfig, width: int) -> WeightMap:
 
 
 def pad_id(config: Mapping[str, Any]) -> int:
-    """Id of the token of an image."""
+    """Return the id of the image token."""
     return config.get("image_token_id") or llava_file(config)["image_token_index"]
 
 
@@ -133,7 +132,7 @@ def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counting_keys(config: Mapping[str, Any], tower: Mapping[str, Any]) -> dict[str, Any]:
-    """By these the processor counts an image's tokens; without `patch_size` it fails.
+    """Return the keys by which the processor counts an image's tokens; without `patch_size` it fails.
 
     Args:
         tower: the vision tower's part of config.json.
@@ -147,7 +146,7 @@ def counting_keys(config: Mapping[str, Any], tower: Mapping[str, Any]) -> dict[s
 
 
 _PATCHES = {"clip_vision_model": (32, 1), "siglip_vision_model": (16, 0), "dinov2": (14, 1)}
-"""Side of a patch where a tower's config does not say it, and class tokens, by `model_type`."""
+"""Default patch size and number of class tokens of a tower, by `model_type`."""
 
 LLAVA = Composite(
     "vision_config",

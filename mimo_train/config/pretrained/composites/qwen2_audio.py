@@ -9,7 +9,7 @@ from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES
 from mimo_train.config.schema_modules import ModuleConfig
 
 AUDIO_TOKEN = 151646
-"""Id of the token of a clip where config.json does not say it."""
+"""Default id of the audio token."""
 
 
 def _projector(_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Qwen2.5-VL and Qwen3-VL: a vision transformer at native resolution, a merger of squares of patches, a Qwen whose
-rotary positions are of time, row and column."""
+"""Qwen2.5-VL and Qwen3-VL: a vision transformer at native resolution, a merger of patch squares, and a Qwen with rotary
+positions of time, row and column."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,12 @@ from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.schema_modules import ModuleConfig
 
 _NESTED: Spelling = (("model.", "model.language_model."), ("lm_head.", "lm_head."))
-"""Names of the language model as hubs have them for Qwen3-VL; Qwen2.5-VL has its own there, and these in the memory of
-version 5."""
+"""Names of the language model: in files of the hub for Qwen3-VL, in memory of version 5 for Qwen2.5-VL too."""
 
 
 @dataclass(frozen=True)
 class QwenVl(Composite):
-    """A model whose config.json may have the language model's keys beside those of the whole, as hubs have it."""
+    """A model whose config.json may have the language model's keys at the top level, as on the hub."""
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """See `Composite.part`. Parts need not name their family."""
@@ -28,13 +27,13 @@ class QwenVl(Composite):
             return {**config.get(self.encoder, {}), "model_type": f"{kind}_vision"}
         inner = config.get(self.language)
         found = {key: value for key, value in config.items() if key != self.encoder} if inner is None else dict(inner)
-        # Where either says so, `transformers` ties.
+        # `transformers` ties the embeddings if either sets it.
         found["tie_word_embeddings"] = any(part.get("tie_word_embeddings", False) for part in (config, found))
         return {**found, "model_type": f"{kind}_text"}
 
 
 def _projector(width: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Keys of the projector; `width` is that of the encoder by default."""
+    """Return a function for the projector's keys; `width` is the encoder's default."""
 
     def keys(config: Mapping[str, Any]) -> dict[str, Any]:
         vision = config.get("vision_config", {})

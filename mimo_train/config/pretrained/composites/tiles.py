@@ -1,5 +1,5 @@
-"""LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): LLaVA of images that are cut
-into tiles (`encoders.native.vit.tiles`)."""
+"""LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): LLaVA with tiled images
+(`encoders.native.vit.tiles`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 
 @dataclass(frozen=True)
 class _Kind:
-    """What LLaVA-NeXT and LLaVA-OneVision do not share."""
+    """Differences between LLaVA-NeXT and LLaVA-OneVision."""
 
     pinpoints: list[list[int]]
     """Canvases where config.json names none."""
@@ -73,7 +73,7 @@ _PIXELS = {
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
-"""Of both classes of image processors."""
+"""Defaults of both image processor classes."""
 _POOLED = "anyres_max_"
 
 
@@ -83,10 +83,10 @@ def _pinpoints(config: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _preprocessor(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Mapping[str, Any]:
-    """That of a tile: all else is `_encoder`'s.
+    """Return the preprocessor of a tile; `_encoder` sets the rest.
 
     Raises:
-        EncoderError: tiles or canvases are not those of config.json.
+        EncoderError: tiles or canvases differ from those of config.json.
     """
     own = preprocessor.get("image_processor") or preprocessor
     if not own:
