@@ -37,8 +37,8 @@ def faults(config: str, *overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize("choice", group("layout"))
 @pytest.mark.parametrize("run", RUNS)
 def test_every_shipped_config_plans_with_every_layout_of_its_modules(run, choice):
-    """A layout file that speaks of a module which the run does not have is refused, by that module's key; so is one
-    that interleaves a language model which is not alone."""
+    """A layout file with a module that the run lacks is rejected by that module's key. So is one that interleaves a
+    language model with encoders."""
     modules = yaml.safe_load((CONFIGS / "layout" / f"{choice}.yaml").read_text())["modules"]
     language = modules[LANGUAGE]["layout"]
     experts = ["llm@modules.language.llm=gpt_tiny_moe"] if language["ep"] > 1 else []
@@ -163,7 +163,7 @@ def test_sections_of_megatron_bridge_are_answered_with_ours():
 
 
 def sections(section, path: str = "") -> dict[str, object]:
-    """Every dataclass in a config, the specs of encoders and projectors included, by its key."""
+    """Return every dataclass in a config by its key, including the specs of encoders and projectors."""
     inner = section.values() if isinstance(section, dict) else ()
     if dataclasses.is_dataclass(section):
         inner = [getattr(section, field.name) for field in dataclasses.fields(section)]
@@ -177,7 +177,7 @@ def test_an_attribute_that_is_no_key_is_an_error_in_every_section():
     cfg = load("vlm_digits")
     cfg.train.iters = 7
     everywhere = sections(cfg)
-    for name, family in FAMILIES.items():  # an instance as it is before its fields are set
+    for name, family in FAMILIES.items():  # an instance before its fields are set
         assert issubclass(family.spec, FixedKeys), name
         everywhere[family.spec.__name__] = object.__new__(family.spec)
     assert {"TrainConfig", "LayoutConfig", "LlmSpec", "VisionSpec", "WhisperSpec", "ProjectorSpec"} <= everywhere.keys()
@@ -225,7 +225,7 @@ def test_faults_of_all_kinds_are_named_at_once(overrides, keys):
             {"optim.lr", "data.background", "data.max_bad_samples"},
         ),
         (["data.validation=5", "data.validation_fraction=2"], {"data.validation", "data.validation_fraction"}),
-        # A default in the place of a wrong value proves nothing.
+        # A default that replaces a wrong value proves nothing.
         (["train.micro_batch_sise=15", "train.global_batch_size=30"], {"train.micro_batch_sise"}),
         (["modules.language.llm.num_layers=two", "modules.language.layout.pp=5"], {"modules.language.llm.num_layers"}),
         (["layout=two_proceses", "train.global_batch_size=30"], {"layout"}),
@@ -316,7 +316,7 @@ def test_slips_of_the_pen_are_faults_with_what_was_meant(override, key, said):
     ],
 )
 def test_a_list_in_the_place_of_a_mapping_is_named_by_its_key(tmp_path, file, override, key):
-    """Merging it with the mapping of the defaults fails before types are compared, and does not say where."""
+    """Merging it with the mapping of the defaults fails before types are compared, without a location."""
     (tmp_path / "my.yaml").write_text(f"defaults: [vlm_digits, _self_]\n{file}")
     with pytest.raises(ConfigError) as error:
         compose.load(str(tmp_path / "my.yaml"), [override] if override else [])

@@ -1,4 +1,4 @@
-"""Datasets of Megatron-Energon: the same tars, fields and weights; what has no counterpart is refused by its name."""
+"""Datasets of Megatron-Energon: equal tars, fields and weights; unsupported features are rejected by name."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ META = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 
 
 def energon(folder: Path, dataset=VQA, splits=None, exclude=(), samples=2) -> Path:
-    """A dataset of four tars, two for training."""
+    """Make a dataset of four tars, two for training."""
     for at in range(4):
         record = json.dumps({"question": f"{folder.name} {at}?", "answers": ["Yes."]}).encode()
         members = [(f"{n}.{end}", raw) for n in range(samples) for end, raw in (("jpg", IMAGE), ("json", record))]
@@ -72,7 +72,7 @@ def test_a_metadataset_becomes_a_mixture(tmp_path):
     cfg = config(f"data.shards={file}", f"data.validation_shards={file}")
     mix = [(one.name, one.shards, one.weight) for one in cfg.data.mix]
     assert [name for name, *_ in mix] == ["one", "two", "three"] and cfg.data.shards == ""
-    # The concatenation inside has its samples by number, 4 and 6.
+    # The concatenation inside has weights by its numbers of samples, 4 and 6.
     assert [weight for *_, weight in mix] == pytest.approx([2, 2.4, 3.6])
     assert mix[2][1] == f"{tmp_path / 'three'}:val" and cfg.data.validation_shards == f"{tmp_path / 'one'}:val"
     assert cfg.data.fields["answer"] == "json[answers][0]"

@@ -1,5 +1,5 @@
-"""Every key of a config with values of every kind: a fault with a key, or a value in its declared range; no traceback,
-nothing that does not end."""
+"""Every key of a config with values of every kind gives a fault with a key, or a value in its declared range. There is
+no traceback and no endless loop."""
 
 import copy
 import dataclasses
@@ -28,11 +28,11 @@ KINDS = (None, True, -1, 0, 1, 0.5, 1.5, -0.5, NAN, INF, 1e300, 10**20, "abc", "
 KINDS += ([[1]],)
 
 SECONDS = 2
-"""Of this process's own time, for one value: a thousand times what it takes."""
+"""Process time limit for one value: a thousand times the usual time."""
 
 
 def sections(cls: type) -> Iterator[type]:
-    """A dataclass of the config, and those inside."""
+    """Yield a dataclass of the config, and those inside."""
     yield cls
     for field in dataclasses.fields(cls):
         for inside in (field.default_factory, *typing.get_args(field.type)):
@@ -67,7 +67,7 @@ def keys(plain: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def at(value: Any, path: Path) -> Any:
-    """What is at a place in a config or in plain values."""
+    """Return the value at a path in a config or in plain values."""
     for one in path:
         value = getattr(value, str(one)) if dataclasses.is_dataclass(value) else value[one]
     return value
@@ -116,7 +116,7 @@ OTHERS = (
     ),
     ("mixed_tiny", "encoder@modules.audio.encoder=qwen2_audio"),
 )
-"""Shipped configs with dataclasses that `vlm_digits` has not."""
+"""Shipped configs with dataclasses that `vlm_digits` lacks."""
 SOURCES = {
     "mix": [{"shards": "a", "weight": 1.0}, {"shards": "b", "weight": 2.0}],
     "shards": "",
@@ -179,11 +179,11 @@ OF_FOLDERS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""Modules that shipped configs have only from the directory of a model, in place of their own."""
+"""Modules that shipped configs only take from a model's directory, instead of their own."""
 
 
 def cases(run: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Plain configs that have no faults."""
+    """Yield plain configs without faults."""
     yield run
     mixture = copy.deepcopy(run)
     mixture["data"] |= copy.deepcopy(SOURCES)
@@ -198,7 +198,7 @@ def cases(run: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def test_every_key_with_every_kind_of_value(run):
-    """Of each dataclass in the first config that has it; a key that it inherits was tried where that is."""
+    """Each dataclass is tried in the first config that has it; inherited keys are tried in the base class."""
     wrong: list[str] = []
     tried, seen, owners = 0, set[tuple[type, str]](), set[str]()
     for plain in cases(run):
@@ -208,7 +208,7 @@ def test_every_key_with_every_kind_of_value(run):
         for path in [*keys(plain)]:
             owner, name = at(base, path[:-1]), str(path[-1])
             if not dataclasses.is_dataclass(owner) and plain is not run:
-                owner = at(base, path[:-2])  # a list or a mapping: of whoever has it
+                owner = at(base, path[:-2])  # a list or a mapping: its owner
             owners.add(type(owner).__name__)
             bases = (cls for cls in type(owner).__mro__ if name in vars(cls).get("__annotations__", {}))
             key = next(bases, type(owner)), name
@@ -222,7 +222,7 @@ def test_every_key_with_every_kind_of_value(run):
 
 
 def complaints(plain: dict[str, Any], path: Path) -> Iterator[str]:
-    """What is wrong with how values of one key are taken."""
+    """Yield errors in the handling of one key's values."""
     key, holds, name = ".".join(map(str, path)), at(plain, path[:-1]), path[-1]
     for value in KINDS:
         was = holds[name]
@@ -247,7 +247,7 @@ def complaints(plain: dict[str, Any], path: Path) -> Iterator[str]:
 
 
 def fits(cfg: Any, path: Path, value: Any) -> bool:
-    """Whether a value that was accepted is what the key is for."""
+    """True if an accepted value is valid for the key."""
     owner, name = at(cfg, path[:-1]), path[-1]
     if not dataclasses.is_dataclass(owner):
         return True

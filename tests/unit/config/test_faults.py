@@ -16,8 +16,8 @@ from tests.unit.configs import changed, load
 
 
 def wrong_values() -> Iterator[tuple[str, Any, str]]:
-    """For every key of `vlm_digits` that has rules: values that break them, and what is said of each. No key takes a
-    number that is not finite."""
+    """Yield invalid values of every key of `vlm_digits` with rules, and their messages. No key accepts a number that is
+    not finite."""
     cfg = load("vlm_digits")
     names = ("run", "placement", "data", "train", "optim", "checkpoint", "log", "profiling")
     sections = {name: getattr(cfg, name) for name in names} | {"modules.language.llm": cfg.language.llm}
@@ -33,7 +33,7 @@ def wrong_values() -> Iterator[tuple[str, Any, str]]:
             rules, key, now = rules_of(field), f"{prefix}.{field.name}", getattr(section, field.name)
 
             def holding(number: float, now: Any = now) -> Any:
-                """A number where the key has one, or a list or mapping of them."""
+                """Return a number for a number key, else a list or mapping of it."""
                 return [number] if isinstance(now, list) else {"images": number} if isinstance(now, dict) else number
 
             if isinstance(now, float):

@@ -40,7 +40,7 @@ class Override(Sound):
 
 @dataclass
 class Silent:
-    """A section with a field that has none."""
+    """A section with a field without a docstring."""
 
     number: int = 3
     """Of something."""
@@ -52,7 +52,7 @@ def test_the_page_is_current():
 
 
 def test_each_key_is_there():
-    """Against the schema itself, so that no part of it is left out."""
+    """Compared with the schema itself, so that no part is left out."""
     keys: set[str] = set()
     for section in sections():
         for field in fields(section.type):
@@ -114,7 +114,7 @@ def test_each_family_of_encoders_has_its_keys_or_a_link_to_them():
             others = part.partition("Other defaults: ")[2].partition("\n")[0]
             rows += re.findall(r"`(\w+)` (empty|—|`.+?`)(?:, |\.$)", others)
             keys |= {key for key, _ in rows}
-            defaults = dict(rows) | defaults  # what differs goes before what is inherited
+            defaults = dict(rows) | defaults  # own defaults override inherited ones
             base = re.search(r"^The keys of \[(.+?)\]", part, re.MULTILINE)
             part = tables[base[1]] if base else ""
         assert keys | {"name", "family"} == {field.name for field in fields(family.spec)}, name

@@ -1,4 +1,4 @@
-"""docs/models.md is what the registries say."""
+"""docs/models.md matches the registries."""
 
 import re
 

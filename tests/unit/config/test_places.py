@@ -1,4 +1,4 @@
-"""Keys that name places: URLs where they can be read or written, and nothing that would be taken for a folder."""
+"""Keys with paths: URLs only where they can be read or written, and no URL that is taken for a folder."""
 
 import pytest
 

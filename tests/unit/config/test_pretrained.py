@@ -1,4 +1,4 @@
-"""`modules.NAME.pretrained`: the directory's sizes take the place of the group; what contradicts them is a fault."""
+"""`modules.NAME.pretrained`: the directory's sizes replace the group's; contradicting keys are faults."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_a_group_beside_the_directory_is_a_fault(llama):
     ],
 )
 def test_a_value_of_another_type_beside_a_directory_is_a_fault(llama, tmp_path, key, value, says):
-    """They are read before the types of all values are compared."""
+    """They are read before the general type check."""
     file = tmp_path / "run.yaml"
     file.write_text(f"defaults: [vlm_digits, _self_]\nmodules: {{language: {{pretrained: {llama}}}}}\n")
     with pytest.raises(ConfigError) as error:
@@ -105,7 +105,7 @@ def test_a_run_s_own_config_needs_the_directory_no_more(llama):
 
 
 def test_the_tokenizer_comes_with_the_language_model_unless_it_is_given(llama, tmp_path):
-    """Where the directory has none, its rows would be trained as bytes."""
+    """Without a tokenizer in the directory, its rows would be trained as bytes."""
     own = f"modules.language.pretrained={llama}"
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .* has no tokenizer, .*tokenizer\.json.*give the folder"):
         load("vlm_digits", [own])
@@ -157,7 +157,7 @@ GEMMA3 = {
     },
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
 }  # fmt: skip
-"""As hubs have the one of 4B."""
+"""As the 4B model on the hub."""
 
 
 def test_of_a_gemma_3_with_images_the_language_model_is_read(llama):

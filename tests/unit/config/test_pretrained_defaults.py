@@ -1,5 +1,4 @@
-"""Every default that stands in for an absent key of config.json or of a preprocessor is that of its class in
-transformers."""
+"""Every default for an absent key of config.json or of a preprocessor is that of its class in transformers."""
 
 import copy
 import json
@@ -39,22 +38,21 @@ ODD = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
 }
-"""What a family has besides SIZES: nothing by default."""
+"""Keys of a family besides SIZES: none by default."""
 NEEDED = {"qwen2_5_vl_text": {"rope_scaling"}}
-"""Keys without a default."""
 WHOLE = {"qwen2_5_vl": {"text_config": {"rope_scaling": ODD["qwen2_5_vl_text"]["rope_scaling"]}}}
-"""The same, of models of several parts."""
+"""The same for models of several parts."""
 
 
 def as_its_class_has_it(config: dict) -> dict:
-    """The config with everything that its class fills in."""
+    """Return the config with everything that its class fills in."""
     own = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
     return CONFIG_MAPPING[config["model_type"]](**own).to_dict()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_language_models(kind):
-    """Keys are left out one by one of a config in which all have other values, so that no default hides another's."""
+    """Keys are removed one by one from a config in which all have other values, so that no default hides another."""
     odd = {"model_type": kind, **SIZES, **ODD.get(kind, {})}
     bare = {key: odd[key] for key in ("model_type", *NEEDED.get(kind, ()))}
     cases = [bare, odd] + [
@@ -62,7 +60,7 @@ def test_language_models(kind):
         for left_out in odd.keys() - {"model_type"} - NEEDED.get(kind, set())
     ]
     if "mlp_bias" in FAMILIES[kind].biases:
-        cases.remove({key: value for key, value in odd.items() if key != "attention_bias"})  # which is refused
+        cases.remove({key: value for key, value in odd.items() if key != "attention_bias"})  # rejected
     for config in cases:
         assert language_keys(config) == language_keys(as_its_class_has_it(config)), config
 
@@ -114,7 +112,7 @@ def test_preprocessors(kind):
 
 @pytest.mark.parametrize("name", _BOTH_KINDS)
 def test_version_5_reads_both_names_of_a_preprocessor_as_one(name, tmp_path):
-    """That which an export writes, for version 4, and its own."""
+    """The name that an export writes, for version 4, and its own."""
     from transformers import AutoImageProcessor
 
     for kind in (f"{name}ImageProcessor", f"{name}ImageProcessorFast"):

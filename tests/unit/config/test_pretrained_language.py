@@ -1,4 +1,4 @@
-"""config.json of language models: both versions' spellings, defaults of classes, and refusals by key."""
+"""config.json of language models: both versions' spellings, defaults of classes, and errors by key."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`pretrained=DIR` of a LLaVA: what of its config.json decides tower, projector, language model and placeholder."""
+"""`pretrained=DIR` of a LLaVA: keys of config.json that decide tower, projector, language model and placeholder."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ TOKENS = {"added_tokens": [{"id": 259, "content": "<image>"}], "model": {"vocab"
 
 @pytest.fixture
 def directory(tmp_path):
-    """Writes a LLaVA with changes; a key that is None is left out."""
+    """Write a LLaVA with changes; keys that are None are left out."""
 
     def write(changes=(), tokenizer=TOKENS, **files):
         folder = tmp_path / "my-llava"
@@ -113,7 +113,7 @@ def test_tiles(directory):
     assert (encoder.max_tiles, encoder.cut_several, encoder.feature_layer, encoder.family) == (3, False, -1, "siglip")
     own = {"size": {"height": 42, "width": 42}, "image_grid_pinpoints": PINPOINTS, "do_pad": True}
     folder = directory(ONEVISION, preprocessor_config=own)
-    # Where a preprocessor names none, those of its class.
+    # A preprocessor without values has those of its class.
     assert load("vlm_digits", [f"pretrained={folder}"]).modules["images"].encoder.pixel_mean[0] == 0.48145466
     folder = directory(ONEVISION, preprocessor_config=own | {"image_grid_pinpoints": [[42, 84]]})
     assert "the model would count other tokens than the processor" in said(folder)

@@ -1,4 +1,4 @@
-"""config.json of towers as hubs have them: what of it is written there, the sizes that it gives, its preprocessing."""
+"""config.json of towers as on the hub: its keys, the resulting sizes, and the preprocessing."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ OPEN_CLIP = {
     "text_config_dict": None,
     "vision_config_dict": None,
 }
-"""Of models that were trained by open_clip and converted."""
+"""Models that were trained with open_clip and converted."""
 
 TOWERS = {
     "LAION's CLIP B/32": (
@@ -120,14 +120,14 @@ def test_sizes_and_tokens(name, tmp_path):
 
 
 OPEN = {"feature_layer", "final_norm", "keep_class_token", "grid_pinpoints", "max_tiles", "cut_several", "image_size"}
-"""Beside `CHOICES`: what is read of a tower, and how images are cut; `image_size` is a choice of some families, and
-of the others of a test of its own."""
+"""Besides `CHOICES`: keys of the tower's features and of tiling. `image_size` is a choice of some families; another
+test covers the rest."""
 OTHER = {"normalization": "RMSNorm", "activation": "relu", "swiglu": "relu", "family": "vit", "position": "none"}
 
 
 @pytest.mark.parametrize("kind", [*TOWERS, "whisper", "qwen2_audio_encoder", "qwen2_5_vl_vision", "qwen3_vl_vision"])
 def test_keys_that_contradict_the_directory_are_faults_with_both_values(kind, tmp_path):
-    """All that weights depend on, of every family, and none of them silently."""
+    """Covers all keys that weights depend on, in every family."""
     config, preprocessor, _ = TOWERS.get(kind, ({"model_type": kind}, {}, None))
     (tmp_path / "config.json").write_text(json.dumps(config))
     if preprocessor:
@@ -160,7 +160,7 @@ UNKNOWN = {("pixel_mean", False), ("pixel_std", False)}
 
 
 def test_the_activation_of_clip_is_that_of_who_trained_it(tmp_path):
-    """OpenAI's has none in its config.json, LAION's has another; neither is taken for the other."""
+    """OpenAI's config.json has no activation, LAION's has another one; they are not confused."""
     for act, ours, other in (({}, "quick_gelu", "gelu"), ({"hidden_act": "gelu"}, "gelu", "quick_gelu")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip_vision_model", **act}))
         keys = [f"modules.images.pretrained={tmp_path}", "data.sequence_length=1024"]

@@ -1,4 +1,4 @@
-"""Directories of Qwen-VL: config.json as hubs and as both versions of `transformers` have it."""
+"""Directories of Qwen-VL: config.json as on the hub and as both versions of `transformers` write it."""
 
 import json
 

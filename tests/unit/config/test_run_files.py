@@ -1,4 +1,4 @@
-"""The files of a run: what they extend, that they are data alone, and that texts stay as they are written."""
+"""The files of a run: what they extend, that they are only data, and that texts stay as written."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from mimo_train.config.errors import ConfigError
 
 @pytest.fixture
 def team(tmp_path):
-    """A folder `team` with a run and groups of its own, next to a folder `mine`."""
+    """Make a folder `team` with a run and its own groups, next to a folder `mine`."""
     for folder in ("team/optim", "team/layout", "mine/llm"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "team/optim/fast.yaml").write_text("lr: 0.5\n")
@@ -25,7 +25,7 @@ def team(tmp_path):
 
 
 def extending(team, entry, *more):
-    """A run in `mine` that extends `entry`."""
+    """Write a run in `mine` that extends `entry`."""
     file = team.parent / "mine" / "run.yaml"
     file.write_text(f"defaults: [{entry}, {', '.join([*more, '_self_'])}]\ntrain: {{iters: 9}}\n")
     return str(file)

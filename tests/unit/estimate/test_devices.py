@@ -1,4 +1,4 @@
-"""Messages in time, by hand, and never slower over faster links."""
+"""Seconds of messages by hand, and never more over faster links."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_a_gather_passes_every_rank_around_a_ring():
 def test_ranks_of_several_nodes_have_the_slower_links():
     one, two = links().gather(8e9, 8, 8), links().gather(8e9, 16, 16)
     assert two > 5 * one
-    # Side by side on a node they share the load: at most as fast as inside of it.
+    # Four lanes of a node share the load: at most as fast as inside a node.
     assert links().gather(8e9, 16, 16, 4) == pytest.approx(two / 4, rel=0.01)
     assert links().gather(8e9, 16, 16, 64) >= links(across=100e9).gather(8e9, 16, 16) * 0.99
 

@@ -20,7 +20,6 @@ IMAGE = VisionSpec(
 
 
 ONE = Media(4, 4, 16)
-"""One image of 4 patches."""
 
 
 def forward(products: list[Matmul]) -> float:
@@ -117,7 +116,7 @@ def test_a_frozen_model_passes_gradients_on_only_if_something_is_trained_in_fron
 
 def test_backward_ends_at_the_first_trained_weight():
     frozen = ["embedding.*", "decoder.layers.0.*"]
-    # The tied output layer is frozen with the embedding: it passes gradients on.
+    # The tied output layer is frozen with the embedding, and passes gradients on.
     expected = (LAYERS + CORE) / 2 + 3 * (LAYERS + CORE) / 2 + 2 * OUTPUT
     assert count(LANGUAGE, frozen, upstream=False).model == expected
 
@@ -130,13 +129,13 @@ def test_recomputation_is_hardware_work_where_there_is_a_backward_pass(upstream,
 
 
 def test_adapters_let_gradients_pass_from_the_first_of_them_on_by_hand():
-    # Of the frozen second layer: its first product with an adapter gives no gradient of its input, since nothing in
-    # front of it is trained; all behind it does.
+    # In the frozen second layer, the first matmul with an adapter computes no gradient of its input, since nothing
+    # before it is trained; all later ones do.
     frozen, first = ["*"], "decoder.layers.1.mlp.linear_fc1.weight"
     products = {product.name: product.forward for product in LANGUAGE}
     behind = products["decoder.layers.1.mlp.linear_fc2.weight"] + OUTPUT
     assert count(LANGUAGE, frozen, upstream=False, adapted=[first]).model == LAYERS + CORE + OUTPUT + behind
-    # With full recomputation, layers are run again from the first product that gradients go back to.
+    # Full recompute reruns layers from the first matmul that gradients reach.
     again = count(LANGUAGE, frozen, upstream=False, adapted=[first], recompute="full").hardware
     assert again == LAYERS + CORE + OUTPUT + behind + products[first] + behind - OUTPUT
 
@@ -147,8 +146,8 @@ def test_a_step_with_adapters_by_hand():
     products = language_matmuls(spec, length, 384, logits=0)
     layers, core = sum(one.forward for one in products), sum(one.attention for one in products)
     (done,) = StepFlops(adapted, vocab=384)(texts={length: 1}, counts={}, loads={}, pairs={}, step=1).values()
-    # All weights are frozen, and nothing asks for the gradient of the first product's input. The cores of attention are
-    # all behind an adapter.
+    # All weights are frozen, and nothing needs the gradient of the first matmul's input. All attention cores are
+    # behind an adapter.
     first = next(one.forward for one in products if one.forward)
     assert done.model == 2 * layers - first + 3 * core
 
@@ -171,7 +170,7 @@ EMBED, LAYER_IMAGE, CORE_IMAGE, PROJECT = 192, 3 * 288, 3 * 128, 2 * 4 * 48
 @pytest.mark.parametrize(
     ("frozen", "expected"),
     [
-        # The patches' product is the first: nothing asks for the gradient of the pixels.
+        # The patch embedding is the first matmul: nothing needs the gradient of the pixels.
         ([], 2 * EMBED + 3 * (LAYER_IMAGE + CORE_IMAGE + PROJECT)),
         (["encoders.*"], EMBED + LAYER_IMAGE + CORE_IMAGE + 3 * PROJECT),
         (["input_projections.*"], 2 * EMBED + 3 * (LAYER_IMAGE + CORE_IMAGE) + 2 * PROJECT),
@@ -193,7 +192,7 @@ def test_a_step_counts_its_samples_and_the_images_that_are_there():
 
 
 def test_images_of_a_step_count_as_each_alone():
-    """Also of different sizes, with class tokens and merged: a 4 x 6 and a 2 x 2 grid of patches."""
+    """Includes different sizes, with class tokens and merged: a 4 x 6 and a 2 x 2 grid of patches."""
     vision = {"encoder.class_token": True, "encoder.resize": "native", "projector.merge": 2}
     cfg = changed({f"modules.images.{key}": value for key, value in vision.items()})
     module, width = cfg.modules["images"], cfg.language.llm.hidden_size
@@ -211,7 +210,7 @@ def test_images_of_a_step_count_as_each_alone():
 
 
 def images(numbers: list[list[int]]) -> dict:
-    """The data plan of so many images of 9 patches in every sample."""
+    """Return the data plan of these numbers of images, with 9 patches each, per sample."""
     each = {"counts": 9, "loads": 9, "pairs": 81}
     return {name: {"images": [[value * number for number in part] for part in numbers]} for name, value in each.items()}
 
@@ -229,6 +228,6 @@ def test_a_plain_gpt_has_one_module():
     flops, whole = (StepFlops(one, vocab=384) for one in (cfg, changed({"train.logits": "all"}, "gpt_tiny")))
     texts = {"texts": {length: 2}, "counts": {}, "loads": {}, "pairs": {}, "step": 1}
     assert whole(**texts) == {"language": count(language_matmuls(cfg.language.llm, length, 384), upstream=False) * 2}
-    # Forward, and backward the gradients of the weight and of the input.
+    # Forward, and in backward the gradients of the weight and of the input.
     assert flops.of_logit(1) == Flops(*[3 * 2 * cfg.language.llm.hidden_size * 384] * 2)
     assert flops(**texts)["language"] + flops.of_logit(1) * (2 * length) == whole(**texts)["language"]

@@ -52,7 +52,7 @@ def test_a_gated_layer_with_few_key_heads_keeps_less_attention_and_more_feed_for
 
 def test_what_families_keep_besides_by_hand():
     sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 6, "query_width": 12}
-    # Per token: 4 h in full = 128 bytes; 2 q + 2 k + 2 f = 68 numbers = 272 bytes; norms behind the parts 2 h = 64.
+    # Per token: 4 h in full = 128 bytes; 2 q + 2 k + 2 f = 68 numbers = 272 bytes; norms after the parts 2 h = 64.
     assert activations.layer_activations(10, **sizes) == 10 * (128 + 272)
     assert activations.layer_activations(10, **sizes, post_norms=True) == 10 * (192 + 272)
     # 4 heads of 2 samples, 6 x 6 scores, 8 bytes each; over two ranks of each kind.
@@ -72,7 +72,7 @@ def test_capped_scores_are_kept_unless_they_are_computed_again(recompute):
     if recompute == "none":
         assert more == plain.cfg.llm.num_layers * scores and work == 0
     else:
-        assert more == 0 < work <= scores  # of the layer that is computed again
+        assert more == 0 < work <= scores  # scores of the layer that is recomputed
 
 
 def test_full_recompute_keeps_inputs_and_works_on_one_layer():
@@ -83,7 +83,7 @@ def test_full_recompute_keeps_inputs_and_works_on_one_layer():
     (none,) = memory.stage_memory(kept, "language", 384)
     kept.cfg.train.recompute = "full"
     (full,) = memory.stage_memory(kept, "language", 384)
-    # Of four layers; what they work with is there besides.
+    # One of four layers; its work is there besides.
     assert full.memory.work - none.memory.work <= none.memory.activations // 4 < full.memory.work
 
 
@@ -93,7 +93,7 @@ def test_work_of_a_layer_by_hand():
     assert activations.layer_work(100, ffn=16, gated=True, **sizes) == 100 * (16 + 32) * 2
     assert activations.layer_work(100, ffn=16, gated=False, **sizes) == 100 * (16 + 16) * 2
     assert activations.layer_work(100, ffn=16, gated=True, tp=2, sp=True, **sizes) == 100 * (8 + 8 + 16) * 2
-    # One token: the gradient of 8 x 32 weights, where three times 16 numbers are gone.
+    # One token: the gradient of 8 x 32 weights, after three times 16 numbers are freed.
     assert activations.layer_work(1, ffn=16, gated=True, **sizes) == (16 + 8 * 32 - 3 * 16) * 2
     assert activations.layer_work(1, ffn=16, gated=True, **sizes | {"frozen": True}) == (16 + 32) * 2
 
@@ -115,20 +115,20 @@ def test_logits_count_in_their_precision_and_as_fp32_softmax():
     # Two inputs of 8 numbers, and 100 logits, for 10 tokens.
     assert activations.output_work(10, hidden=8, vocab=100, precision="bf16") == 10 * (2 * 8 * 2 + 100 * (2 + 4))
     assert activations.output_work(10, hidden=8, vocab=100, precision="fp32", tp=4) == 10 * (2 * 8 * 4 + 25 * 8)
-    # Chosen positions are a copy; gathered ones are there in full, twice.
+    # Selected positions are a copy; gathered ones are there in full, twice.
     assert activations.output_work(10, 8, 100, "bf16", chosen=True) == 10 * (3 * 8 * 2 + 100 * (2 + 4))
     assert activations.output_work(10, 8, 100, "bf16", tp=2, sp=True) == 10 * (3 * 8 * 2 + 50 * (2 + 4))
-    # For one token the gradient of 8 x 100 weights is more than its softmax.
+    # For one token the gradient of 8 x 100 weights is larger than its softmax.
     assert activations.output_work(1, 8, 100, "bf16") == 2 * 8 * 2 + 100 * 2 + 8 * 100 * 2
 
 
 def test_activations_of_experts_by_hand():
-    # 10 tokens pass 2 experts each: rows of the input and six times the width; three numbers of 4 bytes an expert for
-    # the router; the shared expert as a dense block.
+    # 10 tokens with 2 experts each: rows of the input and six times the width; router with three numbers of 4 bytes
+    # per expert; shared expert as a dense block.
     routed, router, shared = 20 * (8 + 6 * 12) * 2, 10 * 3 * 4 * 4, 10 * 5 * 6 * 2
     assert activations.expert_activations(10, EXPERTS, "bf16") == routed + router + shared
-    # Two ranks that share tokens and experts: half the tokens of their own, which are there before they are gathered
-    # too, and all rows of half the width.
+    # Two ranks that share tokens and experts: half the tokens, which also exist before they are gathered, and all
+    # rows of half the width.
     halves = activations.expert_activations(10, EXPERTS, "bf16", tp=2, etp=2, sp=True)
     assert halves == 20 * (8 + 6 * 6) * 2 + 10 * 8 * 2 + router // 2 + shared // 2
 
@@ -178,7 +178,7 @@ def test_a_frozen_model_trains_no_experts():
 
 
 def test_memory_of_an_encoder_in_stages():
-    """Projector on the last; earlier ones keep the activations of their layers for more microbatches."""
+    """The projector is on the last stage; earlier stages keep activations for more microbatches."""
     run = resolved("layout=two_processes", "modules.images.layout.pp=2", "modules.images.encoder.num_layers=4")
     whole = resolved("layout=two_processes", "modules.images.encoder.num_layers=4")
     first, last = memory.stage_memory(run, "images", 384)
@@ -220,7 +220,7 @@ def test_interleaving_fills_the_bubble_and_keeps_more_chunks():
     run = resolved("layout=language_pp2_vpp2", config="gpt_tiny")
     assert run.batch.num_microbatches == 2
     assert bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
-    # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, and one more; there are no more than 2 x 2.
+    # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, plus one; at most 2 x 2.
     assert [in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
 
 
@@ -268,7 +268,7 @@ def test_ranks_add_up_the_modules_that_share_them():
 
 
 def test_a_gated_layer_with_norms_or_scales_behind_its_parts_keeps_copies_of_its_halves():
-    """Its additions are no plain ones, so that no layer is `mimo_train.models.dense_layer`'s: 5 f, not 4 f."""
+    """Such a layer is not `mimo_train.models.dense_layer`'s, since its additions are not plain: 5 f, not 4 f."""
     gated = ("layout=language_one", "modules.language.llm.activation=swiglu")
     runs = [resolved(*gated, f"modules.language.llm.post_norms={on}", config="gpt_tiny") for on in ("false", "true")]
     (plain,), (normed,) = (memory.stage_memory(run, "language", 384) for run in runs)

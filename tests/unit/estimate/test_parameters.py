@@ -24,7 +24,7 @@ def test_parameters_of_a_language_model_by_hand():
 def test_stages_of_a_language_model_have_embeddings_first_and_output_last():
     first, last = (parameters.language_parameters(SMALL, 10, 4, stage=stage, stages=2) for stage in (0, 1))
     assert first == SMALL_LAYER + 10 * 8
-    assert last == SMALL_LAYER + 8 + 10 * 8  # tied: a copy of the embeddings, to multiply with
+    assert last == SMALL_LAYER + 8 + 10 * 8  # tied: a copy of the embeddings for the output layer
     learned = dataclasses.replace(SMALL, position="learned")
     assert parameters.language_parameters(learned, 10, 4, stage=0, stages=2) == SMALL_LAYER + 10 * 8 + 4 * 8
     middle = dataclasses.replace(SMALL, num_layers=3)
@@ -51,7 +51,7 @@ def test_experts_are_dealt_and_cut_over_ranks():
 
 
 def test_one_rank_has_all_parameters():
-    """Of every kind of language model, as its own spec counts them."""
+    """Covers every kind of language model, as its own spec counts them."""
     kinds = {
         "normalization": ("RMSNorm", "LayerNorm"),
         "activation": ("swiglu", "gelu"),
@@ -67,7 +67,7 @@ def test_one_rank_has_all_parameters():
 
 
 def _by_hand(llm: LlmSpec, vocab: int, sequence_length: int) -> int:
-    """Parameters of a dense model, matrix by matrix."""
+    """Return the parameters of a dense model, matrix by matrix."""
     hidden, ffn, heads = llm.hidden_size, llm.ffn_hidden_size, llm.num_attention_heads
     qkv = hidden // heads * (heads + 2 * (llm.num_query_groups or heads))
     up = (2 if llm.activation == "swiglu" else 1) * ffn
@@ -83,7 +83,7 @@ def test_parameters_of_an_encoder_over_tensor_parallel_ranks():
     encoder = VisionSpec(
         image_size=8, patch_size=4, hidden_size=8, num_layers=2, num_attention_heads=2, ffn_hidden_size=16
     )
-    # Divided per layer: qkv 8 x 24 + 24, projection 8 x 8, up 8 x 16 + 16, down 16 x 8.
+    # Split, per layer: qkv 8 x 24 + 24, projection 8 x 8, up 8 x 16 + 16, down 16 x 8.
     divided = 2 * (192 + 24 + 64 + 128 + 16 + 128)
     # Whole: patches 48 x 8 + 8, positions 4 x 8, two biases and two norms per layer, the final norm.
     whole = 392 + 32 + 2 * (16 + 32) + 16
@@ -98,7 +98,7 @@ def test_stages_of_an_encoder_have_its_parameters_between_them(tp, stages):
     )
     each = [parameters.encoder_parameters(encoder, tp=tp, stage=stage, stages=stages) for stage in range(stages)]
     assert sum(each) == parameters.encoder_parameters(encoder, tp=tp)
-    # Patches and positions on the first, the final norm on the last.
+    # Patches and positions on the first stage, the final norm on the last.
     layer = (parameters.encoder_parameters(encoder, tp=tp) - 392 - 32 - 16) // 4
     first = 4 - (stages - 1) * (4 // stages)
     assert (each[0], each[-1]) == (392 + 32 + first * layer, 16 + 4 // stages * layer)
@@ -127,6 +127,6 @@ def test_vocabularies_are_padded():
 
 @pytest.mark.parametrize(("config", "ids"), [("gpt_tiny", 262), ("vlm_digits", 263), ("mixed_tiny", 264)])
 def test_shipped_runs_keep_the_rows_of_their_embedding(config, ids):
-    """Another number of rows would be other initial weights and another softmax."""
+    """Another number of rows would change initial weights and softmax."""
     size = tokenizer_of(load(config)).vocab_size
     assert (size, parameters.padded_vocab_size(size)) == (ids, 384)

@@ -1,4 +1,4 @@
-"""The simulation of a step against closed forms, and a bound that holds."""
+"""The simulation of a step against closed forms, and its lower bound."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from mimo_train.estimate.schedule import Part, Stage, ends, ends_on_cores, least
 
 
 def line(stages: int, forward: float, backward: float, send: float = 0.0) -> list[Stage]:
-    """Equal stages, one behind the other."""
+    """Return equal stages in a chain."""
     return [Stage(forward, backward, at + 1 if at < stages - 1 else None, send) for at in range(stages)]
 
 
@@ -33,7 +33,7 @@ def test_two_stages_by_hand():
 
 
 def test_two_sources_meet_at_their_destination():
-    """Two encoders side by side: the slower one is waited for, the other costs nothing."""
+    """Of two parallel encoders, the slower one decides and the other costs nothing."""
     both = [Stage(2, 0, 2), Stage(1, 0, 2), Stage(1, 1, None)]
     alone = [Stage(2, 0, 1), Stage(1, 1, None)]
     assert ends(both, 3)[2] == ends(alone, 3)[1] == 8
@@ -113,13 +113,13 @@ def test_with_cores_for_all_it_is_the_same(data):
     assert ends_on_cores(pipeline, [2] * number, 2.0 * number, 2 * number, chunks) == pytest.approx(alone)
     shared = ends_on_cores(pipeline, [2] * number, 1.5, 2 * number, chunks)
     work = sum(2 * 2 * number * (stage.forward + stage.backward) for stage in pipeline)
-    # At least what the cores need, at most as if one rank worked at a time.
+    # At least as long as the cores need, at most as if one rank worked at a time.
     assert max(max(alone), work / 1.5) <= max(shared) * (1 + 1e-9)
     assert max(shared) <= (max(alone) * 2 * number / 1.5 + 1e-9) * (1 + 1e-9)
 
 
 def test_two_stages_on_one_core_by_hand():
-    """Forward and backward 1 each, two microbatches, one core: eight seconds of work, and no one waits."""
+    """Forward and backward 1 each, two microbatches, one core: eight seconds of work, and no waiting."""
     assert max(ends_on_cores(line(2, 1.0, 1.0), [1, 1], 1.0, 2)) == pytest.approx(8)
-    # With messages of 1 the core is idle while the first and the last of them are under way.
+    # With messages of 1 the core is idle during the first and the last message.
     assert max(ends_on_cores(line(2, 1.0, 1.0, send=1.0), [1, 1], 1.0, 1)) == pytest.approx(6)

@@ -1,4 +1,4 @@
-"""Targets of adapters: what they name, what is refused, and parameters counted by hand."""
+"""Targets of adapters: matches, errors, and parameters counted by hand."""
 
 import pytest
 
@@ -78,10 +78,10 @@ def test_targets_name_layers_and_projections():
     attention, mlp = "decoder.layers.{}.self_attention.", "decoder.layers.{}.mlp."
     assert adapted("linear_fc2") == {f"{mlp.format(layer)}linear_fc2": (WHOLE,) for layer in range(3)}
     assert adapted("*.layers.[1-2].*linear_proj") == {f"{attention.format(n)}linear_proj": (WHOLE,) for n in (1, 2)}
-    # In the order of the weight's rows; a pattern that names the layer does not name its projections.
+    # In the order of the weight's rows. A pattern that matches the layer does not match its projections.
     assert adapted("v_proj", "q_proj")["decoder.layers.2.self_attention.linear_qkv"] == ("q_proj", "v_proj")
     assert set(adapted("*").values()) == {(WHOLE,)} and len(adapted("*")) == 12
-    # Layers of one projection have one name more.
+    # Layers with one projection have a second name.
     assert adapted("o_proj", "down_proj") == adapted("linear_proj", "linear_fc2")
     assert adapted("*.0.mlp.up_proj") == {"decoder.layers.0.mlp.linear_fc1": ("up_proj",)}
 
@@ -89,10 +89,10 @@ def test_targets_name_layers_and_projections():
 def test_parameters_of_adapters_by_hand():
     # qkv 8 -> 8 + 2 * 4, projection 8 -> 8, gate and up 8 -> 40, down 20 -> 8.
     assert numbers() == 3 * 3 * ((8 + 16) + (8 + 8) + (8 + 40) + (20 + 8))
-    # tp divides what the weight is cut along: outputs of qkv and fc1, inputs of the other two.
+    # tp divides the split dimension: outputs of qkv and fc1, inputs of the other two.
     assert numbers(tp=2) == 3 * 3 * ((8 + 8) + (4 + 8) + (8 + 20) + (10 + 8))
     assert numbers("linear_proj", dora=True) == 3 * (3 * 16 + 8) and numbers("q_proj", dora=True, tp=2) == 3 * (36 + 4)
-    # Each projection has an A of its own.
+    # Each projection has its own A.
     assert numbers("q_proj", "v_proj", "gate_proj") == 3 * 3 * ((8 + 8) + (8 + 4) + (8 + 20))
     assert numbers("*.layers.2.*.q_proj", stage=1, stages=2) == 3 * 16 and not numbers("*.2.*", stage=0, stages=2)
     assert numbers("*.layers.1.*.q_proj", stage=1, stages=3) == numbers("*.layers.1.*.q_proj")
@@ -101,7 +101,7 @@ def test_parameters_of_adapters_by_hand():
 def test_chunks_of_a_stage_have_the_adapters_of_their_layers():
     module = ModuleConfig(llm=LlmSpec(num_layers=8, hidden_size=8, num_attention_heads=2, ffn_hidden_size=8))
     module.lora = LoraConfig(rank=1, targets=["*.layers.[45].*.linear_proj"])
-    # Of two stages with two chunks each the first has layers 0, 1, 4 and 5.
+    # The first of two stages with two chunks each has layers 0, 1, 4 and 5.
     counts = [adapter_parameters(LANGUAGE, module, 8, stage=stage, stages=2, vpp=2) for stage in (0, 1)]
     assert counts == [2 * 16, 0]
 

@@ -1,4 +1,4 @@
-"""Growing batches: Megatron-Core's sizes at every sample, and faults with their numbers."""
+"""Batch ramp-up: Megatron-Core's sizes at every sample, and faults with their numbers."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from tests.unit.configs import load
 def test_sizes_are_those_of_megatron_core(first, increment, samples, full):
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-    # Megatron-Core takes a table of (consumed samples: size); the ramp is the table of equal distances.
+    # Megatron-Core takes a table of (consumed samples: size); the ramp is a table with equal distances.
     steps_up = (full - first) // increment
     table = [f"{math.ceil(step * samples / steps_up)}:{first + step * increment}" for step in range(steps_up + 1)]
     schedule = " ".join(table) if samples else f"0:{full}"

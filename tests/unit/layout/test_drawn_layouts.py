@@ -1,4 +1,4 @@
-"""Legal layouts drawn at random have no fault, and divide ranks and samples."""
+"""Random legal layouts have no fault, and divide ranks and samples."""
 
 from hypothesis import HealthCheck, given, settings
 

@@ -1,4 +1,4 @@
-"""Which runs can have fp8, what of them has it, and what it takes."""
+"""Runs and layers with fp8 or compiled layers, and the weight copies of fp8."""
 
 import pytest
 
@@ -109,12 +109,12 @@ def test_copies_of_experts_by_hand():
     attention, dense = 96 * (3 * 96) + 96 * 96, 3 * 96 * 192
     shared, expert = 3 * 96 * 32, 3 * 96 * 64
     by_hand = 3 * attention // 2 + dense // 2 + 2 * (shared // 2 + 2 * expert // 2)
-    # Over tp 2, two of eight experts on a rank, each over etp 2; the first layer has none.
+    # tp 2: two of eight experts on a rank, each over etp 2; the first layer has none.
     assert fp8_weight_bytes(cfg, "language", 0, tp=2, stages=1, ep=4, etp=2) == 2 * by_hand
 
 
 def test_a_width_that_no_layer_has_is_not_looked_at():
-    """Of dense layers, in a model whose layers all have experts."""
+    """The dense width, in a model whose layers all have experts."""
     sizes = (*FP8, *MOE, f"{LANGUAGE}llm.ffn_hidden_size=72", f"{LANGUAGE}llm.expert_ffn_hidden_size=64")
     assert not faults(*sizes)
     assert any("llm.ffn_hidden_size 72" in fault for fault in faults(*sizes, f"{LANGUAGE}llm.dense_layers=[0]"))

@@ -21,7 +21,7 @@ def faults(cfg) -> list[tuple[str, str]]:
 
 
 def arranged(language: dict, batch: tuple[int, int] = (32, 8), mode: str = "disjoint", first=None, **encoders: dict):
-    """The digits run with these layouts; each keyword is an encoder module."""
+    """Return the digits run with these layouts; each keyword is an encoder module."""
     cfg = load("vlm_digits")
     images = cfg.modules.pop("images")
     cfg.modules = {name: copy.deepcopy(images) for name in encoders} | {"language": cfg.language}

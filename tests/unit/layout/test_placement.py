@@ -1,4 +1,4 @@
-"""Where modules stand: on nodes, with idle processes, and what is said of it."""
+"""Placement of modules on nodes and with idle processes, and the messages about it."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def no_launcher(monkeypatch):
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """Pretends that a launcher has started this process."""
+    """Pretend that a launcher has started this process."""
 
     def launch(rank: int, world_size: int, per_node: int | None = None) -> None:
         per_node = per_node or world_size
@@ -40,7 +40,7 @@ def on_nodes(ranks_per_node: int, language: dict, first=None, across: bool = Fal
 
 
 def started(cfg) -> list[str]:
-    """What keeps the processes that were started from running this config."""
+    """Return the faults of running this config on the started processes."""
     try:
         processes.started_run(cfg)
     except ConfigError as error:
@@ -168,7 +168,7 @@ def test_nodes_are_the_launcher_s_unless_the_config_says(launcher):
 
 
 def test_nodes_with_other_numbers_of_processes_are_refused(launcher):
-    """Each would place the modules by its own number."""
+    """Each node would place the modules by its own number."""
     cfg = arranged({"tp": 2}, images={"dp": 4})
     launcher(0, 6, per_node=4)
     (said,) = started(cfg)

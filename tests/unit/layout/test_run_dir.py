@@ -1,4 +1,4 @@
-"""A run.dir that cannot be written is named, before a run and when it starts."""
+"""A run.dir that cannot be written is reported, by `check` and at the start of a run."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from mimo_train.config.paths import folder_fault, make_folder
 
 
 def in_the_way(tmp_path: Path, kind: str) -> tuple[Path, Path]:
-    """(a run.dir that cannot be made, also by root, what stands in its way)."""
+    """Return (a run.dir that not even root can create, the obstacle)."""
     blocker = tmp_path / "blocker"
     if kind == "link that leads nowhere":
         blocker.symlink_to(tmp_path / "gone" / "away")
@@ -46,7 +46,7 @@ def test_a_folder_without_permission_is_named(tmp_path):
 
 
 def test_a_file_system_that_refuses_is_named(tmp_path, monkeypatch):
-    """As one that is mounted read-only: the folder is there, and takes no file."""
+    """A read-only mount: the folder exists, and accepts no file."""
 
     def refuse(**_options):
         raise OSError(30, "Read-only file system", str(tmp_path))

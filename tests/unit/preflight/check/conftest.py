@@ -1,4 +1,4 @@
-"""What tests of `check` share."""
+"""Fixtures of the tests of `check`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.configs import load
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """In a folder of our own, with relative paths, so that equal overrides are composed once."""
+    """Run in a temporary folder with relative paths, so that equal overrides are composed once."""
     monkeypatch.chdir(tmp_path)
 
     def loaded(config, overrides=(), *, without_data=False):

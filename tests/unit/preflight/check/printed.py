@@ -1,10 +1,10 @@
-"""`mimo-train check` as a user sees it."""
+"""The output of `mimo-train check`."""
 
 from mimo_train.cli import main
 
 
 def run(capsys, *argv: str) -> tuple[int, str, list[str]]:
-    """(exit code, stdout, faults without their `error: `)."""
+    """Return (exit code, stdout, faults without their `error: `)."""
     code = main(["check", *argv])
     out, err = capsys.readouterr()
     lines = err.splitlines()

@@ -24,7 +24,7 @@ def image(width: int = 20, height: int = 20) -> bytes:
 
 
 def heic() -> bytes:
-    """An image whose header is read here, and which pillow-heif decodes."""
+    """Return an image whose header is read here, and which pillow-heif decodes."""
     library, raw = pytest.importorskip("pillow_heif"), io.BytesIO()
     library.from_pillow(Image.new("RGB", (64, 64), (200, 30, 30))).save(raw)
     return raw.getvalue()
@@ -41,7 +41,7 @@ def shard(path: Path, *members: tuple[str, bytes]) -> Path:
 
 
 def sound(count: int = 4) -> list[tuple[str, bytes]]:
-    """Samples of 32 tokens: begin, 2 role markers, 16 of the image, 6 of text, seven, 2 ends. 6 carry loss."""
+    """Return samples of 32 tokens: begin, 2 role markers, 16 of the image, 6 of text, seven, 2 ends. 6 carry loss."""
     members = []
     for at in range(count):
         members += [(f"{at:04d}.png", image()), (f"{at:04d}.json", record("<image>\nWhat?"))]
@@ -49,13 +49,13 @@ def sound(count: int = 4) -> list[tuple[str, bytes]]:
 
 
 def on(shards, **more: str) -> list[str]:
-    """Overrides of a run over `shards`, without a demo."""
+    """Return the overrides of a run on `shards`, without a demo."""
     values = {"data.demo": "", "data.validation_shards": "", "data.shards": str(shards), **more}
     return ["vlm_digits", *(f"{key}={value}" for key, value in values.items())]
 
 
 def write_weights(folder: Path, *overrides: str) -> Path:
-    """A file with all tensors of the model that a directory's config.json describes, each with rows of one number."""
+    """Write a file with all tensors of the model that a directory's config.json describes, each constant."""
     cfg = load("vlm_digits", [f"modules.language.pretrained={folder}", *overrides])
     tensors = {}
     for part in pretrained_parts(cfg, embedding_rows(cfg.llm, cfg.llm.vocab_size)):

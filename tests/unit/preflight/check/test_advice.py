@@ -1,4 +1,4 @@
-"""The layout that a check would choose: named where it is clearly faster, legal, and itself not improved upon."""
+"""The advice of `check`: clearly faster, legal, and itself not improved upon."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def run_of(cfg) -> Run:
 
 
 def said(capsys, *argv: str) -> tuple[str, list[str]]:
-    """The line of advice, and the overrides in it."""
+    """Return the line of advice, and its overrides."""
     code, out, faults = run(capsys, *argv)
     assert code == 0 and not faults
     lines = [line for line in out.splitlines() if SAID in line]
@@ -53,7 +53,7 @@ def test_the_demo_over_two_processes(capsys):
     ]  # fmt: skip
     assert said(capsys, *demo, *overrides) == ("", [])
     assert said(capsys, *demo, "layout=one_process") == ("", [])
-    # On one core, processes gain nothing: one of them does the same.
+    # On one core more processes gain nothing over one.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(advice, "_cores", lambda: 1)
         line, overrides = said(capsys, *demo, "modules.language.layout.dp=4", "train.micro_batch_size=1")
@@ -93,7 +93,7 @@ def test_nothing_is_said_where_it_could_not_be_right(capsys):
 
 
 def test_a_clear_difference_is_asked_for(monkeypatch):
-    """What would save a little less than `WORTH` is not named."""
+    """A layout that saves slightly less than `WORTH` is not named."""
     cfg = load("vlm_digits", "run.device=cpu")
     found = advice_of(run_of(cfg), ROWS, {})
     saved = 1 - found.better.prediction.seconds / found.now.seconds
@@ -156,7 +156,7 @@ def test_encoders_of_which_some_share_ranks():
 
 @pytest.mark.parametrize("name", ["vlm_digits", "gpt_tiny"])
 def test_what_is_left_out_could_not_be_better(name):
-    """The bound by operations alone is below the other."""
+    """The bound from FLOPs alone is below the other one."""
     cfg = load(name)
     request = Request(4, 8, advice.DEVICES["h100"], ROWS, dict.fromkeys(cfg.encoders, 1.0))
     found = _Search(cfg, request)

@@ -1,4 +1,4 @@
-"""`mimo-train check`: what it prints for sound runs, and that it names every fault with its numbers."""
+"""`mimo-train check`: the output for valid runs, and every fault with its numbers."""
 
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_vision_language_run(capsys, tmp_path):
     ):
         assert said in out
     assert out.splitlines()[-1] == "no faults; start it with: mimo-train launch here vlm_digits"
-    assert list(tmp_path.iterdir()) == []  # the demo is not made here
+    assert list(tmp_path.iterdir()) == []  # check does not make the demo
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_plain_gpt_run(capsys):
 
 @pytest.mark.parametrize(("config", "script"), [("gpt_tiny", "train_gpt.sh"), ("vlm_digits", "train_vlm.sh")])
 def test_in_a_checkout_a_run_is_started_by_its_script(capsys, config, script):
-    """Elsewhere there is none: mimo-train may be installed as a package."""
+    """An installed package has no scripts."""
     Path("scripts").symlink_to(Path(__file__).parents[4] / "scripts")
     assert run(capsys, config)[1].splitlines()[-1] == f"no faults; start it with: scripts/{script} {config}"
 
@@ -95,7 +95,7 @@ def test_a_demo_that_is_there_is_read_like_other_shards(capsys):
 
 
 def test_a_demo_is_never_made_over_other_shards(capsys):
-    """Not even started: making the demo would replace them."""
+    """Such a run does not even start: making the demo would replace them."""
     path = shard(Path("mine/train/a.tar"), *sound())
     for given, said in (
         ("other/train", "data.validation_shards is runs/demo/digits/held_out"),
@@ -185,7 +185,7 @@ def test_a_batch_with_few_microbatches_is_a_warning():
 
 
 def test_a_warm_up_longer_than_the_run_is_a_warning():
-    """Of all modules, or of one. No fault: shipped configs are tried with a few steps."""
+    """Covers the run's warm-up and a module's. It is no fault: shipped configs are tried with a few steps."""
     (warning,) = check(load("vlm_digits", "train.iters=10")).warnings
     assert warning.startswith("optim.warmup_iters 50 is longer than train.iters 10: ")
     (warning,) = check(load("vlm_digits", "modules.images.optim.warmup_iters=900")).warnings
@@ -234,8 +234,8 @@ def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     stop = (*mixed, "data.exhausted=stop", mix_of("shards: p, weight: 1", "shards: t, weight: 0"))
     _, out, faults = run(capsys, *stop)
     assert not faults and "after 5 of the 50 steps of train.iters" in out
-    # What a run refuses, check does: a source without a held-out sample, and an end before the first step. A weight of
-    # 0 keeps no samples from being held out.
+    # `check` reports what a run rejects: a source without a held-out sample, and an end before the first step.
+    # Samples of a source with weight 0 can be held out.
     assert not run(capsys, *stop, "data.validation_fraction=0.3")[2]
     (fault,) = run(capsys, *stop, "data.validation_fraction=0.001")[2]
     assert fault.startswith("data.mix[0].shards: no sample is left") and "none of them: raise it" in fault

@@ -16,7 +16,7 @@ OWN = ("data.demo=", "data.validation_shards=", "data.sequence_length=32")
 
 
 def found(*overrides, config="gpt_tiny"):
-    """(faults, warnings, rows of the data) of a check."""
+    """Return (faults, warnings, rows of the data) of a check."""
     report = check(load(config, *OWN, *overrides))
     (rows,) = (table.rows for table in report.tables if table.title == "Data")
     return [str(fault) for fault in report.faults], report.warnings, [" ".join(row) for row in rows]

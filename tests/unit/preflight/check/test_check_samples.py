@@ -1,4 +1,4 @@
-"""`mimo-train check`: what it says of samples, shards and tokenizers."""
+"""`mimo-train check`: reports about samples, shards and tokenizers."""
 
 import dataclasses
 import gzip
@@ -18,7 +18,7 @@ from tests.unit.preflight.check.shards import heic, image, on, record, shard, so
 
 
 def test_members_that_are_not_read_are_named(capsys):
-    """An image that cannot be decoded does not vanish, so that its caption would become a plain text."""
+    """An image that cannot be decoded is not dropped, which would make its caption a plain text."""
     shard(Path("a.tar"), *sound(), ("0009.avi", b"video"), ("0009.txt", b"A text."))
     code, out, _ = run(capsys, *on("a.tar"))
     assert code == 0
@@ -185,7 +185,7 @@ def test_shards_without_samples(capsys):
     [("/no/such/folder", "no folder"), ("./empty", "there is no tokenizer in"), ("gpt2", "nothing is downloaded")],
 )
 def test_tokenizers_that_cannot_be_built(place, said, capsys, tmp_path):
-    """The rest is checked all the same: the shards are opened, without reading samples."""
+    """The rest is checked nevertheless: the shards are opened, without reading samples."""
     (tmp_path / "empty").mkdir()
     path = shard(Path("a.tar"), *sound())
     code, out, faults = run(capsys, *on(path, **{"data.tokenizer": place}))
@@ -256,7 +256,7 @@ def saved_qwen(tmp_path):
 
 
 def _beyond() -> list[tuple[str, str]]:
-    """Colours that are none, and a value on each side of what a number of `data` may be."""
+    """Return invalid colours, and a value beyond each bound of the numbers of `data`."""
     found = [("background", "blue"), ("background", "")]
     for field in dataclasses.fields(DataConfig):
         if type(field.default) in (int, float):

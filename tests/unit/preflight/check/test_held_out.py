@@ -1,4 +1,4 @@
-"""Held-out samples that have an image of a training sample are told, with their number."""
+"""Held-out samples with an image of a training sample are reported, with their number."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.unit.preflight.check.shards import image, on, record, shard
 
 
 def warned(shards, *more):
-    """(the warnings, the training samples, those that are held out)."""
+    """Return (the warnings, the training samples, the held-out samples)."""
     name, *changes = on(shards, **{"data.validation_fraction": "0.3"})
     cfg, report = load(name, [*changes, *more]), Report()
     tokenizer = tokenizer_of(cfg)
@@ -29,7 +29,7 @@ def content(dataset, number):
 def test_held_out_samples_with_a_image_that_is_trained_on_are_counted(tmp_path):
     members = []
     for at in range(40):
-        # An image for each two or three samples, of one size, and as many bytes as others.
+        # One image for each two or three samples, all with the same size and number of bytes.
         raw = image(20 + at // 5 % 2, 20) + bytes([at // 3])
         members += [(f"{at:02d}.png", raw), (f"{at:02d}.json", record("<image>?"))]
     warnings, trained, held_out = warned(shard(tmp_path / "a.tar", *members))

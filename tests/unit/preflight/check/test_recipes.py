@@ -1,5 +1,5 @@
-"""Recipes: every one with every layout of its modules can start, as far as is known without data, and what they have
-built in is what the directories of these models say."""
+"""Recipes: each one can start with each layout of its modules, as far as known without data, and its sizes are those of
+the models' directories."""
 
 import dataclasses
 import json
@@ -25,12 +25,12 @@ LAYOUTS = sorted(file.stem for file in (FOLDER / "layout").glob("*.yaml"))
 GPUS = (8, 64, 512)
 OF_A_GPU = 80 * GIB
 WORKSPACE = 12 * GIB
-"""What the estimate does not count: workspaces, buffers of communication, the CUDA context."""
+"""Memory that the estimate leaves out: workspaces, communication buffers, the CUDA context."""
 
 
 def layouts_of(name: str) -> dict[int, str]:
-    """Layouts of the modules of a recipe, by their GPUs."""
-    if name == "qwen2_5_vl_sft":  # all of it is trained, which a GPU alone has no memory for
+    """Return the layouts of the modules of a recipe, by their GPUs."""
+    if name == "qwen2_5_vl_sft":  # everything is trained, which does not fit on one GPU
         return {8: "images_8_tp2", 64: "images_64_tp2", 512: "images_512"}
     kind = "images_and_sound" if "audio" in load(f"{RECIPES}/{name}").modules else "images"
     return {gpus: f"{kind}_{gpus}" for gpus in GPUS}
@@ -49,9 +49,9 @@ def test_a_recipe_can_start_on_so_many_gpus(name, gpus):
     cfg = load(f"{RECIPES}/{name}", [f"layout={layouts_of(name)[gpus]}"])
     report = check(cfg, without_data=True)
     assert not report.faults and not report.warnings
-    # At 512 GPUs the batches are too small for any layout to be good for all recipes.
+    # At 512 GPUs the batches are too small for any layout to suit all recipes.
     assert gpus == 512 or not [note for note in report.notes if "is predicted to take" in note]
-    # With a tokenizer, which a check without data does not look for.
+    # With a tokenizer, which a check without data does not read.
     cfg.data.tokenizer = "bytes"
     run = resolve(cfg)
     assert run.layout.world_size == gpus
@@ -72,7 +72,7 @@ TRAINED: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, dict[str, int]]]]
         {"language": {"llm": 1000}},
     ),
 }
-"""What of each recipe is trained, as the page says: parts of modules, and the steps from which some of them are."""
+"""The trained parts of each recipe, as the page lists them, and the steps from which some of them are trained."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,7 +200,7 @@ HUB: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         {"images": (QWEN_VL, QWEN_VL_IMAGES), "language": (QWEN_VL, QWEN_VL_IMAGES)},
     ),
 }
-"""What matters of the config.json of each module's model, and of its preprocessor, as the hub has them."""
+"""The relevant keys of each model's config.json and preprocessor, as on the hub."""
 
 
 def sizes(cfg: ConfigContainer, name: str) -> dict[str, Any]:

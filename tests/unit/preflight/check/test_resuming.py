@@ -1,4 +1,4 @@
-"""What `mimo-train check` says of the checkpoints of a run.dir: from where a run resumes, and what keeps it from it."""
+"""`mimo-train check` on checkpoints of a run.dir: where a run resumes, and what prevents it."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from tests.unit.preflight.check.shards import on, shard, sound, write_weights
 
 
 def saved(run_dir: Path, *overrides: str, fingerprint: str = "", steps=(100, 200), config="vlm_digits", **more) -> str:
-    """A run.dir as training leaves it, with a checkpoint that is not complete; returns the override that names it."""
+    """Make a run.dir as training leaves it, with an incomplete checkpoint; return the override that names it."""
     for step in steps:
         folder = run_dir / "checkpoints" / f"step_{step:08d}"
         folder.mkdir(parents=True)
@@ -88,7 +88,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("override", CHANGES)
 def test_weights_of_another_meaning_are_a_fault(tmp_path, override):
-    """Their shapes are the same. In a new run with these weights too, where only adapters may be new."""
+    """The shapes are equal. A new run with these weights fails too, and only its adapters may be new."""
     same_model = saved(tmp_path)
     (fault,) = check(load("vlm_digits", same_model, override)).faults
     assert fault.key == "run.dir" and CHANGES[override] in fault.message
@@ -115,7 +115,7 @@ ADAPTERS = ("modules.language.lora.rank=4", "modules.language.lora.targets=[line
     ],
 )
 def test_trained_adapters_are_kept(tmp_path, override, change, more):
-    """`more`: a new run may have them."""
+    """`more`: overrides with which a new run may have them."""
     trained = saved(tmp_path, *ADAPTERS)
     found = check(load("vlm_digits", trained, *ADAPTERS, override)).faults
     assert [fault.key for fault in found] == ["run.dir"] * bool(change)
@@ -125,7 +125,7 @@ def test_trained_adapters_are_kept(tmp_path, override, change, more):
 
 
 def test_a_key_that_a_checkpoint_lacks_means_its_default(tmp_path):
-    """It was added after the checkpoint was saved. A key that no version has any more is named."""
+    """The key was added after the checkpoint was saved. A key that no version has any more is named."""
     override = saved(tmp_path)
     path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
     record = json.loads(path.read_text())
@@ -141,7 +141,7 @@ def test_a_key_that_a_checkpoint_lacks_means_its_default(tmp_path):
 
 
 def test_keys_that_were_removed_change_nothing_in_a_checkpoint(tmp_path):
-    """`export` and `generate` read the config of a checkpoint; a config file that has such a key is told."""
+    """`export` and `generate` read the config of a checkpoint; a config file with such a key gets an error."""
     override = saved(tmp_path)
     path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
     record = json.loads(path.read_text())
@@ -156,7 +156,7 @@ def test_keys_that_were_removed_change_nothing_in_a_checkpoint(tmp_path):
 
 
 def test_modules_come_in_their_order(tmp_path):
-    """It is that of the features of a medium that several read; of the language model among them it does not matter."""
+    """It orders the features of a medium that several encoders read; the language model's place does not matter."""
     override = saved(tmp_path, config="mixed_tiny")
     path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
     record = json.loads(path.read_text())
@@ -181,7 +181,7 @@ def test_a_new_run_may_leave_out_an_encoder(tmp_path):
 
 
 def test_modules_come_from_other_runs(tmp_path):
-    """Whatever else those have; a module of another meaning is a fault, or listed."""
+    """The other modules there do not matter; a module with another meaning is a fault, or listed."""
     saved(tmp_path, config="mixed_tiny")
     images = "checkpoint.load_modules.images"
     load_images = (f"{images}.path={tmp_path}", f"{images}.module=images")
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_other_data_is_a_fault(tmp_path):
 
 
 def test_a_checkpoint_whose_record_holds_no_config_is_a_fault(tmp_path):
-    """Training would end on it."""
+    """Training would fail on it."""
     override = saved(tmp_path)
     path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
     whole = json.loads(path.read_text())["config"]
@@ -259,7 +259,7 @@ def test_a_checkpoint_whose_record_holds_no_config_is_a_fault(tmp_path):
 
 
 def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
-    """Training would end on it, or set it aside where there is one before it."""
+    """Training would fail on it, or set it aside if there is an earlier one."""
     override = saved(tmp_path)
     for text in ("{", "[]", ""):
         write_record(tmp_path / "checkpoints" / "step_00000200", text)
@@ -275,7 +275,7 @@ def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
 
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-1])])
 def test_a_checkpoint_that_lost_a_file_is_damaged(tmp_path, spoil):
-    """As one that was copied in part: training would set it aside, or end on it."""
+    """For example one that was copied in part: training would set it aside, or fail."""
     override = saved(tmp_path)
     first, newest = (tmp_path / "checkpoints" / f"step_00000{step}" for step in (100, 200))
     partial, record = newest.with_suffix(".partial"), (newest / "run.json").read_bytes()
@@ -310,7 +310,7 @@ def test_a_checkpoint_of_trained_weights_alone_needs_the_one_with_the_others(tmp
 
 
 def test_weights_of_directories_must_be_there(tmp_path):
-    """But for a run that continues, which does not read them."""
+    """A resumed run does not read them."""
     sizes = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256}
     sizes |= {"num_hidden_layers": 4, "vocab_size": 400, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
@@ -329,7 +329,7 @@ def test_weights_of_directories_must_be_there(tmp_path):
 
 
 def test_names_of_tensors_are_compared_with_those_of_the_model(tmp_path):
-    """As a start does, from headers alone; of `.bin` files too."""
+    """As at a start, from headers alone; of `.bin` files too."""
     sizes = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256}
     sizes |= {"num_hidden_layers": 4, "vocab_size": 400, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
     start = (f"modules.language.pretrained={tmp_path}", "data.tokenizer=bytes")
@@ -342,7 +342,7 @@ def test_names_of_tensors_are_compared_with_those_of_the_model(tmp_path):
     assert "has no weights" in fault
     weights = write_weights(tmp_path, *start)
     tensors = load_file(weights)
-    # A tied model may have the output layer all the same.
+    # A tied model may have the output layer nevertheless.
     assert faults() == faults(tied=True) == []
     save_file(tensors | {"lm_head.weight": torch.zeros(399, 1)}, weights)
     (fault,) = faults(tied=True)

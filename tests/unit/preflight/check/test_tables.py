@@ -1,4 +1,4 @@
-"""The table of ranks that `mimo-train check` prints."""
+"""The tables that `mimo-train check` prints."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_equal_sizes_on_the_same_ranks_move_nothing():
 
 
 ROWS = 384
-"""Of the embedding."""
+"""Rows of the embedding."""
 
 
 def flops(name: str, *overrides: str, **media: float) -> dict[tuple[int, ...], dict[str, float]]:
@@ -63,7 +63,7 @@ def flops(name: str, *overrides: str, **media: float) -> dict[tuple[int, ...], d
 
 
 def of_language(cfg) -> tuple[float, float]:
-    """FLOPs of a sample through one layer, and of its logits, forward and backward: thrice the forward pass."""
+    """Return the FLOPs of a sample through one layer, and of its logits, forward and backward: three times forward."""
     llm, length = cfg.llm, cfg.data.sequence_length
     gates = 3 if llm.is_gated else 2
     weights = 4 * llm.hidden_size**2 + gates * llm.hidden_size * llm.ffn_hidden_size
@@ -72,7 +72,7 @@ def of_language(cfg) -> tuple[float, float]:
 
 
 def of_encoder(cfg, forward_only: bool = False) -> tuple[float, float, float]:
-    """FLOPs of an image through the embedding of patches, whose input needs no gradient, one layer, the projector."""
+    """Return the FLOPs of an image through patch embedding (no input gradient), one layer, and projector."""
     encoder, projector = cfg.modules["images"].encoder, cfg.modules["images"].projector
     patches, hidden, width = 16, encoder.hidden_size, cfg.llm.hidden_size
     embedding = 2 * patches * 3 * encoder.patch_size**2 * hidden
@@ -91,7 +91,7 @@ def test_by_hand():
         (0, 1): {"images": pytest.approx(32 * (embedding + 3 * encoder_layer + projector))},
         (1, 2): {"language": pytest.approx(32 * (4 * layer + logits))},
     }
-    # Two stages; the last one has the logits. Two replicas, each with half of the samples, in ranks of tp 2.
+    # Two stages; the last one has the logits. Two replicas, each with half of the samples, on ranks of tp 2.
     staged = flops("vlm_digits", *(f"modules.language.layout.{size}=2" for size in ("pp", "tp", "dp")))
     assert staged[1, 5] == {"language, stage 1 of 2": pytest.approx(8 * 2 * layer)}
     assert staged[5, 9] == {"language, stage 2 of 2": pytest.approx(8 * (2 * layer + logits))}
@@ -102,7 +102,7 @@ def test_what_is_frozen_adapted_or_computed_again():
     embedding, encoder_layer, projector = of_encoder(cfg, forward_only=True)
     _, _, trained = of_encoder(cfg)
     frozen = flops("vlm_digits", "modules.images.freeze=[encoder]")[0, 1]["images"]
-    # Linear layers of Megatron-Core give the gradient of their input, asked for or not.
+    # Megatron-Core's linear layers always compute the gradient of their input.
     assert frozen == pytest.approx(32 * (embedding + 3 * encoder_layer + trained))
     layer, logits = of_language(cfg)
     full = flops("vlm_digits", "modules.language.recompute=full")[1, 2]["language"]
@@ -178,7 +178,7 @@ TWO, THREE = "1: one_process", "3: images_dp1_language_dp2 train.micro_batch_siz
 
 
 def checked(capsys, layouts: str) -> tuple[int, list[str], list[str]]:
-    """The exit code, rows of the table, and errors."""
+    """Return the exit code, the rows of the table, and the errors."""
     code = main("vlm_digits", [f"launch.layouts={{{layouts}}}"], without_data=True)
     out, err = capsys.readouterr()
     table = out.partition("layouts by nodes\n")[2].partition("\n\n")[0].splitlines()

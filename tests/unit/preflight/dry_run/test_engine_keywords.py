@@ -1,5 +1,5 @@
-"""The stand-in for Transformer Engine takes no keyword that version 2.20.2 does not have: what it took and the real one
-refused would end the first step on a GPU."""
+"""The fake Transformer Engine takes no keyword that version 2.20.2 lacks: the real one would fail in the first step on
+a GPU."""
 
 import inspect
 import tomllib
@@ -35,7 +35,7 @@ PASS = """query_layer key_layer value_layer attention_mask qkv_format cu_seqlens
     cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size bottom_right_diagonal softcap
     checkpoint_core_attention core_attention_bias_type core_attention_bias alibi_slopes fast_zero_fill inference_params
     pad_between_seqs fp8_output num_splits"""
-"""Keywords of a pass of its attention."""
+"""Keywords of a forward pass of its attention."""
 
 
 def test_the_stand_in_is_of_the_version_that_is_installed():

@@ -1,4 +1,4 @@
-"""What a dry run says of itself."""
+"""The heading of a dry run."""
 
 from mimo_train.preflight.dry_run.command import heading
 from tests.unit.configs import load

@@ -1,4 +1,4 @@
-"""The options of the command, what it prints, and what it refuses."""
+"""The options of the command, its output, and its errors."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def test_wrong_usage(capsys, arguments):
 
 
 def test_what_does_not_fit_says_what_does(capsys):
-    """A full run of 7B on one GPU: with adapters, or on more of them."""
+    """A full run of 7B on one GPU: it fits with adapters, or on more GPUs."""
     recipe = ("plan", "recipes/llava_1_5_finetune", "--without-data")
     code, _, said = run(capsys, *recipe, "--gpus", "1")
     assert code == 1 and "With LoRA on the language model (modules.language.lora.rank=16) it fits, with " in said

@@ -1,4 +1,4 @@
-"""A profile is read as it was written, and what is none is refused by name."""
+"""A profile is read as it was written, and other files are rejected by name."""
 
 import pytest
 

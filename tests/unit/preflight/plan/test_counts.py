@@ -1,4 +1,4 @@
-"""What a step of the data has to do in each microbatch, over what a step of the largest samples has."""
+"""The work of each microbatch in a step of the data, relative to a step of the largest samples."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ BATCH = ("train.global_batch_size=16", "train.micro_batch_size=2", "data.sequenc
 
 
 def step_of(cfg, lengths: list[int], drawn_images: list[int]) -> KnownStep:
-    """A step whose samples have so many tokens, and so many images of the largest size."""
+    """Return a step whose samples have these numbers of tokens, and of images of the largest size."""
     module, number = cfg.modules["images"], np.array(drawn_images, dtype=np.int64)
     tokens = module.encoder.most_inner_tokens(module.projector.merge)
     rows = module.encoder.most_tokens(module.projector.merge)

@@ -1,4 +1,4 @@
-"""Proposals are legal, fit, and are the best by the model; their overrides choose them."""
+"""Proposals are legal, fit, and are the best in the model; their overrides select them."""
 
 import os
 from dataclasses import asdict, replace
@@ -35,7 +35,7 @@ def request(cfg, gpus: int, **changes) -> Request:
 
 
 def predictor(cfg, asked: Request) -> Predictor:
-    """Of single candidates, as the search has it."""
+    """Return the predictor of the search, for single candidates."""
     links = Links(asked.device, asked.node)
     cfgs = {each: replace(cfg, train=replace(cfg.train, recompute=each)) for each in ("none", "full")}
     return Predictor(cfg, Costs(cfgs, asked.vocab, dict(asked.media), links, asked.profile), links)
@@ -48,7 +48,7 @@ def seconds_of(cfg, asked: Request, candidate: Candidate) -> float:
 
 SIZES = (8, 64, 512)
 EVERY = list(product(NAMES, SIZES))
-"""Every one was tried; by default one size of each recipe, and all with MIMO_ALL_LAYOUTS=1."""
+"""All cases passed. By default one size per recipe runs, with MIMO_ALL_LAYOUTS=1 all."""
 DEFAULT = [(name, SIZES[at % len(SIZES)]) for at, name in enumerate(NAMES)]
 
 
@@ -63,7 +63,7 @@ def test_each_recipe_has_a_proposal_that_a_check_accepts(name, gpus):
         report = check(chosen, without_data=True)
         assert not report.faults, report.faults
         assert one.candidate.world_size <= gpus
-        chosen.data.tokenizer = "bytes"  # is there
+        chosen.data.tokenizer = "bytes"  # exists
         run = resolve(chosen)
         assert run.layout.world_size == one.candidate.world_size
         stages = [stage for part in cfg.modules for stage in stage_memory(run, part, asked.vocab)]
@@ -115,7 +115,7 @@ def test_what_is_proposed_has_no_fault(layers, heads, groups, encoder_heads, bat
         require_sound(cfg)
     except ConfigError:
         return  # not a run at all
-    found = plan(cfg, asked)  # on one GPU there is one
+    found = plan(cfg, asked)  # a valid run on one GPU has a layout
     for one in found.proposals:
         chosen = one.candidate.config(cfg)
         assert not check(chosen, without_data=True).faults
@@ -151,7 +151,7 @@ def test_less_memory_leaves_fewer_layouts():
 
 
 def test_layouts_that_do_not_fit_take_no_place_of_one_that_does(monkeypatch):
-    """Of each kind the best that fits, though more than are looked at would be faster."""
+    """The best fitting layout of each kind is kept, even if more than `_OF_A_KIND` faster ones do not fit."""
     cfg, room = load("vlm_digits", "train.global_batch_size=64"), 0.85 * 80e9
     asked = request(cfg, 8, top=100)
     original = Fullest.of
@@ -175,7 +175,7 @@ def test_a_better_device_is_never_slower(rate):
     faster = replace(asked, device=replace(asked.device, **{rate: 2 * getattr(asked.device, rate)}))
     found = plan(cfg, asked).proposals
     best = plan(cfg, faster).proposals[0].prediction.seconds
-    # Of those that are within 1 % the one with fewer ranks is shown.
+    # Among proposals within 1 %, the one with fewer ranks is shown.
     assert best <= 1.01 * found[0].prediction.seconds
     for one in found:
         assert seconds_of(cfg, faster, one.candidate) <= one.prediction.seconds
@@ -188,13 +188,13 @@ def test_more_gpus_are_never_slower():
 
 
 def gpt(**values):
-    """A language model alone, of four layers and 16 samples a step."""
+    """Return a language model alone, with four layers and 16 samples a step."""
     own = {"train.global_batch_size": 16, "modules.language.llm.tie_embeddings": True}
     return changed(own | {key.replace("__", "."): value for key, value in values.items()}, config="gpt_tiny")
 
 
 def measured(forward: float, backward: float) -> Profile:
-    """FLOP/s of the layers of a language model."""
+    """Return a profile with these FLOP/s of a language model's layers."""
     return Profile("test", "fp32", [LayerCost("language", 1, 1, forward, backward, 1.0, 1.0)])
 
 
@@ -204,7 +204,7 @@ def candidate(micro: int = 1, **sizes: int) -> Candidate:
 
 
 def test_free_messages_make_replicas_the_best():
-    """With links that cost nothing but latency and no time for the update, replicas have no bubble."""
+    """With links that only cost latency and a free update, replicas have no bubble."""
     cfg = gpt()
     device = replace(DEVICES["h100"], inside=1e18, across=1e18, traffic=1e18)
     asked = request(cfg, 4, device=device, profile=measured(1e9, 1e9))
@@ -214,8 +214,8 @@ def test_free_messages_make_replicas_the_best():
 
 
 def test_a_step_by_hand():
-    """Of one rank: forward and backward FLOPs of 16 samples over their rates. Two stages add the bubble of one of them
-    to half of that."""
+    """One rank: forward and backward FLOPs of 16 samples over their rates. Two stages take half of that, plus one
+    bubble."""
     from mimo_train.estimate.flops import module_work
 
     cfg = gpt()
@@ -224,7 +224,7 @@ def test_a_step_by_hand():
     work = module_work(cfg, "language", ROWS, 0.0)
     whole = work.whole
     sample = (whole.matmuls + whole.attention) / 1e9 + (whole.matmuls_back + whole.attention_back) / 2e9
-    # Matrices alone, from the sizes: 3 times 2 FLOPs a weight and token, and attention over half of the pairs.
+    # Matrices alone, from the sizes: 3 times 2 FLOPs per weight and token, and attention over half of the pairs.
     llm, length = cfg.llm, cfg.data.sequence_length
     weights = 4 * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size) + ROWS * llm.hidden_size
     attention = 4 * 4 * llm.hidden_size * length * (length + 1) / 2
@@ -251,7 +251,7 @@ def test_ranks_share_cores():
 
 
 def test_encoders_apart_are_named_by_their_ranks():
-    """Overrides of every way to place encoders choose the same layout."""
+    """Overrides of every way to place encoders select the same layout."""
     cfg = load("vlm_digits", "placement.first_rank={images: 0, language: 1}")
     for mode in (frozenset(), frozenset({"images"})):
         layouts = {name: replace(module.layout) for name, module in cfg.modules.items()}
@@ -262,7 +262,7 @@ def test_encoders_apart_are_named_by_their_ranks():
 
 
 def test_matmuls_in_fp8_by_hand():
-    """Of the first three of four layers: queries, keys and values, projection, feed-forward, at twice the rate."""
+    """fp8 doubles the rate of the first three of four layers: queries, keys and values, projection, feed-forward."""
     from mimo_train.estimate import devices
     from mimo_train.estimate.flops import module_work
 
@@ -274,7 +274,7 @@ def test_matmuls_in_fp8_by_hand():
     assert (work.in_fp8, work.in_fp8_back, without.in_fp8) == (in_fp8, 2 * in_fp8, 0)
     assert (work.matmuls, work.matmuls_back, work.total) == (without.matmuls, without.matmuls_back, without.total)
 
-    # Rates at which neither the host nor memory nor messages count.
+    # Rates at which host, memory and messages do not count.
     links = {"traffic": 1e18, "inside": 1e18, "across": 1e18}
     device = replace(DEVICES["h100"], half=1e9, eighth=2e9, **links)
     fast, slow, old = (
