@@ -36,14 +36,8 @@ def to_sample(
     *,
     keep_text: bool = False,
 ) -> TextSample:
-    """Return the conversation cut or padded to `sequence_length`. Only text after the last placeholder is cut.
-
-    Args:
-        keep_text: return `TextSample.questions` too.
-
-    Raises:
-        RecordError: the media tokens do not fit, or the template cannot render the conversation.
-    """
+    """Return the conversation cut or padded to `sequence_length`. Only text after the last placeholder is cut. Raises
+    RecordError: the media tokens do not fit, or the template cannot render the conversation."""
     encoded = _encoded(conversation, tokenizer, media, sequence_length, key)
     tokens, length = encoded.tokens, min(len(encoded.tokens), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)

@@ -66,12 +66,8 @@ class TooManyBadSamples(DataError):
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line why a sample is bad, from any error of a decoder, tokenizer or template.
-
-    Raises:
-        MemoryShortage: the error says that memory ran out.
-        MissingLibrary: the error is one.
-    """
+    """Return in one line why a sample is bad, from any error. Re-raises MissingLibrary, and a lack of memory as
+    MemoryShortage."""
     if isinstance(error, MissingLibrary):
         raise error
     lines = str(error).strip().splitlines()

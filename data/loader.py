@@ -169,7 +169,6 @@ class StepLoader:
         ]
 
     def _spans(self, reader: Reader, plan: StepPlan, samples: StepSamples, order: list[np.ndarray]) -> list[Span]:
-        """Return this rank's span of each microbatch for a module."""
         if reader is self._language:
             return [plan.spans(microbatch)[reader.dp_rank] for microbatch in range(len(order))]
         if plan.packed or reader.balanced:
@@ -180,7 +179,6 @@ class StepLoader:
         return [reader.span(places.tolist()) for places in order]  # only the number of loads counts
 
     def _submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
-        """Return a callable that gives the results for all numbers, in order."""
         if self._threads is None:
             return lambda: [self._read_now(work, number) for number in numbers]
         # Submitting a task costs as much as reading a short text, but every thread should get one.

@@ -22,14 +22,8 @@ from data.errors import DataError
 def worker_processes(
     number: int, begin: Callable[..., Any] | None = None, *given: Any
 ) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of `number` processes. When the block ends or raises, pending jobs are cancelled.
-
-    Args:
-        begin: called with `given` in each process before its first job. All jobs must be at module level.
-
-    Raises:
-        DataError: a process was killed.
-    """
+    """Yield a pool of `number` processes. When the block ends or raises, pending jobs are cancelled. Each process calls
+    `begin(*given)` first. All jobs must be at module level. Raises DataError if a process was killed."""
     # No fork: this process may have threads that hold locks.
     with ProcessPoolExecutor(number, get_context("spawn"), _begin, (begin, given)) as pool:
         try:

@@ -254,7 +254,6 @@ def _packed(members: Sequence[tuple[str, bytes | FileRange]]) -> tuple[bytes, in
 
 
 def _unpacked(raw: bytes) -> list[tuple[str, bytes]]:
-    """Return the members of a spooled sample. Raises DataError if a file has changed."""
     at = 4 + int.from_bytes(raw[:4], "big")
     members = []
     for extension, size, *place in json.loads(raw[4:at]):

@@ -141,14 +141,8 @@ def kind_of_extension(extension: str) -> str:
 
 
 def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> list[MediaItem]:
-    """Return the media items in a column's value: one, or a list.
-
-    Args:
-        folder: folder of the files that the value names.
-
-    Raises:
-        RecordError: the value has an unknown form, or a file is unusable.
-    """
+    """Return the media items in a column's value (one, or a list), with files in `folder`. Raises RecordError if
+    unusable."""
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and any(_is_empty(item) for item in value):
         raise RecordError(f"{where}: an empty {kind} among those of {column!r}")
@@ -158,15 +152,8 @@ def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> l
 def take_typed_parts(
     record: dict[str, Any], turns: str, folder: str, where: str
 ) -> tuple[dict[str, Any], list[MediaItem]]:
-    """Take the media out of typed parts of messages: (record with names in their place, media items).
-
-    Args:
-        turns: the column of the messages.
-        folder: folder of the files that parts name.
-
-    Raises:
-        RecordError: a part's media item is unusable.
-    """
+    """Take the media out of typed parts of the messages in column `turns`; parts name files in `folder`. Return (record
+    with names in their place, media items). Raises RecordError if an item is unusable."""
     items: list[MediaItem] = []
 
     def taken(part: Any) -> Any:
@@ -283,7 +270,6 @@ def _from_base64(value: str) -> bytes | None:
 
 
 def _kind_of_base64(value: str) -> str:
-    """Return the media kind of a data URI or base64 text; "" for other text."""
     if value.startswith("data:"):
         kind = value[5:].partition("/")[0]
         return kind if kind in READABLE else ""
@@ -297,7 +283,6 @@ def _kind_of_base64(value: str) -> str:
 
 
 def _kind_of_name(value: str) -> str:
-    """Return the media kind of a file name or URL, by its extension; "" if none."""
     match = _FILE.fullmatch(value.partition("?")[0])
     return kind_of_extension(match[1].lower()) if match else ""
 

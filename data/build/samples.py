@@ -131,7 +131,6 @@ def require_learnable(parse: Callable[[], Conversation], where: str) -> None:
 
 
 def _text_of(value: Any) -> str:
-    """Return a value without a JSON form, such as a time or decimal, as text."""
     if isinstance(value, bytes):
         raise TypeError("bytes inside of a column, which a record has no place for")
     return str(value)
@@ -150,11 +149,8 @@ def encode_record(record: Any, where: str) -> bytes:
 def _with_texts(
     record: dict[str, Any], columns: Columns, counts: Mapping[str, int], where: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the record with its texts under their usual names, and notes about changes.
-
-    Args:
-        counts: kind -> media items of the sample.
-    """
+    """Return the record with its texts under their usual names, and notes about changes. `counts`: kind -> media
+    items."""
     notes: tuple[str, ...] = ()
     if columns.changes_records or "texts" in record:
         texts = {part: _value(record, column, where) for part, column in columns.names.items() if part in TEXTS}
@@ -207,7 +203,6 @@ def _text(value: Any, part: str, where: str) -> str | None:
 
 
 def _turns(value: Any, where: str) -> list[Any]:
-    """Return turns unchanged, from JSON text, or from pairs of `user` and `assistant`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -139,11 +139,7 @@ class Source:
                 number += 1
 
     def _sample_of_row(self, row: Any, typed: Mapping[str, str], where: str) -> Sample:
-        """Return the sample of a record whose columns name or hold its media.
-
-        Args:
-            typed: column -> kind, for media columns by type.
-        """
+        """Return the sample of a record whose columns name or hold media. `typed`: column -> kind, by column type."""
         if isinstance(row, RecordError):
             raise RecordError(f"{where}: {row}")
         if not isinstance(row, dict):
@@ -262,7 +258,6 @@ class Source:
 
 
 def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (where, record) of a JSON list or JSON lines."""
     number = 0
     try:
         with open(file, encoding="utf-8-sig") as lines:
@@ -282,7 +277,6 @@ def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(raw: bytes, is_json: bool, where: str) -> Any:
-    """Return the content of a record member. Raises RecordError."""
     try:
         text = raw.decode("utf-8-sig")
         return json.loads(text) if is_json else {"caption": text_of_file(text)}

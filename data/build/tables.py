@@ -52,7 +52,6 @@ class Layout:
 
 
 def _inner_feature(feature: Any) -> dict[str, Any]:
-    """Return a feature, or that of a list's items."""
     if isinstance(feature, list) and feature:
         feature = feature[0]
     if isinstance(feature, dict) and feature.get("_type") in ("Sequence", "List", "LargeList"):

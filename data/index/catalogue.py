@@ -70,7 +70,6 @@ class Catalogue:
         return Rows(self._files, of_shards, rows)
 
     def _check(self, shard: int) -> None:
-        """Check a part when it is first used."""
         if self._checked[shard]:
             return
         file, row = self._files[self._file[shard]], int(self._row[shard])
@@ -133,7 +132,6 @@ def open_index(
 
 
 def _part_fault(part: Part, shard: Place, file: IndexFile) -> str:
-    """Return why a part cannot belong to a shard; "" if it can."""
     samples, members, keys = part.rows
     length = (samples + 1) * SAMPLE.itemsize + members * MEMBER.itemsize + keys
     is_aligned = file.table["at"][file.row_of[part.name]] % UNIT == 0

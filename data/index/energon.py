@@ -184,7 +184,6 @@ def _blended(given: Any, path: Path, split: str, is_old: bool) -> list[Blended]:
 
 
 def _referred(given: Mapping[str, Any], path: Path, split: str) -> list[Blended]:
-    """Return the sources of the dataset or metadataset at a path."""
     _only(given, _REFERENCE, path)
     for name in ("split_config", "dataset_config"):
         if given.get(name) not in (None, "split.yaml" if name == "split_config" else "dataset.yaml"):
@@ -202,7 +201,6 @@ def _referred(given: Mapping[str, Any], path: Path, split: str) -> list[Blended]
 
 
 def _count(source: Blended) -> float:
-    """Return the samples of a source, by its information file."""
     folder, _, split = source.shards.rpartition(":")
     base = Path(folder) / FOLDER
     place = next((base / name for name in (".info.yaml", ".info.json") if (base / name).exists()), base / ".info.yaml")

@@ -38,8 +38,6 @@ class FolderFile:
         located: the shards' parts; see `load`.
 
     Args:
-        shards: of one folder.
-        suffix: of the file name.
         what: the file, for messages.
         checks_all: verify the checksums of all parts, for any file size.
     """
@@ -61,11 +59,8 @@ class FolderFile:
         self.located = Located.none(len(shards))
 
     def load(self, current: Callable[[IndexFile, np.ndarray, np.ndarray], np.ndarray]) -> None:
-        """Locate the shards' parts.
-
-        Args:
-            current: (file, rows of all shards in it, candidate shards) -> candidates whose part is up to date.
-        """
+        """Locate parts. `current`: (file, rows of all shards in it, candidate shards) -> candidates whose part is up
+        to date."""
         located = Located.none(len(self._names))
         for file in self._files():
             rows = file.rows_of(self._names)

@@ -61,14 +61,8 @@ class IndexFile:
     """
 
     def __init__(self, path: Path, content: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
-        """Check the table and texts.
-
-        Args:
-            begin: first byte of the parts.
-
-        Raises:
-            DataError, KeyError, TypeError: they do not match each other or the file.
-        """
+        """Open the file. Raises DataError, KeyError or TypeError if `table`, `texts` and `begin`, the first byte of
+        parts, do not match."""
         self.path, self.bytes, self.table = path, content, table
         self.names: list[str] = texts["names"]
         self._tags: dict[str, str] = texts["tags"]
@@ -145,14 +139,7 @@ class IndexFile:
 
 
 def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
-    """Write or replace a file.
-
-    Args:
-        what: the file, for messages.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Write or replace the file `what`. Raises DataError if it cannot be written."""
     parts = sorted(parts, key=lambda part: part.name)
     known: dict[tuple[tuple[str, ...], ...], int] = {}
     table, all_parts, offset = np.zeros(len(parts), dtype=_SHARD), xxh3_64(), 0

@@ -46,11 +46,8 @@ _LOG_SECONDS = 20.0  # between messages about progress
 
 
 class FolderIndex:
-    """The indexes of one folder's shards while they are opened. See `open_catalogue` for the arguments.
-
-    Attributes:
-        errors: shard number -> why it has no index.
-    """
+    """The indexes of one folder's shards while they are opened. See `open_catalogue`. `errors`: shard -> why it has
+    no index."""
 
     def __init__(
         self,
@@ -136,7 +133,6 @@ class FolderIndex:
         return which[same]
 
     def _complete(self) -> None:
-        """Build and save missing parts."""
         with self._file.lock():
             self._load()  # another process may have worked meanwhile
             new: dict[str, Part] = {}
@@ -164,7 +160,6 @@ class FolderIndex:
         self._load()
 
     def _built(self, missing: Sequence[int]) -> Iterator[tuple[int, Part | DataError]]:
-        """Yield the part or the error of each shard, as they are done."""
         shards, processes = [self._shards[shard] for shard in missing], min(self._processes, len(missing))
         if self._objects is not None:
             with ThreadPoolExecutor(8) as pool:
@@ -186,14 +181,11 @@ def build_remote(shard: Url, source: WholeObject) -> ShardIndex:
 
 
 def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> ShardIndex:
-    """Read a shard's headers and media headers; writes nothing.
-
-    Args:
-        retries: `data.read_retries`: retries after an I/O error.
+    """Index a shard by its headers and media headers; writes nothing.
 
     Raises:
         ShardError: the shard is no file, compressed, truncated or damaged, or changes meanwhile.
-        ReadError: it cannot be read.
+        ReadError: it cannot be read after `retries`.
     """
     shard = place_of(shard)
     if isinstance(shard, Url):
@@ -235,12 +227,8 @@ class IndexBuilder:
         self._keys: list[str] = []
 
     def add(self, key: str, names: Sequence[str], places: Sequence[tuple[int, int, int, int]]) -> None:
-        """Add a sample.
-
-        Args:
-            names: extensions of its members.
-            places: (offset, size, both numbers of the extent) of each.
-        """
+        """Add a sample: `names` are its members' extensions, `places` their offset, size, and both numbers of the
+        extent."""
         found = arrange(tuple(names))
         reason = self._reasons.of(found.reason) + 1 if found.reason else 0
         self._samples.append((len(self._members), found.record, reason))
@@ -267,12 +255,8 @@ class IndexBuilder:
 def grouped[Taken](
     walk: Iterable[tuple[str, int, int]], take: Callable[[str, str, int, int], Taken]
 ) -> Iterator[tuple[str, list[str], list[Taken]]]:
-    """Yield (key, extensions, result of `take` for each member) of every sample of a tar.
-
-    Args:
-        walk: `walk_tar`.
-        take: (key, extension, offset, size) of a member -> result; called before the walk continues.
-    """
+    """Yield (key, extensions, result of `take` for each member) of every sample of a tar, walked by `walk_tar`. `take`
+    gets key, extension, offset and size before the walk continues."""
     current: tuple[str, list[str], list[Taken]] | None = None
     for name, offset, size in walk:
         READS.count += 1
@@ -332,7 +316,7 @@ def part_of(index: ShardIndex) -> Part:
 
 
 def _part_of(shard: Place, retries: int) -> Part | DataError:
-    """Index a shard in a worker process; at module level for pickling."""
+    """Index a shard; at module level for pickling."""
     try:
         return part_of(build_index(shard, retries))
     except DataError as error:

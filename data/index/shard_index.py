@@ -195,7 +195,6 @@ class ShardIndex:
         return arrange(tuple(member.extension for member in members), self.fields)
 
     def _patterns(self) -> Counter[tuple[str, ...]]:
-        """Count samples by their members' extensions."""
         firsts, codes = self.samples["first_member"].tolist(), self.all_members["code"].astype(np.int32)
         found = Counter(codes[start:end].tobytes() for start, end in zip(firsts[:-1], firsts[1:], strict=True))
         named: Counter[tuple[str, ...]] = Counter()

@@ -38,7 +38,6 @@ def expand_ranges(text: str) -> list[str]:
 
 
 def _numbers(found: re.Match[str], text: str) -> list[str]:
-    """Return the numbers of a range, as wide as its first."""
     first, last = int(found[1]), int(found[2])
     if last < first:
         raise DataError(f"data.shards: the range {{{found[1]}..{found[2]}}} in {text!r} runs backwards")
@@ -70,12 +69,7 @@ def refuse_compressed(path: str | os.PathLike[str]) -> None:
 
 
 def refuse_left_out(folder: Place, taken: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ShardError if a folder has compressed tars that would be ignored, without an unpacked copy.
-
-    Args:
-        taken: names that are read.
-        names: all names in the folder.
-    """
+    """Raise ShardError if a folder with `names` has compressed tars without an unpacked one among the `taken`."""
     compressed = sorted(name for name in names if name.lower().endswith(_ENDS))
     known = {*taken, *(name.removesuffix(".tar") for name in taken)} if compressed else set()
     others = [name for name in compressed if name not in known and name[: name.lower().rindex(".t")] not in known]

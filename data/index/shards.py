@@ -88,7 +88,6 @@ def _find_one(part: str) -> Sequence[Place]:
 
 
 def _source_of(command: str) -> str:
-    """Return the first URL in `command`, or an example."""
     urls = [word for word in command.split() if is_url(word)]
     return urls[0] if urls else "s3://bucket/x-{000000..000003}.tar"
 
@@ -138,12 +137,8 @@ _FEW = 4  # objects of a folder that are requested singly instead of listing it
 def find_remote(names: Sequence[str]) -> list[Url]:
     """Return the shards that URLs name, in order, with sizes and tags.
 
-    Each URL is a file, a folder, or has a glob in its last part (both sorted).
-
-    Raises:
-        ShardError: one is a compressed tar.
-        DataError: one matches nothing.
-        ReadError: a server does not answer.
+    Each URL is a file, a folder, or has a glob in its last part (both sorted). Raises ShardError for a compressed tar,
+    DataError if a URL matches nothing, ReadError if a server does not answer.
     """
     urls = [Url.parse(name) for name in names]
     files = [url for url in urls if url.name.endswith(".tar") and not _is_glob(url)]

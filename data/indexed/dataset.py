@@ -117,7 +117,6 @@ class TokenDataset(Samples):
         self.reader.close()
 
     def _window(self, number: int) -> tuple[IndexedFile, int]:
-        """Return (file, first token) of a sample."""
         row = self.order.row(number)
         at = int(np.searchsorted(self._ends, row, side="right"))
         return self.files[at], int(self._firsts[at]) + (row - int(self._begins[at])) * self.sequence_length
@@ -129,7 +128,6 @@ class TokenDataset(Samples):
         return files, self._firsts[files] + (rows - self._begins[files]) * self.sequence_length
 
     def _documents(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Return the tokens of each document in each sample."""
         found: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(numbers)
         files, firsts = self._windows(numbers)
         for at in np.unique(files).tolist():

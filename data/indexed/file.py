@@ -48,10 +48,6 @@ class IndexedFile:
     """
 
     def __init__(self, index: Path, read_retries: int = RETRIES) -> None:
-        """
-        Args:
-            index: the .idx file.
-        """
         self.index, self.path = index, index.with_name(f"{index.name.removesuffix('.idx')}.bin")
         for path, other in ((self.index, self.path), (self.path, self.index)):
             if not path.exists():
@@ -174,7 +170,6 @@ class IndexedFile:
         return code, sequences, ends
 
     def _checked_ends(self) -> int:
-        """Return the tokens of the .bin. Its size must match the index."""
         ends, last = self._firsts, self._sequences - 1
         if not len(ends) or ends[0] != 0 or ends[-1] != self._sequences:
             raise ShardError(f"{self.index}: its documents do not end with its sequences: it is damaged")

@@ -157,7 +157,6 @@ def _is_mp3_length_known(raw: bytes) -> bool:
 
 
 def _decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield `mono_blocks` from PyAV."""
     try:
         import av
     except ImportError as error:

@@ -207,7 +207,6 @@ def _decode_heic(raw: bytes, background: Colour | None) -> torch.Tensor:
 
 
 def _flat(image: Any, background: Colour | None) -> torch.Tensor:
-    """Return a Pillow image as uint8 [3, H, W]."""
     if background is not None and image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, (*background, 255)), layer)

@@ -46,11 +46,8 @@ Phase = tuple[int, tuple[int, ...]]
 
 
 def whole_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
-    """Return weights as integers in lowest terms. Decimals are taken as written: 0.1 is one tenth.
-
-    Args:
-        weights: at least 0, not all 0.
-    """
+    """Return weights (at least 0, not all 0) as integers in lowest terms. Decimals are taken as written: 0.1 is one
+    tenth."""
     exact = [weight if isinstance(weight, int | Fraction) else Fraction(str(weight)) for weight in weights]
     assert exact and min(exact) >= 0 and sum(exact) > 0, weights
     scale = math.lcm(*(Fraction(weight).denominator for weight in exact))
@@ -64,11 +61,7 @@ def whole_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
 
 
 class Mixture:
-    """Places of sources with fixed weights.
-
-    Attributes:
-        weights: integers in lowest terms.
-    """
+    """Places of sources with fixed weights, integers in lowest terms."""
 
     def __init__(self, weights: Sequence[int], seed: int = 0):
         self.weights, self._seed = tuple(weights), seed
@@ -136,13 +129,9 @@ class Mixture:
 
 
 class Phases:
-    """Places of sources whose weights change at given places; each source continues at its next item."""
+    """Places of sources whose weights change in `phases`, the first at 0. Each source continues at its next item."""
 
     def __init__(self, phases: Sequence[Phase], seed: int = 0):
-        """
-        Args:
-            phases: in order; the first starts at 0.
-        """
         self.phases = [(start, tuple(weights)) for start, weights in phases]
         self._starts = [start for start, _ in self.phases]
         assert self._starts[0] == 0 and all(a < b for a, b in zip(self._starts, self._starts[1:], strict=False)), phases

@@ -106,11 +106,8 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
 def _all_spread(
     tokens: Sequence[int], own: Sequence[Sequence[int]], count: int, budget: int
 ) -> list[list[Pack]] | None:
-    """Return `count` packs for each rank; None if a sample does not fit.
-
-    Args:
-        own: samples of each rank, the longest first.
-    """
+    """Return `count` packs for each rank; None if a sample does not fit. `own`: samples of each rank, the longest
+    first."""
     found = []
     for places in own:
         packs = _spread(tokens, places, count, budget)
@@ -173,13 +170,11 @@ def whole_work(lengths: np.ndarray, squares: np.ndarray, pair: float) -> np.ndar
 
 
 def _parts(quantity: np.ndarray, ranks: int) -> np.ndarray:
-    """Return int64 [samples], scaled to a mean of `_MEAN` per rank. Integers only: sums of fractions depend on the
-    machine, and ranks must agree."""
+    """Scale a quantity to int64 with a mean of `_MEAN` per rank. Sums of fractions would depend on the machine."""
     return np.rint(quantity * (_MEAN * ranks / max(1, int(quantity.sum())))).astype(np.int64)
 
 
 def _largest_first(parts: np.ndarray, ranks: int) -> list[list[int]]:
-    """Return the samples of each rank: the largest first, each to the least loaded rank."""
     least = [(0, rank) for rank in range(ranks)]
     own: list[list[int]] = [[] for _ in range(ranks)]
     order = np.argsort(-parts, kind="stable")

@@ -75,17 +75,12 @@ class MixedOrder:
     Attributes:
         size: samples of all sources in an epoch.
         parts: rows of each source.
-        phases: weights from given sample numbers on.
     """
 
     def __init__(
         self, parts: Sequence[Part], phases: Sequence[Phase], seed: int = 0, shuffle: bool = True, block: int = 1
     ):
-        """
-        Args:
-            phases: with a weight for each part; empty: sizes are weights.
-            seed, shuffle, block: order of each source, see `GlobalOrder`.
-        """
+        """Make the order. Without `phases`, sizes are weights. See `GlobalOrder` for the other arguments."""
         self.parts, self.size = tuple(parts), sum(part.size for part in parts)
         self._seed, self._shuffle, self._block = seed, shuffle, block
         self._places = Phases(phases or [(0, whole_weights([part.size for part in parts]))], seed)
@@ -166,7 +161,7 @@ def parts_of(
     held_fraction: float,
     only_held: bool,
 ) -> list[Part]:
-    """Return the rows of each source.
+    """Return the rows of each source. Raises DataError for a source without rows.
 
     Args:
         ends: index after the last shard of each source.
@@ -174,9 +169,6 @@ def parts_of(
         contents: content hash of each shard.
         held_fraction: share that is held out.
         only_held: True for the held-out rows, False for the others.
-
-    Raises:
-        DataError: a source has no rows.
     """
     parts, begin, first = [], 0, 0
     for source, end in zip(sources, ends, strict=True):
@@ -271,12 +263,8 @@ def fingerprint_of(shards: Sequence[tuple[str, int, str, int]], ends: Sequence[i
 
 
 def held_rows(content: str, rows: int, fraction: float) -> np.ndarray:
-    """Return the held-out rows of a shard: those whose hash is below `fraction` of all hashes.
-
-    Args:
-        content: hash of the shard's content.
-        rows: number of rows of the shard.
-    """
+    """Return the held-out rows of a shard of `rows` rows: those whose hash with `content` is below `fraction` of
+    all."""
     key = 0
     for byte in content.encode():
         key = splitmix(key ^ byte)

@@ -51,11 +51,7 @@ class StepPlan:
         return self._spans[microbatch]
 
     def lengths_in_row(self, numbers: np.ndarray, row_length: int) -> list[int]:
-        """Return the tokens of each sample in a packed row, and of its trailing padding, if any.
-
-        Args:
-            numbers: sample numbers.
-        """
+        """Return the tokens of each sample in a packed row, and of its trailing padding, if any."""
         assert self.lengths is not None, "packs follow from lengths"
         found = self.lengths[numbers - self.first].tolist()
         rest = row_length - sum(found)
@@ -201,15 +197,8 @@ def balanced_parts(loads: Sequence[int], parts: int) -> list[Span]:
 
 
 def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]:
-    """Return `balanced_parts` of each microbatch. The least loaded rank gets the largest part, so that totals are
-    similar.
-
-    Args:
-        loads: microbatch -> sample -> load.
-
-    Returns:
-        microbatch -> rank -> span.
-    """
+    """Return microbatch -> rank -> span: `balanced_parts` of `loads` (microbatch -> sample -> load). The rank with the
+    least so far gets the largest part, so that totals are similar."""
     so_far = [0] * parts
     found = []
     for of_samples in loads:
@@ -225,7 +214,6 @@ def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]
 
 
 def _filled(loads: Sequence[int], capacity: int) -> list[Span]:
-    """Return spans filled greedily up to `capacity`."""
     spans, first, load = [], 0, 0
     for sample, own in enumerate(loads):
         if load + own > capacity:

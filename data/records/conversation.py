@@ -122,12 +122,8 @@ def with_media(text: str, media: Mapping[str, int], visuals: Sequence[Visual] = 
 
 
 def media_first(media: Mapping[str, int], visuals: Sequence[Visual] = ()) -> tuple[Part, ...]:
-    """Return the parts of media that no text marks.
-
-    Args:
-        media: kind -> number of members.
-        visuals: the images and videos in order; if empty, images precede videos.
-    """
+    """Return the parts of unmarked media. `media`: kind -> members. `visuals` gives the order; else images precede
+    videos."""
     kinds = [visual.kind for visual in visuals]
     kinds = kinds or [kind for kind in ("image", "video") for _ in range(media.get(kind, 0))]
     return tuple(Part(kind) for kind in [*kinds, *["audio"] * media.get("audio", 0)])
@@ -136,13 +132,8 @@ def media_first(media: Mapping[str, int], visuals: Sequence[Visual] = ()) -> tup
 def with_frames(conversation: Conversation, visuals: Sequence[Visual], key: Key) -> Conversation:
     """Return the conversation with each video replaced by its frames as images.
 
-    If `visuals` has no video, the numbered images without an `<image>` are the frames of the one `<video>`.
-
-    Args:
-        visuals: images and videos of the sample, one for each placeholder.
-
-    Raises:
-        RecordError: placeholders and members differ in order or number.
+    `visuals` has an item for each image and video. If it has no video, the numbered images without an `<image>` are the
+    frames of the one `<video>`. Raises RecordError if placeholders and members differ in order or number.
     """
     marks = [part.kind for turn in conversation.turns for part in turn.parts if part.kind in ("image", "video")]
     if "video" not in marks:

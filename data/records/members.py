@@ -105,14 +105,8 @@ class Fields:
         return () if extensions is None and (self.image or self.video) else extensions
 
     def require(self, names: Collection[str], json_keys: Mapping[str, Sequence[str]]) -> None:
-        """Raise RecordError if the sample lacks a required text.
-
-        One learned text is enough. A question is required with every learned text except turns.
-
-        Args:
-            names: texts of the sample.
-            json_keys: JSON member -> its keys, for the message.
-        """
+        """Raise RecordError if a sample with the texts `names` lacks a required one. One learned text is enough. A
+        question is required with every learned text except turns."""
         has = "".join(f"; its {member} has {list(keys)}" for member, keys in json_keys.items())
         learned = [name for name, _ in self.texts if name in LEARNED]
         if not any(name in names for name in learned):
@@ -132,14 +126,8 @@ NO_FIELDS = Fields()
 
 
 def read_fields(values: Mapping[str, Any], key: str = "data.fields") -> Fields:
-    """Parse `data.fields`, e.g. `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`.
-
-    Args:
-        key: config key, for messages about samples.
-
-    Raises:
-        DataError: a name or value is invalid. The message starts with the key below `data.fields`.
-    """
+    """Parse `data.fields`, e.g. `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`. Raises
+    DataError for an invalid name or value. The message starts with the key below `data.fields`."""
     texts, media = [], dict[str, tuple[str, ...]]()
     for name, value in values.items():
         if name in MEDIA:
@@ -284,11 +272,7 @@ def _describe(extension: str, fields: Fields) -> str:
 
 
 def named_unread(counts: Mapping[tuple[str, str], int]) -> list[str]:
-    """Return a sentence for each kind of unread member.
-
-    Args:
-        counts: (extension, description) -> number of members.
-    """
+    """Return a sentence for each kind of unread member. `counts`: (extension, description) -> number of members."""
     sentences = []
     for what in sorted({what for _, what in counts}):
         names = [

@@ -37,14 +37,8 @@ NO_OTHER_MEMBERS = OtherMembers()
 
 
 def require_files(record: Mapping[str, Any], key: Key, others: OtherMembers, media: Mapping[str, int]) -> None:
-    """Compare the files that a record names with the members of its sample.
-
-    Args:
-        media: kind -> members that the run uses.
-
-    Raises:
-        RecordError: the record names other files, another order, or unread files.
-    """
+    """Compare the files that a record names with the members of its sample. `media`: kind -> members that the run uses.
+    Raises RecordError for other files, another order, or unread files."""
     for kind, names in _MEDIA_FIELDS.items():
         if kind == "video" and not media.get(kind):
             continue  # the record may name the video of the sample's frames
@@ -92,7 +86,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _extension_of(file: str, key: Key) -> str:
-    """Return the extension of a file name as a member has it: without folders and key."""
+    """Return the extension of a file name without its folders and key."""
     name = file.rpartition("/")[2]
     return name.removeprefix(str(key).rpartition("/")[2] + ".").lower()
 

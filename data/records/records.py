@@ -321,7 +321,6 @@ def _typed_part(part: Any) -> Part:
 
 
 def _with_system(record: dict[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Prepend the record's `system` text, if any."""
     text = record.get("system")
     if text is None or text == "":
         return turns

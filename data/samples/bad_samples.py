@@ -34,12 +34,7 @@ class BadSample(NamedTuple):
 
 
 def require_budget(count: int, allowed: int, example: BadSample | None = None) -> None:
-    """Raise TooManyBadSamples if `count` exceeds `allowed` (`data.max_bad_samples`).
-
-    Args:
-        count: bad samples so far.
-        example: one of them, if this process knows one.
-    """
+    """Raise TooManyBadSamples if `count` exceeds `allowed` (`data.max_bad_samples`). The message names `example`."""
     if count <= allowed:
         return
     raise TooManyBadSamples(
@@ -55,7 +50,7 @@ def allowed_of(limit: float, samples: int) -> int:
 
 
 class BadSamples:
-    """The bad samples that this process has found, each once. Thread-safe.
+    """The bad samples that this process has found, each once by `row_of` (number -> row). Thread-safe.
 
     Attributes:
         is_quiet: True if the caller reports them (`take`); else each is logged.
@@ -63,10 +58,6 @@ class BadSamples:
     """
 
     def __init__(self, allowed: int, row_of: Callable[[int], int] = lambda number: number) -> None:
-        """
-        Args:
-            row_of: sample number -> row, the same in every epoch.
-        """
         assert allowed >= 0, allowed
         self.is_quiet = False
         self.on_excess: Callable[[list[BadSample]], None] = lambda new: None

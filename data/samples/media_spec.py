@@ -52,12 +52,7 @@ class Media:
         return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
 
     def above(self, own: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
-        """Return why an image is too large during processing; None if it is not.
-
-        Args:
-            own: its (height, width).
-            extent: the functions' arguments for it.
-        """
+        """Return why an image of (height, width) `own` is too large during processing; None if it is not."""
         return bounds.of_resized(*self.resize.largest(*own, cut=min(extent) > 0)) if self.kind == "image" else None
 
     def blank_shape(self, extent: tuple[int, int]) -> tuple[int, ...]:

@@ -81,11 +81,7 @@ class SampleMeta:
         return list(zip(self.tokens[media.module], grids, strict=True))
 
     def media_tokens(self, modules: Sequence[Media], placeholders: Mapping[str, int]) -> MediaTokens:
-        """Return the placeholder ids and token counts of its media.
-
-        Args:
-            placeholders: module -> id.
-        """
+        """Return the placeholder ids and token counts of its media. `placeholders`: module -> id."""
         return {
             kind: [
                 [(placeholders[media.module], self.tokens[media.module][at]) for media in modules if media.kind == kind]
@@ -109,12 +105,8 @@ class SampleTable:
         self._known: dict[tuple[str, int, int, bool], Measured | str] = {}
 
     def measured(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
-        """Return the sizes of one item for each module of its kind, or the end of an error message.
-
-        Args:
-            first, second: its extent.
-            several: True if the sample has several of this kind.
-        """
+        """Return the sizes of one item for each module of its kind, or the end of an error message. `first`, `second`
+        are its extent; `several` is True if the sample has several of the kind."""
         key = kind, first, second, several
         measured = self._known.get(key)
         if measured is None:
@@ -144,12 +136,7 @@ class SampleTable:
         return tuple(measured)
 
     def one(self, index: ShardIndex, shard: int, row: int, number: int) -> SampleMeta:
-        """Return a row of a shard.
-
-        Args:
-            shard: index of the shard.
-            number: sample number, or -1.
-        """
+        """Return a row of a shard; `number` is the sample number or -1."""
         key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
         every = index.members(row)
         members = {kind: self._read_of(kind, every) for kind in self._of_kind}
@@ -199,12 +186,8 @@ class SampleTable:
     def step(
         self, rows: Rows, lengths: np.ndarray | None = None, fields: Sequence[tuple[Fields, np.ndarray]] = ()
     ) -> StepSamples:
-        """Return the token counts of a step's samples; zeros for those that are bad by the index.
-
-        Args:
-            lengths: text lengths of these samples.
-            fields: (`data.fields`, places of its samples) of each source with fields.
-        """
+        """Return the token counts of a step's samples, with their text `lengths`; zeros for those that are bad by the
+        index. `fields` has (`data.fields`, places of its samples) of each source with fields."""
         members, firsts, size = rows.members, rows.firsts, len(rows.samples)
         sizes = np.zeros((size, len(self._modules), 3), dtype=np.int64)
         record, bad, kind_of_member = self._arranged(rows, fields)
@@ -289,10 +272,8 @@ class SampleTable:
 def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:
     """Return a hash of everything that determines text lengths besides the shard (`text_lengths`).
 
-    Modules are identified by their token counts for some hundred sizes.
-
-    Args:
-        read_as: text that changes with everything that determines a record's tokens.
+    `read_as` changes with everything that determines a record's tokens. Modules are identified by their token counts
+    for some hundred sizes.
     """
     table = SampleTable(modules, sequence_length, bounds)
     sizes = {
@@ -308,7 +289,6 @@ def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Seq
 
 
 def _probes(kind: str) -> list[tuple[int, int]]:
-    """Return extents of media, from small to large."""
     probes = []
     for number in range(_PROBES):
         one, two = (splitmix(2 * number + at) / 2**64 for at in range(2))

@@ -213,7 +213,7 @@ _opener = lru_cache(maxsize=1)(pickle.loads)  # one per process: it may hold a t
 
 
 def _count_shard(opener: bytes, shard: Place, fields: Fields) -> Lengths:
-    """Count a shard in a worker process; at module level for pickling."""
+    """Count a shard; at module level for pickling."""
     dataset = _opener(opener)(shard, fields)
     try:
         return dataset.version(0), _lengths_of(dataset, 0)
@@ -222,7 +222,6 @@ def _count_shard(opener: bytes, shard: Place, fields: Fields) -> Lengths:
 
 
 def _lengths_of(dataset: Dataset, shard: int) -> bytes:
-    """Tokenize every text of a shard; int32 lengths."""
     rows = dataset.samples_of(shard)
     lengths = np.empty(rows, dtype=np.int32)
     for row in range(rows):

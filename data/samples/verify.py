@@ -122,19 +122,16 @@ def shared_media(trained: Dataset, held_out: Dataset, first: int) -> Shared:
 
 
 def _size(member: Member) -> tuple[int, int, int]:
-    """Return the size columns of `data.index.MEMBER`."""
     if member.kind == "video":
         return member.size, member.height << 32 | member.width, member.milliseconds
     return (member.size, *member.extent)
 
 
 def _mixed(size: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return a hash of each size; equal ones are compared again."""
     return size * np.uint64(0x9E3779B97F4A7C15) ^ first * np.uint64(0xBF58476D1CE4E5B9) ^ second
 
 
 def _are_trained(trained: Dataset, rows: np.ndarray) -> np.ndarray:
-    """True for global rows that are trained on."""
     if not isinstance(trained.order, MixedOrder):
         return np.ones(len(rows), dtype=bool)
     held = [part.first + part.held for part in trained.order.parts if part.held is not None]

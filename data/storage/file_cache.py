@@ -28,15 +28,11 @@ class FileCache:
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, suffix: str, what: str, writers: int = 1):
-        """Open the cache.
+        """Open the cache. Raises OSError if the folder cannot be created.
 
         Args:
-            suffix: of the files.
             what: the contents, for messages: "features".
             writers: processes that write at the same time; together they keep the bound.
-
-        Raises:
-            OSError: the folder cannot be created.
         """
         self.hits = self.misses = self.damaged = 0
         self._folder, self._suffix, self._what = Path(folder), suffix, what

@@ -37,14 +37,8 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 def retrying[Result](work: Callable[[], Result], what: str, retries: int = RETRIES) -> Result:
-    """Return the result of `work`, retrying up to `retries` times after an OSError.
-
-    Args:
-        what: message with shard and byte: "PATH: cannot read 10 bytes at byte 20".
-
-    Raises:
-        ReadError: all tries failed, or the error is permanent.
-    """
+    """Return the result of `work`, retrying up to `retries` times after an OSError. `what` starts messages: "PATH:
+    cannot read 10 bytes at byte 20". Raises ReadError if all tries fail, or for a permanent error."""
     for tried in range(retries + 1):
         try:
             return work()
@@ -191,11 +185,8 @@ def open_file(path: Path) -> int:
 
 
 class Reads:
-    """The files that this process's threads are reading, for the report of a run that waits.
-
-    Attributes:
-        count: reads that have started or ended; it changes while data are read.
-    """
+    """The files that this process's threads are reading, for the report of a run that waits. `count` changes whenever a
+    read starts or ends."""
 
     def __init__(self) -> None:
         self.count = 0

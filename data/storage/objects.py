@@ -110,12 +110,8 @@ class ObjectStore:
         return content
 
     def put(self, url: Url, content: bytes, *, new: bool = False, instead_of: str = "") -> str:
-        """Write an object in one request and return its tag.
-
-        Args:
-            new: raise FileExistsError if it exists.
-            instead_of: raise `Changed` if the existing one has another tag.
-        """
+        """Write an object in one request and return its tag. With `new`, raises FileExistsError if it exists. With
+        `instead_of`, raises `Changed` if it has another tag."""
         mode: Any = "create" if new else "overwrite"
         if instead_of:
             tag, version = self._versions.get(url.path, (instead_of, None))

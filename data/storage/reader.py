@@ -49,14 +49,8 @@ Range = tuple[Url, int, int, ShardVersion]
 
 
 class ShardReader:
-    """Reads byte ranges of shards and keeps recently used files open.
-
-    Args:
-        retries: `data.read_retries`: retries after an I/O error.
-        cache: keeps reads of remote shards.
-
-    `bytes_read`: extension -> bytes read so far, to verify that a rank reads only its members.
-    """
+    """Reads byte ranges of shards and keeps recently used files open. `cache` keeps reads of remote shards.
+    `bytes_read`: extension -> bytes read so far, to verify that a rank reads only its members."""
 
     def __init__(
         self,
@@ -207,12 +201,8 @@ class _File:
 
 
 class RemoteReader:
-    """Reads ranges of objects; announced ones are fetched in the background.
-
-    Args:
-        retries: retries after an I/O error.
-        cache: keeps reads, by the object's tag.
-    """
+    """Reads ranges of objects; announced ones are fetched in the background. `cache` keeps reads, by the object's
+    tag."""
 
     def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES, cache: FileCache | None = None) -> None:
         self._retries, self._max_bytes, self._cache = retries, ahead_bytes, cache
@@ -239,12 +229,7 @@ class RemoteReader:
                     self._bytes += size
 
     def read(self, url: Url, offset: int, size: int, version: ShardVersion | None) -> bytes:
-        """Read `size` bytes at `offset`.
-
-        Raises:
-            ReadError: they cannot be read after all retries.
-            ShardError: the object is not the indexed one.
-        """
+        """Read `size` bytes at `offset`. Raises ReadError after all retries, ShardError if the object has changed."""
         tag = version.tag if version is not None else ""
 
         def once() -> bytes:

@@ -73,12 +73,7 @@ def store_of(url: Url) -> ObjectStore:
 
 
 class IoThread:
-    """An event loop in a thread, which starts with the first read.
-
-    Args:
-        in_flight_reads: maximum concurrent reads.
-        patience: seconds, see PATIENCE.
-    """
+    """An event loop in a thread, which starts with the first read. `patience`: seconds, see PATIENCE."""
 
     def __init__(self, in_flight_reads: int = IN_FLIGHT_READS, patience: float = PATIENCE) -> None:
         self._patience = patience

@@ -137,7 +137,6 @@ class _Extra:
 
 
 def _pax_records(path: object, at: int, content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (key, value) of each line `LENGTH KEY=VALUE`."""
     place = 0
     while place < len(content) and content[place]:
         digits, _, _ = content[place : place + 12].partition(b" ")

@@ -98,7 +98,6 @@ def _decoded(url: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Remove the query, which may be a signature."""
     return re.split("[?#]", text, maxsplit=1)[0]
 
 

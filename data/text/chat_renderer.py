@@ -71,8 +71,8 @@ class CompiledTemplate:
 
 
 def _has_blocks(tree: nodes.Template) -> bool:
-    """True if a template has generation blocks. Raises TemplateError if other blocks collect their text first:
-    transformers returns wrong offsets for those."""
+    """True if a template has generation blocks. Raises TemplateError for blocks inside others, whose offsets
+    transformers returns wrong."""
     collected = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
     if any(_is_generation(block) for outer in tree.find_all(collected) for block in outer.find_all(nodes.CallBlock)):
         raise TemplateError("a {% generation %} block is inside a macro or a variable. Write it outside")
@@ -147,14 +147,8 @@ class ChatRenderer:
         return self._written[kind]
 
     def chat(self, conversation: Conversation, marks: Mapping[str, str]) -> Chat:
-        """Return a conversation as the template takes it.
-
-        Args:
-            marks: kind -> text of media, for templates that do not know the kind.
-
-        Raises:
-            RecordError: the template would leave something out.
-        """
+        """Return a conversation as the template takes it. Raises RecordError if the template would leave something out.
+        `marks`: kind -> text of media, for templates that do not know the kind."""
         name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
         messages = [self._message(turn, marks) for turn in conversation.turns]
         messages = self._tool_forms[name].fit(messages, bool(conversation.tools))
@@ -212,7 +206,6 @@ class ChatRenderer:
         return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
 
     def _try_part(self, kind: str) -> str | None:
-        """Return what a part of this kind adds to a user's turn."""
         if not self._forms["user"][1]:
             return None
         words = {"type": "text", "text": _WORDS["user"]}
@@ -260,13 +253,9 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 class ToolForms:
-    """How a template takes tools and further roles. Its own errors are kept."""
+    """How a template takes tools and further roles; its own errors are kept. `render`: (messages, tools or None) -> text."""
 
     def __init__(self, render: Callable[..., str]) -> None:
-        """
-        Args:
-            render: (messages, tools or None) -> text. May raise anything.
-        """
         self._render = render
         self._role = cache(self._try_role)
         self._arguments = cache(self._try_arguments)
@@ -308,7 +297,6 @@ class ToolForms:
         return call
 
     def _try_role(self, role: str) -> str:
-        """Return the role that the template takes for messages of `role`."""
         roles = [role, *([_SIMILAR[role]] if role in _SIMILAR else [])]
         written = [self._writes_role(candidate) for candidate in roles]
         for result in (True, None):  # None: rejected here, but a record may still render or get the template's error

@@ -174,11 +174,8 @@ class JinjaTemplate:
         stand_ins: Mapping[str, str],
         ends_known: bool = False,
     ) -> Encoded:
-        """Return the tokens of a text. `spans` are learned; pads are repeated for each token of their media.
-
-        Args:
-            ends_known: True if spans end where answers do, as those of generation blocks.
-        """
+        """Return the tokens of a text with `spans` learned. Pads are repeated for each token of their media.
+        `ends_known`: True if spans end where answers do, as those of generation blocks."""
         places = self._places.find(text)
         for kind, noun in NOUNS.items():
             parts, written = conversation.count(kind), sum(place[0] == kind for place in places)
@@ -319,7 +316,6 @@ def _messages_of_blocks(chat: Chat, blocks: Sequence[tuple[int, int]], turns: Se
 
 
 def _ids_in_front(tokenizer: Any) -> list[int]:
-    """Return the special tokens that a tokenizer prepends."""
     bare, complete = (tokenizer.encode(QUESTION.text, add_special_tokens=special) for special in (False, True))
     return complete[: next((at for at in range(len(complete)) if complete[at : at + len(bare)] == bare), 0)]
 

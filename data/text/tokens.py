@@ -261,7 +261,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._renderer.written(kind) if self._renderer else None
 
     def _special(self, text: str) -> list[int]:
-        """Encode text and read special tokens in it."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
 
 
@@ -290,7 +289,6 @@ def _load(path: str | os.PathLike[str]) -> Any:
 def _renderer(
     tokenizer: Any, path: str | os.PathLike[str], chat_template: str, variables: Mapping[str, Any]
 ) -> ChatRenderer | None:
-    """Return the renderer of the chat template; None for our own format."""
     if chat_template == "own":
         return None
     if chat_template == "auto":
@@ -316,7 +314,6 @@ def _renderer(
 
 
 def _templates_of(tokenizer: Any, path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return name -> template of a folder's tokenizer; empty if it has none."""
     folder = Path(path)
     older = folder / "chat_template.json"
     if older.is_file() and not (folder / "chat_template.jinja").is_file():
