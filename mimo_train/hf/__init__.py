@@ -1,1 +1,1 @@
-"""Directories as `transformers` saves them, and files of PEFT: read by each rank, and written from a checkpoint."""
+"""Read `transformers` directories and PEFT adapters on each rank, and export them from a checkpoint."""

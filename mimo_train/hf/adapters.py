@@ -1,4 +1,4 @@
-"""Export adapters to PEFT, and find the linear layers in transformers' models that they belong to."""
+"""Export adapters to PEFT, and find their linear layers in transformers' models."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -32,7 +32,7 @@ class ModuleAdapters(Adapted):
 
 
 def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: Document | None) -> ModuleAdapters:
-    """The adapters of a module beside the layers that a directory has of it; of all layers without one."""
+    """Return a module's adapters for the layers that an exported directory has; for all layers without a directory."""
     config, source = cfg.modules[name], Weights(stored, name)
     layers = linears(name, config, cfg.llm.hidden_size)
     places: dict[str, dict[str, Place]] = {}
@@ -53,11 +53,11 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
 
 
 def is_base(document: Document, stored: Stored) -> bool:
-    """Whether the weights beside which adapters were trained are those of the directory that they came from."""
+    """True if the weights that adapters were trained on equal those of their source directory."""
     if document.source is None:
         return False
     if any(part.written != part.weights for part in document.sources):
-        return False  # with rows that the directory has not
+        return False  # it has rows that the directory lacks
     for part in document.sources:
         folder, source = TensorFolder(part.folder, part.key), Weights(stored, part.module)
         reader = Reader(folder, part.weights, part.key)
@@ -71,17 +71,20 @@ def is_base(document: Document, stored: Stored) -> bool:
 
 
 def named_in_hub(folder: Path) -> tuple[str, str]:
-    """(what names the model in a folder, its revision). One of the cache of huggingface_hub has the name and the
-    revision of its hub, which mean the same on any machine; any other its path, and no revision."""
+    """Return (name of the model in a folder, its revision).
+
+    A folder of huggingface_hub's cache gives the hub's name and revision, valid on any machine; others give their path
+    and no revision.
+    """
     found = _IN_CACHE.search(folder.absolute().as_posix())
     return (found[1].replace("--", "/"), found[2]) if found else (str(folder.resolve()), "")
 
 
 def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> dict[str, dict[str, Place]]:
-    """Where a model of `transformers` has linear layers, by its names in memory.
+    """Return where a `transformers` model has linear layers, by its names in memory.
 
     Args:
-        spelling: of names in memory.
+        spelling: spelling of names in memory.
     """
     rules, found = {rule.ours: rule for rule in weights.rules}, {}
     for linear in layers:
@@ -99,7 +102,7 @@ def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> d
 
 
 def _rows_in_their_order(rule: Rule) -> tuple[int, ...]:
-    """The rows of a parameter that is one tensor there, in the order of that tensor."""
+    """Return our row indices in the order of their tensor, for a parameter that is one tensor there."""
     theirs = [row for rows in rule.rows for row in range(rows.first, rows.first + rows.count)]
     return tuple(sorted(range(len(theirs)), key=theirs.__getitem__))
 
@@ -110,21 +113,21 @@ class ModulePlaces:
 
     linears: list[Linear]
     places: Places
-    """By the names that the adapter has for them."""
+    """Places by the adapter's names."""
     unread: frozenset[str] = frozenset()
-    """Layers of the adapter that are behind the layer of the encoder that is read."""
+    """Adapter layers after the encoder's last layer that is read."""
 
     @property
     def paths(self) -> set[str]:
-        """The names that the adapter has for them."""
+        """Return the adapter's names of the layers."""
         return {place.path for places in self.places.values() for place in places.values()} | self.unread
 
 
 def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
-    """The linear layers of every module that starts with an adapter.
+    """Return the linear layers of every module that starts with an adapter.
 
     Args:
-        rows: of the language model's embedding, with padding.
+        rows: rows of the language model's embedding, with padding.
 
     Raises:
         UserError: an adapter cannot be read.
@@ -145,13 +148,13 @@ def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
 def start_adapter(
     cfg: ConfigContainer, name: str, folder: Path, places: ModulePlaces, others: Collection[str]
 ) -> Mapping[str, torch.Tensor]:
-    """Whole tensors of the adapter that a module starts with, by their names in the module.
+    """Return whole tensors of a module's start adapter, by their names in the module.
 
     Args:
-        others: layers that the adapter has of other modules, which start with it too.
+        others: layers of the adapter that belong to other modules, which start with it too.
 
     Raises:
-        UserError: it is of another model, or of layers that the run's adapters are not beside.
+        UserError: it belongs to another model, or to layers without adapters in this run.
     """
     key = f"modules.{name}.lora.adapter"
     there = adapted_paths(folder)
@@ -180,19 +183,18 @@ def start_adapter(
 
 
 def _unread(module: ModuleConfig, name: str, paths: Collection[str]) -> frozenset[str]:
-    """Return those of the layers of an adapter that are behind the layer of the encoder that is read."""
+    """Return the adapter's layers after the encoder's last layer that is read."""
     if module.encoder is None:
         return frozenset()
     return frozenset(unread_layers(paths, name, module.encoder.num_layers, module.encoder.built_layers))
 
 
 def unread_tensors(module: ModuleConfig, name: str, weights: WeightMap, loaded: Spelling) -> dict[str, torch.Tensor]:
-    """Return the tensors of the adapter that a module started with that no parameter is made of, by the names that an
-    export has for them: those of layers behind the one that is read.
+    """Return the start adapter's tensors for layers that are not read, by their export names.
 
     Args:
-        weights: of the encoder.
-        loaded: how names in memory are spelt.
+        weights: weight map of the encoder.
+        loaded: spelling of names in memory.
 
     Raises:
         UserError: the adapter cannot be read.
@@ -215,7 +217,6 @@ def unread_tensors(module: ModuleConfig, name: str, weights: WeightMap, loaded: 
 
 
 def _as_spelt(part: Part, layers: list[Linear], paths: Collection[str]) -> dict[str, dict[str, Place]]:
-    """The places of a part in the spelling in which an adapter has most of its names: versions of `transformers`
-    differ in it."""
+    """Return a part's places in the spelling that matches most adapter names: `transformers` versions differ."""
     choices = [places_of(part.weights, spelling, layers) for spelling in part.weights.prefixes]
     return max(choices, key=lambda one: sum(place.path in paths for own in one.values() for place in own.values()))

@@ -1,4 +1,4 @@
-"""The files of an exported directory next to the weights: config, generation config, tokenizer, processor."""
+"""Write an exported directory's files next to the weights: config, generation config, tokenizer, processor."""
 
 import json
 import shutil
@@ -24,27 +24,25 @@ from mimo_train.hf.parts import ENCODER
 from mimo_train.inputs.datasets import placeholders_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""As `transformers` names dtypes, by ours."""
+"""Names of dtypes in `transformers`, by ours."""
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""Files of the directory that a run started from, which belong to a model besides its weights."""
+"""Files of the source directory that belong to a model in addition to its weights."""
 PROCESSOR = "processor_config.json"
 PROCESSORS = (PROCESSOR, "preprocessor_config.json")
-"""Of which a directory with a processor has one."""
+"""A directory with a processor has one of these."""
 _BOTH_KINDS = ("Bit", "CLIP", "DINOv3ViT", "Llava", "LlavaNext", "LlavaOnevision", "Qwen2VL", "Siglip", "Siglip2")
-"""Image processors whose name has `Fast` at its end in version 4 where they are on torchvision; that of version 5 is
-one on Pillow there."""
+"""Image processors on torchvision, which version 4 names `...Fast` and version 5 by the plain name."""
 UNFINISHED = ".unfinished"
-"""File in a directory that is not whole yet, or never will be: whoever wrote it was killed."""
+"""File in a directory that is incomplete because its writer is running or was killed."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
 
 
 @contextmanager
 def new_directory(folder: Path) -> Iterator[Path]:
-    """A folder for a model, for this process alone. Where the block raises, all that was made goes: half a model looks
-    like a whole one.
+    """Yield a new folder for a model, for this process alone; remove it if the block raises.
 
     Raises:
-        UserError: it is there already, and not empty, or another process has it.
+        UserError: it exists and is not empty, or another process uses it.
     """
     mark = folder / UNFINISHED
     if mark.exists():
@@ -61,7 +59,7 @@ def new_directory(folder: Path) -> Iterator[Path]:
         yield folder
         mark.unlink()
     except BaseException:
-        with suppress(OSError):  # the first error counts; and another process may have begun to write beside it
+        with suppress(OSError):  # keep the first error; another process may have started to write here
             for path in list(folder.iterdir()):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             for path in made:
@@ -77,8 +75,7 @@ def _unfinished(folder: Path) -> UserError:
 
 
 def copy_files(source: Path, to: Path) -> None:
-    """Copy what belongs to a model besides its weights and config.json, as it is, so that what reads the source reads
-    the copy; and what version 5 of `transformers` saved so that version 4 reads it too."""
+    """Copy a model's files except weights and config.json, readable by versions 4 and 5 of `transformers`."""
     for pattern in COPIED:
         for path in sorted(source.glob(pattern)):
             if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
@@ -89,8 +86,7 @@ def copy_files(source: Path, to: Path) -> None:
 
 
 def _name_image_processor(to: Path) -> None:
-    """Name the class of an image processor that version 5 has saved, which is on torchvision there, so that version 4
-    takes the one on torchvision too; version 5 knows both names."""
+    """Name the image processor by its version 4 torchvision class, which version 5 knows too."""
     file = to / PROCESSOR
     found = json.loads(file.read_text()) if file.is_file() else {}
     inner = found.get("image_processor")
@@ -100,8 +96,7 @@ def _name_image_processor(to: Path) -> None:
 
 
 def _complete_processor(source: Path, to: Path) -> None:
-    """Add the keys that the processor of a copy lacks, and that follow from the model: directories that older versions
-    saved have none of them."""
+    """Add processor keys that follow from the model's config; older directories lack them."""
     config, file = json.loads((source / "config.json").read_text()), to / PROCESSOR
     composite = COMPOSITES.get(config.get("model_type"))
     if composite is None or composite.processor is None or not any((to / name).is_file() for name in PROCESSORS):
@@ -113,12 +108,12 @@ def _complete_processor(source: Path, to: Path) -> None:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write one file."""
+    """Write a JSON file."""
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_run_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
-    """Write the tokenizer of a run, with its chat template and the placeholders of its media."""
+    """Write the run's tokenizer, with its chat template and media placeholders."""
     media: dict[str, list[int]] = {}
     for module, name in placeholders_of(cfg).items():
         media.setdefault(cfg.modules[module].encoder.kind, []).append(tokenizer.placeholder_id(name))
@@ -126,18 +121,21 @@ def write_run_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) ->
 
 
 def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
-    """Write config.json, so that version 4 of `transformers` reads the same model from it as version 5.
+    """Write config.json so that versions 4 and 5 of `transformers` read the same model.
 
     Args:
-        config: of the directory that the run started from, or made for the model.
-        dtype: of the weights: fp32, bf16 or fp16.
+        config: from the source directory, or made for the model.
+        dtype: dtype of the weights: fp32, bf16 or fp16.
     """
     write_json(to / "config.json", readable_by_both(config, DTYPE_NAMES[dtype]))
 
 
 def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A config with the keys of both versions: where version 5 has `rope_parameters` and `dtype`, version 4 reads
-    `rope_theta`, `rope_scaling` and `torch_dtype`, and takes its defaults, without an error, where they are missing."""
+    """Return a config with the keys of both versions.
+
+    Version 5 has `rope_parameters` and `dtype`. Version 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`, and
+    silently uses defaults if they are missing.
+    """
     both = {
         key: readable_by_both(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
         for key, value in config.items()
@@ -153,7 +151,7 @@ def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and, of models with two kinds of layers, `rope_local_base_freq`."""
+    """Return `rope_theta`, `rope_scaling` and, for models with two kinds of layers, `rope_local_base_freq`."""
     if "full_attention" in rope or "sliding_attention" in rope:
         found = _rope_of_version_4(rope.get("full_attention") or {})
         local = rope.get("sliding_attention") or {}
@@ -166,27 +164,27 @@ def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PREFIXED = ("clip_vision_model", "siglip_vision_model")
-"""Types whose names version 4 of `transformers` knows with `vision_model.` in front; version 5 reads both."""
+"""Model types whose names need the prefix `vision_model.` in version 4 of `transformers`; version 5 reads both."""
 
 
 @dataclass(frozen=True)
 class PlainModel:
-    """An encoder as `transformers` has it."""
+    """An encoder that is a whole model of `transformers`."""
 
     begins: str
-    """What the names of its tensors begin with in the module."""
+    """Prefix of its tensors in the module."""
     preprocessor: dict[str, Any]
-    """preprocessor_config.json: what training does with media."""
+    """preprocessor_config.json: how training preprocesses media."""
     rename: Callable[[MegatronModule, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     """See `documents.Whole.rename`."""
 
 
 def plain_model(name: str, spec: Any) -> PlainModel | None:
-    """Return how an encoder is written that is a whole model of `transformers`; None for any other, and for a part of
-    one such as Whisper's encoder.
+    """Return the export of an encoder that is a whole model of `transformers`; None for others, such as Whisper's
+    encoder.
 
     Args:
-        name: of its module.
+        name: name of its module.
     """
     if isinstance(spec, TransformersSpec):
         preprocessor = _of_images(spec)
@@ -202,7 +200,7 @@ def plain_model(name: str, spec: Any) -> PlainModel | None:
 def _hub_state(
     begins: str, prefix: str, module: MegatronModule, state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of an encoder by the names that hubs have, from those in the memory of version 5."""
+    """Return an encoder's tensors by their hub names, from those in version 5's memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = revert_weight_conversion(module.get_submodule(begins.removesuffix(".")), state)

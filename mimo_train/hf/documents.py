@@ -1,7 +1,7 @@
-"""What a run is exported as: directories, each with parts of the run and the files beside their weights.
+"""Plan the export of a run: directories, each with parts of the run and the files next to their weights.
 
-One directory, where all modules came from one or make one LLaVA; else one for each part: as `transformers` has it, or,
-where it has no class for it, as our own.
+It is one directory if all modules came from one or form one LLaVA. Otherwise each part has its own: in the format of
+`transformers`, or in ours if it has no class for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,36 +38,38 @@ from mimo_train.hf.tensors import TensorFolder
 from mimo_train.inputs.datasets import has_another_tokenizer
 
 OWN = "mimo_train"
-"""Key of config.json of a part for which `transformers` has no class."""
+"""Key in config.json of a part that has no class in `transformers`."""
 
 
 @dataclass(frozen=True)
 class Extra:
-    """A tensor of a directory that no parameter of the run becomes."""
+    """A tensor of a directory that comes from no parameter of the run."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None: that of the directory."""
+    """None uses the directory's dtype."""
     load: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Written:
-    """A part of a module as it is written."""
+    """A part of a module in an export."""
 
     module: str
     weights: WeightMap
-    """From our parameters; the first spelling is the one that is written."""
+    """Map from our parameters; the first spelling is written."""
     loaded: Any = ""
-    """How `transformers` 5 spells the names in memory, which is how PEFT names layers."""
+    """Spelling of names in `transformers` 5's memory, which PEFT uses."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Rows of tensors, by their names in the map, that are written with more than the model has; see `grown`."""
+    """Rows of tensors, by their names in the map, that exceed the model's; see `grown`."""
 
 
 def grown(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A table of a vocabulary with more rows. Each is the mean of those that are there: the logit of such a token is
-    that of no answer, since a mean is never the largest."""
+    """Return a vocabulary table with more rows, each the mean of the existing ones.
+
+    A mean is never the largest logit, so such tokens are never predicted.
+    """
     if rows <= len(tensor):
         return tensor
     mean = tensor.mean(0, keepdim=True, dtype=torch.float64).to(tensor.dtype)
@@ -76,13 +78,12 @@ def grown(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Whole:
-    """All parameters of a module that begin so, by their own names."""
+    """A module's parameters with a common prefix, by their own names."""
 
     module: str
     begins: str
     rename: Callable[[MegatronModule, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
-    """(module, its tensors without `begins`) -> the tensors that are written, all in memory; None: by their own
-    names."""
+    """(module, its tensors without `begins`) -> the written tensors, all in memory. None keeps our names."""
 
 
 @dataclass
@@ -90,34 +91,34 @@ class Document:
     """One directory."""
 
     name: str
-    """Of its folder, where there are several."""
+    """Name of its folder, if there are several."""
     what: str
-    """For people: what is in it."""
+    """Description for users."""
     config: dict[str, Any]
     """config.json, without the dtype."""
     parts: list[Written] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     whole: list[Whole] = field(default_factory=list)
     write_files: Callable[[Path], None] = lambda to: None
-    """Writes what is beside weights and config.json."""
+    """Writes the files other than weights and config.json."""
     source: Path | None = None
-    """The directory that all of it came from; None if it was put together here."""
+    """Source directory of everything; None if it is assembled here."""
     sources: list[Part] = field(default_factory=list)
-    """How its parts are in that directory."""
+    """Its parts as they are in that directory."""
     is_plain: bool = False
-    """Whether `transformers` has no class for it."""
+    """True if `transformers` has no class for it."""
 
     @property
     def modules(self) -> list[str]:
-        """Names of the modules that it has parts of."""
+        """Return the names of its modules."""
         return list(dict.fromkeys([*(part.module for part in self.parts), *(part.module for part in self.whole)]))
 
 
 def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Document]:
-    """A directory for each part of a run; parts that came from one directory go back to one.
+    """Return a directory for each part of a run; parts from one directory go back into one.
 
     Args:
-        rows: of the language model's embedding, with padding.
+        rows: rows of the language model's embedding, with padding.
     """
     # Encoders that are joined in one are written as that one.
     parts = [part for part in pretrained_parts(cfg, rows) if part.begins in ("", ENCODER, PROJECTOR)]
@@ -139,10 +140,10 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
 
 
 def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) -> Document:
-    """Parts of one directory, which becomes what it was; a language model of its own gets the tokenizer of the run.
+    """Return a directory's parts as that directory again; a separate language model gets the run's tokenizer.
 
     Raises:
-        UserError: the directory has other parts beside its language model, whose files count on another tokenizer.
+        UserError: the directory has other parts next to its language model, whose files rely on another tokenizer.
     """
     source = parts[0].folder
     folder = TensorFolder(source, parts[0].key)
@@ -186,7 +187,7 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
 
 def _write_with_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
     copy_files(source, to)
-    for pattern in TOKENIZER_FILES:  # of the directory's own
+    for pattern in TOKENIZER_FILES:  # the directory's own files
         for file in to.glob(pattern):
             file.unlink()
     write_run_tokenizer(cfg, tokenizer, to)
@@ -194,16 +195,16 @@ def _write_with_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokeniz
 
 
 def carried_tensor(folder: TensorFolder, name: str, to: str) -> Extra:
-    """A tensor of a directory as it is, by another name."""
+    """Return a tensor of a directory unchanged, under another name."""
     stored = folder.tensors[name]
     return Extra(to, stored.shape, stored.dtype, lambda: folder.whole(name))
 
 
 def class_tensors(published: Published, before: str = "") -> list[Extra]:
-    """Return the tensors of an encoder's class that no parameter of ours becomes.
+    """Return the tensors of an encoder's class that come from no parameter of ours.
 
     Args:
-        before: in front of their names.
+        before: prefix of their names.
     """
     return [
         Extra(before + name, shape, None, partial(_filled, shape, value))
@@ -219,7 +220,7 @@ def _filled(shape: tuple[int, ...], value: float | None) -> torch.Tensor:
 
 
 def with_sizes(cfg: ConfigContainer, tokenizer: Tokenizer) -> LlmSpec:
-    """The language model with the sizes that its run gives it."""
+    """Return the language model's spec with the sizes that its run sets."""
     return replace(
         cfg.llm,
         vocab_size=cfg.llm.vocab_size or tokenizer.vocab_size,
@@ -228,19 +229,19 @@ def with_sizes(cfg: ConfigContainer, tokenizer: Tokenizer) -> LlmSpec:
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Keys of config.json and generation_config.json."""
+    """Return the token ids for config.json and generation_config.json."""
     ids = {"bos_token_id": tokenizer.begin_id, "pad_token_id": tokenizer.pad_id}
     return ids | {"eos_token_id": tokenizer.end_of_turn_id}
 
 
 def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """generation_config.json of a model that was made here: it ends where `mimo-train generate` does."""
+    """Return generation_config.json for a model made here; it stops where `mimo-train generate` does."""
     stops = sorted(tokenizer.template.stop_ids)
     return special_ids(tokenizer) | {"eos_token_id": stops[0] if len(stops) == 1 else stops, "do_sample": False}
 
 
 def loaded_spelling(weights: WeightMap) -> Any:
-    """How transformers 5 spells names in memory: the last of the spellings that a map knows."""
+    """Return transformers 5's spelling of names in memory: the last one of a map."""
     return weights.prefixes[-1]
 
 
@@ -291,7 +292,7 @@ def _encoder(name: str, module: ModuleConfig) -> Document:
 
 
 def _projector(name: str, module: ModuleConfig, language_width: int) -> Document:
-    """A projector by the names of a connector that computes the same, or by ours."""
+    """Return a projector by the names of an equivalent connector, or by ours."""
     place, what = f"{name}.projector", f"projector of {name}"
     width = module.encoder.joined_width(module.projector.merge)
     published = connector(module.projector, width, language_width)
@@ -308,7 +309,7 @@ def _projector(name: str, module: ModuleConfig, language_width: int) -> Document
 
 
 def _own(place: str, what: str, module: str, begins: str, spec: Any, why: str = "") -> Document:
-    """A part for which `transformers` has no class."""
+    """Return a part that has no class in `transformers`."""
     because = f": {why}" if why else ""
     return Document(
         place,

@@ -1,4 +1,4 @@
-"""A checkpoint -> a directory as `transformers` saves it, on one process, a few tensors at a time."""
+"""Export a checkpoint as a `transformers` directory, on one process, a few tensors at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ from mimo_train.models.transformer_config import DTYPES
 
 
 class Stored:
-    """The tensors of a checkpoint, one at a time, by those of a model on one process.
+    """The tensors of a checkpoint, loaded one at a time, by the tensors of a model on one process.
 
     Attributes:
-        modules: of the model, by name.
+        modules: modules of the model by name.
     """
 
     def __init__(self, chunk: MegatronModule, folder: Place | None):
-        """
+        """Match a model with a checkpoint.
+
         Args:
-            chunk: the model; its tensors lend names and shapes.
-            folder: of the checkpoint; its tensors are read, the model's own values are not. None: the model holds the
-                values of the checkpoint.
+            chunk: the model; its tensors provide names and shapes.
+            folder: checkpoint to read values from; None if the model has the values.
         """
         self.modules = {name: unwrap_model(module) for name, (module,) in modules_of([chunk]).items()}
         self._folder, self._reader = folder, None
@@ -48,14 +48,14 @@ class Stored:
         self._held = {id(one.tensor): one for one in held_tensors([chunk])}
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the model is one of those that checkpoints have."""
+        """True if checkpoints have this tensor of the model."""
         return id(tensor) in self._held
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value that a tensor of the model has in the checkpoint, in the dtype in which it is stored.
+        """Return the checkpoint's value of a model tensor, in the stored dtype.
 
         Raises:
-            UserError: it is damaged there.
+            UserError: it is damaged.
         """
         if self._folder is None or self._reader is None:
             return tensor.detach().cpu()
@@ -71,15 +71,16 @@ class Weights:
     """The tensors of one module in a checkpoint.
 
     Attributes:
-        model: the module, whose tensors lend names and shapes.
-        tensors: parameters and stored buffers of the module by name. They lend names and shapes.
+        model: the module.
+        tensors: its parameters and stored buffers by name, which provide names and shapes.
     """
 
     def __init__(self, stored: Stored, module: str, *, merge: bool = False):
-        """
+        """Select a module.
+
         Args:
             module: its name.
-            merge: put adapters into the weights that they are beside.
+            merge: True to merge adapters into their weights.
         """
         self._stored, self.model = stored, stored.modules[module]
         model = self.model
@@ -89,13 +90,13 @@ class Weights:
         self.tensors = {name: value for name, value in own if stored.has(value)}
 
     def load(self, name: str) -> torch.Tensor:
-        """The value of a tensor."""
+        """Return the value of a tensor."""
         base = self._stored.load(self.tensors[name])
         return self._merged(name, base) if name in self._adapted else base
 
     @torch.no_grad()
     def _merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
-        """A weight with its adapters. The layer computes it, and holds the weight for as long."""
+        """Return a weight merged with its adapters; the layer computes it and holds the weight meanwhile."""
         layer = self._adapted[name]
         own, device = layer.weight.data, layer.weight.device
         for _, _, parameter, _ in layer.named_adapters():
@@ -109,15 +110,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class Group:
-    """Rules that name the same tensors of the directory, and so are written together."""
+    """Rules that share tensors of the directory, and so are written together."""
 
     rules: tuple[Rule, ...]
     tensors: tuple[str, ...]
-    """By their names in the map."""
+    """Names in the map."""
 
 
 def groups_of(weights: WeightMap) -> list[Group]:
-    """The rules of a map in groups as small as can be, in the order of the map."""
+    """Return a map's rules in the smallest possible groups, in the order of the map."""
     by_tensor: dict[str, list[Rule]] = {}
     for rule in weights.rules:
         joined, tensors = [rule], {rows.name: None for rows in rule.rows if rows.name}
@@ -136,10 +137,10 @@ def groups_of(weights: WeightMap) -> list[Group]:
 
 
 def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> list[Planned]:
-    """What is written for a part of a model, in the order in which `tensors_of` gives it.
+    """Return the tensors to write for a part, in the order of `tensors_of`.
 
     Args:
-        parameters: of the part, whole.
+        parameters: whole parameters of the part.
     """
     weights = part.weights
     counts, spelling = weights.row_counts(), weights.prefixes[0]
@@ -157,7 +158,7 @@ def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: t
 
 
 def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The tensors of a part of a model, one after the other; those of one group are in memory together."""
+    """Yield the tensors of a part; those of one group are in memory together."""
     counts = part.weights.row_counts()
     for group in groups_of(part.weights):
         theirs: dict[str, torch.Tensor] = {}
@@ -168,7 +169,7 @@ def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[t
 
 
 def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: dict[str, torch.Tensor]) -> None:
-    """Put the rows of one parameter into the tensors that they belong to."""
+    """Copy the rows of a parameter into their tensors."""
     at = 0
     for rows in rule.rows:
         part = value[at : at + rows.count]
@@ -191,12 +192,12 @@ def write_document(
     largest_file: int,
     merge: bool = False,
 ) -> None:
-    """Write a directory: weights, config.json and the files beside them.
+    """Write a directory: weights, config.json and the other files.
 
     Args:
         merge: see `Weights`.
-        dtype: of the weights: fp32, bf16 or fp16.
-        largest_file: in bytes.
+        dtype: dtype of the weights: fp32, bf16 or fp16.
+        largest_file: size in bytes.
     """
     sources = {name: Weights(stored, name, merge=merge) for name in document.modules}
     kind = DTYPES[dtype]
@@ -220,7 +221,7 @@ def write_document(
 
 
 def _whole(part: Whole, source: Weights, dtype: torch.dtype) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
-    """What is written for tensors by our own names, or as `Whole.rename` has them."""
+    """Yield tensors by our own names, or as renamed by `Whole.rename`."""
     if part.rename is not None:
         names = [name for name in source.tensors if name.startswith(part.begins) and not is_adapter(name)]
         own = {name.removeprefix(part.begins): source.load(name) for name in names}

@@ -1,4 +1,4 @@
-"""Parameters of this rank from the tensors of a directory: only the ranges that the rank holds are read."""
+"""Fill this rank's parameters from a directory, reading only the ranges that the rank holds."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ from mimo_train.hf.tensors import TensorFolder
 from mimo_train.models.parameters import seed_for
 
 SINUSOID_ERROR = 0.01
-"""Largest difference of positions that were saved in bf16, and more."""
+"""Largest error of positions that were saved in bf16, with a margin."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What tensor parallelism leaves of a parameter on one rank."""
+    """The part of a parameter that tensor parallelism leaves on one rank."""
 
     dim: int | None = None
-    """That is cut; None: nothing."""
+    """Dimension that is cut; None if uncut."""
     stride: int = 1
-    """Equal sections of it, each of which is cut."""
+    """Number of equal sections, each of which is cut."""
     rank: int = 0
     ranks: int = 1
 
     def ranges(self, rows: int) -> list[tuple[int, int]]:
-        """(first, last) of this rank's rows of a whole parameter with so many, in its order."""
+        """Return (first, last + 1) of this rank's row ranges in a whole parameter with `rows` rows, in order."""
         if self.dim != 0:
             return [(0, rows)]
         section = rows // self.stride
@@ -39,7 +39,7 @@ class Cut:
         return [(at * section + self.rank * part, at * section + (self.rank + 1) * part) for at in range(self.stride)]
 
     def columns(self, width: int) -> tuple[int, int] | None:
-        """First and last of this rank's columns of a whole parameter with `width` columns; None: all."""
+        """Return (first, last + 1) of this rank's columns in a whole parameter with `width` columns; None for all."""
         if self.dim != 1:
             return None
         return self.rank * width // self.ranks, (self.rank + 1) * width // self.ranks
@@ -49,14 +49,15 @@ class Reader(MatchedPart):
     """Reads a part of a model from a directory.
 
     Raises:
-        UserError: the directory lacks tensors, has others than the part has, or of other shapes.
+        UserError: the directory lacks tensors, or has others or other shapes than the part.
     """
 
     def __init__(self, folder: TensorFolder, of: WeightMap, key: str, seed: int = 0):
-        """
+        """Match a part with the tensors of a directory.
+
         Args:
             key: config key of the part, for errors.
-            seed: of rows that the directory does not have.
+            seed: seed of rows that the directory lacks.
         """
         super().__init__(folder.folder, folder.tensors, of, key)
         self._source, self._seed = folder, seed
@@ -65,9 +66,10 @@ class Reader(MatchedPart):
             self._require_sinusoids(spelt(name, self.spelling))
 
     def require_equal_copies(self) -> None:
-        """
+        """Require that tied tensors are equal.
+
         Raises:
-            UserError: a tensor differs from the one that it must be a copy of.
+            UserError: a tensor differs from the one that it must copy.
         """
         for copy, other in self.copies.items():
             rows = self.tensors[copy].shape[0]
@@ -79,14 +81,14 @@ class Reader(MatchedPart):
                 )
 
     def fill(self, parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> None:
-        """Write the values of parameters of this rank, by their names in the map, in place.
+        """Write this rank's values into parameters in place.
 
         Args:
-            parameters: shape of each: this rank's part of it.
+            parameters: this rank's part of each, by name in the map.
             cuts: how each is cut.
 
         Raises:
-            UserError: a parameter is not in the map, or has another shape than the directory's tensors give.
+            UserError: a parameter is not in the map, or its shape differs from the directory's.
         """
         unknown = [name for name in parameters if name not in self._rules]
         if unknown:
@@ -115,7 +117,7 @@ class Reader(MatchedPart):
         assert at == len(local), rule.ours
 
     def _new_rows(self, rule: Rule, rows: Rows, width: int, cut: Cut) -> torch.Tensor:
-        """Rows that the directory does not have: the same at every layout."""
+        """Return rows that the directory lacks, equal at every layout."""
         if not rows.std or rows.name:
             return torch.zeros(rows.count, 1)
         first, last = cut.columns(width) or (0, width)
@@ -124,7 +126,7 @@ class Reader(MatchedPart):
         return drawn
 
     def _mismatch(self, name: str, parameter: torch.Tensor, cut: Cut) -> str:
-        """What is wrong with the shape of a parameter; empty if nothing is."""
+        """Return what is wrong with the shape of a parameter, or an empty string."""
         rule = self._rules[name]
         rows = sum(last - first for first, last in cut.ranges(sum(rows.count for rows in rule.rows)))
         named = next(rows.name for rows in rule.rows if rows.name)
@@ -151,7 +153,7 @@ class Reader(MatchedPart):
 
 
 def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:
-    """The rows of this rank's part of a parameter."""
+    """Yield the rows of this rank's part of a parameter."""
     for first, last in cut.ranges(sum(rows.count for rows in rule.rows)):
         at = 0
         for rows in rule.rows:

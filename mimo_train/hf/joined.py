@@ -1,5 +1,4 @@
-"""A run whose parts come from several places as one LLaVA of `transformers`: a vision tower, an MLP of two layers, a
-language model."""
+"""Export a run from several sources as one `transformers` LLaVA: vision tower, two-layer MLP, language model."""
 
 from pathlib import Path
 from typing import Any
@@ -41,17 +40,17 @@ from mimo_train.hf.tensors import TensorFolder
 from mimo_train.inputs.datasets import placeholders_of
 
 TOWER = "vision_tower."
-"""In front of a tower's names, as hubs have it: version 4 reads no other."""
+"""Prefix of a tower's names on hubs, the only one that version 4 reads."""
 
 
 def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
-    """The run as one LLaVA.
+    """Return the run as one LLaVA.
 
     Args:
-        rows: of the language model's embedding, with padding.
+        rows: rows of the language model's embedding, with padding.
 
     Raises:
-        NoLlava: it is none.
+        NoLlava: it does not form one.
     """
     require_llava(cfg)
     ((name, module),) = cfg.encoders.items()
@@ -62,7 +61,7 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
     parts = {(part.module, part.begins): part for part in pretrained_parts(cfg, rows)}
     vision, tower, extras = _tower(name, module, parts.get((name, ENCODER)))
     text, language = _language(cfg, tokenizer, rows, parts.get((LANGUAGE, "")))
-    # LLaVA of transformers looks up the placeholder too, before features take its place.
+    # transformers' LLaVA embeds the placeholder too before it inserts features.
     vocabulary = max(text["vocab_size"], pad + 1)
     text["vocab_size"] = vocabulary
     assert LLAVA.projector_weights is not None
@@ -111,7 +110,7 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
 
 
 def _require_mark(tokenizer: Tokenizer, pad: int, name: str) -> None:
-    """Raises NoLlava where LLaVA's processor would write an image's place in another way."""
+    """Raise NoLlava if LLaVA's processor would use another image placeholder."""
     text = tokenizer.shown([pad])
     written = getattr(tokenizer, "writes", lambda kind: None)("image")
     if written is not None and written.strip() != text:
@@ -122,7 +121,7 @@ def _require_mark(tokenizer: Tokenizer, pad: int, name: str) -> None:
 
 
 def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str, Any], WeightMap, list[Extra]]:
-    """The vision tower's part of config.json, its weights, and the tensors of it that ours has not."""
+    """Return the vision tower's part of config.json, its weights, and its tensors that ours lacks."""
     encoder, family = module.encoder, FAMILIES[module.encoder.family]
     weights = family.weight_map(encoder).named(f"{ENCODER}{name}.")
     before = TOWER + str(weights.prefixes[0])
@@ -144,14 +143,14 @@ def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str
 
 
 def _of_others(tensor: str) -> bool:
-    """Whether a tensor is of what CLIP and SigLIP have besides the tower."""
+    """True if a tensor belongs to CLIP or SigLIP but not to the tower."""
     return tensor.startswith(("text_", "visual_projection", "logit_"))
 
 
 def _language(
     cfg: ConfigContainer, tokenizer: Tokenizer, rows: int, part: Part | None
 ) -> tuple[dict[str, Any], WeightMap]:
-    """The language model's part of config.json, and its weights."""
+    """Return the language model's part of config.json, and its weights."""
     if part is not None:
         directory = read_directory(str(part.folder), part.key)
         composite = COMPOSITES.get(directory.model_type)

@@ -1,4 +1,4 @@
-"""The weights of language models by the names that hubs have for them, as data. Imports no torch."""
+"""Weight maps of language models: our names to hub names. Imports no torch."""
 
 from collections.abc import Iterator
 
@@ -9,21 +9,21 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
 }
-"""By family: where router and experts are, the two halves of an expert's first product, its second."""
+"""By family: location of router and experts, the two halves of an expert's first matmul, its second matmul."""
 
 TABLE = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-"""Tensors with a row for each token."""
+"""Tensors with a row per token."""
 
 
 def language_map(spec: LlmSpec, padded_vocab: int, model_type: str, stored: int = 0) -> WeightMap:
-    """All weights of a language model.
+    """Return the weight map of a language model.
 
     Args:
-        spec: as config.json of the family has it (`mimo_train.config.pretrained.language`).
-        padded_vocab: rows of our embedding; those that the directory's has not are zeros.
-        model_type: family, as config.json names it.
-        stored: rows of the directory's vocabulary, where it has fewer than `spec`: the others are drawn; 0: as many.
+        spec: as in the family's config.json (`mimo_train.config.pretrained.language`).
+        padded_vocab: rows of our embedding; rows beyond the directory's are zeros.
+        model_type: family, as in config.json.
+        stored: rows in the directory if fewer than in `spec`: the others are drawn. 0: equal.
     """
     rules = [_vocabulary("embedding.word_embeddings.weight", TABLE, spec, padded_vocab, stored)]
     for number in range(spec.num_layers):
@@ -31,9 +31,9 @@ def language_map(spec: LlmSpec, padded_vocab: int, model_type: str, stored: int 
     rules.append(same("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size))
     if not spec.tie_embeddings:
         rules.append(_vocabulary("output_layer.weight", HEAD, spec, padded_vocab, stored))
-    # Published files of tied models may have the output layer all the same.
+    # Published files of tied models may still have an output layer.
     copies = ((HEAD, TABLE),) if spec.tie_embeddings else ()
-    # Buffers of old versions, which are numbers of the config.
+    # Buffers of old versions, which follow from the config.
     return WeightMap(tuple(rules), carried=("model.layers.*.self_attn.rotary_emb.inv_freq",), copies=copies)
 
 
@@ -83,7 +83,7 @@ _NORMS = {
         "mlp_bda.norm": "post_feedforward_layernorm",
     },
 }
-"""Norms of a layer by our names, without and with norms behind its parts."""
+"""Norms of a layer by our names, without and with norms after its parts."""
 
 
 def _experts(spec: LlmSpec, ours: str, theirs: str, model_type: str) -> Iterator[Rule]:

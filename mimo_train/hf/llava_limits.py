@@ -1,4 +1,4 @@
-"""Which runs leave as one LLaVA of `transformers`, as far as the config shows: an export and `check` decide alike."""
+"""Decide from the config which runs can be exported as one LLaVA of `transformers`; shared by export and `check`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,24 +23,24 @@ TOWERS = {
     "vit": "siglip_vision_model",
     "dinov2": "dinov2",
 }
-"""`model_type` of the vision tower, by the family of the encoder."""
+"""`model_type` of the vision tower, by encoder family."""
 _OTHERS = {
     "siglip2": "Siglip2VisionModel requires spatial_shapes, which LLaVA does not pass",
     "dinov3": "LLaVA reads no tower with register tokens",
 }
-"""Why a family is no tower of LLaVA, where the reason is known."""
+"""Known reasons why a family cannot be LLaVA's tower."""
 ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
-"""Names in transformers of activation functions, by ours."""
+"""transformers' names of activation functions, by ours."""
 SCALES_FEATURES = ("gemma2",)
-"""Language models that multiply features by sqrt(hidden size) too, where they are part of LLaVA; ours do not."""
+"""Language models that in LLaVA also scale features by sqrt(hidden size); ours do not."""
 
 
 class NoLlava(Exception):
-    """Why the parts of a run make no LLaVA: a sentence."""
+    """Reason in a sentence why a run's parts do not form a LLaVA."""
 
 
 def why_several(cfg: ConfigContainer) -> str:
-    """Return why an export of a run is several directories: a clause; empty where it is one."""
+    """Return why an export of a run is several directories, as a clause; empty if it is one."""
     folders = {module.pretrained for module in cfg.modules.values()}
     if (
         not cfg.encoders
@@ -58,7 +58,7 @@ def why_several(cfg: ConfigContainer) -> str:
 
 
 def _why_our_names(cfg: ConfigContainer, said: str) -> Iterator[str]:
-    """Yield why encoders that are made here are written by our names, unless `said` has the reason."""
+    """Yield why encoders made here are written by our names, unless `said` has the reason."""
     for name, module in cfg.encoders.items():
         if module.pretrained or isinstance(module.encoder, (TransformersSpec, TransformersAudioSpec)):
             continue
@@ -70,10 +70,10 @@ def _why_our_names(cfg: ConfigContainer, said: str) -> Iterator[str]:
 
 
 def published_encoder(module: ModuleConfig) -> Published:
-    """Return how `transformers` has the encoder of a module that is made here.
+    """Return the `transformers` form of an encoder that is made here.
 
     Raises:
-        EncoderError: it has no class that computes the same; with the reason.
+        EncoderError: no class computes the same; with the reason.
     """
     encoder, merge = module.encoder, module.projector.merge
     family = FAMILIES.get(encoder.family)
@@ -94,9 +94,10 @@ def _projectors_come_along(cfg: ConfigContainer) -> bool:
 
 
 def require_llava(cfg: ConfigContainer) -> None:
-    """
+    """Require that a run's parts form a LLaVA.
+
     Raises:
-        NoLlava: the parts of a run make no LLaVA.
+        NoLlava: they do not.
     """
     if cfg.llm.mrope_section:
         raise NoLlava("its language model has positions of several axes (mrope_section), and LLaVA's has one")
@@ -113,7 +114,7 @@ def require_llava(cfg: ConfigContainer) -> None:
 
 
 def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
-    """Raise NoLlava for parts that LLaVA lacks."""
+    """Raise NoLlava for parts that LLaVA does not support."""
     encoder, projector, prefix = module.encoder, module.projector, f"modules.{name}"
     if getattr(encoder, "kind", "") != "image":
         raise NoLlava(f"{name} reads no images")
@@ -151,7 +152,7 @@ def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
 
 
 def why_no_family(spec: LlmSpec) -> str:
-    """Why no family of `transformers` has such a language model: what the first of them lacks."""
+    """Return why `transformers` has no such language model: the first thing that Llama lacks."""
     try:
         language_config_json(spec, "llama")
     except ConfigError as error:

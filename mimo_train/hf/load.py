@@ -1,4 +1,4 @@
-"""The weights of `modules.NAME.pretrained` into the model of a new run. Each rank reads what it holds."""
+"""Load `modules.NAME.pretrained` weights into the model of a new run; each rank reads its own shards."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +22,13 @@ from mimo_train.parallel.groups import RunGroups
 
 
 def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: RunGroups, rows: int) -> bool:
-    """Fill the parameters of this rank from the directories of their modules, in place; adapters keep their initial
-    values. Collective over all ranks.
+    """Fill this rank's parameters from their modules' directories; adapters keep their initial values. Collective.
 
     Args:
-        rows: of the language model's embedding, with padding.
+        rows: rows of the language model's embedding, with padding.
 
     Returns:
-        Whether any module has a directory.
+        True if any module has a directory.
 
     Raises:
         UserError: a directory does not fit the model; on every rank.
@@ -55,14 +54,14 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
 
 
 def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows: int) -> bool:
-    """Give the adapters of this rank the values of the adapters of PEFT that their modules start with. Collective over
-    all ranks. Arguments as of `load_pretrained`.
+    """Fill this rank's adapters from the PEFT adapters that their modules start with. Collective; see
+    `load_pretrained`.
 
     Returns:
-        Whether any module starts with one.
+        True if any module starts with one.
 
     Raises:
-        UserError: an adapter cannot be read, is of another model, or has layers that the run's adapters have not.
+        UserError: an adapter cannot be read, belongs to another model, or has layers that the run's adapters lack.
     """
     folders = {name: Path(module.lora.adapter) for name, module in cfg.modules.items() if module.lora.adapter}
     with agreed():
@@ -89,7 +88,7 @@ def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str
 
 
 def _cut(parameter: torch.nn.Parameter, groups: RunGroups, module: str) -> Cut:
-    """How Megatron-Core has cut a parameter over the ranks of its module."""
+    """Return how Megatron-Core has cut a parameter over the ranks of its module."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return Cut()
     pgs = groups.collections[module]

@@ -1,4 +1,4 @@
-"""The tensors of directories matched with the parts of a model, by names and rows: `check` and a run compare alike."""
+"""Match directories' tensors with the parts of a model by names and rows; shared by `check` and training."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.hf.parts import ENCODER, Part
 
 SHOWN = 5
-"""Most tensors that a message names."""
+"""Most tensors named in a message."""
 
 
 class Shaped(Protocol):
@@ -20,7 +20,7 @@ class Shaped(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its dimensions."""
+        """Return the dimensions."""
 
 
 class MatchedPart:
@@ -31,14 +31,15 @@ class MatchedPart:
         tensors: all tensors of the directory by name.
         spelling: how the directory spells the names of the map.
         stored_names: name in the map -> name in the directory.
-        copies: tensors of the directory that must equal another, with the name of that.
+        copies: tensors of the directory that must equal another -> name of that.
 
     Raises:
-        UserError: the directory lacks tensors, or has them with another number of rows.
+        UserError: the directory lacks tensors, or has another number of rows.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Shaped], of: WeightMap, key: str):
-        """
+        """Match the tensors.
+
         Args:
             key: config key of the part, for errors.
         """
@@ -56,18 +57,18 @@ class MatchedPart:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """What the names of this part, and of nothing else in a directory of several parts, begin with there."""
+        """Return the prefixes in a directory of several parts that are unique to this part."""
         if self.spelling and isinstance(self.spelling, str):
             return (self.spelling,)
         return tuple({spelt(f"{name.partition('.')[0]}.", self.spelling): None for name in self._counts})
 
     @property
     def read_names(self) -> set[str]:
-        """Tensors of the directory that parameters are made of."""
+        """Return the names in the directory of tensors that become parameters."""
         return set(self.stored_names.values())
 
     def uses(self, name: str) -> bool:
-        """Return whether a tensor of the directory belongs to this part: read, a copy of one, or carried along."""
+        """True if a tensor of the directory belongs to this part: read, a copy, or carried along."""
         return (
             name in self.read_names
             or name in self.copies
@@ -75,7 +76,7 @@ class MatchedPart:
         )
 
     def written_name(self, name: str) -> str:
-        """Return the name by which a tensor that is carried along is written: spelt as the others are."""
+        """Return the export name of a carried tensor, in the spelling of the others."""
         here, written = self.spelling, self._written
         if not isinstance(here, str) or not isinstance(written, str):
             return name
@@ -108,12 +109,13 @@ class MatchedPart:
 
 
 def require_no_others(matched: Sequence[tuple[Part, MatchedPart]]) -> None:
-    """
+    """Require that a model uses all tensors of its directories, else it would not be the saved model.
+
     Args:
         matched: all parts that come from directories.
 
     Raises:
-        UserError: a directory has tensors that no part of the model uses: it would not be the model that was saved.
+        UserError: a directory has tensors that no part uses.
     """
     for path in dict.fromkeys(part.folder for part, _ in matched):
         of_folder = [(part, names) for part, names in matched if part.folder == path]
@@ -125,11 +127,12 @@ def require_no_others(matched: Sequence[tuple[Part, MatchedPart]]) -> None:
 def require_all_used(
     parts: Sequence[MatchedPart], key: str, carried: Iterable[str] = (), begins: tuple[str, ...] = ("",)
 ) -> None:
-    """
+    """Require that the parts use all tensors of one directory.
+
     Args:
-        parts: all parts of one directory.
+        parts: all parts of the directory.
         carried: shell patterns of tensors that no part reads.
-        begins: what the names of the tensors begin with that are looked at.
+        begins: prefixes of the tensors to check.
 
     Raises:
         UserError: the directory has tensors that no part uses.
@@ -150,8 +153,8 @@ def require_all_used(
 
 
 def _begins(part: Part, names: MatchedPart) -> tuple[str, ...]:
-    """Return what the names of a part of a model of several begin with in its directory."""
+    """Return the prefixes of a part in a directory of several parts."""
     if part.module == LANGUAGE:
-        # The output layer is part of it where ours has none too.
+        # It includes the output layer even if ours has none.
         return (*names.begins, spelt("lm_head.", names.spelling))
     return names.begins if part.begins == ENCODER else ()

@@ -1,4 +1,4 @@
-"""The parts of a run that come from directories, with the names of their weights on both sides."""
+"""The parts of a run that come from directories, with their weight names on both sides."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.hf.language_weights import language_map
 
 ENCODER, PROJECTOR = "encoders.", "input_projections."
-"""What the names of an encoder module's parameters begin with."""
+"""Prefixes of an encoder module's parameters."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,23 @@ class Part:
 
     module: str
     begins: str
-    """What the names of its parameters begin with; empty: all of the module's."""
+    """Prefix of its parameters; empty for the whole module."""
     weights: WeightMap
-    """With names as in the module."""
+    """Map by the names in the module."""
     written: WeightMap
-    """What an export writes: the same, but for rows that the directory does not have."""
+    """Map for an export: the same without rows that the directory lacks."""
     folder: Path
     key: str
     """Config key that names the directory."""
     is_whole: bool = True
-    """Whether the directory is of this part alone."""
+    """True if the directory has only this part."""
 
 
 def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
-    """All parts of a run that come from directories.
+    """Return all parts of a run that come from directories.
 
     Args:
-        rows: of the language model's embedding, with padding.
+        rows: rows of the language model's embedding, with padding.
     """
     parts = []
     for name, module in cfg.modules.items():
@@ -70,11 +70,11 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
 
 
 def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str = "") -> Part:
-    """An encoder from a directory.
+    """Return an encoder from a directory.
 
     Args:
-        name: of its module.
-        part: of the encoders that are joined in the module's; empty: it is the module's.
+        name: name of its module.
+        part: name among the encoders joined in the module's; empty for the module's own.
     """
     place = f"{ENCODER}{name}." + (f"{part}." if part else "")
     composite = COMPOSITES.get(directory.model_type, Composite(""))

@@ -1,9 +1,9 @@
-"""Adapters as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors` (checked with peft 0.21.2).
+"""Read and write PEFT adapters: `adapter_config.json` and `adapter_model.safetensors` (checked with peft 0.21.2).
 
-PEFT has an adapter for each linear layer of a Hugging Face model, of which ours fuse several. Both ways are exact: an
-adapter beside a whole fused layer becomes one of each projection, with the same A and that projection's rows of B and
-of the magnitudes; PEFT's adapters become ours of each projection. Where their layer is fused too, in another order of
-rows, its adapter is ours of the whole layer with rows in our order.
+PEFT has an adapter per linear layer of a Hugging Face model, while ours fuse several. Both directions are exact. An
+adapter of a whole fused layer becomes one per projection, with the same A and that projection's rows of B and of the
+magnitudes. PEFT's adapters become ours per projection. If their layer is fused too, with another row order, its adapter
+becomes ours of the whole layer with reordered rows.
 """
 
 import json
@@ -35,25 +35,24 @@ from mimo_train.models.lora.linear import FusedRows
 
 @dataclass(frozen=True)
 class Place:
-    """Where PEFT has a linear layer of ours, or one of its projections."""
+    """Where PEFT has one of our linear layers, or one of its projections."""
 
     path: str
-    """Of the module in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`."""
+    """Path of the module in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`."""
     rows: tuple[int, ...] = ()
-    """Of ours, in the order that they have there; empty: the same."""
+    """Our row indices in their order; empty if the order is equal."""
 
     def theirs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What has our rows, with rows in their order."""
+        """Return a tensor with rows reordered from ours to theirs."""
         return tensor[list(self.rows)] if self.rows else tensor
 
     def ours(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What has their rows, with rows in our order."""
+        """Return a tensor with rows reordered from theirs to ours."""
         return tensor[torch.tensor(self.rows).argsort()] if self.rows else tensor
 
 
 Places = Mapping[str, Mapping[str, Place]]
-"""Name of a linear layer in its module -> projection (`Linear.projections`), or WHOLE of a layer that is fused there
-too -> its place."""
+"""Linear layer's name in its module -> projection (`Linear.projections`), or WHOLE if fused there -> place."""
 
 _NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 
@@ -71,9 +70,9 @@ def write_adapter(
     """Write the adapters of one module into `folder`.
 
     Args:
-        adapters: whole tensors by their names in the module, as `lora.whole_adapters` gives them.
-        linears: the linear layers of the module (`layout.adapters.linears`).
-        base_model: folder or name of the model that the adapters are for.
+        adapters: whole tensors by their names in the module, from `lora.whole_adapters`.
+        linears: linear layers of the module (`layout.adapters.linears`).
+        base_model: folder or name of the adapters' base model.
 
     Raises:
         UserError: a layer with adapters has no place in the Hugging Face model.
@@ -91,19 +90,19 @@ class Adapted:
     linears: Sequence[Linear]
     places: Places
     carried: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Other tensors by PEFT's names, which are written as they are."""
+    """Further tensors by PEFT's names, written unchanged."""
 
 
 def write_adapters(
     folder: Path, modules: Sequence[Adapted], *, base_model: str = "", revision: str = "", task_type: str
 ) -> None:
-    """Write the adapters of modules that are one Hugging Face model into `folder`. Rank and alpha may differ.
+    """Write the adapters of modules that form one Hugging Face model into `folder`. Rank and alpha may differ.
 
     Args:
-        revision: of `base_model` in its hub; empty: any.
+        revision: hub revision of `base_model`; empty for any.
 
     Raises:
-        UserError: as `write_adapter`; or PEFT has one value for what differs between the modules.
+        UserError: see `write_adapter`; or the modules differ in a setting that PEFT has once per adapter.
     """
     tensors: dict[str, torch.Tensor] = {}
     ranks, alphas = {}, {}
@@ -131,7 +130,7 @@ def write_adapters(
         "r": first.rank,
         "lora_alpha": _number(first.alpha),
         "lora_dropout": first.dropout,
-        # Whole paths: their last parts may also be names of layers without adapters, of a vision tower for example.
+        # Use whole paths: the last parts may also name layers without adapters, in a vision tower for example.
         "target_modules": sorted({key.removeprefix(PREFIX).partition(".lora_")[0] for key in tensors}),
         "rank_pattern": dict(sorted(ranks.items())),
         "alpha_pattern": dict(sorted(alphas.items())),
@@ -143,13 +142,13 @@ def write_adapters(
         "modules_to_save": None,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    # A failing write is an OSError here, and an error of its own where safetensors writes.
+    # Write here, so that failures are OSErrors; safetensors raises its own.
     (folder / WEIGHTS).write_bytes(save({key: value.clone() for key, value in tensors.items()}, {"format": "pt"}))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _tensors_of(module: Adapted) -> dict[str, torch.Tensor]:
-    """The adapters of a module by PEFT's names."""
+    """Return the adapters of a module by PEFT's names."""
     tensors: dict[str, torch.Tensor] = {}
     for linear in module.linears:
         places = module.places.get(linear.name, {})
@@ -174,17 +173,18 @@ def _number(value: float) -> float | int:
 def read_adapter(
     folder: Path, linears: Sequence[Linear], places: Places, others: Collection[str] = ()
 ) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """The adapter in `folder`: the config of a module that has it, and whole tensors by their names in the module, for
-    `lora.load_adapters`. Arguments as of `write_adapter`.
+    """Return the adapter in `folder`: a module's LoRA config, and whole tensors by their names in the module.
+
+    The tensors suit `lora.load_adapters`. See `write_adapter` for arguments.
 
     Args:
-        others: layers of the Hugging Face model that are other modules', and are passed over.
+        others: layers of the Hugging Face model to skip, because they belong to other modules.
 
     Raises:
-        UserError: files are missing or cannot be read, a tensor is of no layer of this module or of another shape, or
-            the adapter does what ours cannot; by name.
+        UserError: files are missing or unreadable, a tensor has no layer in this module or another shape, or the
+            adapter uses an unsupported feature; by name.
     """
-    read_config(folder, ())  # says what is wrong with it before the tensors are looked at
+    read_config(folder, ())  # reports config errors before tensors are read
     found = {path: parts for path, parts in _read_tensors(folder).items() if path not in others}
     lora = read_config(folder, found)
     of_path = {
@@ -220,7 +220,7 @@ def read_adapter(
 def _by_projection(
     linear: Linear, adapters: Mapping[str, torch.Tensor], is_split: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Projection -> its adapter, of those that a linear layer has; `is_split`: never of the whole layer."""
+    """Return a linear layer's adapters by projection; with `is_split` a whole-layer adapter is split."""
     names = [name for name, _ in linear.projections]
     found = {}
     for projection in (WHOLE, *names):
@@ -244,7 +244,7 @@ def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tupl
 
 
 def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Path of a module -> its adapter's tensors by our names."""
+    """Return adapters' tensors by module path and our names."""
     names = {theirs: ours for ours, theirs in _NAMES.items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load_tensors(folder).items():
@@ -255,8 +255,8 @@ def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter by PEFT's names. Raises UserError where they cannot be read."""
-    adapted_paths(folder)  # says what is wrong with the file
+    """Return the tensors of an adapter by PEFT's names. Raises UserError if they cannot be read."""
+    adapted_paths(folder)  # reports what is wrong with the file
     file = weights_file(folder)
     try:
         is_safe = file.name == WEIGHTS
@@ -266,7 +266,7 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _targets(linears: Sequence[Linear], found: set[tuple[str, str]]) -> list[str]:
-    """`lora.targets` that name these (layer, projection) and no others: last parts of names where these are enough."""
+    """Return `lora.targets` for exactly these (layer, projection): last parts of names if they suffice."""
     paths = {
         (linear.name, projection): name
         for linear in linears

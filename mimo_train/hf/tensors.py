@@ -1,8 +1,7 @@
-"""The tensors of a directory of safetensors files: parts of them are read without the rest, and files are written one
-tensor at a time.
+"""Read parts of tensors from a safetensors directory, and write files one tensor at a time.
 
-The format is in `config.pretrained.weight_files`. Files are read by `pread`: pages of a mapped file would count
-as memory of the process for as long as it is open.
+`config.pretrained.weight_files` describes the format. Files are read by `pread`: pages of a mapped file would count as
+process memory while it is open.
 """
 
 import json
@@ -23,10 +22,10 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""By their names in a header."""
+"""Torch dtypes by their names in a header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 8 * 2**20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +34,22 @@ class Stored:
 
     file: Path
     begin: int
-    """Of its bytes in the file."""
+    """Offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class TensorFolder:
-    """The tensors of a directory, by name.
+    """The tensors of a directory by name.
 
     Raises:
-        UserError: the directory has no safetensors, or a file is missing, cut short, or not as its header or the index
-            say.
+        UserError: the directory has no safetensors, or a file is missing, truncated, or inconsistent with its header or
+            the index.
     """
 
     def __init__(self, folder: Path, key: str):
-        """
+        """Find the tensors.
+
         Args:
             key: config key that names the directory, for errors.
         """
@@ -60,11 +60,12 @@ class TensorFolder:
         }
 
     def rows(self, name: str, first: int, count: int, columns: tuple[int, int] | None = None) -> Iterator[torch.Tensor]:
-        """Rows `first` to `first + count` of a tensor, in parts of at most CHUNK bytes, each [rows, columns] in the
-        file's dtype; a row is an entry of the first dimension.
+        """Yield rows `first` to `first + count` in chunks of at most CHUNK bytes: [rows, columns], in the file's dtype.
+
+        A row is an entry of the first dimension.
 
         Args:
-            columns: first and last of the entries of a row that are given; default: all.
+            columns: first and last + 1 of the entries of each row to yield; default: all.
         """
         stored = self.tensors[name]
         width = prod(stored.shape[1:])
@@ -77,7 +78,7 @@ class TensorFolder:
                 yield values if columns is None else values[:, columns[0] : columns[1]]
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor as it is."""
+        """Return a whole tensor."""
         stored = self.tensors[name]
         with stored.file.open("rb", buffering=0) as file:
             return self._read(file.fileno(), stored, 0, prod(stored.shape) * stored.dtype.itemsize).view(stored.shape)
@@ -95,7 +96,7 @@ class TensorFolder:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that will be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,7 +104,7 @@ class Planned:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -111,8 +112,8 @@ def write_tensors(folder: Path, planned: Iterable[Planned], values: Iterable[tor
     """Write tensors as `transformers` does: one file, or several with an index. One tensor is in memory at a time.
 
     Args:
-        planned: all tensors, in the order in which they are written.
-        values: the tensors; each is taken when those before it are on disk.
+        planned: all tensors, in writing order.
+        values: the tensors; each is requested when the previous ones are on disk.
         largest_file: bytes above which a new file begins.
     """
     files: list[list[Planned]] = [[]]
@@ -129,7 +130,7 @@ def write_tensors(folder: Path, planned: Iterable[Planned], values: Iterable[tor
                 value = next(values)
                 assert value.shape == tensor.shape and value.dtype == tensor.dtype, (tensor, value.shape, value.dtype)
                 file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
-                del value  # before the next is made
+                del value  # free it before the next one is made
     if len(files) > 1:
         places = {tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         total = sum(tensor.size for tensors in files for tensor in tensors)
@@ -150,5 +151,5 @@ def _header(tensors: list[Planned]) -> bytes:
             "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]
         }  # fmt: skip
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
     return len(text).to_bytes(8, "little") + text
