@@ -128,10 +128,8 @@ class InFlight:
         return self.folder
 
     def close(self) -> None:
-        """Wait up to `LONGEST_CLOSE` for this rank's work, also after a failure. Not collective.
-
-        A checkpoint that all ranks have written is completed.
-        """
+        """Wait up to `LONGEST_CLOSE` for this rank's work, also after a failure. Not collective. A checkpoint that all
+        ranks have written is completed."""
         if not self._job.join(LONGEST_CLOSE):
             return
         if self._over or self._commits or self._job.error is not None or not self._is_first:
@@ -229,10 +227,8 @@ class Demand:
 
 
 def lacking(demands: Sequence[Demand]) -> str:
-    """Return what the first host lacks whose free memory is below twice its ranks' demand; empty if none.
-
-    The factor leaves memory for data, evaluations and the page cache.
-    """
+    """Return what the first host lacks whose free memory is below twice its ranks' demand; empty if none. The factor
+    leaves memory for data, evaluations and the page cache."""
     needed: dict[str, int] = {}
     for one in demands:
         needed[one.host] = needed.get(one.host, 0) + one.nbytes

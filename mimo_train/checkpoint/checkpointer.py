@@ -181,10 +181,8 @@ class Checkpointer:
             sums.load_state_dict(state)
 
     def _held(self) -> list[Held]:
-        """Return this rank's tensors of the model, cached if all are parameters.
-
-        Parameters stay the same objects, and finding them takes as long as copying 150 MB; a buffer may be replaced.
-        """
+        """Return this rank's tensors of the model, cached if all are parameters. Parameters stay the same objects, and
+        finding them takes as long as copying 150 MB; a buffer may be replaced."""
         if self._parameters is None:
             held = held_tensors(self._model)
             if not all(isinstance(one.tensor, torch.nn.Parameter) for one in held):
@@ -267,11 +265,7 @@ class Checkpointer:
         return None
 
     def _continue_from(self, folder: Place) -> None:
-        """Load everything from a checkpoint. Collective.
-
-        Raises:
-            UserError: see `resume`.
-        """
+        """Load everything from a checkpoint. Collective; see `resume` for errors."""
         cfg, layout = self._run.cfg, self._run.layout
         self._require_none(partial(self._resume_faults, folder))
         with agreed():
@@ -328,8 +322,6 @@ class Checkpointer:
         return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
 
     def _chosen(self) -> Place | None:
-        """Return the checkpoint that `checkpoint.resume` names. Collective."""
-
         def choose() -> Place | None:
             folder_changes.finish_renames(self._run.checkpoints)
             return folders.chosen(self._run.checkpoints, self._run.cfg.checkpoint.resume)

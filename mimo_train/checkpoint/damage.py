@@ -118,10 +118,8 @@ _FORMATS = {
 
 
 def require_own_format(folder: Place, before: str = "") -> None:
-    """Raise UserError, prefixed with `before`, for a checkpoint of another program or of an earlier version.
-
-    Such checkpoints are not damaged, and copying does not help. They do not exist in object storage.
-    """
+    """Raise UserError, prefixed with `before`, for a checkpoint of another program or of an earlier version. Such
+    checkpoints are not damaged, and copying does not help. They do not exist in object storage."""
     if isinstance(folder, Url):
         return
     for names, program in _FORMATS.items():

@@ -63,10 +63,8 @@ def holds(folder: Place, names: Collection[str]) -> bool:
 
 
 def finish_renames(run_dir: Place) -> None:
-    """Finish renames that a kill interrupted: after the marker, or between the two renames that replace a folder.
-
-    Only the process that writes into `run_dir` may call it. Raises FolderFailed.
-    """
+    """Finish renames that a kill interrupted: after the marker, or between the two renames that replace a folder. Only
+    the process that writes into `run_dir` may call it. Raises FolderFailed."""
     for kind in (False, True):
         folder = checkpoints_dir(run_dir, kind)
         if isinstance(folder, Url):

@@ -78,10 +78,8 @@ def named(run_dir: Place, non_persistent: bool) -> list[Place]:
 
 
 def listed(folder: Path, pattern: str) -> list[Path]:
-    """Return everything in a folder whose name matches, sorted; empty if the folder does not exist.
-
-    Unlike `Path.glob` it does not take an unreadable folder for an empty one. Raises FolderFailed.
-    """
+    """Return everything in a folder whose name matches, sorted; empty if the folder does not exist. Unlike `Path.glob`
+    it does not take an unreadable folder for an empty one. Raises FolderFailed."""
     with failure_named(folder):
         try:
             found = patiently(lambda: os.listdir(folder), folder)
@@ -252,9 +250,6 @@ def require_files(folder: Place) -> None:
 
 def read_record(folder: Place, *needed: str) -> dict[str, Any]:
     """Return the record of a complete checkpoint.
-
-    Args:
-        needed: required keys.
 
     Raises:
         DamagedCheckpoint: it is not what was written, lacks a key, or has another step than the folder's name.

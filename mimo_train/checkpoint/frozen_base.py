@@ -125,10 +125,8 @@ _LOOKED_AT = 16
 
 
 def loads_every_weight(run: Run) -> bool:
-    """True if this start resumes from a checkpoint with all weights of the model, as rank 0 sees it. Collective.
-
-    It is False if that is uncertain: a record is unreadable, or there are too many checkpoints.
-    """
+    """True if this start resumes from a checkpoint with all weights of the model, as rank 0 sees it. Collective. It is
+    False if that is uncertain: a record is unreadable, or there are too many checkpoints."""
     box = [False]
     if dist.get_rank() == 0:
         with suppress(UserError, DataError, OSError):  # `Checkpointer.resume` reports it on every rank

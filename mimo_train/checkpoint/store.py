@@ -133,11 +133,7 @@ def record_of(
     train_state: Any,
     others: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the record of a checkpoint now, in plain values.
-
-    Args:
-        others: further entries.
-    """
+    """Return the record of a checkpoint now, in plain values."""
     return {
         "step": train_state.step,
         "train_state": train_state.state_dict(),
@@ -329,7 +325,6 @@ def _own_parts(held: list[Held], optimizer: ModuleOptimizer, finite: bool) -> It
 
 
 def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter: dict[int, Held]) -> None:
-    """Fill tensors and the optimizer's values."""
     targets: list[tuple[Key, Span, torch.Tensor]] = []
     filled = {id(one.tensor) for one in held}
     for one in held:
@@ -348,7 +343,6 @@ def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter
 
 
 def _parts_of_rank(name: str, state: dict[str, Any]) -> list[Part]:
-    """Return this rank's own state as tensors of one rank."""
     text, tensors = pack(state, RERUN_CLASSES)
     as_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     module = f"rank_{dist.get_rank():05d}"

@@ -195,7 +195,6 @@ def _first_dead(verdict: Verdict) -> tuple[list[int], str] | None:
 
 
 def _last_seen(rank: Rank) -> float:
-    """Return the Unix time of the last heartbeat."""
     return rank.beat_at + rank.offset
 
 

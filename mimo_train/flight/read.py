@@ -141,10 +141,8 @@ def newest_start(run_dir: Path) -> Path:
 
 
 def start_time(folder: Path) -> float:
-    """Return the Unix time when the ranks of a start last opened their files.
-
-    It uses the .names files: the .bin files change with every page written.
-    """
+    """Return the Unix time when the ranks of a start last opened their files. It uses the .names files: the .bin files
+    change with every page written."""
     return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
 
 

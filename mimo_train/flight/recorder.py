@@ -94,9 +94,6 @@ class Recorder:
         """Start recording into a file of `run_dir`. A file that cannot be created is no error: the run reports a bad
         folder itself.
 
-        Args:
-            launcher: its process id.
-
         Returns:
             Folder of this start; None if the file cannot be created.
         """

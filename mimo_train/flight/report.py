@@ -29,7 +29,6 @@ def look(
     Args:
         folder: folder of the start, see `newest_start`.
         sleep: called between the readings.
-        since, beat: see `read_ranks`.
     """
     first = read_ranks(folder, since=since, beat=beat)
     sleep(PAUSE)
@@ -73,7 +72,6 @@ def kept_report(folder: Path, verdict: Verdict) -> str | None:
 
     Args:
         folder: folder of the start.
-        verdict: the current verdict.
     """
     if {ALIVE, STOPPED} & {*verdict.states.values()} or all(rank.is_over for rank in verdict.ranks.values()):
         return None

@@ -84,8 +84,6 @@ class Watch:
     """Watch one rank, from construction to `close`.
 
     Args:
-        recorder: an open recorder.
-        run_dir: folder of the run.
         hang_seconds: `run.hang_report_seconds`; 0 turns reports off.
         ends: True to end a run that hangs.
         grace_seconds: seconds that the rank may take to save when its launcher is gone.
@@ -245,7 +243,6 @@ class Watch:
         return max((self._seconds - self._age(rank) for rank in known), default=0.0)
 
     def _age(self, rank: Rank) -> float:
-        """Return the seconds since the rank's last progress, by its own clock."""
         return max(rank.now, rank.beat_at) - rank.progressed_at
 
     def _write_stacks(self) -> None:
@@ -256,10 +253,8 @@ class Watch:
 
 
 def handed_down() -> tuple[int, int] | None:
-    """Return the launcher's process id and start time from the environment; None if they are not set.
-
-    The parent's id is not enough: this process has another parent if its launcher ends early.
-    """
+    """Return the launcher's process id and start time from the environment; None if they are not set. The parent's id
+    is not enough: this process has another parent if its launcher ends early."""
     try:
         pid, start = map(int, os.environ.get(LAUNCHER, "").split(":"))
     except ValueError:

@@ -71,11 +71,8 @@ def is_base(document: Document, stored: Stored) -> bool:
 
 
 def named_in_hub(folder: Path) -> tuple[str, str]:
-    """Return (name of the model in a folder, its revision).
-
-    A folder of huggingface_hub's cache gives the hub's name and revision, valid on any machine; others give their path
-    and no revision.
-    """
+    """Return (name of the model in a folder, its revision). A folder of huggingface_hub's cache gives the hub's name
+    and revision, valid on any machine; others give their path and no revision."""
     found = _IN_CACHE.search(folder.absolute().as_posix())
     return (found[1].replace("--", "/"), found[2]) if found else (str(folder.resolve()), "")
 

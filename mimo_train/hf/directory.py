@@ -131,11 +131,8 @@ def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
 
 
 def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config with the keys of both versions.
-
-    Version 5 has `rope_parameters` and `dtype`. Version 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`, and
-    silently uses defaults if they are missing.
-    """
+    """Return a config with the keys of both versions. Version 5 has `rope_parameters` and `dtype`. Version 4 reads
+    `rope_theta`, `rope_scaling` and `torch_dtype`, and silently uses defaults if they are missing."""
     both = {
         key: readable_by_both(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
         for key, value in config.items()
@@ -182,9 +179,6 @@ class PlainModel:
 def plain_model(name: str, spec: Any) -> PlainModel | None:
     """Return the export of an encoder that is a whole model of `transformers`; None for others, such as Whisper's
     encoder.
-
-    Args:
-        name: name of its module.
     """
     if isinstance(spec, TransformersSpec):
         preprocessor = _of_images(spec)

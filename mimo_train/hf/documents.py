@@ -66,10 +66,8 @@ class Written:
 
 
 def grown(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a vocabulary table with more rows, each the mean of the existing ones.
-
-    A mean is never the largest logit, so such tokens are never predicted.
-    """
+    """Return a vocabulary table with more rows, each the mean of the existing ones. A mean is never the largest logit,
+    so such tokens are never predicted."""
     if rows <= len(tensor):
         return tensor
     mean = tensor.mean(0, keepdim=True, dtype=torch.float64).to(tensor.dtype)
@@ -309,7 +307,6 @@ def _projector(name: str, module: ModuleConfig, language_width: int) -> Document
 
 
 def _own(place: str, what: str, module: str, begins: str, spec: Any, why: str = "") -> Document:
-    """Return a part that has no class in `transformers`."""
     because = f": {why}" if why else ""
     return Document(
         place,

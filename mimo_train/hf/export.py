@@ -79,7 +79,6 @@ class Weights:
         """Select a module.
 
         Args:
-            module: its name.
             merge: True to merge adapters into their weights.
         """
         self._stored, self.model = stored, stored.modules[module]
@@ -169,7 +168,6 @@ def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[t
 
 
 def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: dict[str, torch.Tensor]) -> None:
-    """Copy the rows of a parameter into their tensors."""
     at = 0
     for rows in rule.rows:
         part = value[at : at + rows.count]
@@ -195,7 +193,6 @@ def write_document(
     """Write a directory: weights, config.json and the other files.
 
     Args:
-        merge: see `Weights`.
         dtype: dtype of the weights: fp32, bf16 or fp16.
         largest_file: size in bytes.
     """

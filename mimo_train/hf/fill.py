@@ -126,7 +126,6 @@ class Reader(MatchedPart):
         return drawn
 
     def _mismatch(self, name: str, parameter: torch.Tensor, cut: Cut) -> str:
-        """Return what is wrong with the shape of a parameter, or an empty string."""
         rule = self._rules[name]
         rows = sum(last - first for first, last in cut.ranges(sum(rows.count for rows in rule.rows)))
         named = next(rows.name for rows in rule.rows if rows.name)
@@ -153,7 +152,6 @@ class Reader(MatchedPart):
 
 
 def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:
-    """Yield the rows of this rank's part of a parameter."""
     for first, last in cut.ranges(sum(rows.count for rows in rule.rows)):
         at = 0
         for rows in rule.rows:

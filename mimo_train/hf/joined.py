@@ -150,7 +150,6 @@ def _of_others(tensor: str) -> bool:
 def _language(
     cfg: ConfigContainer, tokenizer: Tokenizer, rows: int, part: Part | None
 ) -> tuple[dict[str, Any], WeightMap]:
-    """Return the language model's part of config.json, and its weights."""
     if part is not None:
         directory = read_directory(str(part.folder), part.key)
         composite = COMPOSITES.get(directory.model_type)

@@ -114,7 +114,6 @@ def require_llava(cfg: ConfigContainer) -> None:
 
 
 def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
-    """Raise NoLlava for parts that LLaVA does not support."""
     encoder, projector, prefix = module.encoder, module.projector, f"modules.{name}"
     if getattr(encoder, "kind", "") != "image":
         raise NoLlava(f"{name} reads no images")

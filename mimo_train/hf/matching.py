@@ -27,7 +27,6 @@ class MatchedPart:
     """A part of a model whose tensors are all in a directory.
 
     Attributes:
-        folder: the directory.
         tensors: all tensors of the directory by name.
         spelling: how the directory spells the names of the map.
         stored_names: name in the map -> name in the directory.
@@ -153,7 +152,6 @@ def require_all_used(
 
 
 def _begins(part: Part, names: MatchedPart) -> tuple[str, ...]:
-    """Return the prefixes of a part in a directory of several parts."""
     if part.module == LANGUAGE:
         # It includes the output layer even if ours has none.
         return (*names.begins, spelt("lm_head.", names.spelling))

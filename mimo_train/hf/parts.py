@@ -73,7 +73,6 @@ def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str 
     """Return an encoder from a directory.
 
     Args:
-        name: name of its module.
         part: name among the encoders joined in the module's; empty for the module's own.
     """
     place = f"{ENCODER}{name}." + (f"{part}." if part else "")

@@ -148,7 +148,6 @@ def write_adapters(
 
 
 def _tensors_of(module: Adapted) -> dict[str, torch.Tensor]:
-    """Return the adapters of a module by PEFT's names."""
     tensors: dict[str, torch.Tensor] = {}
     for linear in module.linears:
         places = module.places.get(linear.name, {})
@@ -244,7 +243,6 @@ def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tupl
 
 
 def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Return adapters' tensors by module path and our names."""
     names = {theirs: ours for ours, theirs in _NAMES.items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load_tensors(folder).items():

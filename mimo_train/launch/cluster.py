@@ -26,7 +26,6 @@ def fill_in(template: str, launch: Launch, nodes: int, gpus: int, values: Mappin
     Args:
         template: name of a file in configs/cluster/, or a path. It may use `${name}`, `${nodes}`, `${gpus}` and
             `${processes}` (per node), `${command}` (a list), `${run}` (a shell line) and any of `values`.
-        nodes: number of nodes.
         gpus: GPUs per node; 0 runs on the CPU.
         values: other values by name.
 
@@ -90,11 +89,7 @@ def _require_fit(launch: Launch, nodes: int, gpus: int) -> int:
 
 
 def lost_with_machine(launch: Launch, values: Mapping[str, str]) -> str:
-    """Return a sentence about what is lost with the machines; empty if `run.dir` is on the shared volume.
-
-    Args:
-        values: see `fill_in`.
-    """
+    """Return a sentence about what is lost with the machines; empty if `run.dir` is on the shared volume."""
     run_dir, checkpoints = launch.cfg.run.dir, launch.cfg.checkpoint.dir
     if MOUNT in values and PurePosixPath(run_dir).is_relative_to(values[MOUNT]):
         return ""

@@ -61,9 +61,7 @@ class ExitSignal:
 
     def tell_by(self, tell: Callable[[], object]) -> None:
         """Call `tell` from another thread as soon as a signal arrives, even while this thread waits in a collective.
-
-        Only the last `tell` counts. Requires `listen` first.
-        """
+        Only the last `tell` counts. Requires `listen` first."""
         self._tell = tell
         if self._previous and self._relay is None:
             self._relay = _Relay(self._arrived)
@@ -90,11 +88,7 @@ def is_repeat(received_at: float) -> bool:
 
 
 class _Relay:
-    """A thread that reads signal numbers from the interpreter's wakeup file descriptor.
-
-    Args:
-        arrived: called with each number.
-    """
+    """A thread that reads signal numbers from the interpreter's wakeup file descriptor."""
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
         self._arrived = arrived

@@ -17,10 +17,8 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 def working_directory_last() -> None:
-    """Move the working directory from the front of Python's path, where `python -m` puts it, to the end.
-
-    The user's modules are still found (`train.callbacks`) but do not hide ours. No effect if our packages are in it.
-    """
+    """Move the working directory from the front of Python's path, where `python -m` puts it, to the end. The user's
+    modules are still found (`train.callbacks`) but do not hide ours. No effect if our packages are in it."""
     if sys.flags.safe_path or not sys.path:
         return
     try:

@@ -238,7 +238,6 @@ def without_torchruns(environment: Environment) -> dict[str, str]:
 
 
 def _given(environment: Environment) -> dict[str, str]:
-    """Return our own variables, with torchrun's under our names."""
     values = {name: environment[name] for name in (*VARIABLES, RESTARTS) if environment.get(name)}
     for name in (*VARIABLES, "MAX_RESTARTS"):
         ours, theirs = RESTARTS if name == "MAX_RESTARTS" else name, f"{TORCHRUN}{name}"

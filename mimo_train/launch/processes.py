@@ -110,7 +110,6 @@ def _process_faults(run: Run) -> list[Fault]:
 
 
 def _variable_faults() -> Iterator[Fault]:
-    """Yield faults of variables that no launcher sets this way."""
     wrong = False
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         value = os.environ.get(name, "0")

@@ -39,10 +39,8 @@ def stopped(began: int, step: int, reason: str) -> Ended:
 
 
 def failed(began: int, failure: Failure) -> Ended:
-    """Return the end of a job that failed, without its exit code.
-
-    The code depends on a race: the scheduler or the launcher may be first to end the other ranks.
-    """
+    """Return the end of a job that failed, without its exit code. The code depends on a race: the scheduler or the
+    launcher may be first to end the other ranks."""
     error = f": {failure.error}" if failure.error else ""
     return Ended(began, f"failure {failure.where}{error}", failed=True)
 
@@ -51,8 +49,6 @@ def decide(code: int, ended: Ended, before: Sequence[Ended]) -> tuple[bool, str]
     """Return True if the scheduler should start the job again, and the reason.
 
     Args:
-        code: exit code of the job's step.
-        ended: how it ended.
         before: ends of earlier jobs, the newest last.
     """
     if code == ANOTHER_MACHINE:
@@ -67,11 +63,6 @@ def decide(code: int, ended: Ended, before: Sequence[Ended]) -> tuple[bool, str]
 
 def requeue(run_dir: Path, job: str, code: int) -> tuple[int, str]:
     """Decide if a finished job starts again, and write the decision into progress.txt.
-
-    Args:
-        run_dir: folder of the run.
-        job: see `scheduled_job`.
-        code: exit code of the job.
 
     Returns:
         0 if the run is finished, AGAIN if the job should start again, else its exit code; and the reason.
@@ -91,22 +82,12 @@ def requeue(run_dir: Path, job: str, code: int) -> tuple[int, str]:
 
 
 def is_finished(lines: Sequence[Event], job: str) -> bool:
-    """True if a job has brought its run to the last step.
-
-    Args:
-        lines: lines of progress.txt.
-        job: see `scheduled_job`.
-    """
+    """True if `job` (see `scheduled_job`) has brought its run to the last step, by `lines` of progress.txt."""
     return any(line.kind == EXIT and line.facts.get("reason") == FINISHED for line in _last_start(lines, job))
 
 
 def end_of(run_dir: Path, lines: Sequence[Event], job: str, code: int) -> Ended | None:
-    """Return how an unfinished job ended; None if the run had not begun in it.
-
-    Args:
-        lines, job: see `is_finished`.
-        code: exit code of the job.
-    """
+    """Return how an unfinished job ended; None if the run had not begun in it."""
     last = _last_start(lines, job)
     began = _number(last[0], "step") if last else UNKNOWN
     exits = [line for line in last if line.kind == EXIT]

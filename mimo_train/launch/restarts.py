@@ -10,10 +10,8 @@ from mimo_train.flight.read import newest_start, read_ranks
 from mimo_train.launch.exit_signal import seconds_of
 
 STOPPED_CODE = "MIMO_STOPPED_CODE"
-"""Environment variable with the exit code of a run that was stopped and has saved.
-
-Set it where a scheduler restarts unfinished runs: Kubernetes counts a pod that exits with 0 as complete.
-"""
+"""Environment variable with the exit code of a run that was stopped and has saved. Set it where a scheduler restarts
+unfinished runs: Kubernetes counts a pod that exits with 0 as complete."""
 LONGEST_WAIT = 300.0
 ANOTHER_MACHINE = 16
 """Exit code of `train.rerun` that asks for another machine."""
@@ -56,12 +54,7 @@ def newest_failure(run_dir: Path, code: int, since: float = 0.0) -> Failure:
 
 
 def failure_in(folder: Path, code: int, since: float = 0.0) -> Failure:
-    """Return the failure of one start, from its flight recorder files.
-
-    Args:
-        folder: see `newest_start`.
-        code, since: see `newest_failure`.
-    """
+    """Return the failure of one start, from its flight recorder files."""
     ranks = read_ranks(folder, since=since)
     errors = sorted((rank.seen_at, rank.error) for rank in ranks.values() if rank.error)
     step = max((rank.step for rank in ranks.values()), default=-1)

@@ -53,7 +53,6 @@ class _Lock:
 
     Args:
         key: `run.dir` or `checkpoint.dir`.
-        place: its value.
         beat: seconds between heartbeats.
         on_lost: called with a sentence when another process has taken over, or may have done so and ended. This needs
             several heartbeats that could not be written. Default: end the process.
@@ -123,10 +122,8 @@ class RunLock(_Lock):
         """Take the lock. Without file locks it warns on stderr and relies on heartbeats.
 
         Args:
-            run_dir: existing folder.
             patience: seconds to wait for a holder on another machine.
             mark: text in the file that identifies this run to its other ranks.
-            beat, on_lost: see `_Lock`.
 
         Raises:
             UserError: another process holds it; names its host, process number and start time.
@@ -163,7 +160,6 @@ class RunLock(_Lock):
                 os.close(self._descriptor)
 
     def _lock(self) -> bool:
-        """Return False if another process has the lock."""
         self._is_locked = True
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,7 +214,6 @@ class RunLock(_Lock):
         return ""
 
     def _is_in_place(self) -> bool:
-        """True if the locked file still exists under its name."""
         mine = os.fstat(self._descriptor)
         try:
             current = os.stat(self._path)
@@ -244,9 +239,7 @@ class ObjectLock(_Lock):
         """Take the lock; wait a few heartbeats if another holder may be alive.
 
         Args:
-            root: URL of `checkpoint.dir`.
             mark: text in the lock that identifies this run to its other ranks.
-            beat, on_lost: see `_Lock`.
 
         Raises:
             UserError: another process holds it (names host, process number and start time), or the storage is not
@@ -317,10 +310,8 @@ class ObjectLock(_Lock):
         return True
 
     def _show_life(self) -> str:
-        """Write the heartbeat; return the reason if the lock is no longer this process's.
-
-        Storage errors do not end training, and other errors do not end the heartbeats.
-        """
+        """Write the heartbeat; return the reason if the lock is no longer this process's. Storage errors do not end
+        training, and other errors do not end the heartbeats."""
         try:
             return self._write_anew()
         except OSError:

@@ -184,7 +184,6 @@ def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool =
 
 
 def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
-    """Return the number of processes that the layout needs."""
     if not without_data:
         return resolve(cfg).layout.processes[-1] + 1
     # Module sizes may come from a directory that is not on this machine.

@@ -206,7 +206,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _forward(self) -> None:
-        """Send SIGTERM to each rank but not to its session: its data workers must outlive it."""
+        """Send SIGTERM to each rank but not to its session: its data workers must live until it ends."""
         if self._pcontext is not None and not self._forwarded:
             self._forwarded = True
             for pid in self._running():
@@ -226,9 +226,6 @@ def launch(command: Sequence[str], nodes: Nodes, per_node: int, run_dir: Path) -
     """Start this node's ranks and wait for them.
 
     Args:
-        command: command of a rank.
-        nodes: nodes of the run.
-        per_node: ranks per node.
         run_dir: `run.dir`, whose files hold the cause of a failure.
 
     Returns:

@@ -109,8 +109,6 @@ class View(Protocol):
 
 
 class _Nothing:
-    """A view that shows nothing."""
-
     def step(self, step: int, total: int, parts: dict[str, str]) -> None:
         pass
 
@@ -151,8 +149,6 @@ class _Lines:
 
 
 class _Bar:
-    """A progress bar at the bottom of a terminal."""
-
     def __init__(self, stream: TextIO, total: int, done: int):
         self._console = rich.console.Console(file=stream, force_terminal=True, highlight=False, emoji=False)
         self._progress = Progress(

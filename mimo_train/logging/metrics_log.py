@@ -129,7 +129,6 @@ def build_metrics_log(cfg: ConfigContainer, run_dir: Path, *, resumed_step: int)
     """Open the sinks in `cfg.log`. Call it on one rank only.
 
     Args:
-        cfg: config of the run.
         run_dir: folder of the run, created if missing.
         resumed_step: optimizer steps already done, 0 for a new run; values of later steps are dropped.
 

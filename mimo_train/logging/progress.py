@@ -33,10 +33,8 @@ _unwritable: set[Path] = set()
 
 
 def append_to_progress_log(run_dir: Path, text: str) -> None:
-    """Append one line: the UTC time, a tab, and `text`. Tabs in `text` separate columns; line breaks become spaces.
-
-    A file that cannot be written is reported once and never ends the run.
-    """
+    """Append one line: the UTC time, a tab, and `text`. Tabs in `text` separate columns; line breaks become spaces. A
+    file that cannot be written is reported once and never ends the run."""
     try:
         _append(run_dir, text)
     except OSError as error:

@@ -52,7 +52,6 @@ class RankLog:
                 setattr(sys, name, _Copied(stream, self))
 
     def _append(self, lines: list[str]) -> bool:
-        """Return True if the lines were written."""
         if self._lost:
             return False
         try:

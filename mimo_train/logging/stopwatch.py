@@ -64,10 +64,8 @@ class Stopwatch:
         self._steps += not around
 
     def read_and_reset(self) -> dict[str, float]:
-        """Return seconds per step since the last reading, for each of `INTERVALS`. Call it between steps.
-
-        On CUDA it waits until the device has finished the last step.
-        """
+        """Return seconds per step since the last reading, for each of `INTERVALS`. Call it between steps. On CUDA it
+        waits until the device has finished the last step."""
         assert not self._open, f"interval {self._open[-1][0]} is open"
         if self._ended:
             self._ended[-1][3].synchronize()
@@ -127,7 +125,6 @@ def time_split(
 
 
 def _shares(names: list[str], work: Mapping[str, float] | None) -> dict[str, float]:
-    """Return each module's share of a device."""
     if len(names) <= 1:
         return dict.fromkeys(names, 1.0)
     assert work is not None, f"modules {names} share a device: work says how to divide it"

@@ -46,11 +46,7 @@ def of_rank(rank: int) -> tuple[str, str]:
 
 
 def write_marker(folder: Place, files: Mapping[str, bytes]) -> None:
-    """Mark a folder as complete.
-
-    Args:
-        files: contents by name.
-    """
+    """Mark a folder as complete."""
     marker = {name: [len(content), digest(content)] for name, content in files.items()}
     write_file(folder / COMPLETE, [json.dumps(marker).encode()])
 
@@ -280,10 +276,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, with their names on disk.
-
-    Another process may have just created some of the parents, so all readable ones of this file system are flushed.
-    """
+    """Create a folder and its parents, with their names on disk. Another process may have just created some of the
+    parents, so all readable ones of this file system are flushed."""
     if folder.is_dir():
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -135,8 +135,6 @@ class Reader(Blocks):
 
 @dataclass(frozen=True)
 class _Use:
-    """The wanted part of a block."""
-
     low: int
     high: int
     """First and last + 1 of its bytes in the block."""
@@ -148,7 +146,6 @@ class _Use:
     """True if the bytes are the tensor's, in its order."""
 
     def memory(self) -> memoryview:
-        """Return the tensor's memory."""
         first = self.one.span.start
         into = self.one.into[self.part.start - first : self.part.stop - first]
         return memoryview(into.view(torch.uint8).numpy())

@@ -75,10 +75,8 @@ class _Block:
 
 
 def common_range(wanted: Span, stored: Span) -> tuple[int, int] | None:
-    """Return the shortest range of `stored` that covers its overlap with `wanted`; None if they are disjoint.
-
-    Both are spans of one tensor.
-    """
+    """Return the shortest range of `stored` that covers its overlap with `wanted`; None if they are disjoint. Both are
+    spans of one tensor."""
     if wanted.box == stored.box:
         first, last = max(wanted.start, stored.start), min(wanted.stop, stored.stop)
         return (first, last) if first < last else None
@@ -143,9 +141,7 @@ def _blocks(span: Span) -> Iterator[_Block]:
 
 def _cut(size: Sizes, start: int, stop: int) -> Iterator[tuple[int, Sizes, Sizes]]:
     """Yield a range of a box as consecutive boxes (partial row, whole rows, partial row): at most 2 x dimensions - 1.
-
-    Each is (first element, offset in the box, size).
-    """
+    Each is (first element, offset in the box, size)."""
     if start >= stop:
         return
     if len(size) <= 1:

@@ -55,10 +55,8 @@ class NotFinite(ValueError):
 
 
 def in_order(parts: Iterable[Part]) -> list[Part]:
-    """Return parts in file order: by decreasing element size, and weights before optimizer values.
-
-    So every element is aligned and within one block, and readers of weights alone skip most other blocks.
-    """
+    """Return parts in file order: by decreasing element size, and weights before optimizer values. So every element is
+    aligned and within one block, and readers of weights alone skip most other blocks."""
     return sorted(parts, key=lambda part: (-part.values.dtype.itemsize, part.key.state != WEIGHT))
 
 

@@ -21,10 +21,8 @@ REFUSED = {
     },
     "modules": {"freeze_until"},
 }
-"""Keys by section that `same_run` rejects if they change.
-
-Keys of `encoder`, `projector`, `llm` and `lora` are rejected too, except `MAY_CHANGE`.
-"""
+"""Keys by section that `same_run` rejects if they change. Keys of `encoder`, `projector`, `llm` and `lora` are rejected
+too, except `MAY_CHANGE`."""
 
 BY_CONTENT = {
     # Fingerprints of shards, texts and weights of sources are compared, because a folder may move.
@@ -97,10 +95,8 @@ def unread_weights(record: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[
 
 
 def began_with(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return `begun_with` of the first start of a checkpoint's run.
-
-    Records without `BEGAN` only have the config of the start that saved them.
-    """
+    """Return `begun_with` of the first start of a checkpoint's run. Records without `BEGAN` only have the config of the
+    start that saved them."""
     return record[BEGAN] if BEGAN in record else begun_with(record["config"])
 
 
@@ -143,8 +139,6 @@ def key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str
 
     Args:
         was: section from a record. A key that it lacks was added later and means its default.
-        section: a dataclass.
-        prefix: key of the section.
         free: key names to skip at any depth.
     """
     now, default = plain(section), _plain_defaults(type(section))

@@ -101,9 +101,7 @@ def resume_faults(
 
 def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
     """Return a sentence about initial weights that are configured but not read because the run resumes; or empty.
-
-    Requires that `resume_faults` is empty; arguments and errors as there.
-    """
+    Requires that `resume_faults` is empty; arguments and errors as there."""
     _config(folder, record)
     unread = _found(unread_weights, folder, record, cfg)
     if not unread:
@@ -116,10 +114,8 @@ def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer)
 
 
 def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
-    """Return the config changes of a resumed run that affect its numbers, key by key; or empty.
-
-    Requires that `resume_faults` is empty; arguments and errors as there.
-    """
+    """Return the config changes of a resumed run that affect its numbers, key by key; or empty. Requires that
+    `resume_faults` is empty; arguments and errors as there."""
     return "; ".join(_found(changed_numbers, folder, _config(folder, record), cfg))
 
 
@@ -181,7 +177,6 @@ def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, h
 
 
 def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the fields of every source."""
     return [one.get("fields") or data.get("fields") or {} for one in data.get("mix") or [{}]]
 
 
@@ -204,7 +199,6 @@ def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fa
 def _other_shards(
     before: dict[str, Any], record: dict[str, Any], cfg: ConfigContainer, size: tuple[int, int] | None
 ) -> str:
-    """Return known differences between the shards: location, number, and number of samples."""
     said, was = [], record.get("data_size")
     for name in ("shards", "mix", "validation_fraction"):
         old, new = before["data"].get(name), asdict(cfg.data)[name]
@@ -244,10 +238,8 @@ def left_behind(cfg: ConfigContainer) -> list[Fault]:
 def weights_faults(
     folder: Place, record: dict[str, Any], cfg: ConfigContainer, *, vocabulary_fingerprint: str | None
 ) -> list[Fault]:
-    """Return why a new run cannot start with a checkpoint's weights (`checkpoint.weights`).
-
-    Arguments and errors as in `resume_faults`; the fingerprint covers the vocabulary only.
-    """
+    """Return why a new run cannot start with a checkpoint's weights (`checkpoint.weights`). Arguments and errors as in
+    `resume_faults`; the fingerprint covers the vocabulary only."""
     found = []
     changes = _changes(folder, _config(folder, record), cfg, new_run=True)
     if changes:

@@ -101,10 +101,8 @@ def chart(
     y_format: Callable[[float], str] | None = None,
     name_single: bool = False,
 ) -> Chart | None:
-    """Return the chart of curves over steps 0 to `last_step`; None without values.
-
-    A single curve has no legend, unless `name_single`: the title names it.
-    """
+    """Return the chart of curves over steps 0 to `last_step`; None without values. A single curve has no legend, unless
+    `name_single`: the title names it."""
     drawn = [(one, thin(one.steps, one.values)) for one in series]
     values = [value for _, points in drawn for _, value in points if value is not None]
     if not values:
@@ -128,10 +126,8 @@ def chart(
 
 
 def value_axis(values: Sequence[float], main: Sequence[float]) -> Axis:
-    """Return the axis that shows all `values`; `main` are the values without noise.
-
-    It is logarithmic if the main values span two decades, or if a spike would flatten them.
-    """
+    """Return the axis that shows all `values`; `main` are the values without noise. It is logarithmic if the main
+    values span two decades, or if a spike would flatten them."""
     low, high = min(values), max(values)
     if low > 0 and (max(main) > 100 * min(main) or high > 20 * max(main)):
         return _log_axis(low, high)
@@ -194,7 +190,6 @@ def short_count(count: float) -> str:
 
 
 def _exact(value: float) -> str:
-    """Format with four significant digits, or as a whole number."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -234,7 +229,6 @@ def _summary(title: str, series: list[Series], name: Callable[[float], str]) -> 
 
 
 def _not_finite(series: list[Series]) -> str:
-    """Return a note about values that cannot be drawn."""
     notes = []
     for one in series:
         steps = [step for step, value in zip(one.steps, one.values, strict=True) if not math.isfinite(value)]
@@ -247,7 +241,7 @@ def _not_finite(series: list[Series]) -> str:
 
 @dataclass
 class Column:
-    """The values of one key, with the steps that have one."""
+    """The values of one key, and their steps."""
 
     steps: array = field(default_factory=lambda: array("d"))
     values: array = field(default_factory=lambda: array("d"))
@@ -275,10 +269,8 @@ def columns(lines: Iterable[dict[str, float]]) -> dict[str, Column]:
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Return a centred moving average over about `window` values; NaN and infinities stay gaps.
-
-    Weights decay exponentially on both sides: an average of the past alone lags behind a falling curve.
-    """
+    """Return a centred moving average over about `window` values; NaN and infinities stay gaps. Weights decay
+    exponentially on both sides: an average of the past alone lags behind a falling curve."""
     before, after = _decaying_sums(values, window), reversed(_decaying_sums(values[::-1], window))
     return [
         (total + other) / (weight + more) if math.isfinite(value) else math.nan
@@ -299,10 +291,8 @@ def _decaying_sums(values: Sequence[float], window: float) -> list[tuple[float, 
 
 
 def thin(steps: Sequence[float], values: Sequence[float], max_points: int = 1000) -> list[tuple[float, float | None]]:
-    """Return about `max_points` points: each bucket's lowest and highest value, so that spikes stay visible.
-
-    A bucket without a finite value becomes (step, None): a gap in the curve.
-    """
+    """Return about `max_points` points: each bucket's lowest and highest value, so that spikes stay visible. A bucket
+    without a finite value becomes (step, None): a gap in the curve."""
     count = len(values)
     if count <= max_points:
         return [(step, value if math.isfinite(value) else None) for step, value in zip(steps, values, strict=True)]

@@ -1,5 +1,4 @@
-"""Drawing of a layout: a box for each rank, coloured by module, with its coordinates. templates/layout.html.j2 renders
-it."""
+"""Drawing of a layout for templates/layout.html.j2: a box per rank, coloured by module, with coordinates."""
 
 from dataclasses import dataclass
 
@@ -100,7 +99,6 @@ def _has_nodes(layout: RunLayout) -> bool:
 
 
 def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
-    """Group modules that have the same ranks."""
     blocks: dict[int, list[str]] = {}
     for name in names:
         blocks.setdefault(layout.modules[name].first_rank, []).append(name)

@@ -134,7 +134,6 @@ def _images(encoded_images: list[str]) -> Iterator[Image]:
 
 
 def _decoded(encoded: str) -> bytes:
-    """Return decoded bytes; empty if it is not base64."""
     try:
         return base64.b64decode(encoded, validate=True)
     except ValueError:

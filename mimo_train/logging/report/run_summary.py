@@ -209,7 +209,6 @@ def evaluation_table(data: dict[str, Column]) -> EvaluationTable | None:
 
 
 def _cells(key: str, column: Column, steps: list[float]) -> list[str]:
-    """Return the values at `steps` as text."""
     values = dict(zip(column.steps, column.values, strict=True))
     written = _number_format(key, [values[step] for step in steps if step in values])
     return [written(values[step]) if step in values else "" for step in steps]

@@ -108,7 +108,6 @@ class JsonlSink:
         return "it is written again, with all its lines"
 
     def _is_in_place(self) -> bool:
-        """True if the open file still exists under its name."""
         assert self._file is not None
         try:
             there, mine = os.stat(self.handle), os.fstat(self._file)
@@ -148,7 +147,6 @@ def _cut_back(path: Path, resumed_step: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
-    """Yield (raw line, object) of each complete line."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:
