@@ -36,13 +36,8 @@ _ONE = 127 * _PLACES
 
 @dataclass(frozen=True)
 class Normal:
-    """Initial weights of a normal distribution around 0; callable, as Megatron-Core's `init_method`.
-
-    Every weight takes its seed from torch's generator, so weights seeded by layer are drawn by layer.
-
-    Attributes:
-        std: standard deviation.
-    """
+    """Initial weights of a normal distribution around 0 with deviation `std`; callable, as Megatron-Core's
+    `init_method`. Every weight takes its seed from torch's generator, so weights seeded by layer are drawn by layer."""
 
     std: float
 

@@ -74,11 +74,7 @@ class ConfigFile:
         return ACTIVATION_NAMES[self[key]]
 
     def require(self, **values: Any) -> None:
-        """Reject other values than these.
-
-        Raises:
-            EncoderError: with the key and both values.
-        """
+        """Reject other values than these, by raising an EncoderError with the key and both values."""
         for key, value in values.items():
             if self.get(key) != value:
                 raise EncoderError(f"{self.name}: {key} is {self.get(key)!r}, and only {value!r} can be built")
@@ -147,11 +143,8 @@ def image_values(
 
 
 def tower_config(spec: LayeredSpec, **own: Any) -> dict[str, Any]:
-    """Return the config.json keys that all towers over patches share, with the number of layers that are built.
-
-    Raises:
-        EncoderError: `transformers` has no name for the activation function.
-    """
+    """Return the config.json keys that all towers over patches share, with the number of layers that are built. Raise
+    EncoderError if `transformers` has no name for the activation function."""
     names = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
     if spec.activation not in names:
         raise EncoderError(f"activation is {spec.activation}, and transformers' class has {', '.join(names)}")
@@ -177,13 +170,8 @@ def unread_norm(spec: LayeredSpec, name: str) -> dict[str, tuple[tuple[int, ...]
 
 def preprocessor_config(spec: PatchSpec) -> dict[str, Any]:
     """Return a preprocessor_config.json with which `transformers` preprocesses images as our data path does, bit for
-    bit.
-
-    It names classes on torchvision, which versions 4 and 5 both have.
-
-    Raises:
-        EncoderError: images keep their aspect ratio.
-    """
+    bit. It names classes on torchvision, which versions 4 and 5 both have. Raise EncoderError if images keep their
+    aspect ratio."""
     if spec.resize in ("native", "tiles"):
         raise EncoderError(f"resize is {spec.resize}, and transformers' class has images of one size")
     side = {"height": spec.image_size, "width": spec.image_size}
@@ -196,11 +184,7 @@ def preprocessor_config(spec: PatchSpec) -> dict[str, Any]:
 
 
 def pixel_keys(spec: PatchSpec, processor: str, **sizes: Any) -> dict[str, Any]:
-    """Return preprocessor_config.json of a class of image processors.
-
-    Args:
-        sizes: the keys of image sizes.
-    """
+    """Return preprocessor_config.json of a class of image processors; `sizes` are the keys of image sizes."""
     return {
         "image_processor_type": processor,
         "do_convert_rgb": True,

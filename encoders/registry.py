@@ -63,11 +63,8 @@ class Family:
         return issubclass(self.spec, PlainSpec)
 
     def load(self) -> "type[StagedEncoder] | type[PlainEncoder]":
-        """Return the builder. Imports torch and Megatron-Core.
-
-        Raises:
-            EncoderError: it does not exist, or is not a class of its kind.
-        """
+        """Return the builder. Imports torch and Megatron-Core. Raise EncoderError if it does not exist, or is not a
+        class of its kind."""
         found = _attribute(*_parted(self.builder, f"builder of {self.spec.__name__}"))
         from torch.nn import Module
 
@@ -100,11 +97,8 @@ class Family:
         return _named(self.weights)(spec)
 
     def published(self, spec: EncoderSpec) -> "Published":
-        """Return an encoder made here in the format of `transformers`; its weights are those of `weight_map`.
-
-        Raises:
-            EncoderError: `transformers` has no class for it; with the reason.
-        """
+        """Return an encoder made here in the format of `transformers`; its weights are those of `weight_map`. Raise
+        EncoderError with the reason if `transformers` has no class for it."""
         if not self.writer:
             raise EncoderError(f"transformers has no class for an encoder of family {spec.family} alone")
         return _named(self.writer)(spec)

@@ -137,11 +137,8 @@ class StagedEncoder(MegatronModule, ABC):
         return self._features(self._picked(rows_RH, groups)) if self.is_last_stage else rows_RH
 
     def _picked(self, rows_RH: torch.Tensor, groups: Mapping[Size, Sequence[int]]) -> torch.Tensor:
-        """Return the rows that become features, in the order of the media.
-
-        Args:
-            groups: numbers of the media of each size, in the order of the rows.
-        """
+        """Return the rows that become features, in the order of the media. `groups` has the numbers of the media of
+        each size."""
         order = [member for members in groups.values() for member in members]
         kept = {size: self._kept(size) for size in groups}
         if all(one is None for one in kept.values()) and order == sorted(order):

@@ -81,11 +81,8 @@ class WeightMap:
         )
 
     def row_counts(self) -> dict[str, int]:
-        """Return {tensor of the directory: its rows} for all tensors in the rules.
-
-        Raises:
-            AssertionError: a row of a tensor is missing or used twice.
-        """
+        """Return {tensor of the directory: its rows} for all tensors in the rules. Raise AssertionError if a row of a
+        tensor is missing or used twice."""
         places: dict[str, list[tuple[int, int]]] = {}
         for rule in self.rules:
             for rows in rule.rows:

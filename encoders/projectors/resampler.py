@@ -1,5 +1,4 @@
 """A perceiver resampler: learned latents that attend to the features of an image or audio item (see `ResamplerSpec`).
-
 Its linear layers are Megatron-Core's, so tensor parallelism divides heads and feed-forward blocks.
 
 Shape suffixes: N media, L latents, C features of a media item, K = C + L, H hidden size, D width of a head.

@@ -10,11 +10,7 @@ from encoders.weight_map import Rule, WeightMap, same, stacked, with_biases
 
 def connector(spec: ProjectorSpec, width: int, language_width: int) -> tuple[str, WeightMap] | None:
     """Return (model whose connector computes the same, map of the projector's weights); None if no such model is known.
-
-    Args:
-        width: width of joined features.
-        language_width: width of the language model.
-    """
+    `width` is that of joined features."""
     hidden = spec.ffn_hidden_size or language_width
     plain = ProjectorSpec(name=spec.name, merge=spec.merge)
     if spec == replace(plain, kind="linear", bias=False) and spec.merge > 1:

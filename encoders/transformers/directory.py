@@ -101,10 +101,7 @@ or they name code to load."""
 
 def tower_config(path: str, part: str) -> dict[str, Any]:
     """Return the config of the tower of a directory: its `part` (`vision_config`, `audio_config`), if any, else all.
-
-    Raises:
-        EncoderError: no `config.json`, or one without a model type.
-    """
+    Raise EncoderError without a `config.json`, or without a model type in it."""
     whole = _read(Path(path) / "config.json")
     tower = whole.get(part) or whole
     if not isinstance(tower, dict):
@@ -143,11 +140,8 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
 
 
 def require_sizes(config: Mapping[str, Any]) -> None:
-    """Check the numbers of a known model type that determine its tokens and parameters.
-
-    Raises:
-        EncoderError: one of them is not such a number, or lists of its convolutions differ in length.
-    """
+    """Check the numbers of a known model type that determine its tokens and parameters. Raise EncoderError if one of
+    them is invalid, or lists of its convolutions differ in length."""
     kind = str(config.get("model_type"))
     if kind not in KNOWN:
         return

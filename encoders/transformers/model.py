@@ -28,10 +28,7 @@ class Tower(torch.nn.Module):
     INPUT: str
 
     def __init__(self, spec: FromDirectory):
-        """
-        Raises:
-            EncoderError: transformers cannot build the model, or it takes other inputs.
-        """
+        """Raise EncoderError if transformers cannot build the model, or it takes other inputs."""
         super().__init__()
         self.spec = spec
         self._register_constants()
@@ -45,11 +42,8 @@ class Tower(torch.nn.Module):
 
     @torch.no_grad()
     def load_weights(self) -> None:
-        """Load the weights of the directory, if the run starts from them.
-
-        Raises:
-            EncoderError: the weights cannot be read, or tensors are missing or have other shapes.
-        """
+        """Load the weights of the directory, if the run starts from them. Raise EncoderError if they cannot be read, or
+        tensors are missing or have other shapes."""
         if self.spec.weights != "load":
             return
         if (Path(self.spec.path) / "adapter_config.json").is_file():
@@ -199,7 +193,6 @@ class AudioTower(Tower):
 
 
 def _class_of(spec: FromDirectory) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """Return the model's class, and its config with the spec's dropout."""
     # Also ignored in a config from a checkpoint.
     given = {key: value for key, value in spec.model_config.items() if key not in ASIDE}
     kind = given.pop("model_type")

@@ -124,7 +124,6 @@ _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", 
 
 
 def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `factory` with CUDA devices replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -330,13 +329,11 @@ _USER_VARIABLES = (
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that its tensors free.
+    """Let this process keep the memory that its tensors free. Return False without glibc, or if the environment sets
+    options of its `malloc`.
 
     glibc (2.36) returns memory to the system as soon as much of it is free at the end of its heap, and large pieces at
     once. A step frees nearly all that it allocates, so every step would map and clear its pages anew.
-
-    Returns:
-        False without glibc, or if the environment sets options of its `malloc`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in _USER_VARIABLES):

@@ -1,11 +1,8 @@
 """Core attention on `torch.nn.functional.scaled_dot_product_attention`.
 
-A drop-in for Megatron-Core's `DotProductAttention`, which materializes the score matrix. Torch picks the kernel: flash
-attention on a GPU, a fused one on a CPU. A window cuts long sequences into blocks, so masks stay small. Only
-soft-capped scores are a matrix, because torch has no kernel for them.
-
-In a packed row attention stays inside its documents. On a GPU one kernel computes all of them. Elsewhere neighbors of
-one length share a call, which on a CPU is faster than any mask.
+A drop-in for Megatron-Core's `DotProductAttention`, which materializes the score matrix. Torch picks the kernel. Only
+soft-capped scores are a matrix, because torch has no kernel for them. In a packed row attention stays inside its
+documents: one kernel on a GPU; elsewhere one call per run of equal lengths, which on a CPU is faster than any mask.
 
 Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank, Q queries, K
 keys.
@@ -152,7 +149,6 @@ class SdpaAttention(MegatronModule):
     def _attend_inside_documents(
         self, query_CBND: torch.Tensor, key_CBND: torch.Tensor, value_CBND: torch.Tensor, documents: Documents
     ) -> torch.Tensor:
-        """Attend from this rank's part of a packed row, each query over the keys of its own document."""
         rank, key_SBND, value_SBND = 0, key_CBND, value_CBND
         if self.cp_group:
             rank = self.cp_group.rank()

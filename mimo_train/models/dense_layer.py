@@ -123,11 +123,8 @@ class DenseLayer:
         return self._behind(hidden_SBH, context)
 
     def compile(self, compiled: Callable[[Callable], Callable]) -> None:
-        """Compile the code before and after core attention, each into one graph without documents and masks.
-
-        Args:
-            compiled: compiles a function of tensors.
-        """
+        """Compile the code before and after core attention with `compiled`, each into one graph without documents and
+        masks."""
         self._has_cpu_attention = False
         self._before, self._behind = compiled(self._before), compiled(self._behind)  # type: ignore[method-assign]
 
@@ -239,11 +236,8 @@ MOST = 256
 
 
 def require_compiler(cfg: ConfigContainer, kind: str) -> None:
-    """Reject a config whose compilation would fail in the first step.
-
-    Raises:
-        UserError: layers are to be compiled, and the device's compiler is not installed.
-    """
+    """Reject a config whose compilation would fail in the first step. Raise UserError if layers are to be compiled, and
+    the device's compiler is not installed."""
     if not compiled_modules(cfg) or BACKEND != "inductor":
         return
     why = "torch.compile needs triton, which is not installed" if not find_spec("triton") else ""
@@ -284,18 +278,11 @@ def compile_layers(chunks: Iterable[torch.nn.Module], cfg: ConfigContainer, name
 
 
 class _Compiler:
-    """Compiles functions of the layers of one module, and counts the graphs.
-
-    Attributes:
-        graphs: number of graphs made so far.
-    """
+    """Compiles functions of the layers of one module, and counts the graphs (`graphs`)."""
 
     def __init__(self, key: str, *, eager: bool):
-        """
-        Args:
-            key: the module's config key.
-            eager: True if all other compiled code runs eagerly, see `cpu.backend`.
-        """
+        """`key` is the module's config key; `eager` is true if all other compiled code runs eagerly, see
+        `cpu.backend`."""
         self._key, self._eager, self.graphs = key, eager, 0
 
     def __call__(self, function: Callable) -> Callable:

@@ -110,23 +110,15 @@ class Documents(PackedSeqParams):
 
 
 def documents_of(batch: dict[str, Any], ranks: int) -> Documents | None:
-    """Return the documents of a microbatch that is one packed row; None if each row is a sample.
-
-    Args:
-        batch: `documents` are the ends of documents, in tokens of the whole row.
-        ranks: context-parallel ranks.
-    """
+    """Return the documents of a microbatch that is one packed row; None if each row is a sample. `batch["documents"]`
+    are the ends of documents, in tokens of the whole row, and `ranks` the context-parallel ranks."""
     ends = batch.get("documents")
     return None if ends is None else Documents(ends, ranks)
 
 
 def documents_of_media(tokens: Sequence[int], windows: Sequence[int] = ()) -> Documents:
-    """Return the documents of an encoder's packed row of media.
-
-    Args:
-        tokens: tokens of each media item, in order.
-        windows: tokens of each window in which some layers attend, over all media.
-    """
+    """Return the documents of an encoder's packed row from the tokens of each media item. `windows` are the tokens of
+    each window in which some layers attend, over all media."""
     return Documents(tuple(accumulate(tokens)), windows=documents_of_media(windows) if windows else None)
 
 
@@ -144,12 +136,8 @@ def attention_inside_documents(attention: type) -> type:
             packed_seq_params: PackedSeqParams | None = None,
             **options: Any,
         ) -> torch.Tensor:
-            """Attend inside documents, as Megatron-Core's method; [S, B, heads * D].
-
-            Raises:
-                UserError: a packed row is on several context-parallel ranks. Transformer Engine requires it cut by
-                    document.
-            """
+            """Attend inside documents, as Megatron-Core's method; [S, B, heads * D]. Raise UserError for context
+            parallelism, since Transformer Engine requires a row cut by document."""
             run: Callable[..., torch.Tensor] = super().forward
             if not isinstance(packed_seq_params, Documents):
                 whole = (query_SBND, key_SBND, value_SBND)

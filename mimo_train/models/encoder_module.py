@@ -71,7 +71,6 @@ def _features_of_each(encoder: Any, inputs: dict[str, Any]) -> list[int]:
 
 
 def _no_rows(config: TransformerConfig) -> torch.Tensor:
-    """Return the output of a stage without media, which is not sent."""
     return torch.empty(0, config.hidden_size, dtype=config.pipeline_dtype, device=device.current(), requires_grad=True)
 
 

@@ -75,7 +75,6 @@ def _seeded_experts(
 
 
 def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of one of this rank's experts, from separate or grouped layers."""
     if isinstance(experts, SequentialMLP):
         expert = experts.local_experts[index]
         return expert.linear_fc1.weight, expert.linear_fc2.weight

@@ -28,10 +28,7 @@ capability 8.9, blockwise from 9.0, mxfp8 from 10.0."""
 
 
 def require_fp8(cfg: ConfigContainer, te: bool) -> None:
-    """Check that this machine supports the fp8 recipes of the config.
-
-    Args:
-        te: True for layers of Transformer Engine.
+    """Check that this machine supports the fp8 recipes of the config. `te` is true for layers of Transformer Engine.
 
     Raises:
         UserError: a module has fp8, and there is no Transformer Engine, or the device does not have the recipe.
@@ -77,11 +74,8 @@ def renew_copies(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _of_whole_units(forward: Callable, unit: int, gathers: bool) -> Callable:
-    """Return a linear layer's pass, [..., width] -> ([..., other width], bias), on a multiple of `unit` rows.
-
-    Args:
-        gathers: True if sequence-parallel ranks each have a part of the rows.
-    """
+    """Return a linear layer's pass, [..., width] -> ([..., other width], bias), on a multiple of `unit` rows. `gathers`
+    is true if sequence-parallel ranks each have a part of the rows."""
 
     @wraps(forward)
     def padded(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -38,19 +38,9 @@ def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages:
 def release_steps(
     chunks: list[torch.nn.Module], until: dict[str, int], key: str, stages: dist.ProcessGroup
 ) -> dict[torch.nn.Parameter, int]:
-    """Return the step from which each parameter of `until` is trained: the latest of its matching entries.
-
-    Parameters that `freeze` has frozen stay frozen. They are omitted, like those of step 0. Collective over `stages`.
-
-    Args:
-        chunks: this rank's chunks of one module.
-        until: steps by `encoder`, `projector`, `llm`, or shell pattern of parameter names.
-        key: config key, for the message.
-        stages: the pipeline group of the module.
-
-    Raises:
-        UserError: as in `freeze`.
-    """
+    """Return the step from which each parameter of `until` is trained: the latest of its matching entries. Parameters
+    that `freeze` has frozen stay frozen. They are omitted, like those of step 0. Arguments and errors are as in
+    `freeze`; `until` has steps by pattern. Collective over `stages`."""
     steps: dict[torch.nn.Parameter, int] = {}
     for pattern, parameters in _matches(chunks, list(until), key, stages).items():
         for parameter in parameters:
@@ -63,13 +53,9 @@ def release_steps(
 def _require_learning_biases(
     chunks: list[torch.nn.Module], steps: dict[torch.nn.Parameter, int], key: str, stages: dist.ProcessGroup
 ) -> None:
-    """Reject a trained bias with a frozen weight in Transformer Engine's layers. Collective over `stages`.
-
-    Their backward pass makes the gradient of both at once, or of none (pytorch/module/linear.py, `requires_wgrad`).
-
-    Args:
-        steps: the step from which a parameter is trained, if it is frozen at first.
-    """
+    """Reject a trained bias with a frozen weight in Transformer Engine's layers. Collective over `stages`. Their
+    backward pass makes the gradient of both at once, or of none (pytorch/module/linear.py, `requires_wgrad`). `steps`
+    has the step from which a parameter is trained, if it is frozen at first."""
 
     def trained_from(parameter: Any) -> float:
         return steps.get(parameter, 0) if parameter.requires_grad else math.inf
@@ -135,7 +121,6 @@ def _biased(
 
 
 def _of_all_stages[Found](found: Found, stages: dist.ProcessGroup) -> list[Found]:
-    """Return `found` of each stage. Collective."""
     if stages.size() == 1:
         return [found]
     everyone: list[Any] = [None] * stages.size()
@@ -146,7 +131,6 @@ def _of_all_stages[Found](found: Found, stages: dist.ProcessGroup) -> list[Found
 def _matches(
     chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """Return the parameters on this rank that each pattern matches."""
     named = [pair for chunk in chunks for pair in global_names(chunk).items()]
     matched = {
         pattern: [parameter for name, parameter in named if fnmatchcase(name, PARTS.get(pattern, pattern))]

@@ -22,10 +22,7 @@ ModelHook = Callable[[ModelList], ModelList]
 
 class LinearForLastLayer(torch.nn.Linear):
     """A linear output layer that every tensor-parallel rank holds whole, instead of Megatron-Core's output layer.
-
-    Attributes:
-        tp_group: the ranks that the sequence is split over; None: Megatron-Core's tensor-parallel group.
-    """
+    `tp_group` are the ranks that the sequence is split over; None: Megatron-Core's tensor-parallel group."""
 
     def __init__(self, input_size: int, output_size: int, sequence_parallel: bool):
         """
@@ -98,15 +95,8 @@ def make_value_model(hidden_size: int, sequence_parallel: bool) -> ModelHook:
 
 
 def freeze_moe_router(model: ModelList | MegatronModule) -> ModelList:
-    """Stop the gradients of every router and of every gate of shared experts. Call before wrapping for data
-    parallelism.
-
-    Args:
-        model: one module, or the chunks of a virtual pipeline.
-
-    Returns:
-        The chunks.
-    """
+    """Stop the gradients of every router and of every gate of shared experts, and return the chunks. Call before
+    wrapping for data parallelism. `model` is one module, or the chunks of a virtual pipeline."""
     chunks = _ensure_model_list(model)
     for chunk in chunks:
         for module in chunk.modules():

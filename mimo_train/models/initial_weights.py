@@ -86,10 +86,8 @@ def _nothing(weight: torch.Tensor) -> None:
 
 
 def load_start_weights(model: list[MegatronModule]) -> bool:
-    """Let every plain encoder of this rank load its weights (`PlainEncoder.load_weights`).
-
-    Returns:
-        True if there is any: an optimizer with master copies must read the weights again.
+    """Let every plain encoder of this rank load its weights. Return True if there is any: an optimizer with master
+    copies must read the weights again.
 
     Raises:
         UserError: an encoder's weights cannot be loaded.

@@ -32,10 +32,7 @@ class SeededGPTModel(GPTModel):
     them (language_module.py:155). Without labels their logits are the lowest number of their type."""
 
     def __init__(self, config: TransformerConfig, *, tokens: int = 0, **kwargs: Any):
-        """
-        Args:
-            tokens: vocabulary rows that are not padding; 0: all.
-        """
+        """`tokens`: vocabulary rows that are not padding; 0: all."""
         torch.manual_seed(config.init_seed)
         super().__init__(config, **kwargs)
         self.deepstack_LSBH: torch.Tensor | None = None

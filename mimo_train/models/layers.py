@@ -1,11 +1,9 @@
 """Layer specs: the classes of a transformer layer.
 
 There are two kinds: `te` (Transformer Engine, if installed, on CUDA) and `torch` (plain norms and Megatron-Core's
-linear layers around `SdpaAttention`; runs everywhere).
-
-Initial weights depend only on (seed, module, layer), never on the layout. Every layer seeds the CPU generator before it
-builds itself. Every weight takes a seed from it, from which a rank draws its part (`initial_weights`). Experts
-(`experts`) are seeded one by one.
+linear layers around `SdpaAttention`). Initial weights depend only on (seed, module, layer), never on the layout: every
+layer seeds the CPU generator, and every weight takes its seed from it (`initial_weights`). Experts are seeded one by
+one.
 """
 
 from collections.abc import Callable
@@ -81,12 +79,8 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 def use_transformer_engine(kind: str) -> bool:
-    """Return True if layers are built from Transformer Engine: on CUDA, if it is installed.
-
-    Raises:
-        UserError: it is installed and cannot be imported. Megatron-Core would treat it as missing, while our layers use
-            it.
-    """
+    """Return True if layers are built from Transformer Engine: on CUDA, if it is installed. Raise UserError if it
+    cannot be imported, since Megatron-Core would treat it as missing."""
     if kind != "cuda" or find_spec("transformer_engine") is None:
         return False
     try:
@@ -101,14 +95,9 @@ def use_transformer_engine(kind: str) -> bool:
 
 
 def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense: bool = False) -> ModuleSpec:
-    """Return the spec of one pre-norm transformer layer with the given attention mask.
-
-    Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind. So is one with
-    windows.
-
-    Args:
-        dense: True if the layer has no experts although the config has some.
-    """
+    """Return the spec of one pre-norm transformer layer with the given attention mask. Layers with adapters or windows
+    are of the torch kind, since adapters extend Megatron-Core's linear layers. `dense` is true if the layer has no
+    experts although the config has some."""
     experts = config.num_moe_experts is not None and not dense
     windows = getattr(config, "full_attention", None) is not None
     kind = _te_submodules if te and not config.lora.rank and not windows else _torch_submodules
@@ -215,11 +204,8 @@ def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLa
 
 
 def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[ModuleSpec]:
-    """Return the specs of all layers of the model, over all pipeline stages.
-
-    Args:
-        te: True to use Transformer Engine's layers where it supports what the model needs.
-    """
+    """Return the specs of all layers of the model, over all pipeline stages. With `te`, layers are Transformer Engine's
+    where it supports what the model needs."""
     te = te and _transformer_engine_can(llm, config)
 
     @cache

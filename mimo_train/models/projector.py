@@ -31,12 +31,8 @@ _NOT_RESAMPLED = {
 
 
 class Projector(MultimodalProjector):
-    """`MultimodalProjector` seeded by `config.init_seed`, with its adapters in `config.adapters`.
-
-    Args:
-        resampler_config: config of the resampler's layers.
-        norm: builder of a norm.
-    """
+    """`MultimodalProjector` seeded by `config.init_seed`, with its adapters in `config.adapters`. `norm` builds a
+    norm."""
 
     def __init__(
         self,
@@ -92,10 +88,7 @@ class Projector(MultimodalProjector):
 def resampler(
     config: TransformerConfig, latents: int, norm: type, tp_group: torch.distributed.ProcessGroup
 ) -> PerceiverResampler:
-    """Return a resampler; arguments as in `PerceiverResampler`.
-
-    Raises:
-        UserError: the config has an option that its layers do not support; the message names it.
-    """
+    """Return a resampler; arguments as in `PerceiverResampler`. Raise UserError for a config option that its layers do
+    not support."""
     require_neutral("PerceiverResampler", config, **_NOT_RESAMPLED)
     return PerceiverResampler(config, latents, norm, tp_group)

@@ -107,10 +107,7 @@ class AxisRotaryEmbedding(torch.nn.Module):
         self, position_ids: torch.Tensor, sections: list[int], cp_group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
         """Return angles [S, B, 1, 2 F] of this context-parallel rank's tokens, from all positions, [3, B, S] or [B, S].
-
-        Args:
-            sections: frequencies of each axis, equal to those in the spec.
-        """
+        `sections` must equal the spec's frequencies of each axis."""
         assert list(sections) == self._sections, (sections, self._sections)
         if self.inv_freq.device != position_ids.device:
             self.inv_freq, self._axes = (each.to(position_ids.device) for each in (self.inv_freq, self._axes))

@@ -140,11 +140,8 @@ def _fp8(cfg: ConfigContainer, name: str) -> dict[str, Any]:
 
 
 def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -> TransformerConfig:
-    """Return the config of one encoder's transformer layers.
-
-    Args:
-        part: one of the joined encoders (`EncoderSpec.parts`); empty: the encoder itself.
-    """
+    """Return the config of one encoder's transformer layers. `part` is one of the joined encoders
+    (`EncoderSpec.parts`); empty: the encoder itself."""
     whole = cfg.modules[layout.name].encoder
     if isinstance(whole, PlainSpec) or (not part and len(whole.parts) > 1):
         return _without_layers(cfg, layout)
@@ -274,15 +271,8 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
 
 
 def require_neutral(layer: str, config: TransformerConfig, **values: Any) -> None:
-    """Reject config options that a layer does not support.
-
-    Args:
-        layer: name of its class, for the message.
-        values: {option: its neutral value, or a tuple of them}.
-
-    Raises:
-        UserError: an option has another value; the message names it.
-    """
+    """Reject config options that a layer does not support, by raising a UserError that names the option. `layer` is the
+    name of its class, and `values` has the neutral value of each option, or a tuple of them."""
     for name, neutral in values.items():
         value = getattr(config, name, None)
         choices = neutral if isinstance(neutral, tuple) else (neutral,)

@@ -95,11 +95,8 @@ class ModuleOptimizer(MimoOptimizer):
             optimizer.grad_scaler = None
 
     def attach(self, config: TransformerConfig) -> None:
-        """Set the schedule's loss scaling, and delay gradient reduction to the last microbatch.
-
-        Args:
-            config: the language model's, which drives the schedule.
-        """
+        """Set the schedule's loss scaling, and delay gradient reduction to the last microbatch. `config` is the
+        language model's, which drives the schedule."""
         if self.grad_scaler is not None:
             config.grad_scale_func = self.scale_loss
         if self._overlapping:
@@ -120,9 +117,8 @@ class ModuleOptimizer(MimoOptimizer):
 
     @torch.no_grad()
     def reduce_norms(self, sums: torch.Tensor | None = None) -> tuple[GradNorms, list[float]]:
-        """Unscale the gradients, and sum their squares over all ranks in one message.
-
-        The host waits for one copy in a step, which is made here.
+        """Unscale the gradients, and sum their squares over all ranks in one message. The host waits for one copy in a
+        step, which is made here.
 
         Args:
             sums: numbers on the device, the same on every rank, that share this copy to the host.
@@ -156,11 +152,8 @@ class ModuleOptimizer(MimoOptimizer):
 
     @torch.no_grad()
     def update(self, norms: GradNorms) -> bool:
-        """Update all weights, and adapt the loss scale of fp16.
-
-        Returns:
-            False if a gradient is not finite: weights and states are unchanged.
-        """
+        """Update all weights, and adapt the loss scale of fp16. Return False if a gradient is not finite: weights and
+        states are then unchanged."""
         if self.grad_scaler is not None:
             self.grad_scaler.update(not norms.is_finite)
         if not norms.is_finite:
@@ -192,11 +185,8 @@ class ModuleOptimizer(MimoOptimizer):
         return state
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `plain_state`. Learning rate, decay and other settings remain those of the config.
-
-        Raises:
-            TypeError, KeyError: `state` is not a result of `plain_state`.
-        """
+        """Load the result of `plain_state`. Learning rate, decay and other settings remain those of the config. Raise
+        TypeError or KeyError if `state` is something else."""
         if type(state["updates"]) is not int:
             raise TypeError(f"updates is {state['updates']!r}")
         self.updates, self._updates_before = state["updates"], dict(map(tuple, state["updates_before"]))
@@ -225,11 +215,8 @@ class ModuleOptimizer(MimoOptimizer):
             group["step"] = 0 if self._waits(group) else self.updates - self._updates_before[group.get(RELEASE, 0)]
 
     def _collect_gradients(self) -> torch.Tensor:
-        """Copy the reduced gradients to the optimizers' parameters, without the loss scale.
-
-        Returns:
-            [1], above 0 if a gradient of this rank is not finite; only checked with loss scaling.
-        """
+        """Copy the reduced gradients to the optimizers' parameters, without the loss scale. Return [1], above 0 if a
+        gradient of this rank is not finite; only checked with loss scaling."""
         overflow = torch.zeros(1, device=self._device)
         for optimizer in self.inner():
             # The optimizer has no scaler, so this only copies.

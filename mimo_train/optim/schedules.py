@@ -106,10 +106,7 @@ class FreezeStages:
         self, cfg: ConfigContainer, optimizer: ModuleOptimizer, on_step: Callable[[int], None] = lambda step: None
     ):
         """Freeze the parameters that the first step does not train. `apply` releases them, also in a resumed run.
-
-        Args:
-            on_step: called at the start of every step, with the steps done.
-        """
+        `on_step` is called at the start of every step, with the steps done."""
         self._optimizer, self._on_step = optimizer, on_step
         self._steps = sorted({step for module in cfg.modules.values() for step in module.freeze_until.values()} - {0})
         self._waiting: dict[int, list[torch.nn.Parameter]] = {}
@@ -119,10 +116,7 @@ class FreezeStages:
 
     def apply(self, step: int) -> None:
         """Release the parameters that are trained from `step` on. Called at the start of every step, after loading.
-
-        Args:
-            step: steps done, including those of earlier jobs.
-        """
+        `step` counts those of earlier jobs too."""
         while self._steps and self._steps[0] <= step:
             released = self._steps.pop(0)
             for parameter in self._waiting.pop(released, []):
@@ -141,7 +135,7 @@ class GradientNeeds:
         releases: dict[torch.nn.Parameter, int],
         groups: RunGroups,
     ):
-        """Collective over all ranks, before `FreezeStages` freezes anything.
+        """Find the needs of all stages. Collective over all ranks, before `FreezeStages` freezes anything.
 
         Args:
             modules: the chunks of the modules of this rank.

@@ -105,10 +105,7 @@ def identity(device: torch.device) -> str:
 
 def remarks(layout_overlaps: bool) -> Iterator[str]:
     """Yield the environment settings of a CUDA process that cost speed or memory; `scripts/launch.sh` sets both.
-
-    Args:
-        layout_overlaps: True if a module is tensor or context parallel, so that it communicates inside its layers.
-    """
+    `layout_overlaps` is true if a module is tensor or context parallel, so that it communicates inside its layers."""
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     # Later architectures do not need it (NVIDIA's notes on Megatron-Core's `--sequence-parallel`).
     if layout_overlaps and connections != "1" and torch.cuda.get_device_capability()[0] < 10:
@@ -217,11 +214,8 @@ def timing_event() -> torch.cuda.Event:
 
 
 class SideCopies:
-    """Copies to the host that run alongside computation on the device. On the CPU they are made at once.
-
-    Args:
-        event: recorded after the last copy.
-    """
+    """Copies to the host that run alongside computation on the device. On the CPU they are made at once. `event` is
+    recorded after the last copy."""
 
     def __init__(self, event: torch.cuda.Event | None = None):
         self._event = event
@@ -301,15 +295,14 @@ class _Refusal(MetaPathFinder):
 
 @contextmanager
 def light_imports(device: str) -> Iterator[None]:
-    """Import Megatron-Core in this block without its parts that a run does not use.
+    """Import Megatron-Core in this block without its parts that a run does not use, and restore everything at the end.
 
     Megatron-Core 0.19.2 imports wandb and TensorBoard for its timers. It also compiles its small fusions where they are
-    defined, which imports torch's compiler. Together they take a third of the time until a run's first step. The block
-    restores everything at its end.
+    defined, which imports torch's compiler. Together they take a third of the time until a run's first step.
 
     Args:
-        device: `run.device`. Functions defined in the block stay uncompiled with `cpu`, and with `auto` if torch finds
-            no CUDA.
+        device: `run.device`. With `cpu`, or `auto` if torch finds no CUDA, functions defined in the block stay
+            uncompiled.
     """
     refusal, compiler = _Refusal(), torch.compile
     sys.meta_path.insert(0, refusal)
@@ -323,5 +316,4 @@ def light_imports(device: str) -> Iterator[None]:
 
 
 def _uncompiled(model: Callable | None = None, **options: Any) -> Callable:
-    """Replace `torch.compile`, also as a decorator with options."""
     return model if model is not None else lambda function: function

@@ -100,8 +100,8 @@ def _named(name: str) -> Iterator[None]:
     """Name the group that is made in the block: members meet under its name.
 
     torch 2.11 includes the number of a rank's groups in the name of a group with local synchronization
-    (`_hash_ranks_to_str`). This number differs between members that are in different other groups, so they would wait
-    forever. The name has a counter, because one process may set up several runs in turn.
+    (`_hash_ranks_to_str`). Members that are in different other groups would get different names and wait for each
+    other. The name has a counter, because one process may set up several runs in turn.
     """
     original = distributed_c10d._process_group_name
     taken = {*distributed_c10d._world.pg_names.values()}
@@ -136,11 +136,7 @@ class OwnGrid(HyperCommGrid):
         return group
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup | None:
-        """Return the group that `create_pg` made.
-
-        Raises:
-            KeyError: it made none.
-        """
+        """Return the group that `create_pg` made. Raise KeyError if it made none."""
         return self._of_axes[frozenset([dims] if isinstance(dims, str) else dims)]
 
 
@@ -170,12 +166,8 @@ class RunGroups:
 
 
 def build_groups(layout: RunLayout, timeout_minutes: float = RunConfig.timeout_minutes) -> RunGroups:
-    """Make this rank's process groups of a run. Collective over the ranks of each group.
-
-    Args:
-        timeout_minutes: `run.timeout_minutes`. Without it, gloo groups wait for 30 minutes, whatever the timeout of the
-            rendezvous.
-    """
+    """Make this rank's process groups of a run. Collective over the ranks of each group. Without `timeout_minutes`
+    (`run.timeout_minutes`), gloo groups wait for 30 minutes, whatever the timeout of the rendezvous."""
     own = OwnGroups(timedelta(minutes=timeout_minutes))
     grids, collections = {}, {}
     for name, module in layout.modules.items():
@@ -243,7 +235,7 @@ def _bridges(layout: RunLayout, own: OwnGroups) -> Iterator[tuple[Edge, dist.Pro
 
     Over gloo there are none: bridges use the world's group. Nothing else refers to that group, so a rank that fails
     closes its connections and no rank waits for it. gloo aborts no message of other groups (torch 2.11), and an
-    in-process restart would wait forever.
+    in-process restart would wait for them.
     """
     for edge in layout.edges:
         source, destination = layout.modules[edge.source], layout.modules[edge.destination]

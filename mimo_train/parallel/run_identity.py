@@ -46,11 +46,8 @@ class Start:
 
 
 def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
-    """Check that all ranks have one config. Collective over all ranks.
-
-    Raises:
-        ConfigError: a rank was started with another config than rank 0. It names the keys and both values.
-    """
+    """Check that all ranks have one config. Collective. Raise ConfigError, with the keys and both values, if a rank was
+    started with another config than rank 0."""
     other = next((rank for rank, start in enumerate(starts) if start.config != starts[0].config), None)
     if other is None:
         return
@@ -75,12 +72,8 @@ def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
 
 
 def require_own_devices(starts: Sequence[Start]) -> None:
-    """Check that no two ranks share a CUDA device.
-
-    Raises:
-        UserError: two ranks have the same CUDA device, which NCCL would reject in its first message. Raised on all
-            ranks.
-    """
+    """Check that no two ranks share a CUDA device, which NCCL would reject in its first message. Raise UserError on all
+    ranks."""
     first: dict[str, int] = {}
     for rank, start in enumerate(starts):
         if start.device and first.setdefault(start.device, rank) != rank:

@@ -1,9 +1,6 @@
-"""The vision transformer of Qwen3-VL, of Megatron-Core layers.
-
-Its features are, side by side, the projector's input and the merged states of each layer of `deepstack`.
-
-Shape suffixes as in `encoders.native.vit.model`; W width of a merger's output.
-"""
+"""The vision transformer of Qwen3-VL, of Megatron-Core layers. Its features are, side by side, the projector's input
+and the merged states of each layer of `deepstack`. Shape suffixes as in `encoders.native.vit.model`; W width of a
+merger's output."""
 
 from typing import Any
 

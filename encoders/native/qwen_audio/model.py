@@ -41,11 +41,8 @@ class QwenAudioEncoder(WhisperEncoder):
 
 
 def _mean_of_pairs(frames: Sequence[int], _norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """Average the input of the final norm in pairs, [S, B, H] -> [S / 2, B, H].
-
-    Args:
-        frames: frames of each audio item in the sequence. With sequence parallelism, all are even.
-    """
+    """Average the input of the final norm in pairs, [S, B, H] -> [S / 2, B, H]. `frames` has the frames of each audio
+    item; with sequence parallelism, all are even."""
     hidden_SBH = inputs[0]
     if any(count % POOLED for count in frames):
         hidden_SBH = torch.cat([clip[: len(clip) // POOLED * POOLED] for clip in hidden_SBH.split(list(frames))])

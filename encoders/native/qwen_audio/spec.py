@@ -31,13 +31,8 @@ class QwenAudioSpec(WhisperSpec):
 
     def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
         """Return (samples, samples per second) of the encoder's input: resampled, and padded with silence to a whole
-        frame.
-
-        If `merge` is above 1, the input is padded to a whole token.
-
-        Raises:
-            EncoderError: it is longer than `max_seconds`, or too short for a token.
-        """
+        frame, or to a whole token if `merge` is above 1. Raise EncoderError if it is longer than `max_seconds`, or too
+        short for a token."""
         unit = 1 if merge == 1 else self.joined(merge)
         length, rate_here = super().input_size(samples, rate, unit)
         if length // self.frame < POOLED:

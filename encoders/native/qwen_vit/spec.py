@@ -90,12 +90,8 @@ class QwenVitSpec(PatchSpec):
 
 
 def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """Return (height, width) in pixels of a resized image: the nearest multiples of `unit`.
-
-    Outside of the bounds both sides are first scaled by one factor.
-
-    Args:
-        least, most: bounds of the area in pixels.
+    """Return (height, width) in pixels of a resized image: the nearest multiples of `unit`. If the area is outside of
+    `least` to `most` pixels, both sides are first scaled by one factor.
 
     Raises:
         EncoderError: the image is too long for its width, or does not fit the largest area.

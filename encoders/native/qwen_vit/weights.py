@@ -73,16 +73,8 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
 
 
 def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> dict[str, Any]:
-    """Return the fields of the spec that a preprocessor's config determines.
-
-    Args:
-        preprocessor: as for `encoders.registry.Family.read`.
-        patch: side of the encoder's patches.
-        merge: side of the squares of patches that make a token.
-
-    Raises:
-        EncoderError: our data path does not support it, or it belongs to another encoder.
-    """
+    """Return the fields of the spec that a preprocessor's config determines, for patches of side `patch` and tokens of
+    `merge` x `merge` patches. Raise EncoderError if our data path does not support it."""
     preprocessor = preprocessor.get("image_processor") or preprocessor
     defaults = _PREPROCESSING if preprocessor else _PREPROCESSING | {"patch_size": patch, "merge_size": merge}
     own = ConfigFile("preprocessor_config.json", preprocessor, defaults)
@@ -110,12 +102,8 @@ def weight_map(spec: QwenVitSpec) -> WeightMap:
 
 
 def merger_map(width: int, language_width: int) -> WeightMap:
-    """Return the map of the patch merger's linear layers, as a projector's.
-
-    Args:
-        width: width of the merged patches, and between the two layers.
-        language_width: width of the language model.
-    """
+    """Return the map of the patch merger's linear layers, as a projector's. `width` is that of the merged patches, and
+    `language_width` the language model's."""
     sizes = {"encoder.linear_fc1": ("merger.mlp.0", width), "encoder.linear_fc2": ("merger.mlp.2", language_width)}
     rules = with_biases(same(f"{ours}.weight", f"{name}.weight", rows) for ours, (name, rows) in sizes.items())
     return WeightMap(tuple(rules), prefixes=("visual.", "model.visual.", ""))

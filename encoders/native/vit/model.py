@@ -1,6 +1,5 @@
-"""Vision transformers of Megatron-Core layers: patches + positions -> layers -> final norm.
-
-One class serves all families that differ only in what `PatchSpec` names.
+"""Vision transformers of Megatron-Core layers: patches + positions -> layers -> final norm. One class serves all
+families that differ only in what `PatchSpec` names.
 
 Shape suffixes: N images, C channels, P patches of all images, T tokens of one inside the encoder (class token, register
 tokens, patches), H hidden size, R rows: tokens of all images.
@@ -151,7 +150,6 @@ class VisionTransformer(StagedEncoder):
         return positions_PH.to(learned_H.dtype)
 
     def _grid(self, size: Sequence[int]) -> Grid:
-        """Return (rows, columns) of patches of an image of `size` (height, width) pixels."""
         return size[0] // self.spec.patch_size, size[1] // self.spec.patch_size
 
     def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Counter[Grid]) -> torch.Tensor:

@@ -45,11 +45,8 @@ class TowerSpec(PatchSpec):
         return ImageTransform(self.interpolation, tile=self.image_size, background=ground, rounded=self.rounded_pixels)
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in pixels of the canvas that is cut into tiles; `UNCUT` without one.
-
-        Raises:
-            EncoderError: the image is so long that nothing of it would be left.
-        """
+        """Return (height, width) in pixels of the canvas that is cut into tiles; `UNCUT` without one. Raise
+        EncoderError if the image is so long that nothing of it would be left."""
         if (height, width) == UNCUT:
             return UNCUT
         found = best_canvas(height, width, self.grid_pinpoints)

@@ -37,12 +37,8 @@ def layer_rules(spec: LayeredSpec, names: LayerNames) -> Iterator[Rule]:
 
 
 def unread(spec: LayeredSpec, at: str, norm: str) -> tuple[str, ...]:
-    """Return patterns of the tensors of layers after the one that is read, and of the last norm if it is not applied.
-
-    Args:
-        at: prefix of a layer's names, `{}` for its number.
-        norm: name of the norm.
-    """
+    """Return patterns of the tensors of layers after the one that is read, and of the last norm (`norm`) if it is not
+    applied. `at` is the prefix of a layer's names, with `{}` for its number."""
     layers = [f"{at.format(number)}*" for number in range(spec.built_layers, spec.num_layers)]
     return (*layers, *(() if spec.final_norm else (f"{norm}.*",)))
 

@@ -71,11 +71,7 @@ class WhisperSpec(FixedKeys, LayeredSpec):
 
     def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
         """Return (samples, samples per second) of the encoder's input: resampled, and padded with silence to whole
-        tokens.
-
-        Raises:
-            EncoderError: it is longer than `max_seconds`.
-        """
+        tokens. Raise EncoderError if it is longer than `max_seconds`."""
         length = -(-samples * self.sample_rate // rate)
         if length > self.max_samples:
             raise EncoderError(

@@ -42,11 +42,7 @@ _PREPROCESSING = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160,
 def read(
     config: Mapping[str, Any], preprocessor: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
 ) -> dict[str, Any]:
-    """Read Whisper; see `encoders.registry.Family.read`.
-
-    Args:
-        defaults: values of keys that config.json may lack.
-    """
+    """Read Whisper; see `encoders.registry.Family.read`. `defaults` are values of keys that config.json may lack."""
     file = ConfigFile("config.json", config, defaults)
     file.require(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0)
     file.require(apply_spec_augment=False)

@@ -13,13 +13,8 @@ from mimo_train.models.parameters import global_names
 
 
 def add_adapters(part: torch.nn.Module, name: str, config: TransformerConfig, seed: int) -> None:
-    """Give a part of a module its adapters in `config.adapters`.
-
-    Args:
-        part: a transformer layer or a projector.
-        name: name of the part in its module.
-        seed: seed of the part.
-    """
+    """Give a part of a module its adapters in `config.adapters`. The part is a transformer layer or a projector, `name`
+    its name in the module."""
     for path, linear in list(part.named_modules()):
         adapted = config.adapters.get(f"{name}.{path}".removesuffix("."))
         if adapted is not None:
@@ -72,12 +67,8 @@ def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Te
 
 
 def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
-    """Stop the gradients of everything but adapters.
-
-    Args:
-        chunks: this rank's chunks of one module, before data-parallel wrapping.
-        part: shell pattern of the parameter names to freeze; other parameters are unchanged.
-    """
+    """Stop the gradients of everything but adapters, before data-parallel wrapping. Only parameters that match the
+    shell pattern `part` are frozen."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if fnmatchcase(name, part) and not is_adapter(name):
@@ -85,13 +76,8 @@ def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
 
 
 def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = None) -> None:
-    """Set DoRA's magnitudes so that they change nothing. Call it whenever weights were loaded without magnitudes.
-
-    Collective over the tensor-parallel ranks.
-
-    Args:
-        names: magnitudes to set, by name in the module's state dict; None: all.
-    """
+    """Set DoRA's magnitudes (`names` in the module's state dict; None: all) so that they change nothing. Call it
+    whenever weights were loaded without magnitudes. Collective over the tensor-parallel ranks."""
     for path, layer in adapted_layers(module):
         own = [name for _, name, _, _ in layer.named_adapters()]
         layer.start_magnitudes([name for name in own if names is None or f"{path}.{name}".removeprefix(".") in names])

@@ -113,11 +113,7 @@ class Adaptable:
     weight: torch.Tensor
 
     def add_adapters(self, adapted: AdaptedLinear, lora: LoraConfig, seed: int) -> None:
-        """Create A and B, and with DoRA magnitudes of 1, which `start_magnitudes` sets.
-
-        Args:
-            seed: seed of the layer.
-        """
+        """Create A and B from the layer's `seed`, and with DoRA magnitudes of 1, which `start_magnitudes` sets."""
         self.lora, self.linear = lora, adapted.linear
         self._rows = FusedRows(adapted.linear, self.tp_group.size())
         self._adapters: dict[str, Any] = {
@@ -176,10 +172,7 @@ class Adaptable:
 
     def _hidden(self, inputs: torch.Tensor, cut: bool) -> torch.Tensor:
         """Return A x of all adapters together, [S, B, R], of this rank alone. All adapters share one dropout mask.
-
-        Args:
-            cut: True if a tensor-parallel rank has a part of the inputs, and so its own mask.
-        """
+        `cut` is true if each tensor-parallel rank has a part of the inputs, and so its own mask."""
         assert self.lora is not None
         if self.training and self.lora.dropout:
             with get_cuda_rng_tracker().fork() if cut else nullcontext():
@@ -224,11 +217,8 @@ class Adaptable:
 
     @torch.no_grad()
     def start_magnitudes(self, names: Collection[str]) -> None:
-        """Set magnitudes to the norms that they divide by. Collective like `_norms`.
-
-        Args:
-            names: magnitudes to set, by name inside this layer.
-        """
+        """Set the magnitudes of `names` (inside this layer) to the norms that they divide by. Collective like
+        `_norms`."""
         paths = {name: f"{name}.lora_magnitude".removeprefix(".") for name in self._adapters}
         mine = {name: one for name, one in self._adapters.items() if paths[name] in names}
         if mine:

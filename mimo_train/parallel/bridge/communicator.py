@@ -27,12 +27,9 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None
 
 
 class TimedP2PCommunicator(P2PCommunicator):
-    """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`.
-
-    Args:
-        rows: shapes that stages of the language model exchange. None if every microbatch has whole sequences, as
-            Megatron-Core assumes, or if stages exchange shapes first.
-    """
+    """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`. `rows` are the shapes
+    that stages of the language model exchange. It is None if every microbatch has whole sequences, or if stages
+    exchange shapes first."""
 
     def __init__(
         self,
@@ -212,11 +209,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         on_device: torch.device,
         watch: Watch = not_timed,
     ):
-        """
-        Args:
-            hidden_sizes: hidden size of every module's layers.
-            watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
-        """
+        """`watch` times bridges as `bridge_wait` and stages as `pipeline_wait`."""
         self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
         self._device, self._bridges = on_device, groups.bridges
         super().__init__(*_piped(run.layout, groups.grids, config))

@@ -273,5 +273,4 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _replica_of(replicas: Sequence[range]) -> dict[int, int]:
-    """Return {rank: number of its replica}."""
     return {rank: replica for replica, members in enumerate(replicas) for rank in members}

@@ -52,11 +52,8 @@ class StepShapes:
         self.step += 1
 
     def follow(self, plan: StepPlan, counts: Counts, loads: Counts, chosen: Sequence[int]) -> None:
-        """Start a step of the `chosen` microbatches of a plan.
-
-        Args:
-            counts, loads: numbers of all microbatches of the plan.
-        """
+        """Start a step of the `chosen` microbatches of a plan. `counts` and `loads` are those of all its
+        microbatches."""
         self.begin(*({name: [of[at] for at in chosen] for name, of in numbers.items()} for numbers in (counts, loads)))
         self.texts = [
             [(share.length, plan.rows(at, replica)) for replica, share in enumerate(plan.shares[at])] for at in chosen
