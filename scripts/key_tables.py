@@ -25,6 +25,7 @@ from encoders.native.vit.patch_spec import PatchSpec  # noqa: E402
 from encoders.native.vit.tower import TowerSpec  # noqa: E402
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
+from encoders.transformers.spec import FromDirectory  # noqa: E402
 from mimo_train.config.compose import NO_GROUPS  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
@@ -44,7 +45,11 @@ PLACES = {
 }
 """Where a pick of each group of configs/ goes, in the order of the page."""
 
-SHARED: dict[type, str] = {PatchSpec: "vision encoders", TowerSpec: "published vision encoders"}
+SHARED: dict[type, str] = {
+    PatchSpec: "vision encoders",
+    TowerSpec: "published vision encoders",
+    FromDirectory: "encoders of transformers",
+}
 """Bases of several encoder families, whose keys the page lists once, with the headings of their tables."""
 
 LARGE = 1000
@@ -210,7 +215,7 @@ def _differences(cls: type, headings: dict[type, str]) -> Iterator[str]:
     anchor = re.sub(r"[^\w -]", "", heading).replace(" ", "-")
     defaults = f" Other defaults: {', '.join(changed)}." if changed else ""
     yield from [f"The keys of [{heading}](#{anchor}).{defaults}", ""]
-    rows = [*_rows(cls, "", lambda field: field.name not in alike)]
+    rows = [*_rows(cls, "", lambda field: field.name not in alike and field.name not in ("name", "family"))]
     if rows:
         yield from [*HEAD, *rows, ""]
 

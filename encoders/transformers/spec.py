@@ -27,17 +27,26 @@ WHISPER_HOP, WHISPER_STRIDE = 160, 2
 """Samples between windows of Whisper's spectrogram, and windows per feature."""
 
 
+@dataclass
 class FromDirectory(FixedKeys):
     """Base of the image and audio specs: the model's config, from the directory or from a saved config."""
 
+    path: str = ""
+    """Directory of the model, or of a model with a `vision_config` or `audio_config`."""
+    weights: str = "load"
+    """`load`: start from the weights of the directory. `random`: from random ones."""
+    hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
+    """Index of the `hidden_states` that are the features, such as -2; not set: `last_hidden_state`."""
+    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
+    """Width of the features; 0: from `config.json`."""
+    dropout: float = key(-1.0, at_least=-1, below=1)
+    """Largest dropout probability of any kind; -1: from `config.json`; 0: none, and no masking."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """Config of the model; empty: read from the directory. It is saved with the run, so that checkpoints need no
+    directory."""
+
     KIND: ClassVar[str]
     PART: ClassVar[str]
-    path: str
-    weights: str
-    hidden_state: int | None
-    model_config: dict[str, Any]
-    hidden_size: int
-    dropout: float
 
     def __post_init__(self) -> None:
         # `faults` reports an unreadable directory with its key.
@@ -135,15 +144,7 @@ class TransformersSpec(FromDirectory, ImageSpec):
     `preprocessor_config.json` or `processor_config.json`."""
 
     name: str = "transformers"
-    """Free name, shown in tables."""
     family: str = "transformers"
-    """Family of encoders, whose code builds it."""
-    path: str = ""
-    """Directory of a vision model, or of a model with a `vision_config`."""
-    weights: str = "load"
-    """`load`: start from the weights of the directory. `random`: from random ones."""
-    hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
-    """Index of the `hidden_states` that are the features, such as -2; not set: `last_hidden_state`."""
     keep_prefix: bool = False
     """Keep the tokens before the patches (class token, registers) as features. Needs `projector.merge` 1."""
     prefix_tokens: int = key(-1, at_least=-1, at_most=2**16)
@@ -152,10 +153,6 @@ class TransformersSpec(FromDirectory, ImageSpec):
     """Side in pixels of the square that a feature stands for; 0: from `config.json`, for known types."""
     tokens: int = key(0, at_least=0, at_most=2**24)
     """Features of an image, for models without a patch grid; 0: there is a grid."""
-    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the features; 0: from `config.json`."""
-    dropout: float = key(-1.0, at_least=-1, below=1)
-    """Largest dropout probability of any kind; -1: from `config.json`; 0: none."""
     image_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
     """Side in pixels that images are resized to; 0: from the preprocessing config."""
     interpolation: str = ""
@@ -166,9 +163,6 @@ class TransformersSpec(FromDirectory, ImageSpec):
     """Mean per channel of scaled pixels; empty: from the preprocessing config."""
     pixel_std: list[float] = key(factory=list, above=0, at_most=1e6)
     """Standard deviation per channel of scaled pixels; empty: from the preprocessing config."""
-    model_config: dict[str, Any] = field(default_factory=dict)
-    """Config of the model; empty: read from the directory. It is saved with the run, so that checkpoints need no
-    directory."""
 
     builder: ClassVar[str] = "encoders.transformers.model:VisionTower"
     KIND: ClassVar[str] = "image"
@@ -279,26 +273,11 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
     WavLM. Keys that are not set come from its directory: `config.json` and `preprocessor_config.json`."""
 
     name: str = "transformers_audio"
-    """Free name, shown in tables."""
     family: str = "transformers_audio"
-    """Family of encoders, whose code builds it."""
-    path: str = ""
-    """Directory of the model."""
-    weights: str = "load"
-    """`load`: start from the weights of the directory. `random`: from random ones."""
-    hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
-    """Index of the `hidden_states` that are the features; not set: `last_hidden_state`."""
-    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the features; 0: from `config.json`."""
-    dropout: float = key(-1.0, at_least=-1, below=1)
-    """Largest dropout probability of any kind; -1: from `config.json`; 0: none, and no masking."""
     sample_rate: int = key(0, at_least=0, at_most=2**20)
     """Samples per second that audio is resampled to; 0: from the preprocessing config."""
     normalize: bool | None = None
     """Normalise audio to mean 0 and variance 1; not set: from the preprocessing config."""
-    model_config: dict[str, Any] = field(default_factory=dict)
-    """Config of the model; empty: read from the directory. It is saved with the run, so that checkpoints need no
-    directory."""
 
     builder: ClassVar[str] = "encoders.transformers.model:AudioTower"
     KIND: ClassVar[str] = "audio"
