@@ -253,7 +253,7 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 class ToolForms:
-    """How a template takes tools and further roles; its own errors are kept. `render`: (messages, tools or None) -> text."""
+    """How a template, `render`: (messages, tools or None) -> text, takes tools and further roles."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
