@@ -1,8 +1,7 @@
 """The step loader: read one rank's optimizer steps in threads; the worker count does not affect their order.
 
-`consumed_samples` is the whole state. Each step has samples [consumed, consumed + size), cut into microbatches by its
-plan. Each reader takes its contiguous data-parallel slice of each. Bad samples are counted when a step is returned, not
-when it is read ahead, so that a run always ends at the same step.
+`consumed_samples` is the whole state. Bad samples are counted when a step is returned, not when it is read ahead, so
+that a run always ends at the same step.
 """
 
 from __future__ import annotations

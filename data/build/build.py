@@ -1,8 +1,7 @@
 """Build shards from a dataset: JSON, CSV, Hugging Face datasets, output of img2dataset, tars, folders of files.
 
-All rows are checked first, so nothing is written if rows are bad. Samples refer to files; records and media without
-files go into a spool. Then shards are planned in shuffled order and written in parallel, each atomically. The plan
-depends only on source and settings, so a killed build rereads its source and writes the missing shards.
+All rows are checked and spooled before a shard is written. The plan depends only on source and settings, so a killed
+build rereads its source and writes the missing shards.
 """
 
 from __future__ import annotations

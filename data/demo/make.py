@@ -1,8 +1,6 @@
-"""Make the shards of the demos from data in scikit-learn, without a download: digits, digits and tones, or texts.
+"""Make the shards of the demos from data in scikit-learn: digits, digits and tones, or texts.
 
-A demo folder has shards in `train/` and `held_out/`, and `demo.json`, written last, with the parameters and the sizes
-of all shards. Without it, or with other shards, it is incomplete. Equal parameters give equal bytes. Only shards of a
-demo are ever replaced.
+`demo.json` is written last, with the parameters and the sizes of all shards. Equal parameters give equal bytes.
 """
 
 from __future__ import annotations

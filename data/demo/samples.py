@@ -1,9 +1,7 @@
 """Samples of the demos: images of handwritten digits, tones, and short conversations about them.
 
-The digits are the 1,797 scans of 8 x 8 pixels in scikit-learn. They are split once, by scan, for all seeds, so no
-held-out image shows a training scan. In the mixed demo, the last 8 of every 32 samples are text alone, so that without
-shuffling whole microbatches have no media. The others have one to three images, one or two audio items, or one of each,
-and a question about one of them.
+The 1,797 scans in scikit-learn are split once, for all seeds, so no held-out image shows a training scan. In the mixed
+demo, the last 8 of every 32 samples are text, so that without shuffling whole microbatches have no media.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Datasets of Megatron-Energon on disk: folders with `.nv-meta`, and metadatasets, which blend such folders.
 
-Supported are the tars of a WebDataset's split (`split.yaml`), the members' meaning (`dataset.yaml`), and sample counts
-(`.info.yaml`, `.info.json`). Anything else is rejected with its name.
+Of `split.yaml`, `dataset.yaml` and `.info.yaml`, anything unsupported is rejected with its name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Find, complete and save the file about the shards of one folder (`index_file`).
 
-The file is saved regularly while parts are made, so a killed process loses little. A lock keeps processes from making
-the same parts; without file locks, each makes its own.
+A lock keeps processes from making the same parts; without file locks, each makes its own.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ _POLL_SECONDS, _LOG_SECONDS = 0.1, 60.0  # between tries to take a lock, and bet
 class FolderFile:
     """The file about the shards of one folder: next to them, in `data.cache_dir`, or in the user's cache.
 
-    Attributes:
-        path: where it is written.
-        located: the shards' parts; see `load`.
-
-    Args:
-        what: the file, for messages.
-        checks_all: verify the checksums of all parts, for any file size.
+    `located` has the shards' parts after `load`. `what` names the file in messages. `checks_all` verifies all parts at
+    any file size.
     """
 
     def __init__(

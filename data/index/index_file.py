@@ -1,8 +1,7 @@
-"""A file about the shards of one folder: a checksummed, memory-mapped part for each shard.
+"""A file about the shards of one folder: a JSON line, JSON texts, a table of shards, and a mapped part for each.
 
-It has one padded JSON line, JSON texts (names and tags of shards, meanings of codes), a table with a row for each
-shard, and the parts. Parts do not depend on their position, so they are copied when others change. Checksums cover
-everything before the parts (verified at opening), all parts together, and each part. The file is replaced atomically.
+Parts do not depend on their position, so they are copied when others change. Checksums cover everything before the
+parts (verified at opening), all parts together, and each part.
 """
 
 from __future__ import annotations

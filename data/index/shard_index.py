@@ -1,10 +1,8 @@
 """The index of one WebDataset shard: the position of each member of each sample, and the extents of media.
 
-A sample is a run of adjacent tar members with one key, by WebDataset's rule. The key is the path up to the FIRST dot of
-the base name; the extension is the rest, in lower case. `a/img.2024.01.jpg` has the key `a/img` and the extension
-`2024.01.jpg`; adjacent `img.2024.01` and `img.2024.02` form one sample. Base names that start with a dot (macOS writes
-`a/._img.jpg`) or lack an extension, and `__*__`, are skipped. Extensions determine a member's kind
-(`data.records.members`). `indexing` builds indexes, and `catalogue` stores them.
+A sample is a run of adjacent members with one key: the path up to the FIRST dot of the base name. The extension is the
+rest, in lower case: `a/img.2024.01.jpg` has the key `a/img` and the extension `2024.01.jpg`. Base names that start with
+a dot (macOS writes `a/._img.jpg`) or lack an extension, and `__*__`, are skipped, as in WebDataset.
 """
 
 from __future__ import annotations

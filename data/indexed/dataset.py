@@ -1,8 +1,7 @@
 """Samples that are windows of token files: sample number -> `sequence_length` tokens and one more, the last target.
 
-The documents of a file form one text. Window i has its tokens [i S, i S + S + 1): inputs and targets are shifted by
-one, and every token but the first is a target once an epoch. Tokens after the last full window of a file, at most S,
-are dropped. Windows follow `data.order`, so a run resumes at any sample number on any layout.
+The documents of a file form one text, whose window i has tokens [i S, i S + S + 1): every token but the first is a
+target once an epoch. Tokens after the last full window of a file, at most S, are dropped.
 """
 
 from __future__ import annotations

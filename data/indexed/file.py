@@ -1,13 +1,9 @@
 """A pair of Megatron-LM files: PREFIX.bin has consecutive tokens, PREFIX.idx the starts of documents.
 
-The index has a 34-byte header (b"MMIDIDX\\0\\0", version 1, dtype code, numbers of sequences and of document ends).
-Then follow int32 sequence lengths, int64 byte offsets of sequences in the .bin, and int64 sequence indexes at which
-documents start, with one more for the end. All is little-endian. A document is one sequence, or several with
-`--split-sentences`.
-
-`megatron.core.datasets.IndexedDataset` is not used, so that reads are as safe as those of shards: they are retried
-after an I/O error, compared with the file that was opened first, and never short. tests/unit/data/test_indexed.py
-compares the two.
+The index is little-endian: a 34-byte header (b"MMIDIDX\\0\\0", version 1, dtype code, numbers of sequences and of
+document ends), int32 sequence lengths, int64 byte offsets of sequences, and int64 first sequences of documents, with
+one more for the end. `megatron.core.datasets.IndexedDataset` is not used: here reads are retried, compared with the
+file that was opened first, and never short. tests/unit/data/test_indexed.py compares the two.
 """
 
 from __future__ import annotations
@@ -32,19 +28,11 @@ _AT_ONCE = 1 << 20  # sequences per check
 
 
 class IndexedFile:
-    """The documents of one pair of files.
+    """The documents of one pair of files. `path` and `version` are those of the .bin; `content` is a hash of both
+    files.
 
-    Attributes:
-        path: the .bin file.
-        dtype: type of its tokens.
-        documents: number of documents.
-        tokens: number of tokens.
-        version: version of the .bin.
-        content: content hash of both files.
-
-    Raises:
-        ShardError: a file is missing, damaged or of another kind, or the two do not match.
-        ReadError: one cannot be read.
+    Raises ShardError if a file is missing, damaged or of another kind, or the two do not match; ReadError if one cannot
+    be read.
     """
 
     def __init__(self, index: Path, read_retries: int = RETRIES) -> None:

@@ -1,8 +1,7 @@
 """Decode audio files to tensors at any sampling rate.
 
-Resampling equals torchaudio's, in bounded memory. torchaudio 2.11 stores a filter for every phase of the two rates:
-6.7 GB for 44,101 -> 16,000 Hz, which have no common factor. It is used if its filters are few; else the same windowed
-sinc is evaluated directly.
+Resampling equals torchaudio's. torchaudio 2.11 stores a filter for every phase of the two rates (6.7 GB for 44,101 ->
+16,000 Hz), so large tables are replaced by evaluating the same windowed sinc directly.
 """
 
 from __future__ import annotations

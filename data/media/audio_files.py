@@ -1,8 +1,7 @@
-"""Audio files: length and rate from their headers, and their samples, by soundfile or PyAV (the extra `video`).
+"""Audio files: length and rate from their headers, and their samples, by soundfile.
 
-PyAV decodes files to the end whose header does not give their length. An MP3 file has its length in a Xing or Info
-header, which only some encoders write. Without it, libsndfile estimates from the first frame: wrong for variable bit
-rates and for joined files. A FLAC file has length 0 if its encoder wrote into a pipe.
+PyAV (the extra `video`) decodes files without a length in their header: MP3 without a Xing or Info header, where
+libsndfile estimates wrongly for variable bit rates and joined files, and FLAC from a pipe.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Decode images (uint8 [3, H, W]), videos and audio (float32 [samples]) to tensors.
 
-Images stay uint8 if the encoder's preprocessing rounds them (`Resize.rounded`), a quarter of the bytes of float32. The
-orientation in `data.media.headers` is applied here, so sizes agree with the index for every format. torchvision decodes
-JPEG, PNG and most WebP, and Pillow the rest. Only torchvision's operator library is loaded: importing it would import
-its models and datasets.
+torchvision decodes JPEG, PNG and most WebP, and Pillow the rest. Only torchvision's operator library is loaded:
+importing it would import its models and datasets.
 """
 
 from __future__ import annotations

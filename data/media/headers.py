@@ -1,6 +1,5 @@
 """Read size, orientation and length of images, videos and audio files from their headers, without decoding.
 
-Pillow, PyAV (the extra `video`), pillow-heif (the extra `heic`) and soundfile (`data.media.audio_files`) do the work.
 The index and the decoders use the same functions, so their sizes agree.
 """
 

@@ -1,7 +1,6 @@
 """Options of media: size limits, resizing, and the colour behind transparent pixels.
 
-Limits are necessary because a header can claim any size: 65,535 x 65,535 pixels are some hundred bytes of JPEG and
-13 GB decoded.
+A header can claim any size: 65,535 x 65,535 pixels are some hundred bytes of JPEG and 13 GB decoded.
 """
 
 from __future__ import annotations

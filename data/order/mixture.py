@@ -1,17 +1,15 @@
 """Mixtures of sources: place in the stream -> (source, item of the source), by arithmetic.
 
-Sources have integer weights w_i with sum W. After n places, source i has n w_i / W items, off by less than one at every
-n. This holds if and only if item j of source i has a place in its window: from floor(j W / w_i) to
-ceil((j + 1) W / w_i) - 1. Earliest deadline first among open windows achieves it (Baruah, Cohen, Plaxton, Varvel 1996,
-for one processor).
+Sources have integer weights w_i with sum W. After n places, source i has n w_i / W items, off by less than one. This
+holds if and only if item j of source i is in its window, from floor(j W / w_i) to ceil((j + 1) W / w_i) - 1. Earliest
+deadline first among open windows achieves it (Baruah, Cohen, Plaxton, Varvel 1996, for one processor).
 
 Such a pattern repeats after W places, and ranks read fixed parts of a microbatch: with weights 1:1:1:1 and four ranks
-each would see one source only. So the stream is cut into blocks of whole patterns. A keyed hash picks one of `VARIANTS`
-patterns for each block, in which items swap places within their windows.
+each would see one source only. So each block of whole patterns gets one of `VARIANTS` by a keyed hash, in which items
+swap places within their windows.
 
 If W is too large for a table (sizes of sources as weights), a tree of rounded binary splits gives the items before a
-block. It is off by less than 1.5, and exact after W places, at the end of an epoch of every source. Within the block
-the pattern is as above; the total error is less than 3.
+block. It is off by less than 1.5, and exact after W places; with the pattern in the block, by less than 3.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""The global order: sample number -> (epoch, position) -> row of the dataset.
+"""The global order: sample number -> (epoch, position) -> row of the dataset, without state.
 
-Sample number n has epoch n // N and position n % N, for N rows. Within an epoch the row is a keyed permutation of the
-position: a function of (seed, epoch, position). So there is no state, all ranks agree, and look-ups start anywhere.
+Sample number n has epoch n // N and position n % N, for N rows. The row is a keyed permutation of the position.
 
-Construction: let b = bit length of N - 1. An unbalanced Feistel network permutes the integers below 2**b. It splits a
-number into a high part of b // 2 bits and a low part. In each of 12 rounds one part is XORed with a keyed hash of the
-other, in turns. Each round is its own inverse, so the network is a bijection. The hash is the finaliser of SplitMix64
-(Steele, Lea, Flood 2014); the round keys come from it too, with (seed, epoch, round). Results of N or more are permuted
-again until they are below N (cycle walking, Black and Rogaway 2002). The walk follows a cycle of the permutation, so it
-ends, and the result is a bijection on [0, N). Since 2**b < 2 N, it takes fewer than two walks on average.
+With b = bit length of N - 1, an unbalanced Feistel network permutes the integers below 2**b. The high part has b // 2
+bits. In each of 12 rounds one part is XORed with a keyed hash of the other, in turns; each round is its own inverse.
+Hash and round keys are SplitMix64 (Steele, Lea, Flood 2014). Results of N or more are permuted again until they are
+below N (cycle walking, Black and Rogaway 2002). Since 2**b < 2 N, it takes fewer than two walks on average.
 
-With blocks, blocks are permuted, and their rows stay in order. The dataset's last block may be shorter. The inverse
-permutation gives its place in each epoch.
+With blocks, blocks are permuted. The dataset's last block may be shorter; the inverse permutation gives its place.
 """
 
 from __future__ import annotations

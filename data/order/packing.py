@@ -54,7 +54,6 @@ def plan_in_packs(
 
     Args:
         lengths: [size], planned tokens.
-        replicas: data-parallel ranks of the language model.
         documents: tokens of each sample's documents; None: each sample is one document.
     """
     lengths = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # no document is empty; a stand-in may be

@@ -1,7 +1,7 @@
 """Sources of samples: the rows of each, and the order of all by the weights of a mixture.
 
-Each source has its own `GlobalOrder` and epochs. The held-out rows depend only on the shard's content and the row, so
-adding or reordering shards moves no sample between training and validation.
+The held-out rows depend only on the shard's content and the row, so adding or reordering shards moves no sample
+between training and validation.
 """
 
 from __future__ import annotations

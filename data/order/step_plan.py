@@ -1,8 +1,7 @@
 """The plan of a step: its microbatches, the language-model replica of each sample, and the row lengths.
 
 It is arithmetic on planned lengths, so all ranks compute the same plan without communication. A *place* is a position
-in the step: place p is sample number first + p. The plan only changes the order of samples. Losses are sums over the
-step, divided by its tokens, so they stay the same.
+in the step: place p is sample number first + p.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Conversations: turns of text and media.
 
-In a text the markers `<image>`, `<video>` and `<audio>` are the positions of media. A line break next to a marker, as
-in LLaVA records, is not part of the message: clients of served models do not send it either. A video becomes its frames
-as images before the conversation becomes tokens.
+In a text, `<image>`, `<video>` and `<audio>` are the positions of media. A line break next to a marker, as in LLaVA
+records, is not part of the message: clients of served models do not send it either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Parse records as conversations: LLaVA `conversations`, chat `messages`, or a caption.
 
 In LLaVA records and text contents, `<image>`, `<video>` and `<audio>` stand for the sample's media, in member order.
-The text of typed content parts is literal. Tools and further message fields are kept for chat templates. An unknown
-marker, such as `<speech>`, makes the sample bad. In a run with media, a caption must not have any marker.
+An unknown marker, such as `<speech>`, makes the sample bad, and so does any marker in a caption of a run with media.
 """
 
 from __future__ import annotations

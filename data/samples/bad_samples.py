@@ -1,7 +1,7 @@
 """Bad samples (those that cannot be read): each is logged once, and more than `data.max_bad_samples` end the run.
 
-A dataset counts the samples that its process has read. A run counts over all ranks and restarts, each sample once; an
-evaluation counts held-out samples separately. A rank's count never exceeds the run's, so either may end the run.
+A run counts over all ranks and restarts, and its held-out samples separately. A process's count never exceeds the
+run's, so either may end the run.
 """
 
 from __future__ import annotations

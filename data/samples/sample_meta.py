@@ -1,7 +1,6 @@
 """Sample metadata from the index, without reading a member: the same numbers on every rank.
 
-`SampleTable.one` describes one sample for reading it. `SampleTable.step` has arrays of all samples of a step for
-planning. Both use `SampleTable.measured` and the same bounds.
+`SampleTable.one` describes one sample for reading, `SampleTable.step` a step's samples for planning.
 """
 
 from __future__ import annotations

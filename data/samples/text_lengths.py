@@ -1,10 +1,7 @@
-"""Sequence tokens of every sample, counted once and stored next to the shards' catalogue.
+"""Sequence tokens of every sample, which plans need on every rank: counted once, stored next to the catalogue.
 
-A step's plan needs the lengths of all its samples on every rank. So every text is tokenized once before a run.
-`shards.KEY.mimo-lengths` (`index_file`) has the tokens of each sample of a folder, media included, cut at
-`sequence_length`. KEY is a hash of everything else that determines lengths: vocabulary, chat template, placeholders,
-media tokens, the cut, bounds. Each key has its own file; only changed shards are counted again. A bad sample has the
-length of its stand-in: its placeholders.
+`shards.KEY.mimo-lengths` (`index_file`) has those of a folder, media included, cut at `sequence_length`. KEY is a hash
+of everything else that determines lengths: vocabulary, chat template, placeholders, media tokens, the cut, bounds.
 """
 
 from __future__ import annotations

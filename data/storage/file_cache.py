@@ -1,7 +1,6 @@
 """A size-bounded, checksummed file cache, shared by any number of processes and runs.
 
-It needs only atomic renames, so the folder may be on a network file system, where database locks are unreliable. A file
-is a BLAKE2b checksum and the content. Reads touch it; the least recently touched files are removed first.
+It needs only atomic renames, so the folder may be on a network file system, where database locks are unreliable.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
-"""Read members of shards by position, from local files and from object storage.
+"""Read members of shards by position, from local files (one `pread` per member) and from object storage.
 
-Every read names the indexed version. Local files use one `pread` per member, from any thread. Many ranges of objects
-are read concurrently, and every answer must have the requested length.
+Every read names the indexed version.
 """
 
 from __future__ import annotations

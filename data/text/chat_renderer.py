@@ -1,8 +1,7 @@
 """Render conversations as text with the Jinja chat template of a Hugging Face tokenizer.
 
-transformers compiles and sandboxes templates; this module adapts messages to them. Templates differ in contents (text
-or typed parts), roles and tools. Most do not reject other forms, but write a Python list or drop them. So each is
-tried with known words: with a question and an answer at load, with tools and roles at the first record with some.
+Templates differ in contents (text or typed parts), roles and tools. Most do not reject other forms, but write a Python
+list or drop them, so each is tried with known words.
 """
 
 from __future__ import annotations

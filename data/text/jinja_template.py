@@ -4,11 +4,10 @@ Tokens equal those of transformers' `apply_chat_template`: of the tokenizer for 
 processor prepends the tokenizer's first special token (`<s>`) if the template does not. One exception: special tokens
 in a record's text stay text, so a record cannot forge a role tag or placeholder.
 
-`{% generation %}` blocks mark learned tokens: every token that touches a block. Without blocks a prefix rule applies.
-Answer i lies between the messages before i, rendered with the generation prompt, and the messages up to i. Both texts
-must be prefixes of the conversation. The answer's last special token ends the turn; line breaks behind it are not
-learned. Some templates change earlier answers, e.g. drop their reasoning. Then the answer is the text
-in the conversation, up to the token that ends a turn. If the prompt is no prefix, the sample is bad.
+Every token that touches a `{% generation %}` block is learned. Without blocks, answer i lies between the messages
+before i, rendered with the generation prompt, and the messages up to i. Both texts must be prefixes of the
+conversation. The answer's last special token ends the turn; line breaks behind it are not learned. If a template
+changes earlier answers, e.g. drops reasoning, the conversation's text counts, up to the token that ends a turn.
 """
 
 from __future__ import annotations

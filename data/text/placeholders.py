@@ -1,8 +1,7 @@
 """Placeholders: tokens that image or audio features replace, and their positions.
 
-A record's text has `<image>` or `<audio>`. The sequence has `start`, one `pad` for each feature, and `end`. Features
-replace the embeddings of pads only. A chat template that knows media writes a `mark` there: the pad or another token,
-perhaps between start and end.
+A record's `<image>` becomes `start`, one `pad` for each feature, and `end`. A chat template that knows media writes a
+`mark` there: the pad or another token, perhaps between start and end.
 """
 
 from __future__ import annotations

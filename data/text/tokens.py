@@ -1,9 +1,8 @@
 """Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer, each with its chat template.
 
-The template is the tokenizer's Jinja template (`jinja_template.py`) or our own format (`templates.py`). In our own
-format, the byte tokenizer has a special id for each tag. A Hugging Face tokenizer begins with BOS (if any), and ends
-turns with EOS. Its role tags are `<|user|>`, `<|assistant|>`, `<|system|>` if the vocabulary has all three, else the
-text "user:" etc. and a line break. Text is not read as special tokens, except for `data.special_tokens_in_text`.
+In our own format, a Hugging Face tokenizer begins with BOS (if any), ends turns with EOS, and has the role tags
+`<|user|>`, `<|assistant|>`, `<|system|>` if the vocabulary has all three, else the text "user:" etc. and a line break.
+Text is not read as special tokens, except for `data.special_tokens_in_text`.
 """
 
 from __future__ import annotations
