@@ -117,11 +117,7 @@ class InFlight:
         return self.is_complete
 
     def finish(self) -> Place:
-        """Wait until the checkpoint is complete. Collective.
-
-        Raises:
-            SaveFailed: the save has failed.
-        """
+        """Wait until the checkpoint is complete. Collective. Raises SaveFailed if the save has failed."""
         while not self._over:
             self._job.join()
             self._go_on(agree=True)

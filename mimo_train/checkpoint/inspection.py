@@ -29,7 +29,6 @@ class Found:
 
     path: Place
     kind: str
-    """PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE."""
     step: int | None
     """None if the record is unreadable."""
     saved_at: float | None
@@ -37,7 +36,6 @@ class Found:
     files: int
     nbytes: int
     layout: dict[str, str]
-    """Parallel sizes by module."""
     damage: str
     """Why a run cannot resume from it, as far as visible; empty otherwise."""
 
@@ -52,7 +50,6 @@ class Tensor:
     dtype: str
     """Dtype of the weight by its safetensors name."""
     states: tuple[str, ...]
-    """Stored states of the optimizer."""
     nbytes: int
     """Size including those states."""
     files: int
@@ -69,7 +66,7 @@ class Verified:
     nbytes: int
     blocks: int
     damage: list[str]
-    """By file, with tensors; empty if it is intact."""
+    """Damaged files with their tensors; empty if the checkpoint is intact."""
 
 
 def folders_at(path: Place) -> list[Place]:

@@ -110,7 +110,6 @@ def told(complaints: dict[str, str]) -> str:
 
 
 def _complaint(key: Key, asked: Held, reader: Reader) -> str:
-    """Return why the checkpoint lacks a tensor; empty if it does not."""
     if key not in reader.index.pieces:
         return "is not in it" if key.state == WEIGHT else f"has no {key.state} in it"
     was, now = reader.index.shape(key), asked.boxes[0][1].shape
@@ -118,11 +117,7 @@ def _complaint(key: Key, asked: Held, reader: Reader) -> str:
 
 
 def fill_weights(reader: Reader, wanted: Iterable[tuple[Held, Key]]) -> None:
-    """Read tensors by their keys in the checkpoint.
-
-    Raises:
-        Damage: a needed block is damaged.
-    """
+    """Read tensors by their keys in the checkpoint. Raises Damage if a needed block is damaged."""
     fill(
         reader,
         [

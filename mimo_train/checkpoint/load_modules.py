@@ -32,20 +32,17 @@ from mimo_train.parallel.collectives import agreed
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a module of a new run got from a checkpoint; tensor names are those of the module here."""
+    """Report of a module that was loaded from a checkpoint; tensors have their names in this run."""
 
     module: str
     folder: Place
     source: str
-    """Name of the module in the checkpoint."""
     taken: int
-    """Number of parameters and buffers."""
     new: list[str]
     """Tensors missing in the checkpoint: they keep their values."""
     unused: list[str]
     """Tensors of the checkpoint without a place here, or not selected."""
     changes: list[str]
-    """Differences between the two models."""
 
     def __str__(self) -> str:
         text = f"modules.{self.module}: {plural(self.taken, 'tensor')} of {self.source} in {self.folder}"

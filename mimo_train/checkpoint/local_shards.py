@@ -58,11 +58,7 @@ def held_tensors(model: list[MegatronModule]) -> list[Held]:
 
 
 def held_of(module: str, chunk: MegatronModule) -> Iterator[Held]:
-    """Yield the tensors of one model chunk of a module.
-
-    Raises:
-        UserError: a layer has a state that is not a tensor.
-    """
+    """Yield the tensors of one model chunk of a module. Raises UserError if a layer has a state that is not a tensor."""
     names, inner = tensor_names(chunk), unwrap_model(chunk)
     groups = getattr(inner, "pg_collection", None)
     # As in `MimoModel`: without it a plain GPT would look up Megatron-Core's global state.
@@ -114,7 +110,7 @@ class Updated:
     start: int
     stop: int
     values: dict[str, torch.Tensor]
-    """By state, [stop - start] each; WEIGHT is the fp32 master copy."""
+    """Values by state, [stop - start] each; WEIGHT is the fp32 master copy."""
     is_cut: bool
     """True if data-parallel ranks have other ranges."""
 

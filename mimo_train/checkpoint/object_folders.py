@@ -29,7 +29,6 @@ class Folder:
 
     url: Url
     objects: dict[str, ObjectMeta] = field(default_factory=dict)
-    """Objects by name."""
 
     @property
     def is_complete(self) -> bool:
@@ -48,20 +47,12 @@ class Folder:
 
 
 def in_folder(url: Url) -> Folder:
-    """Return the contents of a folder.
-
-    Raises:
-        OSError: it cannot be listed.
-    """
+    """Return the contents of a folder. Raises OSError if it cannot be listed."""
     return Folder(url, objects_in(url))
 
 
 def every(parent: Url) -> list[Folder]:
-    """Return every folder named as a checkpoint, sorted by name.
-
-    Raises:
-        OSError: they cannot be listed.
-    """
+    """Return every folder named as a checkpoint, sorted by name. Raises OSError if they cannot be listed."""
     folders: dict[Url, Folder] = {}
     for found in store_of(parent).list(parent):
         url = found.url.parent
@@ -107,11 +98,7 @@ def require_begun(url: Url) -> None:
 
 
 def remove(url: Url) -> None:
-    """Remove a checkpoint or its remains. A kill leaves an unfinished one.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a checkpoint or its remains. A kill leaves an unfinished one. Raises OSError if it cannot be removed."""
     store, objects = store_of(url), in_folder(url).objects
     if COMPLETE in objects:
         store.put(url / PARTIAL, b"")
@@ -132,21 +119,13 @@ def remove_unfinished(parent: Url) -> None:
 
 
 def set_aside(url: Url) -> Url:
-    """Mark a checkpoint as damaged and return the mark.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Mark a checkpoint as damaged and return the mark. Raises OSError if it cannot be written."""
     store_of(url).put(url / DAMAGED, b"")
     return url / DAMAGED
 
 
 def is_there(url: Url) -> bool:
-    """True if the object exists.
-
-    Raises:
-        OSError: the storage does not answer.
-    """
+    """True if the object exists. Raises OSError if the storage does not answer."""
     try:
         store_of(url).look(url)
     except FileNotFoundError:

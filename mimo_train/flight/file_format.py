@@ -50,7 +50,6 @@ ENTER, WAIT, ISSUE = 1, 2, 3
 FORWARD, BACKWARD = 1, 2
 DIRECTIONS = {0: "", FORWARD: "forward", BACKWARD: "backward"}
 SEND, RECEIVE = 1, 2
-"""Directions of a channel."""
 
 CALLER = "caller"
 """Phase between the calls of a program that makes the steps itself."""
@@ -77,7 +76,6 @@ PHASES = (
     "save",
     "end",
 )
-"""Phases of a run, in order."""
 NUMBER_OF = {name: number for number, name in enumerate(PHASES)}
 
 OPERATIONS = (
@@ -101,6 +99,5 @@ OPERATIONS = (
     "scatter",
     "barrier",
 )
-"""Methods of a process group."""
 EQUAL_BYTES = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "_allgather_base"})
 """Collectives whose first argument has the same size on every rank."""

@@ -81,7 +81,7 @@ class Rank:
     groups: dict[int, Group]
     places: dict[int, str]
     last: dict[tuple[str, int, int], Last]
-    """By group name, peer (-1: collectives) and direction."""
+    """Last messages by group name, peer (-1: collectives) and direction."""
     ring: tuple[Event, ...]
     reading: str
     error: str
@@ -124,11 +124,7 @@ class Rank:
 
 
 def newest_start(run_dir: Path) -> Path:
-    """Return the folder of the newest start of a run.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the folder of the newest start of a run. Raises UserError if there is none."""
     try:
         starts = [path for path in (run_dir / FOLDER).iterdir() if any(path.glob("rank_*.bin"))]
     except OSError:

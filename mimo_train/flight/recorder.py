@@ -291,7 +291,6 @@ class Recorder:
 
 
 RECORDER = Recorder()
-"""The recorder of this process."""
 
 
 def remove_old_starts(run_dir: Path) -> None:

@@ -63,7 +63,7 @@ class Signs:
         self._seen = None
 
     def work(self) -> bool:
-        """True if there was such a sign since the last call."""
+        """True if there was a sign of work since the last call."""
         before, now = self._seen, self._look()
         self._seen = now
         if before is None:
@@ -236,7 +236,7 @@ class Watch:
         self._recorder.beat(self._progress)
 
     def _until_hang(self, verdict: Verdict) -> float:
-        """Return the seconds until the ranks to blame have made no progress for long enough; 0 if that is so now."""
+        """Return the seconds until the ranks to blame have made no progress for long enough; 0 if they already have."""
         if not verdict.blamed:
             return self._seconds / 4
         known = [verdict.ranks[number] for number in verdict.blamed if number in verdict.ranks]

@@ -86,8 +86,6 @@ class Whole:
 
 @dataclass
 class Document:
-    """One directory."""
-
     name: str
     """Name of its folder, if there are several."""
     what: str
@@ -102,7 +100,7 @@ class Document:
     source: Path | None = None
     """Source directory of everything; None if it is assembled here."""
     sources: list[Part] = field(default_factory=list)
-    """Its parts as they are in that directory."""
+    """Parts as they are in the source directory."""
     is_plain: bool = False
     """True if `transformers` has no class for it."""
 

@@ -52,11 +52,7 @@ class Stored:
         return id(tensor) in self._held
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the checkpoint's value of a model tensor, in the stored dtype.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """Return the checkpoint's value of a model tensor, in the stored dtype. Raises UserError if it is damaged."""
         if self._folder is None or self._reader is None:
             return tensor.detach().cpu()
         held = self._held[id(tensor)]

@@ -66,11 +66,7 @@ class Reader(MatchedPart):
             self._require_sinusoids(spelt(name, self.spelling))
 
     def require_equal_copies(self) -> None:
-        """Require that tied tensors are equal.
-
-        Raises:
-            UserError: a tensor differs from the one that it must copy.
-        """
+        """Require that tied tensors are equal. Raises UserError if a tensor differs from the one that it must copy."""
         for copy, other in self.copies.items():
             rows = self.tensors[copy].shape[0]
             pairs = zip(self._source.rows(copy, 0, rows), self._source.rows(other, 0, rows), strict=True)

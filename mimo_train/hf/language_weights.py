@@ -9,7 +9,7 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
 }
-"""By family: location of router and experts, the two halves of an expert's first matmul, its second matmul."""
+"""Names by family: parent of router and experts, an expert's two first weights, its second weight."""
 
 TABLE = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -94,11 +94,7 @@ def _projectors_come_along(cfg: ConfigContainer) -> bool:
 
 
 def require_llava(cfg: ConfigContainer) -> None:
-    """Require that a run's parts form a LLaVA.
-
-    Raises:
-        NoLlava: they do not.
-    """
+    """Require that a run's parts form a LLaVA. Raises NoLlava if they do not."""
     if cfg.llm.mrope_section:
         raise NoLlava("its language model has positions of several axes (mrope_section), and LLaVA's has one")
     if len(cfg.encoders) != 1:

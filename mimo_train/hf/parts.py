@@ -31,7 +31,6 @@ class Part:
     """Map for an export: the same without rows that the directory lacks."""
     folder: Path
     key: str
-    """Config key that names the directory."""
     is_whole: bool = True
     """True if the directory has only this part."""
 

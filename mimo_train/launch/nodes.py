@@ -37,7 +37,6 @@ class Tasks:
     size: int
     rank: int
     local_size: int
-    """Tasks on this node."""
     local_rank: int
     variables: tuple[str, str, str, str]
     """Names of the variables that hold the four numbers, in the same order."""
@@ -138,11 +137,7 @@ def _number_of(environment: Environment, name: str, all_of_them: Sequence[str]) 
 
 
 def number(name: str, text: str, least: int) -> int:
-    """Return a variable's text as an integer.
-
-    Raises:
-        UserError: it is not a whole number, or it is below `least`.
-    """
+    """Return a variable's text as an integer. Raises UserError if it is not a whole number, or it is below `least`."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
         raise UserError(f"{name} is {text!r}: give a whole number, at least {least}")
     return int(text)

@@ -27,7 +27,6 @@ class Failure:
     step: int
     """Last step that any rank began; -1 if the run had not begun."""
     error: str = ""
-    """Error of the first rank."""
 
     def __str__(self) -> str:
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"

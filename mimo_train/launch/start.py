@@ -116,15 +116,12 @@ def _line_of_task(environment: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Start:
-    """What this process starts or becomes."""
+    """Nodes, rank command and environment with which this process starts ranks or becomes one."""
 
     nodes: Nodes
     per_node: int
-    """Ranks per node."""
     rank: list[str]
-    """Command of a rank."""
     variables: dict[str, str]
-    """Environment of the ranks."""
     run_dir: Path
 
 

@@ -39,7 +39,6 @@ from mimo_train.launch.restarts import STOPPED_CODE, Restarts, first_wait, newes
 from mimo_train.logging.library_log import errors_only
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run."""
 JOIN_SECONDS = 900.0
 """Seconds that nodes wait for each other before the first start and before a restart."""
 REASONS = {

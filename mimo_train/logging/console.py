@@ -120,8 +120,6 @@ class _Nothing:
 
 
 class _Lines:
-    """Plain lines, for a file or a pipe."""
-
     def __init__(self, stream: TextIO, clock: Callable[[], float]):
         self._stream = stream
         self._clock = clock

@@ -65,7 +65,6 @@ SINKS: dict[str, SinkKind] = {
         open=lambda cfg, run_dir, resumed_step: CometSink(run_dir, to_dict(cfg), resumed_step),
     ),
 }
-"""All sinks by name."""
 
 
 class MetricsLog:

@@ -160,11 +160,7 @@ class Event(NamedTuple):
 
 
 def events(run_dir: Path) -> Iterator[Event]:
-    """Yield the events of progress.txt in order, skipping torn or edited lines.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Yield the events of progress.txt in order, skipping torn or edited lines. Raises OSError if it cannot be read."""
     for line in (run_dir / PROGRESS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
         when, *rest = line.split("\t")
         try:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 FOLDER = "logs"
-"""Folder of the logs in the run's folder."""
 _NAME = re.compile(r"rank_(\d+)\.log")
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -38,7 +38,6 @@ class Stopwatch:
         self._ended: list[tuple[str, str, Any, Any]] = []
         """(name, name of the surrounding interval or "", first event, last event), on CUDA."""
         self._events: list[Any] = []
-        """Events for reuse."""
 
     def __call__(self, name: str) -> "Stopwatch":
         """Name the interval that the `with` statement is about to open."""

@@ -125,11 +125,7 @@ def _require_at_most(path: Place, size: int, at_most: int | None) -> None:
 
 
 def objects_in(folder: Url) -> dict[str, ObjectMeta]:
-    """Return the objects in a folder, by name.
-
-    Raises:
-        OSError: they cannot be listed.
-    """
+    """Return the objects in a folder, by name. Raises OSError if they cannot be listed."""
     return {found.url.name: found for found in store_of(folder).list(folder, deep=False)}
 
 
@@ -224,7 +220,6 @@ def _write_object(url: Url, parts: Iterable[bytes | memoryview], nbytes: int) ->
 
 
 def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """Yield the parts, split into at most FLUSHED bytes."""
     for part in parts:
         left = memoryview(part)
         while left:

@@ -30,7 +30,6 @@ class Key(NamedTuple):
 
     module: str
     name: str
-    """Name of the parameter in its module."""
     state: str
     """WEIGHT, or a state of the optimizer."""
 
@@ -75,7 +74,6 @@ class Index:
     files: list[File] = field(default_factory=list)
     pieces: dict[Key, list[Piece]] = field(default_factory=dict)
     dtypes: dict[Key, str] = field(default_factory=dict)
-    """Keys of SIZES."""
 
     def shape(self, key: Key) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
@@ -86,11 +84,7 @@ class Index:
         return prod(self.shape(key)) * SIZES[self.dtypes[key]]
 
     def add(self, key: Key, dtype: str, piece: Piece) -> None:
-        """Add a piece of a tensor.
-
-        Raises:
-            Damage: its other pieces have another shape or dtype.
-        """
+        """Add a piece of a tensor. Raises Damage if its other pieces have another shape or dtype."""
         if self.dtypes.setdefault(key, dtype) != dtype:
             raise Damage(f"{' '.join(key)} is {dtype} in one file and {self.dtypes[key]} in another")
         pieces = self.pieces.setdefault(key, [])
@@ -124,11 +118,7 @@ class Index:
         return json.dumps(whole, separators=(",", ":")).encode()
 
     def join(self, other: "Index") -> None:
-        """Add the files and pieces of another index.
-
-        Raises:
-            Damage: the two disagree about a tensor.
-        """
+        """Add the files and pieces of another index. Raises Damage if the two disagree about a tensor."""
         before = len(self.files)
         self.files += other.files
         for key, pieces in other.pieces.items():

@@ -32,11 +32,7 @@ def pack(value: Any, classes: Collection[type] = ()) -> tuple[str, list[torch.Te
 
 
 def unpack(text: str, tensors: list[torch.Tensor], classes: Collection[type] = ()) -> Any:
-    """Return the value that `pack` was given.
-
-    Raises:
-        Damage: the text is not from `pack`, or names another class.
-    """
+    """Return the value that `pack` was given. Raises Damage if the text is not from `pack`, or names another class."""
     try:
         return _unpacked(json.loads(text), {one.__name__: one for one in classes}, tensors)
     except (ValueError, RecursionError, KeyError, TypeError, IndexError) as error:

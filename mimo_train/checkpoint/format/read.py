@@ -141,7 +141,6 @@ class _Use:
     one: Wanted
     part: Span
     dtype: torch.dtype
-    """Dtype in the file."""
     is_straight: bool
     """True if the bytes are the tensor's, in its order."""
 

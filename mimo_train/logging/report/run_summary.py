@@ -180,7 +180,6 @@ def _finite(column: Column | None) -> list[float]:
 
 _EVALUATION = ("eval/", "test/")
 _MAX_ROWS = 50
-"""Most evaluations in the table."""
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,7 @@ class JsonlSink:
             self._warned = False
 
     def close(self) -> None:
-        """Write the held-back lines and close the file.
-
-        Raises:
-            UserError: some lines cannot be written.
-        """
+        """Write the held-back lines and close the file. Raises UserError if some lines cannot be written."""
         try:
             self._write()
         except OSError as error:

@@ -70,7 +70,6 @@ class TensorboardSink:
 _WANDB_ID = "wandb_id.txt"
 
 Mode = Literal["online", "offline", "disabled", "shared"]
-"""Values of WANDB_MODE."""
 
 
 class WandbSink:
@@ -142,7 +141,6 @@ class MlflowHandle(NamedTuple):
     """Arguments that MLflow's functions need to add to the run."""
 
     client: Any
-    """`mlflow.tracking.MlflowClient`"""
     run_id: str
 
 
@@ -215,7 +213,6 @@ class MlflowSink:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of nested dicts by dotted key."""
     flat = []
     for key, value in config.items():
         name = f"{prefix}{key}"
