@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 MOST_NAMES = 3
-"""Default number of names in a message."""
 
 
 def shown(text: str) -> str:

@@ -75,8 +75,6 @@ class Built:
     left_out: int
     """Unusable rows."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the user."""
-
 
 class _Part(NamedTuple):
     """Data read from a part of the source."""

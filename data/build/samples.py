@@ -31,7 +31,6 @@ class Sample(NamedTuple):
     members: Sequence[tuple[str, bytes | FileRange]]
     """(extension, content)."""
     kinds: Sequence[str]
-    """Kinds of its media."""
     notes: tuple[str, ...] = ()
     """Changes of its record, worded to follow a number of records."""
 

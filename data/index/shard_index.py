@@ -81,7 +81,7 @@ class ShardIndex:
     codes: Codes
     samples: np.ndarray  # [N + 1] SAMPLE; the last row only ends the one before
     all_members: np.ndarray  # [M] MEMBER
-    packed_keys: bytes  # see `pack_keys`
+    packed_keys: bytes
     fields: Fields = NO_FIELDS
     """`data.fields`, which may name the record and the media."""
     kept_in: Path | None = None

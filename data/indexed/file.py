@@ -23,7 +23,7 @@ from data.storage.reader import ShardReader
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Codes of integers; 6 and 7 are floats."""
+"""Codes of integer types; 6 and 7 are floats."""
 _AT_ONCE = 1 << 20  # sequences per check
 
 

@@ -121,8 +121,6 @@ class Resize:
 
 
 STRETCHED = Resize()
-"""Both sides become those of `Media.size`, bicubic."""
-
 
 READING = 3
 """Version of the decoders. Raise it if a file gives different pixels or audio samples."""

@@ -258,7 +258,7 @@ def fingerprint_of(shards: Sequence[tuple[str, int, str, int]], ends: Sequence[i
     names: list = [*shards]
     names += [list(ends)] if len(ends) > 1 else []
     names += [held_fraction] if held_fraction else []
-    # thousands of lists without cycles
+    # no cycles in thousands of lists
     return hashlib.sha256(json.dumps(names, check_circular=False).encode()).hexdigest()[:32]
 
 

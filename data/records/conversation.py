@@ -19,7 +19,7 @@ KINDS = tuple(MARKERS.values())
 """Kinds of media, in their order before a text without markers."""
 _MARKER = "|".join(map(re.escape, MARKERS))
 _SPLIT = re.compile(rf"(?:\r?\n)?({_MARKER})(?:\r?\n)?")
-_NUMBERED = re.compile(r".*\d.*[.][^.]*")  # extensions with a number before the last dot
+_NUMBERED = re.compile(r".*\d.*[.][^.]*")  # a number before the last dot
 
 
 @dataclass(frozen=True)

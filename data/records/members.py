@@ -37,7 +37,6 @@ CONVERSATIONS = ("conversations", "messages")
 LEARNED = (*CONVERSATIONS, "answer", "caption", "text", "label")
 """A sample needs one of these."""
 TEXTS = (*CONVERSATIONS, "question", "answer", "caption", "text", "label", "system", "tools")
-"""Names of a record's texts."""
 ABSENT: Any = object()
 """Marks a value that a JSON member lacks, unlike null."""
 _SOURCE = re.compile(r"([^\[\]\s/?]+)((?:\[[^\[\]]+\])*)(\??)")
@@ -85,7 +84,6 @@ class Fields:
     video: tuple[str, ...] | None = None
     audio: tuple[str, ...] | None = None
     key: str = field(default="data.fields", compare=False)
-    """Config key, for messages."""
 
     @property
     def members(self) -> tuple[str, ...]:

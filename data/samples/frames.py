@@ -19,7 +19,6 @@ class Sampling:
     """`data.video`: a video's number of frames, one from the middle of each equal part."""
 
     frames_per_second: float = 1.0
-    """Frames per second."""
     max_frames: int = 32
     """Maximum frames of a video; longer videos have fewer per second."""
 
@@ -35,7 +34,6 @@ class Sampling:
 
 
 SAMPLING = Sampling()
-"""The default."""
 
 
 def images_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:

@@ -33,7 +33,6 @@ class Samples(SourcesView, ABC):
     lengths: np.ndarray | None
     """int32 [samples], by row: tokens of each sample; None until counted (`TextLengths.serve`)."""
     shards: Sequence[Place]
-    """Files that hold the samples."""
     fingerprint: str
     """Hash of everything that determines the order of samples, except seed and weights."""
     text_fingerprint: str
@@ -42,7 +41,6 @@ class Samples(SourcesView, ABC):
     """True if files are read over a network, so that reads should be announced (`expect_samples`)."""
     allowed_bad_samples: int
     bad_samples: BadSamples
-    """Those that this process has found."""
 
     def __len__(self) -> int:
         """Return the samples of one epoch."""

@@ -128,7 +128,6 @@ class IoThread:
 
 
 IO = IoThread()
-"""The I/O thread of this process."""
 
 
 def _forked() -> None:

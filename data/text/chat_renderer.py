@@ -200,7 +200,7 @@ class ChatRenderer:
         """True if the template writes each word once, and no Python list."""
         try:
             text = self._render_words(forms)
-        except Exception:  # a template may raise anything
+        except Exception:
             return False
         return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
 
@@ -213,7 +213,7 @@ class ChatRenderer:
                 self._templates["default"].render([{"role": "user", "content": parts}])
                 for parts in ([words], [{"type": kind}, words])
             )
-        except Exception:  # a template may raise anything
+        except Exception:
             return None
         if _shows_list(with_part) or with_part.count(_WORDS["user"]) != 1:
             return None
@@ -334,5 +334,5 @@ class ToolForms:
     def _try(self, messages: Messages, tools: Sequence[Any] | None = None) -> str | None:
         try:
             return self._render(messages, tools)
-        except Exception:  # a template may raise anything
+        except Exception:
             return None

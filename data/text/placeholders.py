@@ -31,7 +31,6 @@ class Placeholder:
     start: str = ""
     """Text before the pads, special tokens included."""
     end: str = ""
-    """Text after the pads."""
     mark: str = ""
     """Token of the chat template, if not the pad. Only the first module of a kind has one; the others follow it."""
 

@@ -15,7 +15,6 @@ COPIED = (
     *("tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("*.model", "*.tiktoken", "chat_template*", "*.py"),
 )
-"""Tokenizer files of a folder."""
 TEMPLATE = "chat_template.jinja"
 
 GENERIC_CLASS = "PreTrainedTokenizerFast"

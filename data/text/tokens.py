@@ -51,7 +51,6 @@ class Tokenizer(ABC):
     vocabulary_fingerprint: str
 
     _placeholders: Mapping[str, int]
-    """Placeholder name -> id."""
     _roles: Mapping[str, list[int]]
 
     @property
