@@ -58,7 +58,7 @@ def held_tensors(model: list[MegatronModule]) -> list[Held]:
 
 
 def held_of(module: str, chunk: MegatronModule) -> Iterator[Held]:
-    """Yield the tensors of one model chunk of a module. Raises UserError if a layer has a state that is not a tensor."""
+    """Yield the tensors of a module's model chunk. Raises UserError if a layer has a state that is not a tensor."""
     names, inner = tensor_names(chunk), unwrap_model(chunk)
     groups = getattr(inner, "pg_collection", None)
     # As in `MimoModel`: without it a plain GPT would look up Megatron-Core's global state.

@@ -289,7 +289,7 @@ class ObjectLock(_Lock):
         raise UserError(f"checkpoint.dir: {self._url} is written by others all the time")
 
     def _stands_still(self, holder: dict[str, Any], tag: str) -> bool:
-        """Return True if the holder writes no heartbeat, False if the lock is gone. Raises UserError if it writes one."""
+        """True if the holder writes no heartbeat, False if the lock is gone. Raises UserError if it writes one."""
         longest = BEATS_MISSED * self._beat
         sys.stderr.write(
             f"checkpoint.dir: {self._place}: looking for up to {longest:g} seconds whether its last run is alive, "
