@@ -42,7 +42,7 @@ class Merging(Protocol):
 
 
 class EncoderSpec(ABC):
-    """The interface of every encoder's spec, with defaults for what most encoders lack.
+    """The interface of every encoder's spec, with defaults for properties that most encoders lack.
 
     `extent0` and `extent1` come from the header of an image or audio item: height and width in pixels, or samples and
     samples per second. Everything is a pure function of the spec, so data (placeholders), `mimo-train check` and the

@@ -159,7 +159,6 @@ class StagedEncoder(MegatronModule, ABC):
         return len(set(sizes)) == 1
 
     def _documents(self, sizes: Sequence[Size]) -> PackedSeqParams:
-        """Return the documents of a packed row of media of these sizes."""
         return self.config.documents([self._tokens(size) for size in sizes])
 
     def _layer_inputs(self, sizes: Sequence[Size]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from encoders.key_rules import MOST_PIXELS, MOST_WIDTH, key
 
 @dataclass
 class PlainSpec(EncoderSpec):
-    """What every plain encoder says of itself: derive from `ImageSpec` or `AudioSpec`."""
+    """Base of the specs of all plain encoders: derive from `ImageSpec` or `AudioSpec`."""
 
     name: str = "own"
     """Free name, shown in tables."""
@@ -55,9 +55,9 @@ class PlainSpec(EncoderSpec):
 
 @dataclass
 class ImageSpec(PlainSpec):
-    """A torch module from images to features: float [N, 3, height, width] -> [N, rows * columns, hidden_size], row by
-    row. A subclass says `grid` and `num_parameters`; the images have one size unless it overrides `input_size`,
-    `sizes_vary`, `most_tokens` and `most_inner_tokens` too."""
+    """A torch module from images to features: float [N, 3, height, width] -> [N, rows * columns, hidden_size], in row
+    order. A subclass defines `grid` and `num_parameters`. The images have one size unless it also overrides
+    `input_size`, `sizes_vary`, `most_tokens` and `most_inner_tokens`."""
 
     image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
     """Height and width in pixels that every image is resized to; its aspect ratio is not kept."""
@@ -127,8 +127,8 @@ class ImageSpec(PlainSpec):
 
 @dataclass
 class AudioSpec(PlainSpec):
-    """A torch module from clips to features: float [N, samples] -> [N, tokens, hidden_size]. A subclass says `tokens`,
-    `shortest` and `num_parameters`. Clips keep their length, those of one length go together."""
+    """A torch module from audio to features: float [N, samples] -> [N, tokens, hidden_size]. A subclass defines
+    `tokens`, `shortest` and `num_parameters`. Audio keeps its length; items of one length go together."""
 
     sample_rate: int = key(16000, at_least=1, at_most=2**20)
     """Samples per second that every clip is resampled to."""

@@ -1,11 +1,11 @@
 """Rotary causal attention over short rows on a CPU, which keeps its probabilities for the backward pass.
 
 Torch's fused kernel takes 32 queries of one head at a time, and recomputes their scores in the backward pass. Here a
-block of queries of all heads is one batched matmul with the keys that it sees. All results are contiguous, because
-torch multiplies other tensors one head at a time.
+block of queries of all heads is one batched matmul with its keys. All results are contiguous, because torch multiplies
+other tensors one head at a time.
 
-Shape suffixes: S positions, B batch, N heads, E a head's query, its key and its value, D head dimension, M heads of
-all rows (B * N), Q queries of a block, K keys that they see.
+Shape suffixes: S positions, B batch, N heads, E a head's query, its key and its value, D head dimension, M heads of all
+rows (B * N), Q queries of a block, K keys that they see.
 """
 
 from collections.abc import Sequence

@@ -140,7 +140,6 @@ def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _to_the_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `Tensor.to` with CUDA devices replaced by the CPU."""
 
     @functools.wraps(to)
     def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

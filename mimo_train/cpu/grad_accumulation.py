@@ -1,9 +1,6 @@
-"""Gradient accumulation in the buffer that ranks reduce.
-
-Megatron-Core's DistributedDataParallel writes each gradient to its own memory, and a hook of every parameter adds it to
-the buffer (0.19.2, distributed_data_parallel.py:475). On a CPU, where weights and buffer have one type and the
-reduction waits for the last microbatch, autograd adds to the buffer itself.
-"""
+"""Gradient accumulation in the buffer that ranks reduce. Megatron-Core 0.19.2 adds each gradient to the buffer in a
+hook (distributed_data_parallel.py:475). On a CPU, where weights and buffer have one type and the reduction waits for
+the last microbatch, autograd adds to the buffer itself."""
 
 from collections.abc import Callable
 from typing import Any

@@ -185,7 +185,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(attended).unsqueeze(1)
 
     def _has_kernel(self, query: torch.Tensor) -> bool:
-        """True if torch has a kernel for documents of any lengths that does what this layer does."""
+        """True if torch has a kernel for documents of any lengths that supports this layer."""
         fits = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= WIDEST_HEAD
         return query.is_cuda and fits and not self.softcap and not (self.training and self.dropout)
 

@@ -217,7 +217,7 @@ def _is_dense(layer: TransformerLayer) -> bool:
 
 
 def _does_nothing_else(config: TransformerConfig) -> bool:
-    """True if no option requires omitted work. Recomputation of whole layers happens outside of them."""
+    """True if no option requires omitted work."""
     return config.recompute_granularity != "selective" and all(
         getattr(config, name, neutral) == neutral for name, neutral in NOTHING_TO_DO.items()
     )

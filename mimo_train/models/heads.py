@@ -82,7 +82,7 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
             if language.post_process:
                 language.output_layer = _new_head(language, hidden_size, output_size, sequence_parallel)
             elif language.pre_process:
-                # Remove the mark of the weight's copy on the last stage, which is gone.
+                # Clear the flag of a shared weight, since its copy on the last stage is gone.
                 language.embedding.word_embeddings.weight.shared_embedding = False
         return chunks
 

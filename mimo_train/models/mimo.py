@@ -119,7 +119,7 @@ class PlacedMimoModel(MimoModel):
     def _without_deepstack(
         self, features: dict[str, torch.Tensor], input_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Return the features for the language model's input. Those for its layers are set on it for this pass."""
+        """Return the features for the language model's input, and set those for its layers on it for this pass."""
         language = unwrap_model(self.language_model)
         hidden, layers = language.config.hidden_size, language.config.deepstack
         if not layers:

@@ -1,6 +1,6 @@
-"""Parameters of a model: seeds of their initial values, names in the whole model, and marks for Megatron-Core. With
-`optim.overlap_param_gather` pre-hooks of Megatron-Core's wrappers gather parameters during the forward pass. Code that
-reads parameters outside of a forward pass, for example to save them, must use `gathered`."""
+"""Parameters of a model: seeds of their initial values, names in the whole model, and attributes for Megatron-Core.
+With `optim.overlap_param_gather` pre-hooks of Megatron-Core's wrappers gather parameters during the forward pass. Code
+that reads parameters outside of a forward pass, for example to save them, must use `gathered`."""
 
 import hashlib
 import re

@@ -1,11 +1,8 @@
 """Collectives: record each one, skip those of single-rank groups, and agree on errors.
 
-Messages of torch's and Megatron-Core's process groups go through the flight recorder. torch 2.11 has its own recorder,
-but it has no point-to-point messages for gloo, and its file is a pickle. `Work` takes no attributes, so works are
-identified by `id`.
-
-A layout with tp, dp or pp of 1 still has a group for it, and Megatron-Core 0.19.2 reduces over that group, 12 times in
-a step of the demo with one process. The methods of torch's classes are replaced once per process.
+torch 2.11 has its own recorder of messages, but without point-to-point messages for gloo, and its file is a pickle.
+`Work` takes no attributes, so works are identified by `id`. Megatron-Core 0.19.2 also reduces over groups of one rank,
+12 times in a step of the demo with one process.
 """
 
 from collections.abc import Callable, Iterator

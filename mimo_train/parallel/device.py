@@ -82,12 +82,8 @@ def _own_device() -> bool:
 
 
 def install(kind: str, index: int = 0, *, cpu_kernels: bool = False) -> torch.device:
-    """Prepare this process for `kind` (`cuda` or `cpu`) and return its device.
-
-    Args:
-        index: the CUDA device to select.
-        cpu_kernels: `run.cpu_kernels`; on the CPU, True keeps the memory that the process frees.
-    """
+    """Prepare this process for `kind` (`cuda` with device `index`, or `cpu`) and return its device. On the CPU,
+    `cpu_kernels` (`run.cpu_kernels`) keeps the memory that the process frees."""
     if kind == "cuda":
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
@@ -165,7 +161,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore every generator to what `get_rng_state` returned."""
+    """Restore every generator to a state of `get_rng_state`."""
     from megatron.core import tensor_parallel
 
     random.setstate(state["python"])

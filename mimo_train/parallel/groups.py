@@ -44,14 +44,11 @@ _BETWEEN_TWO = (STAGES, BRIDGE)
 
 
 class OwnGroups:
-    """Makes this rank's groups.
+    """Makes this rank's groups; `made` has the ranks of each, in order.
 
     Groups of the same ranks are shared only if owner and purpose are equal. NCCL runs the messages of a communicator in
     the order in which they are issued, and a send waits for its receiver. Two uses of one communicator would therefore
     have to be issued in one order on all ranks. The world's group is never reused: it belongs to the metric reduction.
-
-    Attributes:
-        made: ranks of every group that was made, in order.
     """
 
     def __init__(self, timeout: timedelta):

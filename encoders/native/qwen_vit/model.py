@@ -70,7 +70,6 @@ def _window_lengths(rows: int, columns: int, window: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _by_window(rows: int, columns: int, window: int) -> torch.Tensor:
-    """Return the positions (in row order) of all tokens, ordered by window."""
     return torch.cat(_windows(rows, columns, window))
 
 

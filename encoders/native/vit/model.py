@@ -1,5 +1,5 @@
 """Vision transformers of Megatron-Core layers: patches + positions -> layers -> final norm. One class serves all
-families that differ only in what `PatchSpec` names.
+families that differ only in the attributes of `PatchSpec`.
 
 Shape suffixes: N images, C channels, P patches of all images, T tokens of one inside the encoder (class token, register
 tokens, patches), H hidden size, R rows: tokens of all images.

@@ -10,8 +10,8 @@ from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, 
 
 @dataclass
 class PatchSpec(FixedKeys, LayeredSpec):
-    """The base of the specs of all transformers over patches: their common keys. What a family has and others lack are
-    the attributes without an annotation; a family that lets the user choose has a field of that name."""
+    """Base of the specs of all transformers over patches, with their common keys. Attributes without an annotation are
+    properties of a family. If the user may choose one, the family has a field of that name."""
 
     name: str = "vit"
     """Free name, shown in tables."""
@@ -58,37 +58,37 @@ class PatchSpec(FixedKeys, LayeredSpec):
     medium: ClassVar[str] = "image"
     placeholder: ClassVar[str] = "<image>"
     resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native")
-    """What `resize` may be."""
+    """Allowed values of `resize`."""
     rounded_pixels = True
-    """Whether resized pixels are whole numbers, as in the published preprocessing of most families."""
+    """True if resized pixels are integers, as in the published preprocessing of most families."""
     whole_patches = True
-    """Whether patches cover an image; otherwise pixels that are left over at its right and lower edge are not read."""
+    """True if patches must cover an image; otherwise pixels left over at its right and lower edge are not read."""
     pre_norm = False
-    """A norm in front of the first layer."""
+    """True if a norm precedes the first layer."""
     patch_bias = True
     patch_frames = 1
-    """How often an image is repeated: the kernel over patches spans so many frames."""
+    """Number of times that an image is repeated: the kernel over patches spans so many frames."""
     channels_last = False
-    """Whether the values of a patch are in the order (row, column, channel), instead of (channel, row, column)."""
+    """True if the values of a patch are in the order (row, column, channel), not (channel, row, column)."""
     class_token = False
     class_token_dims = 2
-    """Dimensions of the class token, all of length 1 but the last: those of the published weights."""
+    """Dimensions of the class token, all of length 1 but the last, as in the published weights."""
     embedding_dims = 2
-    """Dimensions of positions and register tokens: 3 where the first has length 1."""
+    """Dimensions of positions and register tokens; with 3 the first has length 1."""
     keep_class_token = False
     register_tokens = 0
-    """Learned tokens between the class token and the patches; they are dropped behind the layers."""
+    """Learned tokens between the class token and the patches, dropped after the layers."""
     learned_positions = True
     class_position = False
-    """Whether the class token has a position, in front of those of the grid."""
+    """True if the class token has a position, before those of the grid."""
     position_size = 0
-    """Pixels of the side of the grid of learned positions; 0: `image_size`."""
+    """Side in pixels of the grid of learned positions; 0: `image_size`."""
     position_resize = "bicubic"
-    """How positions are read at another grid: `bicubic` or `bilinear`."""
+    """Interpolation of positions to another grid: `bicubic` or `bilinear`."""
     position_antialias = False
-    """Whether positions of a finer grid are averaged on their way to a coarser one."""
+    """True if interpolation to a coarser grid averages positions."""
     position_corners = False
-    """Whether the corners of another grid are those of the learned one, instead of their patches' outer edges."""
+    """True if the corners of both grids coincide, instead of the outer edges of their patches."""
     rotary_base = 100.0
 
     @property

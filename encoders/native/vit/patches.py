@@ -29,7 +29,7 @@ def gather_patches(
     orders: Mapping[Grid, torch.Tensor],
     side: int,
 ) -> torch.Tensor:
-    """Return the pixels of the patches of all images, [P, C, A, A], by operations whose number does not depend on the
+    """Return the pixels of the patches of all images, [P, C, A, A]. The number of operations does not depend on the
     sizes.
 
     Args:

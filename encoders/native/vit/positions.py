@@ -27,16 +27,12 @@ def position_taps(
     antialias: bool = False,
     corners: bool = False,
 ) -> Taps:
-    """Return the positions of an image of `rows` x `columns` patches, interpolated in the learned grid.
-
-    As in Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) for larger images. The same grid gives the
-    learned positions.
+    """Return the positions of an image of `rows` x `columns` patches, interpolated in the learned grid, as in
+    Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2).
 
     Args:
         learned: rows and columns of the learned grid.
-        method: `bicubic` or `bilinear`.
-        antialias: True to average positions of a finer grid.
-        corners: True if the corners of both grids coincide.
+        method, antialias, corners: as in `interpolate`.
     """
     (down, down_weights), (across, across_weights) = (
         _taps_on(before, after, method, antialias, corners)

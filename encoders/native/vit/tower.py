@@ -13,7 +13,7 @@ from encoders.native.vit.tiles import POOLED_FROM, UNCUT, Tiling, best_canvas, t
 
 @dataclass
 class TowerSpec(PatchSpec):
-    """The base of the specs of published encoders: what of them is read, and of what."""
+    """Base of the specs of published encoders, of which one layer's output is read."""
 
     feature_layer: int = key(-1, at_least=-MOST_LAYERS, at_most=-1)
     """Layer whose output is read, counted from the last: -1 is the last, -2 the one before. Layers after it are not

@@ -79,11 +79,8 @@ class _TimedHandle:
 
 class TextShapes:
     """The shapes [S / cp (/ tp with sequence parallel), B, H] of the messages that a language-model stage receives.
-
-    A stage receives microbatches in the order of the schedule. With several chunks a stage, each chunk of a group of
-    microbatches takes its turn (`get_schedule_table`). The first stage receives no activation for its first chunk. The
-    last stage receives no gradient for its last chunk.
-    """
+    They follow the order of the schedule (`get_schedule_table`), in which chunks of a stage take turns. The first stage
+    receives no activation for its first chunk. The last stage receives no gradient for its last chunk."""
 
     def __init__(
         self, module: ModuleLayout, replica: int, stage: int, hidden_size: int, shapes: StepShapes, group: int
@@ -217,10 +214,8 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
     @property
     def current_stage(self) -> int:
         """This rank's stage, counted from the end of the pipeline. It determines the number of warm-up microbatches.
-
-        Megatron-Core 0.19.2 counts a module's stages from 0 (multimodule_communicator.py:246-277). A module with fewer
-        stages than another would then run further ahead than their destination consumes, and both would deadlock.
-        """
+        Megatron-Core 0.19.2 counts from 0 (multimodule_communicator.py:246-277): modules with fewer stages would run
+        ahead of their destination, and both would deadlock."""
         name, info = next(iter(self.rank_module_map.items()))
         return self.total_stages - stages_to_end(self._run.layout, name, info.pp_rank)
 
@@ -254,8 +249,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
 
 
 def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig) -> tuple:
-    """Return the arguments of `MultiModulePipelineCommunicator`: grids, topology, config, dimension names and
-    counts."""
+    """Return the arguments of `MultiModulePipelineCommunicator`."""
     topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}
     for edge in layout.disjoint_edges:
         topology[edge.source].append(edge.destination)

@@ -1,16 +1,15 @@
 """Bridges send features from the source's last stage to the destination's first stage, and gradients back.
 
 Megatron-Core 0.19.2's `BridgeCommunicator` exchanges shapes before every transfer (bridge_communicator.py:864-980) and
-reduces once per debug message, even when it is not printed (:428, 434, 512, ...). It requires data-parallel sizes that
-divide each other and no context parallelism (:105-116). It cannot return gradients of unequal parts to several encoder
-replicas (mimo/model/base.py:528-558). Its `ColocatedBridgeCommunicator`, for modules on the same ranks, requires equal
-counts in every sample, one stage and no context parallelism (colocated_communicator.py:47-50, 118-154).
-
-The bridges here read the number of rows of every sample from the data index. They support any pair of data-parallel
-sizes and any counts, zero included, with one batch of sends and receives per transfer.
+reduces once per debug message (:428, 434, 512, ...). It requires data-parallel sizes that divide each other and no
+context parallelism (:105-116), and cannot return gradients of unequal parts to several encoder replicas
+(mimo/model/base.py:528-558). Its `ColocatedBridgeCommunicator` requires equal counts in every sample, one stage and no
+context parallelism (colocated_communicator.py:47-50, 118-154). The bridges here know the number of rows of every sample
+from the data index. They support any data-parallel sizes and any counts, with one batch of sends and receives per
+transfer.
 
 Rows are the features of one microbatch, [rows, hidden], in sample order. Every rank of a replica holds all rows of the
-replica's samples, on the source's last stage and on the destination's first stage.
+replica's samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -247,7 +246,7 @@ class SharedBridge(Bridge):
         return _Redistribute.apply(features, self, self._turns.forward())
 
     def to_destination(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
-        """Exchange features in the forward pass, without autograd."""
+        """Exchange features without autograd."""
         given = self._give_forward(features, microbatch)
         taken, parts = self._take_forward(microbatch)
         self._exchange(given, taken, parts)

@@ -90,7 +90,7 @@ class StepShapes:
 
 
 class Turns:
-    """The next microbatch forward and backward, each in order as in 1F1B. Restarts at every step."""
+    """The next microbatch forward and backward, in order as in 1F1B. Restarts at every step."""
 
     def __init__(self, shapes: StepShapes):
         self._shapes = shapes
