@@ -87,7 +87,6 @@ def _fill_in_all(
     values: Values,
     without_data: bool,
 ) -> None:
-    """Fill in the keys that follow from directories and Energon datasets, in place."""
     if without_data:
         leave_out_absent(plain)
     by_module = directories(plain)
@@ -109,7 +108,6 @@ def _fill_in_all(
 
 
 def _sets(content: Mapping[Any, Any], section: str, name: str) -> bool:
-    """True if a file sets the key `name` of a section."""
     keys = content.get(section)
     return isinstance(keys, Mapping) and name in keys
 
@@ -206,7 +204,6 @@ def _is_removed(choice: str, message: str) -> bool:
 
 
 def _misfits(path: Path) -> list[Fault]:
-    """Return the errors in the content of a single file."""
     try:
         content = without_marks(parsed(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -270,7 +267,6 @@ def is_config(name: str) -> bool:
 
 
 def _shipped() -> dict[str, Path]:
-    """Return the files of the shipped configs by name."""
     folder = shipped_configs()
     files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob(f"{RECIPES}/*.yaml"))]
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
@@ -291,7 +287,6 @@ def _find(config: str) -> Path:
 
 
 def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
-    """Return the fault of a missing group file, such as encoder/vit_tny."""
     group, _, choice = (error.missing_cfg_file or "").partition("/")
     if not choice or not error.options:
         return Fault(path.name, " ".join(str(error).split()))

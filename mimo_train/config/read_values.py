@@ -75,16 +75,13 @@ class _Reading:
         self.is_complete = True
 
     def wrong(self, key: str, message: str) -> Any:
-        """Record the error of a key."""
         self.faults.setdefault(key, Fault(key, message))
         return _WRONG
 
     def misfit(self, key: str, wanted: str, value: Any) -> Any:
-        """Record a value of the wrong type."""
         return self.wrong(key, f"must be {wanted}, is {shown_plain(value)}")
 
     def section(self, cls: type, plain: Any, prefix: str) -> Any:
-        """Read a dataclass."""
         if not isinstance(plain, Mapping):
             return self.misfit(prefix, "a mapping of keys", plain)
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -108,7 +105,6 @@ class _Reading:
         return _WRONG if missing else cls(**values)
 
     def field(self, cls: type, field: "dataclasses.Field[Any]", value: Any, key: str) -> Any:
-        """Read the value of a field of `cls`."""
         rules = rules_of(field)
         if rules.choices and isinstance(value, bool | int | float):  # YAML reads words such as off or 1 as these
             return self.wrong(key, rules.complaint(value))
@@ -132,7 +128,6 @@ class _Reading:
             return self.wrong(f"{key}.family", str(error))
 
     def value(self, wanted: Any, value: Any, key: str) -> Any:
-        """Read a value of any type."""
         origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
         kind = origin or wanted
         if isinstance(value, str) and value == UNSET:
@@ -213,7 +208,6 @@ class _Reading:
         )
 
     def scalar(self, kind: Any, value: Any, key: str) -> Any:
-        """Read a Boolean, number or text."""
         if kind is bool:
             truth = value if isinstance(value, bool) else _TRUTHS.get(value.lower()) if isinstance(value, str) else None
             return self.misfit(key, _WORDS[bool], value) if truth is None else truth
@@ -244,7 +238,6 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _word(wanted: Any) -> str:
-    """Return the name of a type in messages."""
     kind = typing.get_origin(wanted) or wanted
     if kind is typing.Literal:
         return " or ".join(map(str, typing.get_args(wanted)))

@@ -165,7 +165,6 @@ def _why_not_there(module: str, name: str) -> Iterator[str]:
 
 
 def _names(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement defines in a module."""
     if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         yield statement.name
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):

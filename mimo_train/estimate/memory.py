@@ -320,7 +320,6 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
 
 
 def _keeps_nothing(module: ModuleConfig) -> bool:
-    """True if no gradient passes the encoder of a module."""
     return "encoder" in module.freeze and module.lora.rank == 0
 
 
@@ -393,6 +392,5 @@ def fp8_weight_bytes(
 
 
 def _matrices(spec: LayeredSpec) -> int:
-    """Return the numbers in the matrices of a layer of an encoder."""
     up = (2 if spec.activation == GATED else 1) * spec.ffn_hidden_size
     return spec.hidden_size * (4 * spec.hidden_size + up + spec.ffn_hidden_size)

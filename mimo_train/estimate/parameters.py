@@ -72,7 +72,6 @@ def language_parameters(
 
 
 def _layer_parameters(llm: LlmSpec, experts: bool, tp: int) -> int:
-    """Return the parameters of one layer on one rank, without its experts."""
     hidden, qkv, query = llm.hidden_size, llm.qkv_width, llm.query_width
     ffn = llm.shared_expert_ffn_hidden_size if experts else llm.ffn_hidden_size
     up = (2 if llm.is_gated else 1) * ffn

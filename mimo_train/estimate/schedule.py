@@ -151,7 +151,6 @@ _Need = tuple[int, int, float, bool]
 def _needs(
     stages: Sequence[Stage], chunks: int
 ) -> tuple[dict[tuple[int, int], list[_Need]], dict[tuple[int, int], list[_Need]]]:
-    """Return the dependencies of the forward and the backward pass of each (stage, chunk)."""
     forward: dict[tuple[int, int], list[_Need]] = {}
     backward: dict[tuple[int, int], list[_Need]] = {}
     last = len(stages) - 1

@@ -209,7 +209,6 @@ def _frozen_adapters(name: str, module: ModuleConfig, adapters: dict[str, Adapte
 
 
 def _matches(pattern: str, linear: Linear) -> set[str]:
-    """Return the projections of a linear layer that a pattern matches; WHOLE alone if it matches the layer."""
     of_projector = pattern.startswith(_PROJECTOR)
     if of_projector != (linear.layer is None):
         return set()

@@ -316,7 +316,6 @@ def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
-    """Yield faults of missing or extra parts: the language module has an llm, others an encoder and a projector."""
     prefix, parts = f"modules.{name}", ("encoder", "projector")
     if name == LANGUAGE:
         if module.llm is None:

@@ -184,7 +184,6 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _world_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Yield faults of modules with more ranks than any run has; these are not laid out."""
     for name, module in cfg.modules.items():
         layout = module.layout
         ranks = layout.tp * layout.cp * layout.dp * layout.pp
@@ -198,7 +197,6 @@ def _is_empty(module: ModuleConfig) -> bool:
 
 
 def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
-    """Return the fault of a module without an encoder, a projector and an llm."""
     present = [other for other in cfg.modules if other not in stray]
     near = near_names(name, present)
     remedy = (
@@ -214,7 +212,6 @@ def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
 
 
 def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Yield the fault of sequences beyond the language model's positions."""
     llm = cfg.modules[LANGUAGE].llm if LANGUAGE in cfg.modules else None
     if llm and llm.rope_scaling.kind == "dynamic" and cfg.data.sequence_length > llm.max_positions > 0:
         yield Fault(
@@ -225,7 +222,6 @@ def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
-    """Yield faults of encoders whose largest media item is longer than a sequence, for encoders without faults."""
     for name, module in cfg.encoders.items():
         prefix = f"modules.{name}"
         if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in found):

@@ -196,7 +196,6 @@ def _one(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: I
 
 
 def _targets(paths: Iterable[str], layers: int) -> list[str]:
-    """Return `lora.targets` that match exactly these layers."""
     found: dict[str, set[int]] = {}
     targets = []
     for path in paths:

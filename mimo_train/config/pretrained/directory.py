@@ -82,7 +82,6 @@ def read_directory(folder: str, key: str) -> Directory:
 
 
 def _read(path: Path, key: str) -> dict[str, Any]:
-    """Return the content of a file; empty if it does not exist."""
     if not path.is_file():
         return {}
     try:

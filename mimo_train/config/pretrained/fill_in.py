@@ -98,7 +98,6 @@ def _misfits(
 
 
 def _encoder_kinds() -> set[str]:
-    """Return every `model_type` that encoders can be read from."""
     return {kind for how in FAMILIES.values() for kind in how.readers}
 
 
@@ -248,7 +247,6 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
 
 
 def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
-    """Return the keys of a module by part, from its directory."""
     if directory.model_type in UNREAD:
         text = f"{directory.folder} is of family {directory.model_type}, which {UNREAD[directory.model_type]}"
         raise ConfigError([Fault(directory.key, text)])
@@ -366,5 +364,4 @@ def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
 
 
 def _enlarges(part: str, key: str, given: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
-    """True if a vocabulary gets more rows than the directory has."""
     return (part, key) == ("llm", "vocab_size") and isinstance(given[key], int) and given[key] > keys[key]

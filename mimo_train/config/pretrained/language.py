@@ -217,7 +217,6 @@ def _layer_type_faults(family: Family, config: Config) -> Iterator[Fault]:
 
 
 def _windowed_layers(family: Family, config: Config) -> set[int]:
-    """Return the layers with a window."""
     every, kinds = set(range(config["num_hidden_layers"])), config.get("layer_types")
     switched = family.windows in ("switched", "layers") and not config["use_sliding_window"]
     if family.windows == "none" or switched or not config["sliding_window"]:

@@ -103,7 +103,6 @@ def _without_axes(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _scaling(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `RopeScaling`."""
     kind, positions = _kind(found), config["max_position_embeddings"]
     kinds = next(one.metadata for one in dataclasses.fields(RopeScaling) if one.name == "kind")["rules"].choices
     if kind not in kinds:

@@ -98,7 +98,6 @@ def _stored_in(path: Path, indexed: set[str], index: str, key: str) -> dict[str,
 
 @contextmanager
 def _named(path: Path, key: str) -> Iterator[None]:
-    """Add the file and the key to an error."""
     try:
         yield
     except (Unreadable, OSError) as error:

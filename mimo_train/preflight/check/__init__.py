@@ -127,7 +127,6 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
 
 
 def _without_inputs(faults: list[Fault], without_data: bool) -> list[Fault]:
-    """Leave out faults of missing files, with `without_data`."""
     return [fault for fault in faults if not without_data or fault.key not in INPUT_KEYS]
 
 
@@ -136,7 +135,6 @@ def _any_below(faults: list[Fault], keys: Sequence[str]) -> bool:
 
 
 def _is_of_spec(fault: Fault) -> bool:
-    """True if an encoder, a projector or a language model cannot be built from its sizes."""
     parts = fault.key.split(".")
     return parts[0] == "modules" and (
         len(parts) == 1 or (len(parts) > 2 and parts[2] in ("encoder", "projector", "llm"))

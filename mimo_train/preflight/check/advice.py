@@ -99,7 +99,6 @@ def has_gpu_driver() -> bool:
 
 
 def _gpus(driver: Path) -> int:
-    """Return the number of GPUs of this machine, without torch."""
     try:
         return len(os.listdir(driver / "gpus"))
     except OSError:

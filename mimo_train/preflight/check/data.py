@@ -118,7 +118,6 @@ def _is_wrong(cfg: ConfigContainer, name: str) -> bool:
 
 
 def _is_absent(pattern: str) -> bool:
-    """True if there is nothing at the place of the demo's shards."""
     path = Path(pattern)
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 

@@ -127,7 +127,6 @@ def _add_base(report: Report, checkpoint: Place, given: str = "") -> None:
 
 
 def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
-    """Report directories whose weights a new run cannot read, as far as headers show."""
     faults, tensors = [], {}
     for key, folder in pretrained_folders(cfg).items():
         try:

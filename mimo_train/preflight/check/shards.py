@@ -108,7 +108,6 @@ def _add_shards(
     seen: Seen,
     rows: list,
 ) -> int:
-    """Read the index of every .tar shard, and the first samples of all."""
     from data.records.members import named_unread
 
     readable, samples, unusable = [], 0, 0
@@ -149,7 +148,6 @@ def _add_shards(
 
 
 def _add_lengths(cfg: ConfigContainer, dataset: Dataset, seen: Seen, rows: list) -> None:
-    """Report the number of texts with unknown lengths."""
     missing = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
     state = f"{plural(missing, 'text')} to count before the first step" if missing else "known"
     reason = "data.pack=true" if cfg.data.pack else "data.pad=microbatch"
@@ -159,7 +157,6 @@ def _add_lengths(cfg: ConfigContainer, dataset: Dataset, seen: Seen, rows: list)
 def _add_first_samples(
     report: Report, cfg: ConfigContainer, key: str, dataset: Samples, tokenizer: Any, seen: Seen, rows: list
 ) -> None:
-    """Read the first samples in the order of the run: their text, and the inputs of every encoder."""
     first = range(min(FIRST_SAMPLES, len(dataset)))
     modules = [item.module for item in dataset.modules]
     seen.fingerprint = dataset.fingerprint
@@ -236,11 +233,6 @@ def _add_indexed(
     seen: Seen,
     rows: list,
 ) -> int:
-    """Open the .bin and .idx files of a source, and read samples spread over them.
-
-    Raises:
-        DataError: the source names other files too.
-    """
     paths, files = find_indexed(source.shards), []
     for path in paths:
         try:
@@ -282,7 +274,6 @@ def _add_indexed(
 
 
 def _add_ends(report: Report, key: str, files: list[IndexedFile], tokenizer: Any) -> None:
-    """Warn of documents that do not end with the token that ends a text."""
     end = tokenizer.end_of_turn_id
     without_end, count, reader = 0, 0, ShardReader()
     for file in files:
@@ -300,7 +291,6 @@ def _add_ends(report: Report, key: str, files: list[IndexedFile], tokenizer: Any
 
 
 def _add_rendered(text: Any, tokenizer: Any, title: str, rows: list) -> None:
-    """Show one sample as the model sees it, and the tokens with loss."""
     rendered = ""
     runs = groupby(text.input_ids[: text.length].tolist(), key=lambda token: (tokenizer.as_text(token) != token, token))
     for is_media, group in groupby(runs, key=lambda run: run[0][0]):

@@ -86,7 +86,6 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
 
 
 def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:
-    """Return the rows for microbatches of packed samples."""
     length, replicas = pack_length(cfg), layout.language.dp
     most = -(-cfg.train.global_batch_size * cfg.data.sequence_length // (length * replicas))
     return [
@@ -168,7 +167,6 @@ def add_media(report: Report, cfg: ConfigContainer) -> None:
 
 
 def _processes(layout: RunLayout) -> str:
-    """Return the number of processes, and of idle ones below the last."""
     idle = layout.processes[-1] + 1 - layout.world_size
     return f"{layout.world_size}" + (f", and {idle} idle" if idle else "")
 
@@ -243,7 +241,6 @@ def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
 
 
 def _route(layout: RunLayout, edge: Edge) -> str:
-    """Return the route of features along an edge, as a sentence."""
     source, destination = layout.modules[edge.source], layout.modules[edge.destination]
     taking = span_text(layout.processes_of(destination.stage_ranks(0)))
     if edge.is_shared:

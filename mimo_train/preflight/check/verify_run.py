@@ -44,8 +44,6 @@ _readers: dict[int, Samples] = {}
 
 @dataclass(frozen=True)
 class _Set:
-    """Shards that the run reads."""
-
     key: str
     """Config key."""
     source: Source
@@ -55,8 +53,6 @@ class _Set:
 
 @dataclass(frozen=True)
 class _Found:
-    """Results of a range of samples."""
-
     samples: int
     bad: list[str]
     """A line for each bad sample."""
@@ -70,8 +66,6 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Verified:
-    """Results of a set."""
-
     samples: int
     bad: int
 
@@ -115,8 +109,6 @@ def _sets_of(cfg: ConfigContainer) -> list[_Set]:
 
 
 def _dataset_of(cfg: ConfigContainer, one: _Set) -> Samples:
-    """Return every sample once, in the order of the shards at any order of the run. Raises DataError as
-    `build_dataset`."""
     plain = replace(cfg, data=replace(cfg.data, shuffle=False))
     return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=one.held_out, shards=[one.source])
 
@@ -155,7 +147,6 @@ def _verify_set(
 
 
 def _open(config: str, overrides: Sequence[str]) -> None:
-    """Build the datasets of this process."""
     cfg = compose.load(config, overrides)
     for number, one in enumerate(_sets_of(cfg)):
         try:

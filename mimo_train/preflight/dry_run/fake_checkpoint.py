@@ -116,8 +116,6 @@ def _install_loads(given: Run, files: Files) -> None:
 
 
 class _Complete:
-    """A handle of a complete save."""
-
     is_complete = True
 
     def __init__(self, folder: Place):
@@ -128,11 +126,9 @@ class _Complete:
         return False, False
 
     def heard(self, busy: float, failed: float) -> bool:
-        """Return True: the save is complete."""
         return True
 
     def finish(self) -> Place:
-        """Return its folder."""
         return self.folder
 
     def close(self) -> None:

@@ -44,7 +44,6 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def _where(device: Any) -> Any:
-    """Return the actual device for a device name."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int) or str(device).startswith("cuda"):
@@ -158,7 +157,6 @@ class _Stream(Stream):
     waited: Callable[[str], None]
 
     def synchronize(self) -> None:
-        """Wait for the stream."""
         type(self).waited("a stream")
 
 
@@ -166,21 +164,16 @@ class _Event(Event):
     waited: Callable[[str], None]
 
     def synchronize(self) -> None:
-        """Wait for the event."""
         type(self).waited("an event")
 
     def elapsed_time(self, other: object) -> float:
-        """Return milliseconds."""
         return 1.0
 
 
 class _Generator:
-    """The random generator of the device."""
-
     device = SHOWN
 
     def get_state(self) -> torch.Tensor:
-        """Return a state."""
         return _state()
 
     graphsafe_get_state = clone_state = get_state
@@ -191,11 +184,9 @@ class _Generator:
     graphsafe_set_state = set_state
 
     def manual_seed(self, seed: int) -> "_Generator":
-        """Return itself."""
         return self
 
     def initial_seed(self) -> int:
-        """Return the initial seed, which has no effect."""
         return 0
 
     seed = initial_seed

@@ -76,7 +76,6 @@ class _Layer(torch.nn.Module):
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def parameter(self, shape: tuple[int, ...], init: Callable | None) -> Parameter:
-        """Return a parameter with the layer's dtype and device."""
         options = self.options
         weight = Parameter(torch.empty(shape, dtype=options.params_dtype, device=options.device))
         if init is not None:
@@ -84,7 +83,6 @@ class _Layer(torch.nn.Module):
         return weight
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the group."""
         self.tp_group = tp_group
 
     def get_extra_state(self) -> torch.Tensor:
@@ -151,7 +149,6 @@ class _Matmul(_Layer):
         self.in_features = in_features // self.tp_size if self.parallel_mode == "row" else in_features
 
     def weight_and_bias(self) -> tuple[Parameter, Parameter | None]:
-        """Return new parameters."""
         weight = self.parameter((self.out_features, self.in_features), self.options.init_method)
         return weight, self.parameter((self.out_features,), zeros_) if self.use_bias else None
 

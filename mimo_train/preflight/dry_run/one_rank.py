@@ -221,7 +221,6 @@ def _by_line(waits: Counter[tuple[str, str]]) -> dict[str, int]:
 
 
 def _buffers(model: list) -> Iterator[Any]:
-    """Yield Megatron-Core's buffers of gradients and weights."""
     from mimo_train.models.parameters import modules_of
 
     for chunks in modules_of(model).values():

@@ -124,7 +124,6 @@ def _rows(cfg: ConfigContainer) -> int:
 
 
 def _require_folder(path: Path, option: str) -> None:
-    """Raise UserError unless the folder of a file exists and is writable, before anything is computed."""
     if not path.parent.is_dir():
         raise UserError(
             f"{option}: the folder {path.parent} of {path.name} does not exist. Create it or choose another"
@@ -173,7 +172,6 @@ def _sentences(cfg: ConfigContainer, request: Request) -> Iterator[str]:
 
 
 def _with_adapters(cfg: ConfigContainer) -> ConfigContainer | None:
-    """Return the run with adapters on its language model; None if it has them or cannot have them."""
     language = cfg.language
     if language.lora.rank:
         return None

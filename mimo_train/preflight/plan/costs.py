@@ -96,7 +96,6 @@ def read_profile(path: Path, modules: Sequence[str], precision: str) -> Profile:
 
 
 def _profile_of(plain: Any) -> Profile:
-    """Raise ValueError if `plain` is not a profile."""
     if not isinstance(plain, dict) or plain.get("version") != VERSION:
         raise ValueError(f"expected an object with version {VERSION}")
     profile, faults = structured(Profile, plain, "profile")
@@ -224,7 +223,6 @@ class Costs:
         return tokens * self._cfg.llm.hidden_size * self._size
 
     def _inside_language(self, layout: LayoutConfig, tokens: int) -> tuple[float, float]:
-        """Return the seconds of the messages inside one layer, forward and backward."""
         llm, links, size = self._cfg.llm, self._links, self._size
         tp, cp, across = layout.tp, layout.cp, layout.tp * layout.cp
         # Two all-reduces, or two gathers and two scatters; sequence parallel gathers the two inputs once more.
@@ -268,7 +266,6 @@ class Costs:
         return (slow + fast) / devices.MATMULS + attention / (rate * devices.ATTENTION)
 
     def _tail(self, name: str, layout: LayoutConfig, stage: int, divided: bool, cp: int) -> tuple[float, float]:
-        """Return the seconds of the gradient reduction and of the update."""
         dense, experts = self._parameters(name, layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, stage)
         replicas, inner = layout.dp * cp, layout.tp * cp
         of_experts = layout.tp * cp * layout.dp // (layout.ep * layout.etp)
@@ -293,7 +290,6 @@ class Costs:
     def _parameters_of(
         self, name: str, tp: int, pp: int, vpp: int, ep: int, etp: int, stage: int
     ) -> tuple[ParameterCount, ParameterCount]:
-        """Return the parameters of a rank without experts, and of its experts."""
         sizes: dict[str, Any] = {"tp": tp, "ep": ep, "etp": etp, "stage": stage, "stages": pp, "vpp": vpp}
         counts = module_parameters(self._cfg, name, self._vocab, **sizes)
         experts = counts.pop("experts", ParameterCount(0, 0))

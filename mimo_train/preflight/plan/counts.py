@@ -144,7 +144,6 @@ class Counts:
         return loads
 
     def _of_share(self, plan: StepPlan, microbatch: int, replica: int) -> float:
-        """Return the FLOPs of the language model in one microbatch of a rank."""
         if not plan.packed:
             share = plan.shares[microbatch][replica]
             return len(share.places) * self._of_text(share.length)
@@ -176,7 +175,6 @@ class Counts:
         return self._flops.of_texts(texts, AT_THE_END).hardware
 
     def _encoders(self, samples: StepSamples) -> dict[str, np.ndarray]:
-        """Return the FLOPs of each encoder for each sample of a step."""
         flops = {}
         for name in self._cfg.encoders:
             numbers = samples.tokens[name], samples.loads[name], samples.pairs[name]

@@ -62,7 +62,6 @@ def measure(cfg: ConfigContainer, vocab: int, most: int = 1) -> Profile:
 
 
 def _of_size(cfg: ConfigContainer, vocab: int, tp: int, names: Sequence[str]) -> list[LayerCost]:
-    """Return the costs of the modules `names` on one of `tp` ranks."""
     small = _of_one_layer(cfg, tp, names)
     if tp > 1:
         if dist.is_initialized():
@@ -86,7 +85,6 @@ def _of_size(cfg: ConfigContainer, vocab: int, tp: int, names: Sequence[str]) ->
 
 
 def _divides(cfg: ConfigContainer, name: str, tp: int) -> bool:
-    """True if this tp is legal for a module."""
     layout = LayoutConfig(tp=tp)
     if name == LANGUAGE:
         return not [*language_faults(cfg.llm, layout, f"modules.{LANGUAGE}")]
@@ -185,7 +183,6 @@ def _language_calls(cfg: ConfigContainer, gpt: Any) -> list[_Call]:
 
 
 def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> list[_Call]:
-    """Return the layers of each encoder of a module, for media of the largest size."""
     encoder, projector = cfg.modules[name].encoder, cfg.modules[name].projector
     parameter = next(module.parameters())
     area = encoder.largest_area or getattr(encoder, "image_size", 0) ** 2
@@ -202,7 +199,6 @@ def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> 
 
 
 def _timed(layers: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> tuple[float, float]:
-    """Return the median seconds of a forward and of a backward pass."""
     seconds = []
     for number in range(_WARM_UP + _TIMED):
         hidden = inputs.detach().requires_grad_()

@@ -238,7 +238,6 @@ class Predictor:
         return sum(work.ranks * own for work, own in zip(pipeline.work, seconds, strict=True)) / cores
 
     def _cores(self, pipeline: Pipeline) -> float:
-        """Return the cores of all nodes of a candidate; 0 if ranks share none."""
         ranks, node = sum(work.ranks for work in pipeline.work), self._links.node
         return min(self._links.device.cores, node) * max(1.0, ranks / node)
 

@@ -91,7 +91,6 @@ def _layouts(candidate: Candidate, cfg: ConfigContainer) -> str:
 
 
 def _place(candidate: Candidate, name: str) -> str:
-    """Return the placement of an encoder as text, if it shares ranks."""
     if name in candidate.shared:
         return " shared"
     return " together" if candidate.together and name != LANGUAGE else ""

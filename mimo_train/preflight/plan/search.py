@@ -157,7 +157,6 @@ class _Search:
         self._fullest = Fullest(cfg, request.vocab, request.media, partial(self._candidate, together=False))
 
     def run(self) -> Plan:
-        """Bound, simulate and check."""
         options = [*self._options()]
         best, bounded, fitting = self._bounded(options, SIMULATED, math.inf)
         if not best:
@@ -170,7 +169,6 @@ class _Search:
         return Plan(tuple(proposals[: self._request.top]), len(options), bounded, fitting, simulated)
 
     def fullest_rank(self) -> int | None:
-        """Return the bytes of the fullest rank of the fastest layout that fits; None if none fits."""
         best, *_ = self._bounded([*self._options()], 1, math.inf)
         return best[0][-1] if best else None
 
@@ -265,7 +263,6 @@ class _Search:
         return self._predictor.least_seconds(candidate)
 
     def _candidates(self, option: LanguageOption) -> Iterator[Candidate]:
-        """Yield all placements and layouts of the encoders for a language model."""
         encoders = list(self._cfg.encoders)
         free = self._request.gpus - ranks_of(option.layout)
         inside = {name: [*self._space.shared(name, option)] for name in encoders}
