@@ -113,11 +113,8 @@ def _sets(content: Mapping[Any, Any], section: str, name: str) -> bool:
 
 
 def _composed(path: Path, choices: Sequence[str], values: Values) -> dict[str, Any]:
-    """Return nested dicts of the file, with Hydra's overrides and values by dotted keys.
-
-    Raises:
-        ConfigError: Hydra cannot compose them, or a value calls something.
-    """
+    """Return nested dicts of the file, with Hydra's overrides and values by dotted keys. Raises ConfigError if Hydra
+    cannot compose them, or if a value calls something."""
     try:
         plain: Any = OmegaConf.to_container(composed_files(path, tuple(choices)), resolve=False)
         for key, value in values:
@@ -142,11 +139,8 @@ def _composed(path: Path, choices: Sequence[str], values: Values) -> dict[str, A
 
 def _set(plain: Any, key: str, value: Any) -> None:
     """Set the value of a dotted key in nested dicts and lists; `data.mix[2].weight` equals `data.mix.2.weight`. A
-    mapping is merged with the existing one.
-
-    Raises:
-        ConfigError: a list has no such entry, or a parent is neither mapping nor list.
-    """
+    mapping is merged with the existing one. Raises ConfigError if a list has no such entry, or a parent is neither
+    mapping nor list."""
     names = re.findall(r"[^.\[\]]+", key)
     container: Any = plain
     for depth, name in enumerate(names):
@@ -236,8 +230,7 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
 
 
 def _read(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
-    """Return the config of nested dicts, with defaults for wrong values (None if it cannot be built), and every
-    error."""
+    """Return the config of nested dicts, with defaults for wrong values, or None; and every error."""
     say_imports(plain)
     train = plain.get("train")
     if isinstance(train, Mapping) and train.get("epochs") and "iters" not in train:
@@ -330,13 +323,8 @@ _PLACED = ("encoder", "llm", "projector")
 
 
 def _choice_error(name: str, value: str, options: Collection[str], picked: Collection[str]) -> str:
-    """Return the error of a group choice; empty if there is none.
-
-    Args:
-        name: the group, with its place in the config.
-        options: the group's files.
-        picked: groups that the files of the run pick from, some with a place.
-    """
+    """Return the error of a group choice; empty if there is none. `name`: the group with its place; `options`: its
+    files; `picked`: groups that the files of the run pick from, some with a place."""
     group = name.partition("@")[0]
     if value.strip() in ("", "null") or value.lstrip().startswith("["):
         return f"picks one file of the group {group}, is {value or 'empty'}. Name one, or leave it out"

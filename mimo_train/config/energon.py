@@ -82,11 +82,8 @@ def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:
 
 
 def _fill_in_fields(data: dict[str, Any], folders: dict[str, tuple[dict[str, Any], Path | None]]) -> None:
-    """Set `data.fields` if all datasets agree, else the fields of each source and of each named set.
-
-    Args:
-        folders: key -> (dict with the key, the dataset).
-    """
+    """Set `data.fields` if all datasets agree, else the fields of each source and of each named set. `folders`: key ->
+    (dict with the key, the dataset)."""
     found: dict[str, dict[str, Any]] = {}
     for key, (_, folder) in folders.items():
         try:

@@ -13,11 +13,7 @@ class UserError(ValueError):
 
 
 class PeersError(UserError):
-    """An error that another rank has raised and prints; every rank raises it.
-
-    Attributes:
-        kind: class name of the other rank's error.
-    """
+    """An error that another rank has raised and prints; every rank raises it. `kind`: the other error's class name."""
 
     def __init__(self, text: str, kind: str = UserError.__name__):
         super().__init__(text)
@@ -41,11 +37,7 @@ class Fault:
 
 
 class ConfigError(UserError):
-    """A run that cannot start, with all faults.
-
-    Attributes:
-        cfg: the config with defaults for wrong values; None if it cannot be built.
-    """
+    """A run that cannot start, with all faults; `cfg`: the config with defaults for wrong values, or None."""
 
     def __init__(self, faults: Iterable[Fault], cfg: Any = None):
         self.faults, self.cfg = list(faults), cfg

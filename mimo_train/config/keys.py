@@ -21,12 +21,8 @@ class Section(FixedKeys):
 
 
 def value_faults(section: Any, prefix: str) -> Iterator[Fault]:
-    """Yield the values of a section that its keys do not accept; no key accepts a number that is not finite.
-
-    Args:
-        section: a dataclass; nested sections are not checked.
-        prefix: the section's key.
-    """
+    """Yield the values of a section that its keys do not accept; no key accepts a number that is not finite. `section`:
+    a dataclass, whose nested sections are not checked; `prefix`: its key."""
     before = f"{prefix}." if prefix else ""
     yield from (Fault(f"{before}{name}", sentence) for name, sentence in complaints(section))
 
@@ -43,11 +39,7 @@ def changed_fields(section: Any) -> list[str]:
 
 
 def library_faults(section: Any, prefix: str, needed: Mapping[str, tuple[str, str]]) -> Iterator[Fault]:
-    """Yield faults of enabled keys whose library is not installed.
-
-    Args:
-        needed: key -> (module that it needs, pip requirement).
-    """
+    """Yield faults of enabled keys whose library is not installed; `needed`: key -> (module, pip requirement)."""
     for name, (module, install) in needed.items():
         value = getattr(section, name)
         if value and not is_installed(module):

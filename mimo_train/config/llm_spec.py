@@ -59,12 +59,7 @@ class RopeScaling(Section):
     """`yarn`: round the ends of the range between the two betas to whole frequencies."""
 
     def faults(self, prefix: str, max_positions: int) -> Iterator[Fault]:
-        """Yield invalid values.
-
-        Args:
-            prefix: config key of this section.
-            max_positions: positions of the model; 0: not known.
-        """
+        """Yield invalid values; `prefix`: config key of this section; `max_positions`: of the model, 0: unknown."""
         found = list(value_faults(self, prefix))
         yield from found
         if found:
@@ -226,8 +221,7 @@ class LlmSpec(Section):
 
     @property
     def softmax_over_all_experts(self) -> bool:
-        """True if the router's softmax covers all experts. Over a token's single expert it would be 1, without a
-        gradient."""
+        """True if the router's softmax covers all experts: over a single one it would be 1, without a gradient."""
         return not self.router_renormalise or self.experts_per_token == 1
 
     @property
@@ -244,11 +238,7 @@ class LlmSpec(Section):
         return 0 if layer in self.full_attention_layers else self.window
 
     def faults(self, prefix: str) -> Iterator[Fault]:
-        """Yield invalid sizes, alone and in combination.
-
-        Args:
-            prefix: config key of this spec.
-        """
+        """Yield invalid sizes, alone and in combination; `prefix`: config key of this spec."""
         found = list(value_faults(self, prefix))
         found += self.rope_scaling.faults(f"{prefix}.rope_scaling", self.max_positions)
         yield from found

@@ -12,11 +12,7 @@ from mimo_train.config.keys import is_installed
 
 
 def place_faults(key: str, text: str, *, written: bool = False) -> Iterator[Fault]:
-    """Yield the faults that the text of a folder or URL shows.
-
-    Args:
-        written: True if it must be a URL that a run can write to, or empty.
-    """
+    """Yield the faults that the text of a folder or URL shows; `written`: it must be empty or a writable URL."""
     schemes = ", ".join(f"{scheme}://" for scheme in OBJECTS)
     try:
         place = place_of(text)
@@ -52,12 +48,8 @@ def local_faults(key: str, text: str, remedy: str) -> Iterator[Fault]:
 
 
 def demo_faults(demo: str, given: dict[str, str]) -> Iterator[Fault]:
-    """Yield faults of the folders of a demo. Making it replaces all their *.tar files, so they must not hold other
-    shards.
-
-    Args:
-        given: `shards` and `validation_shards`.
-    """
+    """Yield faults of the folders of a demo, whose *.tar files are replaced: they must not hold other shards. `given`:
+    the keys `shards` and `validation_shards`."""
     from data.demo.make import DEMOS, MARKER
 
     if demo not in DEMOS:
@@ -129,10 +121,7 @@ def _refused(folder: Path, error: OSError) -> Fault:
 
 def runs_within(folder: Path, files: str) -> str:
     """Return a clause for messages about a folder that contains runs but is no run, newest first; empty if it has none.
-
-    Args:
-        files: pattern of a run's files, from its folder.
-    """
+    `files`: pattern of a run's files, from its folder."""
     found = {folder / path.relative_to(folder).parts[0] for path in folder.glob(f"*/{files}")}
     newest = sorted(found, key=lambda run: (-run.stat().st_mtime, run))
     named = " or ".join(map(str, newest[:_NAMED]))

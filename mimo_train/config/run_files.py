@@ -107,8 +107,7 @@ def search_folders(files: Contents) -> list[Path]:
 
 
 def picked_groups(files: Contents) -> set[str]:
-    """Return the groups that the defaults of these files pick from, with their places, as
-    `llm@modules.language.llm`."""
+    """Return the groups that the defaults of these files pick from, with places, as `llm@modules.language.llm`."""
     entries = [entry for content in files.values() for entry in _defaults_of(content) if isinstance(entry, dict)]
     keys = [str(key) for entry in entries for key in entry]
     return {key.removeprefix("override ").removeprefix("optional ").replace(" ", "").lstrip("/") for key in keys}

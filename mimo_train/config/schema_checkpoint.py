@@ -26,12 +26,7 @@ class LoadConfig(Section):
     them, and keep initial values. A different shape is always an error."""
 
     def faults(self, prefix: str, name: str, modules: list[str]) -> Iterator[Fault]:
-        """Yield faults of the values.
-
-        Args:
-            name: name of the module to load.
-            modules: names of the run's modules.
-        """
+        """Yield faults of the values; `name`: of the module to load; `modules`: names of the run's modules."""
         if name not in modules:
             yield Fault(prefix, f"no module has this name: the modules are {', '.join(modules)}")
             return

@@ -38,11 +38,8 @@ class LogConfig(Section):
     """Log elapsed and remaining time in `seconds`, `minutes`, `hours` or `days`; empty: off."""
 
     def faults(self, experts: int) -> Iterator[Fault]:
-        """Yield invalid values, and trackers whose library is not installed.
-
-        Args:
-            experts: experts in a layer of the language model.
-        """
+        """Yield invalid values, and trackers whose library is not installed; `experts`: in a layer of the language
+        model."""
         yield from value_faults(self, "log")
         for name in self.report_to:
             module, install = TRACKERS.get(name, ("", ""))
@@ -75,12 +72,8 @@ class ProfilingConfig(Section):
     """Ranks that record."""
 
     def faults(self, device: str, iters: int, world_size: int | None = None) -> Iterator[Fault]:
-        """Yield the faults of enabled profilers.
-
-        Args:
-            device: `run.device`, or the device that it resolved to: cuda or cpu.
-            iters: `train.iters`.
-            world_size: processes of the run, if known.
+        """Yield the faults of enabled profilers. `device`: cuda or cpu, or `run.device`; `iters`: `train.iters`;
+        `world_size`: processes of the run, if known.
         """
         yield from value_faults(self, "profiling")
         wanted = [name for name in ("torch", "nsys", "memory_history") if getattr(self, name)]

@@ -73,11 +73,7 @@ def _name_of(shards: str) -> str:
 
 
 def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shards: str) -> Iterator[Fault]:
-    """Yield faults of `data.mix` and `data.mix_schedule`.
-
-    Args:
-        shards: `data.shards`.
-    """
+    """Yield faults of `data.mix` and `data.mix_schedule`; `shards`: `data.shards`."""
     if schedule and not mix:
         yield Fault("data.mix_schedule", "requires data.mix, which is empty. Remove it, or set data.mix")
     if not mix:
@@ -131,13 +127,8 @@ def _schedule_faults(schedule: Sequence[MixChange], weights: Mapping[str, float]
 def validation_faults(
     validation: Mapping[str, ValidationConfig], shards: str, held_out_by: str, names: Sequence[str]
 ) -> Iterator[Fault]:
-    """Yield faults of held-out sets.
-
-    Args:
-        shards: `data.validation_shards`.
-        held_out_by: the key that holds out some of the training samples; empty: none.
-        names: names of the sources of a mixture.
-    """
+    """Yield faults of held-out sets; `shards`: `data.validation_shards`; `held_out_by`: key that holds out training
+    samples, or empty; `names`: of the sources of a mixture."""
     for name, one in validation.items():
         if not _NAME.fullmatch(name) or name in TAKEN:
             yield Fault(

@@ -68,12 +68,8 @@ class ModuleOptimConfig(Section):
     """Peak learning rate of the projector, if it differs from the encoder's."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
-        """Yield invalid values, alone and together with the run's.
-
-        Args:
-            name: name of the module.
-            optim: the run's values, which apply if this module sets none.
-        """
+        """Yield invalid values of module `name`, alone and with those of `optim`, which apply if this module sets
+        none."""
         prefix = f"modules.{name}.optim"
         yield from value_faults(self, prefix)
         if self.projector_lr is not None and name == LANGUAGE:
@@ -208,12 +204,7 @@ class ModuleConfig(Section):
     tokens inside the encoder, samples in order). Results do not change."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
-        """Yield faults of training settings; `mimo_train.layout` checks sizes and layout.
-
-        Args:
-            name: name of this module.
-            optim: the run's optimizer.
-        """
+        """Yield faults of training settings of module `name`; `mimo_train.layout` checks sizes and layout."""
         prefix = f"modules.{name}"
         yield from value_faults(self, prefix)
         if name == LANGUAGE and self.balance != "samples":

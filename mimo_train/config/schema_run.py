@@ -118,11 +118,8 @@ class LaunchConfig(Section):
                     yield Fault(f"launch.layouts.{nodes}", f"changes {word.partition('=')[0]}, which has been read")
 
     def overrides(self, nodes: int) -> list[str]:
-        """Return the overrides for a number of nodes, of a section without faults; none if `layouts` is empty.
-
-        Raises:
-            KeyError: `layouts` has other numbers only.
-        """
+        """Return the overrides for a number of nodes, of a section without faults; none if `layouts` is empty. Raises
+        KeyError for other numbers."""
         if not self.layouts:
             return []
         words = shlex.split(self.layouts[nodes])

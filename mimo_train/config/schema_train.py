@@ -157,11 +157,7 @@ class OptimConfig(Section):
     `distributed_optimizer`."""
 
     def faults(self, precision: str) -> Iterator[Fault]:
-        """Yield invalid values, alone and together.
-
-        Args:
-            precision: `train.precision`.
-        """
+        """Yield invalid values, alone and together; `precision`: `train.precision`."""
         yield from value_faults(self, "optim")
         if 0 <= self.lr < self.min_lr:
             yield Fault("optim.min_lr", f"must be at most optim.lr {self.lr}, is {self.min_lr}")

@@ -29,12 +29,8 @@ def search_working_directory() -> None:
 
 
 def code_named(plain: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the code that building and running a config imports, by key; nothing is imported here. Values of wrong
-    types, which have their own faults, name nothing.
-
-    Args:
-        plain: nested dicts, as `compose.from_dict` takes them.
-    """
+    """Return the code that building and running a config imports, by key; nothing is imported here. `plain`: nested
+    dicts. Values of wrong types, which have their own faults, name nothing."""
     named: dict[str, list[str]] = {}
     modules = plain.get("modules")
     for name, module in modules.items() if isinstance(modules, Mapping) else ():

@@ -88,10 +88,9 @@ def layer_activations(
 def layer_work(
     tokens: int, hidden: int, ffn: int, precision: str, *, gated: bool, frozen: bool, tp: int = 1, sp: bool = False
 ) -> int:
-    """Return the work in bytes of a layer's backward pass, at its feed-forward block. It has the gradients of its
-    output and of the residual (2 h), and the larger of two: the gradient of the input of the activation function (f; 2
-    f if gated), or, once the activations are freed, of its first weight (h f / t; twice if gated). With sequence
-    parallel one input is gathered (h)."""
+    """Return the work in bytes of a layer's backward pass, at its feed-forward block: the gradients of output and
+    residual (2 h), and the larger of two: the gradient before the activation function (f; 2 f if gated), or, once the
+    activations are freed, of its first weight (h f / t; twice if gated). Sequence parallel gathers one input (h)."""
     size, up = BYTES[precision], (2 if gated else 1) * ffn // tp
     ends = 2 * tokens * hidden * size // (tp if sp else 1)
     gathered = tokens * hidden * size if sp else 0
@@ -152,10 +151,9 @@ def output_work(
     chosen: bool = False,
     frozen: bool = False,
 ) -> int:
-    """Return the work in bytes at the end of the language model, for one microbatch. It has the inputs of the final
-    norm and of the output layer (2 h), with sequence parallel this input gathered twice (2 h), the positions selected
-    for logits (h at most, if selected), and the logits (v / t) with the larger of their fp32 softmax (4 v / t) and the
-    gradient of the weight (v h / t)."""
+    """Return the work in bytes at the end of the language model, for one microbatch: the inputs of the final norm and
+    of the output layer (2 h), with sequence parallel gathered twice (2 h), positions selected for logits (h at most),
+    and logits (v / t) with the larger of their fp32 softmax (4 v / t) and the gradient of the weight (v h / t)."""
     size, share = BYTES[precision], math.ceil(vocab / tp)
     rows = 2 * tokens * hidden * size // (tp if sp else 1)
     rows += ((2 if sp else 0) + (1 if chosen else 0)) * tokens * hidden * size

@@ -15,8 +15,7 @@ LATENCY_INSIDE, LATENCY_ACROSS = 8e-6, 2e-5
 """Latency of a message inside a node and between nodes, in seconds: assumed."""
 
 MARGIN = 0.15
-"""Share of a GPU's memory kept free for what is not estimated: CUDA context, NCCL buffers, workspaces,
-fragmentation."""
+"""Share of a GPU's memory kept free for the CUDA context, NCCL buffers, workspaces and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,8 @@ per process, and the share of a core that each process gets if several compute a
 
 
 def processor(memory: float, cores: int) -> Device:
-    """Return a process with one thread on this machine's CPU, with assumed rates.
-
-    Args:
-        memory: bytes for each process.
-        cores: cores that the processes of a node share.
-    """
+    """Return a process with one thread on this machine's CPU, with assumed rates. `memory`: bytes for each process;
+    `cores`: cores that the processes of a node share."""
     links, name = MESSAGES / LINKS, f"processes of this CPU with {cores} core{'s' * (cores != 1)}"
     at_once = TOGETHER * cores if cores > 1 else 1.0
     return Device(name, memory, CORE, CORE, CORE_TRAFFIC, links, links, at_once, MESSAGE, PROCESS)

@@ -308,12 +308,8 @@ class ModuleWork:
 
 
 def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: float) -> ModuleWork:
-    """Return the work of one sample at the end of the run, when `freeze_until` no longer applies.
-
-    Args:
-        vocab: rows of the embedding.
-        media_per_sample: media items of this module in a sample, each of the largest size.
-    """
+    """Return the work of one sample at the end of the run, when `freeze_until` no longer applies. `vocab`: rows of the
+    embedding; `media_per_sample`: media items of this module in a sample, each of the largest size."""
     if name == LANGUAGE:
         length = cfg.data.sequence_length
         matmuls = language_matmuls(cfg.llm, length, vocab)

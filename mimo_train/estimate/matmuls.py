@@ -22,8 +22,7 @@ class Matmul:
     in_layer: bool = False
     """True in transformer layers, which full recompute runs again."""
     input_gradient: bool = True
-    """True if backward always computes the gradient of its input, as Megatron-Core's linear layers do (torch's do
-    not)."""
+    """True if backward always computes the gradient of its input, as in Megatron-Core's linear layers, not torch's."""
 
 
 def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Matmul]:

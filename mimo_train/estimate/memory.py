@@ -75,13 +75,10 @@ class StageMemory:
 
 
 def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
-    """Return weights, gradients and optimizer states of the parameters of one rank, with states divided over `dp`
-    ranks.
-
-    Bytes per trained parameter with Megatron-Core's distributed optimizer and Adam (its "Distributed Optimizer" page):
-    fp32 4 + 4 + 8 / dp (two moments); bf16 2 + 4 + 12 / dp (fp32 gradients; fp32 master weights and two moments).
-    Without the distributed optimizer dp is 1. A frozen parameter is only a weight.
-    """
+    """Return weights, gradients and optimizer states of the parameters of one rank. Bytes per trained parameter with
+    Megatron-Core's distributed optimizer over `dp` ranks and Adam (its "Distributed Optimizer" page): fp32 4 + 4 + 8 /
+    dp (two moments); bf16 2 + 4 + 12 / dp (fp32 gradients; fp32 master weights and two moments). Without the
+    distributed optimizer dp is 1. A frozen parameter is only a weight."""
     states = 8 if precision == "fp32" else 12
     return Memory(
         weights=count.total * BYTES[precision],
@@ -91,12 +88,8 @@ def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
 
 
 def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0) -> list[StageMemory]:
-    """Return the memory of each pipeline stage of one module.
-
-    Args:
-        vocab: rows of the embedding (see `padded_vocab_size`).
-        media_per_sample: mean number of media items of this module in a sample.
-    """
+    """Return the memory of each pipeline stage of one module. `vocab`: rows of the embedding (`padded_vocab_size`);
+    `media_per_sample`: mean number of media items of this module in a sample."""
     module = run.layout.modules[name]
     return [
         StageMemory(
@@ -107,12 +100,8 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
 
 
 def run_memory(run: Run, vocab: int, media_per_sample: Mapping[str, float] | None = None) -> list[StageMemory]:
-    """Return the memory of each pipeline stage of all modules.
-
-    Args:
-        vocab: rows of the embedding.
-        media_per_sample: mean number of media items in a sample, by encoder; 1 for encoders that are left out.
-    """
+    """Return the memory of each pipeline stage of all modules. `vocab`: rows of the embedding; `media_per_sample`: mean
+    number of media items in a sample, by encoder; 1 for missing encoders."""
     media = media_per_sample or {}
     return [stage for name in run.cfg.modules for stage in stage_memory(run, name, vocab, media.get(name, 1.0))]
 
@@ -231,8 +220,7 @@ def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
-    """True if `mimo_train.models.dense_layer` computes the dense layers of a module, which need no norms or learned
-    scales after their parts."""
+    """True if `mimo_train.models.dense_layer` computes dense layers (without norms or scales after their parts)."""
     module = cfg.modules[name]
     is_used = cfg.run.cpu_kernels or cfg.compile_of(name) == "layers"
     return is_used and tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
@@ -263,8 +251,7 @@ def _keeps_probabilities(cfg: ConfigContainer) -> bool:
 
 
 def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:
-    """A frozen encoder keeps nothing for backward, and holds one layer while it computes. Media have the largest
-    size."""
+    """A frozen encoder keeps nothing for backward, and holds one layer at a time. Media count as the largest."""
     cfg, sizes = run.cfg, run.layout.modules[name]
     module, train = cfg.modules[name], cfg.train
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]

@@ -31,8 +31,7 @@ def embedding_rows(llm: LlmSpec, tokens: int) -> int:
 
 
 def vocabulary_faults(llm: LlmSpec, tokens: int) -> Iterator[Fault]:
-    """Yield the fault of an embedding with too few rows for `tokens` text tokens. Features replace media
-    placeholders."""
+    """Yield the fault of an embedding with fewer rows than `tokens` text tokens; media placeholders need none."""
     if 0 < llm.vocab_size < tokens:
         yield Fault(
             f"modules.{LANGUAGE}.llm.vocab_size",

@@ -89,13 +89,8 @@ def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[fl
 def ends_on_cores(
     stages: Sequence[Stage], ranks: Sequence[int], cores: float, microbatches: int, chunks: int = 1
 ) -> list[float]:
-    """Return `ends` for stages whose ranks share cores. If more ranks compute than there are cores, all slow down
-    equally, as under a fair scheduler.
-
-    Args:
-        ranks: number of ranks of each stage.
-        cores: number of cores that all ranks share.
-    """
+    """Return `ends` for stages whose `ranks` (a number for each) share `cores`. If more ranks compute than there are
+    cores, all slow down equally, as under a fair scheduler."""
     orders = [list(_order(stages, at, microbatches, chunks)) for at in range(len(stages))]
     needs = _needs(stages, chunks)
     done: dict[tuple[int, _Operation], float] = {}

@@ -82,13 +82,8 @@ def layers_name(module: str) -> str:
 
 
 def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear]:
-    """Return the linear layers that can have adapters: those of the transformer layers in order, then of the projector.
-    Experts, shared experts and routers have none.
-
-    Args:
-        name: name of the module.
-        language_width: hidden size of the language model, the projector's output width.
-    """
+    """Return the linear layers that can have adapters: those of transformer layers in order, then of the projector.
+    Experts, shared experts and routers have none. `language_width`: output width of the projector."""
     if isinstance(module.encoder, PlainSpec):
         return []
     if module.encoder and len(module.encoder.parts) > 1:
@@ -161,11 +156,7 @@ def adapter_parameters(
 
 
 def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iterator[Fault]:
-    """Yield faults of targets that match nothing or overlap, and of frozen parts that include adapters.
-
-    Args:
-        module: a module whose sizes have no faults.
-    """
+    """Yield faults of targets that match nothing or overlap, and of frozen parts with adapters, for valid sizes."""
     lora, prefix = module.lora, f"modules.{name}"
     if isinstance(module.encoder, PlainSpec) or lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
         return

@@ -16,11 +16,7 @@ from mimo_train.layout.ranks import layers_of_stage
 
 
 def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
-    """Yield faults of the parallel sizes of a language model whose own sizes have none.
-
-    Args:
-        key: config key of its module.
-    """
+    """Yield faults of the parallel sizes of a language model whose own sizes have none; `key`: of its module."""
     heads = {"num_attention_heads": llm.num_attention_heads}
     if llm.key_heads >= layout.tp:
         heads["num_query_groups"] = llm.key_heads
@@ -43,11 +39,7 @@ def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fa
 
 
 def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
-    """Yield faults of the parallel sizes of an encoder whose own sizes have none.
-
-    Args:
-        key: config key of its module.
-    """
+    """Yield faults of the parallel sizes of an encoder whose own sizes have none; `key`: of its module."""
     layout, encoder = module.layout, module.encoder
     if isinstance(encoder, PlainSpec):
         yield from _plain_encoder_faults(layout, encoder, key)
@@ -79,12 +71,7 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
 
 
 def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fault]:
-    """Yield faults of the widths of a projector whose own sizes have none.
-
-    Args:
-        width: hidden size of the language model.
-        name: name of its module.
-    """
+    """Yield faults of a projector whose own sizes have none; `width`: the language model's; `name`: of its module."""
     projector, tp, key = module.projector, module.layout.tp, f"modules.{name}"
     resampler, place = projector.resampler, f"{key}.projector"
     if projector.kind == "linear":

@@ -57,11 +57,7 @@ def with_iters(run: Run, iters: int) -> Run:
 
 
 def steps_of_epochs(run: Run, samples: int) -> int:
-    """Return the number of steps of `train.epochs`.
-
-    Args:
-        samples: samples of an epoch.
-    """
+    """Return the number of steps of `train.epochs`, for epochs of `samples` samples."""
     # As a decimal number: 0.1 of 30 samples are 3 samples, not 4.
     return max(1, run.batch.steps_of(math.ceil(Fraction(str(run.cfg.train.epochs)) * samples)))
 
@@ -240,10 +236,7 @@ def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
 
 def warm_up_warnings(cfg: ConfigContainer, last_step: int | None = None) -> Iterator[str]:
     """Yield warnings about learning rates that never reach their peak. These are no faults: trial runs have few steps.
-
-    Args:
-        last_step: last step of the run if its data may end it before `train.iters`.
-    """
+    `last_step`: last step of the run if its data may end it before `train.iters`."""
     length = cfg.train.iters if last_step is None else last_step
     named = f"train.iters {length}" if length == cfg.train.iters else f"the {length} steps that the data lasts for"
     steps_of = {"optim": cfg.optim.warmup_iters}

@@ -34,11 +34,7 @@ class Directory:
         return self.config["model_type"]
 
     def token(self, number: int) -> str | None:
-        """Return the tokenizer's token with this id; None if there is none.
-
-        Raises:
-            ConfigError: a file of the tokenizer is damaged.
-        """
+        """Return the tokenizer's token with this id; None if there is none. Raises ConfigError for a damaged file."""
         whole = _read(self.folder / "tokenizer.json", self.key)
         listed = {entry["id"]: entry["content"] for entry in whole.get("added_tokens") or ()}
         settings = _read(self.folder / "tokenizer_config.json", self.key).get("added_tokens_decoder") or {}
@@ -92,11 +88,7 @@ def _read(path: Path, key: str) -> dict[str, Any]:
 
 
 def leave_out_absent(plain: dict[str, Any]) -> None:
-    """Empty the keys whose directory does not exist, and say so on standard error.
-
-    Args:
-        plain: nested dicts, as they are composed.
-    """
+    """Empty the keys of composed nested dicts whose directory does not exist, and say so on standard error."""
     for section, key, full in _directory_keys(plain):
         directory = section.get(key)
         if isinstance(directory, str) and directory and not Path(directory).exists():

@@ -202,11 +202,7 @@ def _frozen_rows(module: Mapping[str, Any], rows: int, directory: Directory) -> 
 
 
 def fill_in_joined(plain: dict[str, Any]) -> None:
-    """Set the keys of joined encoders with their own directories.
-
-    Raises:
-        ConfigError: as `fill_in`.
-    """
+    """Set the keys of joined encoders with their own directories. Raises ConfigError as `fill_in`."""
     faults: list[Fault] = []
     for name, module in (plain.get("modules") or {}).items():
         encoder = (module or {}).get("encoder")
@@ -352,8 +348,7 @@ def _spec(part: str, keys: Mapping[str, Any]) -> type:
 
 
 def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
-    """True if two values of a field of `spec` are equal, with defaults for missing keys: a saved config has all
-    keys."""
+    """True if two values of a field of `spec` are equal, with defaults for missing keys (a saved config has all)."""
     if given == value or not (isinstance(given, Mapping) and isinstance(value, Mapping)):
         return bool(given == value)
     made = next(field.default_factory for field in fields(spec) if field.name == key)

@@ -67,11 +67,7 @@ def read_rope(
 
 
 def written_rope(spec: LlmSpec, *, two_bases: bool, kinds: tuple[str, str]) -> dict[str, Any]:
-    """Return the keys of config.json for both versions.
-
-    Args:
-        kinds: names of layers with full attention and with a window.
-    """
+    """Return the keys of config.json for both versions; `kinds`: names of full and of sliding-window attention."""
     scaling: dict[str, Any] = {}
     if spec.rope_scaling.kind != "default":
         scaling["rope_type"] = spec.rope_scaling.kind
@@ -141,11 +137,8 @@ def _kind(found: Mapping[str, Any]) -> str:
 
 
 def _one(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
-    """Return a base period, which version 5 stores inside and version 4 outside.
-
-    Raises:
-        ConfigError: both with two values: the versions would read two models.
-    """
+    """Return a base period, which version 5 stores inside and version 4 outside. Raises ConfigError for two values,
+    which the versions would read as two models."""
     values = {where: value for where, value in ((name, inner.get(name)), (outer, config.get(outer))) if value}
     if inner.get(name) and config.get(outer) and inner[name] != config[outer]:
         raise ConfigError(

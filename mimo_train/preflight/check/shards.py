@@ -72,11 +72,7 @@ class Seen:
 def add_files(
     report: Report, cfg: ConfigContainer, key: str, source: Source, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
-    """Return the number of readable samples in the files of a source, and report faults.
-
-    Args:
-        tokenizer: None: no sample is read.
-    """
+    """Return the number of readable samples in a source, and report faults. Without `tokenizer`, no sample is read."""
     from data.index.catalogue import open_catalogue
     from data.indexed.find import is_indexed
     from data.order.sources import found_shards

@@ -202,8 +202,8 @@ def _span(layout: RunLayout, ranks: Sequence[int]) -> str:
 
 def bubble(run: Run) -> float:
     """Return the share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (v m + p - 1) for
-    p equal stages, v chunks per stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give (p - 1) / (v
-    m), of the time without the bubble."""
+    p equal stages, v chunks per stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give its ratio to
+    the rest of the step, (p - 1) / (v m)."""
     stages, chunks = pipeline_stages(run.layout), run.layout.language.vpp * run.batch.num_microbatches
     return (stages - 1) / (chunks + stages - 1)
 
@@ -304,11 +304,7 @@ def flops_text(flops: float) -> str:
 def add_layouts(
     report: Report, config: str, overrides: Sequence[str], cfg: ConfigContainer, *, without_data: bool
 ) -> None:
-    """Add a table of the layouts by nodes, with the faults of each.
-
-    Args:
-        config, overrides: arguments that `cfg` was loaded from.
-    """
+    """Add a table of the layouts by nodes, with their faults; `cfg` was loaded from `config` and `overrides`."""
     if any(fault.key.startswith("launch.") for fault in report.faults):
         return
     rows, known = [], [*report.faults]

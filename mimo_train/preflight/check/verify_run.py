@@ -71,8 +71,10 @@ class _Verified:
 
 
 def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
-    """Read every sample of a run's shards, name the bad ones, and sum up. Return the exit code: 0 if at most
-    `data.max_bad_samples` are bad.
+    """Read every sample of a run's shards, name the bad ones, and sum up.
+
+    Returns:
+        The exit code: 0 if at most `data.max_bad_samples` are bad.
 
     Raises:
         ConfigError: the config has faults.

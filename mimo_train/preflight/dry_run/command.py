@@ -59,11 +59,7 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
 
 
 def require_ranks(config: str, overrides: Sequence[str], ranks: str) -> None:
-    """Check `--ranks` before anything is printed; config errors are left to the checks.
-
-    Raises:
-        UserError: see `selected_kinds`.
-    """
+    """Check `--ranks` before anything is printed. Raises UserError as `selected_kinds`, and ignores config errors."""
     with suppress(ConfigError):
         selected_kinds(resolve(load(config, overrides)).layout, ranks)
 
@@ -113,12 +109,7 @@ def estimates(run: Run) -> dict[int, int]:
 
 
 def heading(cfg: ConfigContainer, ranks: int, world: int) -> str:
-    """Return the first lines of the output.
-
-    Args:
-        ranks: number of ranks to run.
-        world: number of all ranks.
-    """
+    """Return the first lines of the output; `ranks`: number of ranks to run; `world`: number of all ranks."""
     device = "the CPU" if cfg.run.device == "cpu" else "CUDA, of which none is touched"
     head = f"Dry run of {ranks} of {plural(world, 'rank')}, as on {device}"
     if names := ", ".join(compiled_modules(cfg)):
@@ -127,11 +118,7 @@ def heading(cfg: ConfigContainer, ranks: int, world: int) -> str:
 
 
 def rank_text(result: RankResult | RankFailure, estimate: int) -> str:
-    """Return the paragraph of a rank.
-
-    Args:
-        estimate: its estimated bytes; 0 if unknown.
-    """
+    """Return the paragraph of a rank; `estimate`: its estimated bytes, 0 if unknown."""
     kind = result.kind
     head = f"rank {kind.rank}: {kind.name}" + (f" (one of {kind.number:,} such ranks)" if kind.number > 1 else "")
     if isinstance(result, RankFailure):

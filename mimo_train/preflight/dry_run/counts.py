@@ -195,8 +195,7 @@ _BY_FILE = (
     (OPTIMIZER, ("mimo_train/optim/", "megatron/core/optimizer/")),
     (COMMUNICATION, ("parallel/bridge/", "p2p_communication.py", "tensor_parallel/mappings.py", "parallel/context.py")),
 )
-"""Files by category. After the set-up a tensor gets the first category with a file in its innermost lines, else
-activations."""
+"""Files by category. After the set-up a tensor gets the first category with a file in its innermost lines."""
 
 
 class Memory:

@@ -1,5 +1,5 @@
-"""Checkpoints without values: a save gathers this rank's parts on the host and writes nothing. A load reads the index
-of the checkpoint that the run would resume or start from, looks up every tensor of this rank, and allocates buffers."""
+"""Checkpoints without values. A save gathers this rank's parts on the host and writes nothing. A load looks up every
+tensor of this rank in the index of the run's checkpoint, allocates buffers, and changes nothing in the folder."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -25,11 +25,8 @@ class Files:
 
 
 def install(given: Run) -> Files:
-    """Replace the reading and writing of checkpoints, for the rest of this process.
-
-    Args:
-        given: the run as the user starts it; the trial run has other folders.
-    """
+    """Replace the reading and writing of checkpoints, for the rest of this process; `given`: the run as the user starts
+    it, while the trial run has other folders."""
     files = Files()
     _install_saves(files)
     _install_loads(given, files)

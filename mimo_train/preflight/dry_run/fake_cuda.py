@@ -201,11 +201,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def install(counts: Counts) -> CudaNames:
-    """Install the device in torch, for the rest of this process.
-
-    Returns:
-        The mode to enter above that of fake tensors.
-    """
+    """Install the device in torch, for the rest of this process; return the mode to enter above fake tensors."""
     waited = counts.note_wait
     _Stream.waited = _Event.waited = staticmethod(waited)
     properties = types.SimpleNamespace(

@@ -1,8 +1,5 @@
-"""Transformer Engine's fp8 for `fake_engine`: recipes, the context that enables it, copies of weights.
-
-As in the real package, sizes that the matmuls do not support are rejected. A matmul uses the copy of a weight from the
-last call that said that weights may have changed. Values are not rounded.
-"""
+"""Transformer Engine's fp8 for `fake_engine`. As in the real package, sizes that its matmuls do not support are
+rejected, and matmuls use the last copy of a weight. Values are not rounded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,11 +102,7 @@ class _CopyForWeight(torch.autograd.Function):
 
 class Fp8Weight:
     """The fp8 copy of a layer's weight: two bytes a number, for rows and columns together. As in the real package, it
-    is made when the caller says that weights may have changed.
-
-    Attributes:
-        made: number of times that the copy was made.
-    """
+    is made when the caller says that weights may have changed; `made` counts the copies."""
 
     def __init__(self) -> None:
         self.copy: torch.Tensor | None = None

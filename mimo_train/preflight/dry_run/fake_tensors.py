@@ -24,11 +24,7 @@ _LOWER_RIGHT = "is_lower_right"
 
 class FakeCounts(Counts):
     """Counts over fake tensors, with substitute results: values are 0, and sizes that depend on values are 0 unless
-    `selected` is set.
-
-    Attributes:
-        selected: number of values that a mask selects.
-    """
+    `selected`, the number of values that a mask selects, is set."""
 
     selected = 0
 
@@ -132,9 +128,8 @@ def outside(function: Any) -> Any:
 
 def install_attention(device: str) -> None:
     """Replace the inputs of attention that need values, for the rest of this process. torch's causal mask of fewer
-    queries than keys is a tensor class that does not mix with fake tensors. On the CPU a plain mask replaces it, on
-    CUDA, whose kernel needs none, a marked tensor without memory. Ends of documents are marked with their number of
-    (query, key) pairs."""
+    queries than keys does not mix with fake tensors: on the CPU a plain mask replaces it, on CUDA, whose kernel needs
+    none, a marked tensor without memory. Ends of documents are marked with their number of (query, key) pairs."""
     from mimo_train.models import attention
     from mimo_train.models.documents import Documents
 

@@ -1,7 +1,5 @@
-"""The other ranks, which do not exist: torch's fake process groups, and the objects that ranks exchange.
-
-Messages take no time and bring nothing; every rank is assumed to send the same objects as this one.
-"""
+"""The other ranks, which do not exist: torch's fake process groups, and the objects that ranks exchange. Messages take
+no time and bring nothing; every rank is assumed to send the same objects as this one."""
 
 import os
 from collections.abc import Callable, Iterator

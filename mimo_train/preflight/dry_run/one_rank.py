@@ -33,11 +33,7 @@ STEPS = 2
 
 
 def unsupported(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
-    """Yield parts of a config that a dry run does not support.
-
-    Args:
-        engine: True if layers are Transformer Engine's.
-    """
+    """Yield parts of a config that a dry run does not support; `engine`: layers are Transformer Engine's."""
     if (names := ", ".join(has_fp8(cfg))) and not engine:
         yield Fault("train.fp8", f"layers of {names} have fp8, which Transformer Engine's do: add --transformer-engine")
 
@@ -74,11 +70,8 @@ def trial_run(run: Run, folder: Path) -> Run:
 
 
 def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> RankResult:
-    """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process.
-
-    Args:
-        engine: True if layers are Transformer Engine's; `fake_engine` must be installed.
-    """
+    """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process. `engine`: layers are
+    Transformer Engine's, and `fake_engine` is installed."""
     began = time.monotonic()
     # A forked process makes its thread pool anew at the first call. If two autograd threads make that call at once,
     # one finds no pool and the process aborts (torch 2.11: "Invalid thread pool!"). So one thread makes it here.

@@ -101,7 +101,7 @@ class Candidate:
         return replace(kept, mode="disjoint", first_rank=self.first_ranks())
 
     def first_ranks(self) -> dict[str, int]:
-        """Return the first rank of each module: first the separate encoders, in a row or together, then the language
+        """Return the first rank of each module: separate encoders first (in a row or together), then the language
         model."""
         firsts, following = {}, 0
         for name in self.apart:
@@ -159,11 +159,7 @@ def _written(value: Any) -> str:
 
 
 class Fullest:
-    """Bytes of the fullest rank of candidates; parts that candidates share are computed once.
-
-    Attributes:
-        least: bytes of the smallest candidate so far.
-    """
+    """Bytes of the fullest rank of candidates, with shared parts computed once; `least`: the smallest so far."""
 
     def __init__(
         self,
@@ -172,12 +168,8 @@ class Fullest:
         media: Mapping[str, float],
         candidate: Callable[[LanguageOption, Mapping[str, LayoutConfig], frozenset[str]], Candidate],
     ):
-        """Args:
-        vocab: rows of the embedding.
-        media: media items of each encoder in a sample.
-        candidate: makes a candidate from a language model, encoders, and the names of the encoders that share its
-            ranks.
-        """
+        """`vocab`: rows of the embedding; `media`: media items of each encoder in a sample; `candidate`: makes a
+        candidate from a language model, encoders, and the names of the encoders that share its ranks."""
         self._cfg, self._vocab, self._media, self._candidate = cfg, vocab, media, candidate
         self._memory = cache(self._memory_of)
         self.least = math.inf

@@ -1,7 +1,5 @@
-"""`mimo-train plan`: reads the config, searches layouts, prints and writes the proposals.
-
-Torch is only imported to measure or to read shards.
-"""
+"""`mimo-train plan`: reads the config, searches layouts, prints and writes the proposals. Torch is only imported to
+measure or to read shards."""
 
 import json
 import os

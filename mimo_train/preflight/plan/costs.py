@@ -1,5 +1,4 @@
-"""Seconds of one pipeline stage: computation, messages inside layers, gradients, optimizer. Also the profile of
-measured layers, a JSON file."""
+"""Seconds of a pipeline stage: computation, messages, gradients, optimizer; and the JSON profile of measured layers."""
 
 import json
 import math
@@ -135,11 +134,8 @@ class Costs:
         links: Links,
         profile: Profile | None,
     ):
-        """Args:
-        cfgs: the run with each candidate for `train.recompute`.
-        vocab: rows of the embedding.
-        media: media items of each module in a sample.
-        """
+        """`cfgs`: the run with each candidate for `train.recompute`; `vocab`: rows of the embedding; `media`: media
+        items of each module in a sample."""
         self._cfgs, self._vocab, self._media, self._links, self._profile = cfgs, vocab, media, links, profile
         self._cfg = next(iter(cfgs.values()))
         self._size = BYTES[self._cfg.train.precision]
@@ -149,8 +145,7 @@ class Costs:
         self.least_of_language = cache(self._least_of_language)
 
     def _least_of_language(self, recompute: str) -> float:
-        """Return a lower bound of one sample's compute seconds, before division by the ranks that share it; 0:
-        unknown."""
+        """Return a lower bound of one sample's compute seconds, before division by the ranks that share it, or 0."""
         if self._profile is not None:
             return 0.0  # rates differ with tp
         work = self._work(LANGUAGE, recompute).whole
@@ -159,11 +154,8 @@ class Costs:
         )
 
     def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
-        """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank.
-
-        Args:
-            divided: True for the distributed optimizer.
-        """
+        """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank; `divided`: the
+        optimizer is the distributed one."""
         llm, cp = self._cfg.llm, layout.cp
         tokens = samples * self._cfg.data.sequence_length // cp
         kept = layer_activations(

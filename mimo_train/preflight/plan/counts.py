@@ -69,12 +69,8 @@ class KnownStep:
 
 
 class Counts:
-    """Computes the loads of layouts of a run.
-
-    Args:
-        vocab: rows of the embedding.
-        media: media items of each encoder in a full sample.
-    """
+    """Computes the loads of layouts; `vocab`: rows of the embedding; `media`: media items per encoder in a full
+    sample."""
 
     def __init__(self, cfg: ConfigContainer, vocab: int, media: Mapping[str, float], steps: Sequence[KnownStep]):
         self._cfg, self._steps, self._vocab = cfg, steps, vocab

@@ -104,12 +104,7 @@ def projector_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def projector_rules(width: int, bias: bool, before: str = "") -> tuple[Rule, ...]:
-    """Return the weights of a two-layer MLP for a language model of `width`.
-
-    Args:
-        bias: True if they have biases.
-        before: prefix of their names.
-    """
+    """Return the weights of a two-layer MLP for a language model of `width`; `before`: prefix of their names."""
     layers = [("encoder.linear_fc1", "linear_1"), ("encoder.linear_fc2", "linear_2")]
     rules = [same(f"{ours}.weight", f"{before}{theirs}.weight", width) for ours, theirs in layers]
     return tuple(with_biases(rules) if bias else rules)
@@ -132,11 +127,8 @@ def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counting_keys(config: Mapping[str, Any], tower: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys by which the processor counts an image's tokens; without `patch_size` it fails.
-
-    Args:
-        tower: the vision tower's part of config.json.
-    """
+    """Return the keys by which the processor counts an image's tokens; without `patch_size` it fails. `tower`: the
+    vision tower's part of config.json."""
     patch, class_token = _PATCHES.get(tower["model_type"], (None, 0))
     return {
         "patch_size": tower.get("patch_size") or patch,

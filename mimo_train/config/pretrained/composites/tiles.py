@@ -83,11 +83,8 @@ def _pinpoints(config: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _preprocessor(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the preprocessor of a tile; `_encoder` sets the rest.
-
-    Raises:
-        EncoderError: tiles or canvases differ from those of config.json.
-    """
+    """Return the preprocessor of a tile; `_encoder` sets the rest. Raises EncoderError if it contradicts
+    config.json."""
     own = preprocessor.get("image_processor") or preprocessor
     if not own:
         return {}
