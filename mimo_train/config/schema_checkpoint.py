@@ -48,7 +48,7 @@ class LoadConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    """When a run is saved and how it resumes."""
+    """Saving and resuming of a run."""
 
     dir: str = ""
     """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az); the rest of the run stays in `run.dir`. Empty:

@@ -16,7 +16,7 @@ TRACKERS = {
 
 @dataclass
 class LogConfig(Section):
-    """Where metrics go, besides metrics.jsonl and the console."""
+    """Destinations of metrics, besides metrics.jsonl and the console."""
 
     report_to: list[str] = key(factory=lambda: ["tensorboard"], choices=("tensorboard", "wandb", "mlflow", "comet"))
     """`tensorboard`, `wandb`, `mlflow` and `comet`, next to metrics.jsonl. The last two need the extra `track`. See
@@ -56,7 +56,7 @@ class LogConfig(Section):
 
 @dataclass
 class ProfilingConfig(Section):
-    """What the profilers record, for which steps and ranks."""
+    """The profilers, and the steps and ranks that they record."""
 
     torch: bool = False
     """Write a trace of torch's profiler to `profile/` of the run."""

@@ -75,7 +75,7 @@ def count(
 
 @dataclass(frozen=True)
 class Passes:
-    """How often forward and backward compute the FLOPs of a matmul, the forward pass included."""
+    """Number of times that forward and backward compute the FLOPs of a matmul, forward included."""
 
     matmul: Matmul
     matrix: int

@@ -157,7 +157,7 @@ GEMMA3 = {
     },
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
 }  # fmt: skip
-"""As the 4B model on the hub."""
+"""The 4B model's config.json on the hub."""
 
 
 def test_of_a_gemma_3_with_images_the_language_model_is_read(llama):

@@ -33,7 +33,7 @@ def test_two_stages_by_hand():
 
 
 def test_two_sources_meet_at_their_destination():
-    """Of two parallel encoders, the slower one decides and the other costs nothing."""
+    """The slower of two parallel encoders decides; the other one costs nothing."""
     both = [Stage(2, 0, 2), Stage(1, 0, 2), Stage(1, 1, None)]
     alone = [Stage(2, 0, 1), Stage(1, 1, None)]
     assert ends(both, 3)[2] == ends(alone, 3)[1] == 8

@@ -329,7 +329,7 @@ def test_weights_of_directories_must_be_there(tmp_path):
 
 
 def test_names_of_tensors_are_compared_with_those_of_the_model(tmp_path):
-    """As at a start, from headers alone; of `.bin` files too."""
+    """`check` compares them as a start does, from headers alone; of `.bin` files too."""
     sizes = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256}
     sizes |= {"num_hidden_layers": 4, "vocab_size": 400, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
     start = (f"modules.language.pretrained={tmp_path}", "data.tokenizer=bytes")
