@@ -209,8 +209,8 @@ def load_checkpoint(
     """Load the model from `folder`, and if given optimizer, schedules, train state and generators. Collective.
 
     Without an optimizer, modules that this run lacks are skipped, and adapters may be missing: they keep their values,
-        except magnitudes, which follow the loaded weights. Weights that the checkpoint leaves out must be in the model
-        already: their fingerprint is compared.
+    except magnitudes, which follow the loaded weights. Weights that the checkpoint leaves out must be in the model
+    already: their fingerprint is compared.
 
     Returns:
         The checkpoint's record; its `rerun` is this rank's state, None at another layout.

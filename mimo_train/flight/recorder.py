@@ -320,9 +320,9 @@ def _remove_left(folder: Path, world_size: int) -> None:
 def _start_name() -> str:
     """Return a name that all ranks of this start share: address, port, the launcher's run id, and the attempt.
 
-    A process without a launcher uses its host and process id. The name is new at each start, with two exceptions:
-        several nodes of plain torchrun, whose run id is always "none", and ranks that neither torchrun nor a scheduler
-        starts.
+    A process without a launcher uses its host and process id. The name is new at each start, with two exceptions. On
+    several nodes of plain torchrun the run id is always "none", and ranks without torchrun or scheduler share nothing
+    new.
     """
     job = [name] if (name := scheduled_job()) else []
     port = os.environ.get("MASTER_PORT", "")

@@ -48,7 +48,7 @@ class Signs:
     """Detect that this process works although the recorder has no event.
 
     Signs are: the main thread moves in its Python code, storage is read or written, a child process (a compiler)
-        computes, or this process computes itself, if waiting costs no CPU time.
+    computes, or this process computes itself, if waiting costs no CPU time.
 
     Args:
         spins: True if a wait takes CPU time now, as a wait for a GPU does.

@@ -26,7 +26,7 @@ class Console:
     """Show steps, evaluations and messages. Callers pass each step at most once per log interval.
 
     On a terminal: one progress bar, with evaluations and messages above it. Elsewhere: at most one step line per
-        second, but always the first and the last step.
+    second, but always the first and the last step.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Stopwatch:
     """Measure seconds per named interval: `with watch("optimizer"): ...`.
 
     Times are exclusive: an interval pauses the one around it, so that a step's intervals sum to the step. Intervals
-        outside a step (an evaluation) are not counted, but the flight recorder records every interval. Not thread-safe.
+    outside a step (an evaluation) are not counted, but the flight recorder records every interval. Not thread-safe.
     """
 
     def __init__(self, cuda: bool = False):
@@ -104,9 +104,9 @@ def time_split(
     """Return seconds per step of every module, `time/<module>/<part>`: the mean over the module's devices.
 
     compute is forward and backward without the waits inside them. bubble is the wait between stages plus the rest of
-        the step that belongs to no other part: the device is idle. A module's parts sum to the step. Modules that share
-        a device split each part by `work`, an estimate, since their backward passes run as one; then the parts of all
-        these modules sum to the step.
+    the step that belongs to no other part: the device is idle. A module's parts sum to the step. Modules that share a
+    device split each part by `work`, an estimate, since their backward passes run as one; then the parts of all these
+    modules sum to the step.
 
     Args:
         rows: per rank of the world, seconds of each of `INTERVALS`, from `Stopwatch.read_and_reset`.

@@ -148,7 +148,7 @@ class MlflowSink:
     """One MLflow run, in the experiment MLFLOW_EXPERIMENT_NAME, or mimo-train.
 
     It is stored at MLFLOW_TRACKING_URI, else in a database in run.dir: show it with `mlflow ui --backend-store-uri
-        sqlite:///RUN_DIR/mlflow/mlflow.db`. The tag `resumed_after_step` names the last resume.
+    sqlite:///RUN_DIR/mlflow/mlflow.db`. The tag `resumed_after_step` names the last resume.
 
     MLflow sends values in its own thread, so a slow server does not slow training. It stores the largest float instead
     of infinity.
