@@ -70,7 +70,7 @@ def judge(first: Mapping[int, Rank], second: Mapping[int, Rank], states: Mapping
 
 
 def message_name(rank: Rank, event: Event) -> str:
-    """Return a message in words: `all-reduce #7 (32 bytes) of language.tp [2, 3]`, `send #3 to rank 1`."""
+    """Return a message in words: `allreduce #7 of language.tp [2, 3]`, `send #3 to rank 1`."""
     group = rank.groups.get(event.group)
     operation = OPERATIONS[event.what] if event.what < len(OPERATIONS) else "?"
     where = str(group) if group else "?"
