@@ -21,8 +21,7 @@ from data.text_format import Key
 
 
 def encode_prompt(turns: Sequence[Turn], tokenizer: Tokenizer, media: MediaTokens) -> list[int]:
-    """Return the tokens of `turns` up to the start of the assistant's answer. Raises RecordError: the chat template
-    cannot render them."""
+    """Return the tokens of `turns` up to the start of the answer. Raises RecordError if they cannot be rendered."""
     return tokenizer.template.prompt(Conversation(tuple(turns)), media)
 
 
@@ -36,8 +35,10 @@ def to_sample(
     *,
     keep_text: bool = False,
 ) -> TextSample:
-    """Return the conversation cut or padded to `sequence_length`. Only text after the last placeholder is cut. Raises
-    RecordError: the media tokens do not fit, or the template cannot render the conversation."""
+    """Return the conversation cut or padded to `sequence_length`. Only text after the last placeholder is cut.
+
+    Raises RecordError if the media tokens do not fit, or the template cannot render the conversation.
+    """
     encoded = _encoded(conversation, tokenizer, media, sequence_length, key)
     tokens, length = encoded.tokens, min(len(encoded.tokens), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
@@ -150,8 +151,7 @@ def collate_packed(
 
 
 def collate_media(items: Sequence[torch.Tensor | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
-    """Return {name: [N, ...]} of N images or audio items, or a list if shapes differ or these are sizes; None if
-    empty."""
+    """Return {name: [N, ...]} of N media items, a list if shapes differ or these are sizes; None if empty."""
     if not items:
         return None
     tensors = [item for item in items if isinstance(item, torch.Tensor)]

@@ -66,8 +66,7 @@ class TooManyBadSamples(DataError):
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line why a sample is bad, from any error. Re-raises MissingLibrary, and a lack of memory as
-    MemoryShortage."""
+    """Return in one line why a sample is bad. Raises MissingLibrary or MemoryShortage if one is the cause."""
     if isinstance(error, MissingLibrary):
         raise error
     lines = str(error).strip().splitlines()

@@ -248,8 +248,7 @@ class StepLoader:
         return collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
 
     def _sources(self, plan: StepPlan, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
-        """Return the source of each token, int64 as `input_ids`. Trailing padding of a packed row counts as source
-        0."""
+        """Return the source of each token, int64 as `input_ids`; 0 for trailing padding of a packed row."""
         numbers = np.array([sample.number for sample in samples], dtype=np.int64)
         sources, tokens = self._dataset.sources_of(numbers), batch["input_ids"]
         if not plan.packed:
@@ -259,8 +258,7 @@ class StepLoader:
         return torch.from_numpy(np.repeat([*sources, *padding], lengths))[None]
 
     def _planned(self, plan: StepPlan, sample: TextSample, bad: BadSample | None) -> TextSample:
-        """Return the sample at its planned length; a stand-in may be shorter and is padded. Raises DataError if the
-        text has another length."""
+        """Return the sample at its planned length; only a stand-in may be padded. Raises DataError."""
         if plan.lengths is None:
             return sample
         planned = int(plan.lengths[sample.number - plan.first])

@@ -6,8 +6,7 @@ MOST_NAMES = 3
 
 
 def shown(text: str) -> str:
-    """Return the text with unprintable characters escaped, such as `\\x1b`: they affect terminals and split log
-    lines."""
+    """Return the text with unprintable characters escaped, such as `\\x1b`, which affect terminals and logs."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escaped(char) for char in text)

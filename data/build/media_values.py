@@ -141,8 +141,7 @@ def kind_of_extension(extension: str) -> str:
 
 
 def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> list[MediaItem]:
-    """Return the media items in a column's value (one, or a list), with files in `folder`. Raises RecordError if
-    unusable."""
+    """Return the media items in a column's value: one, or a list. Raises RecordError if one is unusable."""
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and any(_is_empty(item) for item in value):
         raise RecordError(f"{where}: an empty {kind} among those of {column!r}")
@@ -152,8 +151,7 @@ def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> l
 def take_typed_parts(
     record: dict[str, Any], turns: str, folder: str, where: str
 ) -> tuple[dict[str, Any], list[MediaItem]]:
-    """Take the media out of typed parts of the messages in column `turns`; parts name files in `folder`. Return (record
-    with names in their place, media items). Raises RecordError if an item is unusable."""
+    """Return (record with names for the media in typed parts of `turns`, these media). May raise RecordError."""
     items: list[MediaItem] = []
 
     def taken(part: Any) -> Any:

@@ -148,8 +148,7 @@ def encode_record(record: Any, where: str) -> bytes:
 def _with_texts(
     record: dict[str, Any], columns: Columns, counts: Mapping[str, int], where: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the record with its texts under their usual names, and notes about changes. `counts`: kind -> media
-    items."""
+    """Return the record with its texts under their usual names, and notes. `counts`: kind -> media items."""
     notes: tuple[str, ...] = ()
     if columns.changes_records or "texts" in record:
         texts = {part: _value(record, column, where) for part, column in columns.names.items() if part in TEXTS}

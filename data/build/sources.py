@@ -285,8 +285,7 @@ def _parsed(raw: bytes, is_json: bool, where: str) -> Any:
 
 
 def _require_stats(tar: Path, samples: int) -> None:
-    """Raise RecordError if img2dataset's statistics next to a tar count other samples. Tars of video2dataset also have
-    the records of failed downloads."""
+    """Raise RecordError if img2dataset counts other samples; video2dataset counts failed downloads too."""
     try:
         stats = json.loads(tar.with_name(tar.stem + _STATS).read_bytes())
     except FileNotFoundError:

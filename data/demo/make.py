@@ -93,8 +93,7 @@ def make_mixed_demo(
 
 
 def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
-    """Write the text demo: passages of 100 to 200 characters from scikit-learn's dataset descriptions, the last
-    tenth of each held out."""
+    """Write the text demo: passages of scikit-learn's dataset descriptions; the last tenth of each is held out."""
     _require_sizes({"shards": shards})
     with _writing(Path(out_dir), "text", {"shards": shards}) as folder:
         train, held_out = _passages()

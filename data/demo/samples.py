@@ -137,8 +137,7 @@ def _two_images(digits: Digits, rng: np.random.Generator, extension: str) -> Dem
 
 
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
-    """Return uint8 [CANVAS, CANVAS, 3]: digits from left to right in their own columns, at any height, on dark
-    background."""
+    """Return uint8 [CANVAS, CANVAS, 3]: digits from left to right in their own columns, at any height."""
     canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
     columns = np.sort(rng.permutation(CANVAS // _CELL)[: len(chosen)]) * _CELL
     rows = rng.integers(0, CANVAS // _CELL, size=len(chosen)) * _CELL

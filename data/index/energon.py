@@ -63,8 +63,7 @@ def energon_part(text: str) -> tuple[Path, str] | None:
 
 
 def energon_shards(folder: Path, split: str = "") -> list[Path]:
-    """Return the tars of a split in the order of `split.yaml`; of all splits if none is given. Raises DataError: there
-    is no such split, or single samples are excluded."""
+    """Return the tars of a split, or of all, in the order of `split.yaml`. Raises DataError if that is unsupported."""
     place = folder / FOLDER / "split.yaml"
     plain = _mapping(place)
     _only(plain, ("split_parts", "exclude"), place)
@@ -123,8 +122,7 @@ def energon_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_metadataset(path: Path, split: str) -> list[Blended]:
-    """Return the sources of a metadataset's split, including nested metadatasets. Raises DataError: the split is
-    missing or unsupported."""
+    """Return the sources of a metadataset's split, including nested ones. Raises DataError if that is unsupported."""
     plain = _mapping(path)
     known = ("Metadataset", "MetadatasetV2")
     if plain.get("__class__") not in known or plain.get("__module__") != "megatron.energon":

@@ -53,8 +53,7 @@ class FolderFile:
         self.located = Located.none(len(shards))
 
     def load(self, current: Callable[[IndexFile, np.ndarray, np.ndarray], np.ndarray]) -> None:
-        """Locate parts. `current`: (file, rows of all shards in it, candidate shards) -> candidates whose part is up
-        to date."""
+        """Locate parts. `current`: (file, rows of all shards in it, candidate shards) -> current candidates."""
         located = Located.none(len(self._names))
         for file in self._files():
             rows = file.rows_of(self._names)
@@ -68,8 +67,7 @@ class FolderFile:
         self.located = located
 
     def save(self, parts: Mapping[str, Part], versions: Mapping[str, ShardVersion]) -> None:
-        """Rewrite the file with new parts, updated versions, and the existing parts of these and other existing shards.
-        Raises DataError."""
+        """Save new parts, updated versions, and the existing parts of all existing shards. Raises DataError."""
         kept, wanted = dict(parts), set(self._names)
         for file in self._files():
             for name, row in file.row_of.items():

@@ -60,8 +60,7 @@ class IndexFile:
     """
 
     def __init__(self, path: Path, content: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
-        """Open the file. Raises DataError, KeyError or TypeError if `table`, `texts` and `begin`, the first byte of
-        parts, do not match."""
+        """Open the file. Raises DataError, KeyError or TypeError if `table` and `texts` do not match."""
         self.path, self.bytes, self.table = path, content, table
         self.names: list[str] = texts["names"]
         self._tags: dict[str, str] = texts["tags"]

@@ -227,8 +227,7 @@ class IndexBuilder:
         self._keys: list[str] = []
 
     def add(self, key: str, names: Sequence[str], places: Sequence[tuple[int, int, int, int]]) -> None:
-        """Add a sample: `names` are its members' extensions, `places` their offset, size, and both numbers of the
-        extent."""
+        """Add a sample with its members' extensions `names` and `places`: offset, size, both numbers of the extent."""
         found = arrange(tuple(names))
         reason = self._reasons.of(found.reason) + 1 if found.reason else 0
         self._samples.append((len(self._members), found.record, reason))
@@ -255,8 +254,10 @@ class IndexBuilder:
 def grouped[Taken](
     walk: Iterable[tuple[str, int, int]], take: Callable[[str, str, int, int], Taken]
 ) -> Iterator[tuple[str, list[str], list[Taken]]]:
-    """Yield (key, extensions, result of `take` for each member) of every sample of a tar, walked by `walk_tar`. `take`
-    gets key, extension, offset and size before the walk continues."""
+    """Yield (key, extensions, results of `take`) of every sample of a tar, walked by `walk_tar`.
+
+    `take` gets the key, extension, offset and size of a member before the walk continues.
+    """
     current: tuple[str, list[str], list[Taken]] | None = None
     for name, offset, size in walk:
         READS.count += 1

@@ -95,8 +95,7 @@ class ShardIndex:
         return keys[ends[row] : ends[row + 1]].decode("utf-8", "surrogateescape")
 
     def members(self, row: int) -> list[Member]:
-        """Return the members in tar order, but numbered media by number: the n-th image belongs to the n-th
-        placeholder."""
+        """Return the members in tar order, but numbered media by number, as their placeholders."""
         found = self._members(row)
         if self.fields == NO_FIELDS:
             return found
@@ -142,8 +141,7 @@ class ShardIndex:
         )
 
     def fault(self) -> str:
-        """Return why the rows cannot belong to the shard; "" if they can. Checksums only prove that rows are as
-        written. Keys are checked when they are read."""
+        """Return why the rows, except keys, cannot belong to the shard; "" if they can."""
         codes, records, reasons = self.codes, self.samples["record"][:-1], self.samples["reason"][:-1]
         if len(codes.kinds) != len(codes.extensions) or not {*codes.kinds} <= {"image", "video", "audio", "other"}:
             return "codes of unknown kinds"

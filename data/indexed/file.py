@@ -77,16 +77,17 @@ class IndexedFile:
         return low
 
     def ends_in(self, begin: int, size: int) -> np.ndarray:
-        """Return the document ends among the tokens [begin, begin + size), ascending from 1 to `size`, int64. Position
-        begin + size must be in the file. Raises ShardError: the index is damaged there."""
+        """Return the document ends in tokens [begin, begin + size), ascending from 1 to `size`, int64.
+
+        Position begin + size must be in the file. Raises ShardError if the index is damaged there.
+        """
         first, last = self.document_at(begin), self.document_at(begin + size)
         ends = self.starts(np.arange(first + 1, last + 1)) - begin
         self._require_ascending(ends, size)
         return np.unique(ends)
 
     def lengths_in(self, begins: np.ndarray, size: int) -> list[np.ndarray]:
-        """Return the tokens of each non-empty document in each window of `size` tokens from `begins`, int64. Raises
-        ShardError: the index is damaged there."""
+        """Return the tokens of each document in windows of `size` tokens, int64. May raise ShardError."""
         lows, highs = self.documents_at(begins), self.documents_at(begins + size - 1)
         counts, windows = highs - lows, np.arange(len(begins))
         owners = np.repeat(windows, counts)

@@ -10,8 +10,10 @@ WHOLE: Part = (0.0, 1.0)
 
 
 def split_parts(text: str) -> tuple[Part, Part]:
-    """Return the parts (training, held-out) of a split such as `969,30,1`. The numbers are shares for training,
-    validation and test, in file order. The test part is not read. Raises DataError: the text is not a split."""
+    """Return the parts (training, held-out) of a split such as `969,30,1`: shares for training, validation and test.
+
+    The test part is not read. Raises DataError if the text is not a split.
+    """
     try:
         shares = [float(one) for one in text.split(",")]
     except ValueError:

@@ -66,8 +66,7 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
 
 
 def resampled(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """Resample float32 [samples] from `rate` to `wanted` samples per second: `ceil(samples * wanted / rate)` of
-    them."""
+    """Resample float32 [samples] from `rate` to `wanted` Hz: to `ceil(samples * wanted / rate)` samples."""
     common = math.gcd(rate, wanted)
     rate, wanted = rate // common, wanted // common
     if rate == wanted:

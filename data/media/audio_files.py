@@ -45,8 +45,10 @@ class AudioFile(io.BytesIO):
 
 
 def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
-    """Return (samples per channel, samples per second) of an audio file; None if it is damaged or truncated. Raises
-    MissingLibrary: its header does not give its length, and PyAV is not installed."""
+    """Return (samples per channel, samples per second) of an audio file; None if it is damaged or truncated.
+
+    Raises MissingLibrary if its header does not give its length, and PyAV is not installed.
+    """
     import soundfile
 
     lengths, rates = [0], set()
@@ -102,8 +104,7 @@ def _unsupported(form: str, subtype: str) -> str | None:
 
 
 def _is_cut_off(file: Any, raw: bytes) -> bool:
-    """True if the end of a WAV, AIFF, AU, CAF, W64 or OGG file is missing. For FLAC and MP3 files, decoding raises an
-    error."""
+    """True if the end of a WAV, AIFF, AU, CAF, W64 or OGG file is missing. FLAC and MP3 fail when decoded."""
     if file.format == "OGG":
         return any(end > len(raw) for _, end, _ in _ogg_pages(raw))
     log = file.extra_info

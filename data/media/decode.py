@@ -220,8 +220,10 @@ def _upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
 
 
 def decode_with_torchvision(raw: torch.Tensor) -> torch.Tensor:
-    """Decode a JPEG, PNG, GIF or WebP file, uint8 [bytes], to uint8 [3, H, W] (uint16 if it has 16 bits). It ignores
-    orientation. Raises RuntimeError for damaged bytes."""
+    """Decode a JPEG, PNG, GIF or WebP file, uint8 [bytes], to uint8 [3, H, W] (uint16 if it has 16 bits), not upright.
+
+    Raises RuntimeError for damaged bytes.
+    """
     return torch.ops.image.decode_image(raw, _RGB, False)
 
 

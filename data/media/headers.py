@@ -92,8 +92,10 @@ def parse_extent_bytes(kind: str, raw: bytes) -> tuple[int, int] | None:
 
 
 def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
-    """Return the header of an image of `size` bytes; None if it is unreadable. Never raises for damaged bytes. Raises
-    MissingLibrary: it is HEIC, and pillow-heif is not installed."""
+    """Return the header of an image of `size` bytes; None if it is unreadable or damaged.
+
+    Raises MissingLibrary if it is HEIC, and pillow-heif is not installed.
+    """
     file = io.BufferedReader(_MemberFile(read, size), 4096)
     head = file.peek(256)[:256]
     if head[4:8] == b"ftyp" and is_heic(head):
@@ -110,8 +112,10 @@ def parse_header_bytes(raw: bytes) -> ImageHeader | None:
 
 
 def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
-    """Return the header of an MP4, MOV, WebM or Matroska video. None if it is unreadable, does not give the length, or
-    the file is truncated. Never raises for damaged bytes. Raises MissingLibrary: PyAV is not installed."""
+    """Return the header of an MP4, MOV, WebM or Matroska video; None if it is unreadable, truncated or without length.
+
+    Raises MissingLibrary if PyAV is not installed.
+    """
     magic = read(0, 8)
     container = "matroska" if magic.startswith(_EBML) else "mov" if magic[4:] in _MOVIE_BOXES else ""
     if not container or not (_segment_is_complete if container == "matroska" else _boxes_are_complete)(read, size):

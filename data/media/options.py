@@ -113,8 +113,7 @@ class Resize:
         return self.shortest_edge * height // shortest, self.shortest_edge * width // shortest
 
     def largest(self, height: int, width: int, cut: bool = True) -> tuple[int, int]:
-        """Return the largest (height, width) of an image during resizing: before cropping, or padded to a square if
-        not `cut`."""
+        """Return the largest (height, width) during resizing: before cropping, or padded to a square if not `cut`."""
         if self.tile and not cut:
             return max(height, width), max(height, width)
         return self.whole(height, width) if self.shortest_edge else (height, width)
@@ -134,8 +133,7 @@ _NAMED: dict[str, Colour | None] = {"white": WHITE, "black": (0, 0, 0), "grey": 
 
 
 def colour_of(text: str) -> Colour | None:
-    """Return the colour of `data.background`; None for "none", which ignores transparency. Raises DataError: the text
-    is no colour. The message does not name the key."""
+    """Return the colour of `data.background`; None ignores transparency. Raises DataError."""
     if text in _NAMED:
         return _NAMED[text]
     if not re.fullmatch(r"#[0-9a-fA-F]{6}", text):

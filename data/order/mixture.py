@@ -44,8 +44,7 @@ Phase = tuple[int, tuple[int, ...]]
 
 
 def whole_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
-    """Return weights (at least 0, not all 0) as integers in lowest terms. Decimals are taken as written: 0.1 is one
-    tenth."""
+    """Return weights (at least 0, not all 0) as integers in lowest terms; decimals as written: 0.1 is one tenth."""
     exact = [weight if isinstance(weight, int | Fraction) else Fraction(str(weight)) for weight in weights]
     assert exact and min(exact) >= 0 and sum(exact) > 0, weights
     scale = math.lcm(*(Fraction(weight).denominator for weight in exact))

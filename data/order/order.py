@@ -4,8 +4,9 @@ Sample number n has epoch n // N and position n % N, for N rows. The row is a ke
 
 With b = bit length of N - 1, an unbalanced Feistel network permutes the integers below 2**b. The high part has b // 2
 bits. In each of 12 rounds one part is XORed with a keyed hash of the other, in turns; each round is its own inverse.
-Hash and round keys are SplitMix64 (Steele, Lea, Flood 2014). Results of N or more are permuted again until they are
-below N (cycle walking, Black and Rogaway 2002). Since 2**b < 2 N, it takes fewer than two walks on average.
+The hash is SplitMix64's finaliser (Steele, Lea, Flood 2014), as are the round keys, from (seed, epoch, round). Results
+of N or more are permuted again until they are below N (cycle walking, Black and Rogaway 2002). Since 2**b < 2 N, it
+takes fewer than two walks on average.
 
 With blocks, blocks are permuted. The dataset's last block may be shorter; the inverse permutation gives its place.
 """

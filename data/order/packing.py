@@ -105,8 +105,7 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
 def _all_spread(
     tokens: Sequence[int], own: Sequence[Sequence[int]], count: int, budget: int
 ) -> list[list[Pack]] | None:
-    """Return `count` packs for each rank; None if a sample does not fit. `own`: samples of each rank, the longest
-    first."""
+    """Return `count` packs for each rank, whose samples are `own`, longest first; None if one does not fit."""
     found = []
     for places in own:
         packs = _spread(tokens, places, count, budget)

@@ -124,8 +124,7 @@ class MixedOrder:
         return self._places.counts(numbers)
 
     def exhausted(self) -> tuple[int, int] | None:
-        """Return (source, numbers): the first source to repeat a sample, and the sample numbers before that. None if no
-        source ever repeats."""
+        """Return (first source to repeat a sample, sample numbers before that); None if no source ever repeats."""
         found = [(self._places.places_of(at, part.size + 1), at) for at, part in enumerate(self.parts)]
         ends = [(end - 1, at) for end, at in found if end is not None]
         return min(ends)[::-1] if ends else None
@@ -263,8 +262,7 @@ def fingerprint_of(shards: Sequence[tuple[str, int, str, int]], ends: Sequence[i
 
 
 def held_rows(content: str, rows: int, fraction: float) -> np.ndarray:
-    """Return the held-out rows of a shard of `rows` rows: those whose hash with `content` is below `fraction` of
-    all."""
+    """Return the held-out rows of a shard: those whose hash with `content` is below `fraction` of all hashes."""
     key = 0
     for byte in content.encode():
         key = splitmix(key ^ byte)

@@ -130,8 +130,7 @@ class Padding:
 
 
 def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length: int) -> StepPlan:
-    """Return a plan with samples in order and all rows at `length`. `microbatch` is the samples of each microbatch over
-    `replicas` data-parallel ranks."""
+    """Return a plan with samples in order, `microbatch` in each microbatch over all replicas, and rows of `length`."""
     cut = np.arange(size, dtype=np.int64).reshape(-1, replicas, microbatch // replicas)
     shares = tuple(tuple(Share(places, length) for places in of_ranks) for of_ranks in cut)
     return StepPlan(first, size, shares)

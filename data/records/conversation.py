@@ -121,8 +121,7 @@ def with_media(text: str, media: Mapping[str, int], visuals: Sequence[Visual] = 
 
 
 def media_first(media: Mapping[str, int], visuals: Sequence[Visual] = ()) -> tuple[Part, ...]:
-    """Return the parts of unmarked media. `media`: kind -> members. `visuals` gives the order; else images precede
-    videos."""
+    """Return the parts of unmarked media (kind -> members), in the order of `visuals` or with images first."""
     kinds = [visual.kind for visual in visuals]
     kinds = kinds or [kind for kind in ("image", "video") for _ in range(media.get(kind, 0))]
     return tuple(Part(kind) for kind in [*kinds, *["audio"] * media.get("audio", 0)])

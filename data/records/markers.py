@@ -1,7 +1,7 @@
 """Media markers of other model families, and unknown markers, in the texts of records.
 
 Special tokens, such as `<|vision_start|><|image_pad|><|vision_end|>`, always stand for media. Ambiguous markers, such
-as `[IMG]`, stand for media only in a question, and only if the record has one for each member.
+as `[IMG]`, stand for media only in a question, and only if the record then has as many markers as members.
 """
 
 from __future__ import annotations

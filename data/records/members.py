@@ -124,8 +124,10 @@ NO_FIELDS = Fields()
 
 
 def read_fields(values: Mapping[str, Any], key: str = "data.fields") -> Fields:
-    """Parse `data.fields`, e.g. `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`. Raises
-    DataError for an invalid name or value. The message starts with the key below `data.fields`."""
+    """Parse `data.fields`, e.g. `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`.
+
+    Raises DataError, with the key below `data.fields`, for an invalid name or value.
+    """
     texts, media = [], dict[str, tuple[str, ...]]()
     for name, value in values.items():
         if name in MEDIA:

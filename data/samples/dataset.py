@@ -122,8 +122,7 @@ class Dataset(RecordSamples):
         return self.shards[shard], self.index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """Return an identity of a sample's media, unique over all runs. It has the shard's path, size, modification
-        time and content sample, the row, and media members in `data.fields`."""
+        """Return an identity of a sample's media, unique over all runs: path and version of its shard, row, fields."""
         shard, row = self._place(number)
         version, named = self.version(shard), self.fields_of(shard).named_media
         place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"

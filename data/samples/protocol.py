@@ -63,13 +63,11 @@ class Samples(SourcesView, ABC):
         """Return what is known of samples [first, first + size) without reading them."""
 
     def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:
-        """Start to read remote samples: (sample number, modules that need its media, True if its text is needed).
-        Raises DataError."""
+        """Start to read remote samples: (number, modules that need its media, True if its text is needed)."""
 
     @abstractmethod
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
-        """Return the tokens of a sample, or its stand-in and why it is bad. A bad sample is not counted here, since
-        readers run ahead."""
+        """Return the tokens of a sample, or its stand-in and why it is bad. Readers run ahead, so it is not counted."""
 
     @abstractmethod
     def prompt_and_truth(self, number: int) -> tuple[str, str]:

@@ -142,8 +142,7 @@ class RecordSamples(Samples):
         return zeros, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
 
     def _reason(self, meta: SampleMeta, error: Exception) -> str:
-        """Return why a sample is bad. Re-raises, with the sample's place, errors of its shard, the storage, this
-        machine or the program."""
+        """Return why a sample is bad. Re-raises errors of its shard, storage, machine or program with its place."""
         place = f"{self.shards[meta.shard]}, key {meta.key!r}"
         if isinstance(error, OF_THE_MACHINE):
             raise type(error)(f"{place}: {error}") from error

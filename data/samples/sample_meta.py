@@ -155,8 +155,7 @@ class SampleTable:
         return SampleMeta(number, shard, key, texts, members, tokens, reason, others, index.fields)
 
     def tokens_of(self, members: Mapping[str, Sequence[Member]]) -> tuple[dict[str, list[int]], str | None]:
-        """Return (`SampleMeta.tokens`, None), or ({}, why the sample is bad). Reasons are an unreadable header, an
-        exceeded bound, an item that a module rejects, or too many tokens."""
+        """Return (`SampleMeta.tokens`, None), or ({}, why the members make the sample bad)."""
         if excess := self._bounds.of_placeholders(sum(map(len, members.values()))):
             return {}, excess
         tokens: dict[str, list[int]] = {media.module: [] for media in self._modules}
@@ -218,8 +217,7 @@ class SampleTable:
         return StepSamples(tokens, loads, pairs, lengths)
 
     def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-        """Return (both numbers of each extent, frames of each, True within the video bounds), as `images_of` and
-        `tokens_of`."""
+        """Return (both numbers of each extent, frames of each, True within the video bounds)."""
         first, second = (members[name].astype(np.int64) for name in ("first", "second"))
         times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
         if is_video.any():
@@ -235,8 +233,7 @@ class SampleTable:
     def _arranged(
         self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (index of each sample's record, True if names make it bad, kind number of each member, _VIDEO or
-        -1)."""
+        """Return (index of each sample's record, True if names make it bad, kind number of each member or -1)."""
         number = {kind: at for at, kind in enumerate(self._of_kind)}
         if "image" in number:
             number["video"] = _VIDEO

@@ -31,8 +31,10 @@ class MemberReader(Protocol):
 
 
 def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | None:
-    """Return why the sample is bad, or None. It reads and decodes everything, unlike any rank of a run. Raises
-    ReadError, ShardError: the shard cannot be read; MemoryShortage, MissingLibrary."""
+    """Return why the sample is bad, or None. It reads and decodes everything, unlike any rank of a run.
+
+    Raises ReadError or ShardError if the shard cannot be read, and MemoryShortage or MissingLibrary.
+    """
     if reason := index.bad_reason(row):
         return reason
     key, members, at = index.key(row), index.members(row), index.record(row)
@@ -84,8 +86,10 @@ class Shared(NamedTuple):
 
 
 def shared_media(trained: Dataset, held_out: Dataset, first: int) -> Shared:
-    """Count the first `first` held-out samples that share a media item with a training sample. Indexes give candidates
-    with the same bytes and extent; only these are read. Raises ShardError, ReadError: a member cannot be read."""
+    """Count the first `first` held-out samples that share a media item with a training sample.
+
+    Only items with the same bytes and extent in the indexes are read. Raises ShardError or ReadError if that fails.
+    """
     first = min(first, len(held_out))
     of_size: dict[tuple[int, int, int], list[tuple[int, int, Member]]] = {}
     for number in range(first):

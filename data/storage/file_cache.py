@@ -110,8 +110,7 @@ class FileCache:
         return True
 
     def _make_room(self) -> None:
-        """Remove the least recently used files. Several processes may do so at once: they select the same files. Raises
-        OSError if the bound is exceeded and files cannot be removed."""
+        """Remove the least recently used files, as other processes may do at once. Raises OSError if that fails."""
         found = []
         for path in self._folder.glob("??/*"):
             with suppress(OSError):  # just removed by another process, or a failing disk

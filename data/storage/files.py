@@ -135,8 +135,7 @@ class ShardVersion:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, _content_hash(fd, status.st_size))
 
     def confirmed(self, fd: int, status: os.stat_result) -> ShardVersion | None:
-        """Return this version with the change time in `status` of the open file `fd`; None for another content. Raises
-        OSError."""
+        """Return this version with the change time in `status` of `fd`; None for other content. Raises OSError."""
         if (self.size, self.mtime_ns) != (status.st_size, status.st_mtime_ns):
             return None
         if status.st_ctime_ns == self.ctime_ns:

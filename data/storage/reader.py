@@ -86,8 +86,7 @@ class ShardReader:
         return raw
 
     def expect(self, ranges: Iterable[tuple[Place, int, int, ShardVersion]]) -> None:
-        """Start to read ranges of objects: (URL, first byte, bytes, version). Ranges of files are ignored. Later
-        reads report errors."""
+        """Start to read ranges of objects: (URL, first byte, bytes, version). Later reads report errors."""
         self._remote.expect(
             (url, offset, size, version) for url, offset, size, version in ranges if isinstance(url, Url)
         )

@@ -70,8 +70,7 @@ class CompiledTemplate:
 
 
 def _has_blocks(tree: nodes.Template) -> bool:
-    """True if a template has generation blocks. Raises TemplateError for blocks inside others, whose offsets
-    transformers returns wrong."""
+    """True if it has generation blocks. Raises TemplateError for nested ones, whose offsets transformers gets wrong."""
     collected = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
     if any(_is_generation(block) for outer in tree.find_all(collected) for block in outer.find_all(nodes.CallBlock)):
         raise TemplateError("a {% generation %} block is inside a macro or a variable. Write it outside")
@@ -91,8 +90,7 @@ class Chat:
     tools: list[Any] | None
 
     def text(self, end: int | None = None, *, prompt: bool = False) -> str:
-        """Render the messages before index `end`, with `prompt` up to the start of the next answer. Raises RecordError:
-        the template cannot render them."""
+        """Render the messages before `end`, with `prompt` up to the start of the next answer. May raise RecordError."""
         return self.text_and_blocks(end, prompt=prompt)[0]
 
     def text_and_blocks(self, end: int | None = None, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
@@ -146,8 +144,10 @@ class ChatRenderer:
         return self._written[kind]
 
     def chat(self, conversation: Conversation, marks: Mapping[str, str]) -> Chat:
-        """Return a conversation as the template takes it. Raises RecordError if the template would leave something out.
-        `marks`: kind -> text of media, for templates that do not know the kind."""
+        """Return a conversation as the template takes it. `marks`: kind -> text of media it does not know.
+
+        Raises RecordError if the template would leave something out.
+        """
         name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
         messages = [self._message(turn, marks) for turn in conversation.turns]
         messages = self._tool_forms[name].fit(messages, bool(conversation.tools))
@@ -261,8 +261,7 @@ class ToolForms:
         self._writes_tools = cache(self._try_tools)
 
     def fit(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> list[dict[str, Any]]:
-        """Return the messages as the template takes them. Raises RecordError: the template leaves out a role, tool
-        calls, or tools."""
+        """Return the messages as the template takes them. Raises RecordError if it would drop something."""
         if has_tools and not self._writes_tools():
             raise RecordError("the chat template leaves out the tools of the record")
         return [self._fit_message(message) for message in messages]

@@ -225,8 +225,7 @@ class JinjaTemplate:
         return end if last is None or text[tokens.ends[last] : span.end].strip() else last + 1
 
     def _tokenize(self, text: str, stand_ins: Mapping[str, str]) -> _Tokens:
-        """Tokenize a text, including prepended special tokens. Pieces with stand-ins, between the template's special
-        tokens, are read as text."""
+        """Tokenize a text with prepended special tokens. Pieces with stand-ins are read as text."""
         encoding = self._core.encode(text, add_special_tokens=False)
         ids, pairs = encoding.ids, encoding.offsets
         if stand_ins:
@@ -248,8 +247,7 @@ class JinjaTemplate:
     def _tokenize_piece(
         self, piece: str, first: int, stand_ins: Mapping[str, str]
     ) -> list[tuple[int, tuple[int, int]]]:
-        """Tokenize a piece at character `first`, with stand-ins restored and read as text. Character offsets are those
-        of the text with stand-ins."""
+        """Tokenize a piece at `first` as text with stand-ins restored. Offsets are those with stand-ins."""
         restored = "".join(stand_ins.get(char, char) for char in piece)
         places = [at for at, char in enumerate(piece) for _ in stand_ins.get(char, char)]
         encoding, skipped = self._text_core.encode(restored, add_special_tokens=False), 0

@@ -54,8 +54,7 @@ def write_tokenizer(tokenizer: Tokenizer, source: str, to: Path, media: Mapping[
 
 
 def chat_template(tokenizer: Tokenizer, media: Mapping[str, Sequence[int]]) -> str | None:
-    """Return the run's chat template, which takes typed parts if the run has media; None if the files already have
-    it."""
+    """Return the chat template of a run, with typed parts if it has media; None if the files already have it."""
     if isinstance(tokenizer, ByteTokenizer):
         roles = {role: _BYTE_MARKS[tokenizer.role_ids(role)[0]] for role in ROLES}
         return own_chat_template(_BYTE_MARKS[257], roles, _BYTE_MARKS[258], tokenizer.places)

@@ -31,8 +31,7 @@ def files_fingerprint(tokenizer: Any, path: str | os.PathLike[str]) -> str:
 
 
 def require_plain_files(path: str | os.PathLike[str]) -> None:
-    """Check a tokenizer's folder. Raises DataError: it is not a folder, a file is truncated or a Git-LFS pointer, or
-    the tokenizer needs code in the folder (`auto_map`), which is not run."""
+    """Raise DataError for a folder that is missing, truncated, has Git-LFS pointers, or needs code (`auto_map`)."""
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(
