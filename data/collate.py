@@ -113,15 +113,11 @@ def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[st
 def collate_packed(
     samples: Sequence[TextSample], lengths: Sequence[int], row_length: int, pad_id: int
 ) -> dict[str, torch.Tensor | tuple[int, ...]]:
-    """Return one row of consecutive samples, each a document of its planned length, and padding.
+    """Return one row of T = `row_length` positions: consecutive samples of their planned `lengths`, and padding.
 
     input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions restart in each document; M-RoPE
     positions are [3, 1, T]. documents: their ends; padding is one more, at position 0. A document's last target is
-    padding without loss, so that no document is learned from the one before. A sample may have several documents.
-
-    Args:
-        lengths: planned tokens of each sample. A stand-in may have fewer, and is padded.
-        row_length: T.
+    padding without loss, so that no document is learned from the one before. A shorter stand-in is padded.
     """
     on_axes = [sample.positions for sample in samples if sample.positions is not None]
     assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"

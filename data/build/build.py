@@ -238,8 +238,8 @@ def _spool(work: Path, number: int) -> Path:
 def _packed(members: Sequence[tuple[str, bytes | FileRange]]) -> tuple[bytes, int]:
     """Return (spooled sample, its bytes in a shard).
 
-    The spooled form is a 4-byte length, a JSON description of each member (extension, size, and path and offset if in a
-    file), and the members that are not in files.
+    The spooled form is a 4-byte length, a JSON description of each member, and the members that are not in files. The
+    description is extension and size, and path and offset in a file.
     """
     described, contents, size = list[tuple[Any, ...]](), list[bytes](), 0
     for extension, content in members:

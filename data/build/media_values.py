@@ -178,9 +178,7 @@ def take_typed_parts(
 def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where: str, folder: str | None) -> None:
     """Raise RecordError if a record without recognized media seems to hold some, or a URL of some.
 
-    Args:
-        names: `Columns.names`.
-        folder: folder of the files that records name. Next to a text or messages, a name counts if its file exists.
+    `names`: `Columns.names`. Next to a text or messages, a name counts only if its file exists in `folder`.
     """
     is_text = not {"conversations", "messages", "text"}.isdisjoint([*record, *names])
     for column, value in record.items():

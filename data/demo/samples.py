@@ -54,13 +54,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class DemoSample:
-    """A sample.
-
-    Attributes:
-        turns: (role, text), with `<image>` and `<audio>` markers.
-        members: (extension, file), in order.
-        sources: numbers of the scans in its images.
-    """
+    """A sample: turns (role, text with markers), members (extension, file), and the numbers of its scans."""
 
     turns: list[tuple[str, str]]
     members: list[tuple[str, bytes]]

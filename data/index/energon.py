@@ -89,7 +89,7 @@ def energon_shards(folder: Path, split: str = "") -> list[Path]:
 
 
 def energon_fields(folder: Path) -> dict[str, Any]:
-    """Return the dataset's `data.fields`. Raises DataError: its kind or field map is unsupported."""
+    """Return the dataset's `data.fields`. Raises DataError if its kind or field map is unsupported."""
     place = folder / FOLDER / "dataset.yaml"
     plain = _mapping(place)
     kind = plain.get("sample_type", plain)

@@ -51,13 +51,7 @@ class Part:
 
 
 class IndexFile:
-    """An open file.
-
-    Attributes:
-        names: shard of each row in `table`.
-        table: [shards] of `_SHARD`.
-        bytes: uint8, the whole file.
-    """
+    """An open file. `table`: [shards] of `_SHARD`, named by `names`; `bytes`: uint8, the whole file."""
 
     def __init__(self, path: Path, content: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
         """Open the file. Raises DataError, KeyError or TypeError if `table` and `texts` do not match."""

@@ -16,7 +16,7 @@ INDEX, TOKENS = ".idx", ".bin"
 
 
 def is_indexed(shards: Shards) -> bool:
-    """True if a source has .bin and .idx files; False for tars or missing files. Raises DataError: it has both."""
+    """True if a source has .bin and .idx files; False for tars or missing files. Raises DataError for both."""
     return bool(_found(shards))
 
 

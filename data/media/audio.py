@@ -1,7 +1,7 @@
 """Decode audio files to tensors at any sampling rate.
 
-Resampling equals torchaudio's. torchaudio 2.11 stores a filter for every phase of the two rates (6.7 GB for 44,101 ->
-16,000 Hz), so large tables are replaced by evaluating the same windowed sinc directly.
+Resampling equals torchaudio's. torchaudio 2.11 stores a filter for every phase of the two rates: 6.7 GB for 44,101 ->
+16,000 Hz. Instead of large tables, the same windowed sinc is evaluated directly.
 """
 
 from __future__ import annotations

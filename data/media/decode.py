@@ -51,16 +51,10 @@ def decode_media(
     bounds: Bounds = BOUNDS,
     background: Colour | None = WHITE,
 ) -> torch.Tensor:
-    """Return an image or audio item of `Media.size`.
+    """Return an image or audio item of `Media.size`. Raises DecodeError if it is damaged, or above its bounds.
 
     Images are uint8 [3, height, width], or float32 if `resize.rounded` is False. With a `canvas` (`Media.canvas`) they
     are tiles, [tiles, 3, side, side]. Audio is float32 [samples].
-
-    Args:
-        background: see `decode_image_file`.
-
-    Raises:
-        DecodeError: it is damaged, or above its bounds.
     """
     if canvas is not None:
         return decode_tiles(raw, canvas, resize, bounds, background)

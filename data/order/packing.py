@@ -72,14 +72,9 @@ def plan_in_packs(
 def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Packing) -> list[list[Pack]]:
     """Return the packs of a step: microbatch -> data-parallel rank -> pack. Each sample is in one pack.
 
-    `balance_ranks` assigns samples to ranks. All ranks have the same number of packs, as few as possible. The longest
-    sample goes first, each into the emptiest pack (Graham 1969, longest processing time first), so that rows need
-    little padding. The packs of a microbatch have similar costs on all ranks.
-
-    Args:
-        lengths: int64 [samples], tokens of each sample.
-        squares: see `balance_ranks`.
-        ranks: data-parallel ranks of the language model.
+    `balance_ranks` assigns samples of `lengths`, int64 [samples], to ranks. All ranks have the same number of packs, as
+    few as possible. The longest sample goes first, each into the emptiest pack (Graham 1969, longest processing time
+    first), so that rows need little padding. The packs of a microbatch have similar costs on all ranks.
     """
     budget, multiple = packing.budget, packing.microbatches
     assert 0 < int(lengths.max()) <= budget and min(ranks, multiple) > 0, (lengths.max(), packing, ranks)

@@ -70,12 +70,7 @@ class Part:
 
 
 class MixedOrder:
-    """Order of several sources, with the interface of `GlobalOrder`.
-
-    Attributes:
-        size: samples of all sources in an epoch.
-        parts: rows of each source.
-    """
+    """Order of several sources, with the interface of `GlobalOrder`. `size`: samples of all in an epoch."""
 
     def __init__(
         self, parts: Sequence[Part], phases: Sequence[Phase], seed: int = 0, shuffle: bool = True, block: int = 1

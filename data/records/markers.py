@@ -88,12 +88,8 @@ def with_our_markers(
 ) -> Sequence[Any]:
     """Replace other families' markers in text contents by `<image>`, `<video>` and `<audio>`. Changed turns are copies.
 
-    Args:
-        media: kind -> members of the sample. If empty, the run takes no media, and all text stays as it is.
-
-    Raises:
-        RecordError: neither the ambiguous markers nor ours match the members. The message continues the name of the
-            turns.
+    Without `media` (kind -> members), all text stays as it is. Raises RecordError, to follow the name of the turns, if
+    neither the ambiguous markers nor ours match the members.
     """
     contents = {at: turn.get(content_field) for at, turn in enumerate(turns) if isinstance(turn, dict)}
     texts = {at: text for at, text in contents.items() if isinstance(text, str)}

@@ -77,8 +77,8 @@ def parse_record(
         visuals: images and videos of the sample in order; optional without a video.
 
     Raises:
-        RecordError: unreadable, in an unknown form, above its bounds, without an assistant turn, with a different
-            number of placeholders than members, or with a reference to an unread member.
+        RecordError: it is unreadable, unknown, above its bounds, without an assistant turn, or does not match the
+            members.
         NothingToLearn: the caption is null.
         NotDownloaded: the sample has no media because their download failed.
     """

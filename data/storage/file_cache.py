@@ -20,10 +20,8 @@ _FULL = 1 << 62
 class FileCache:
     """Contents by key in a folder of at most `max_bytes`. Thread-safe.
 
-    Attributes:
-        hits: contents that were read.
-        misses: contents that were missing or damaged.
-        damaged: contents with a wrong checksum, or dropped; they are removed.
+    Counts `hits`, `misses` (damaged ones included), and `damaged` contents (wrong checksum, or dropped), which are
+    removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, suffix: str, what: str, writers: int = 1):

@@ -79,15 +79,11 @@ def pread_all(fd: int, size: int, offset: int) -> bytes:
 def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator[BinaryIO]:
     """Yield a binary file that replaces `path` atomically when the block ends; if it raises, the file is removed.
 
-    Threads, processes and machines may replace one path concurrently: each writes a file with a random name, and the
-    last one wins.
+    Concurrent writers use random names, and the last one wins. Raises OSError if the folder cannot be written.
 
     Args:
         mode: permissions, such as 0o644; None: 0o666 minus the umask.
         buffer: buffer size in bytes; -1: Python's default.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     file = temporary.open("xb", buffer)

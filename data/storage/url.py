@@ -36,7 +36,7 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Parse a URL. Raises DataError: it is no URL of a location, or has credentials, a query or an empty part."""
+        """Parse a URL. Raises DataError without a location, or for credentials, a query or an empty part."""
         found = _URL.fullmatch(text)
         if found is None or not found[2]:
             raise DataError(f"{_shown(text)}: is no URL such as s3://bucket/folder")

@@ -56,7 +56,7 @@ _FAMILIES = {
 
 
 def as_placeholders(items: Iterable[str | Placeholder]) -> list[Placeholder]:
-    """Return the placeholder of each module. A string is its name. Raises DataError: two are equal."""
+    """Return the placeholder of each module. A string is its name. Raises DataError if two are equal."""
     placeholders = [Placeholder(item) if isinstance(item, str) else item for item in items]
     placeholders = [item if item.kind else replace(item, kind=MARKERS.get(item.name, "")) for item in placeholders]
     _require_different([item.name for item in placeholders])

@@ -48,12 +48,11 @@ class SpecialText:
 def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]) -> tuple[str, ...]:
     """Make a transformers tokenizer read special tokens in texts, and return these tokens.
 
+    Raises DataError if one is unknown or `reserved` for media, the tokenizer is not fast, or it has no grounding
+    tokens.
+
     Args:
         tokens: `data.special_tokens_in_text`: tokens, or "grounding" for those of boxes, points and references.
-        reserved: tokens of media, which texts cannot have.
-
-    Raises:
-        DataError: a token is unknown or reserved, the tokenizer is not fast, or it has no grounding tokens.
     """
     key = "data.special_tokens_in_text"
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}

@@ -28,11 +28,9 @@ _BYTE_MARKS = {256: "<|pad|>", 257: "<|begin|>", 258: "<|end|>"} | {
 
 
 def write_tokenizer(tokenizer: Tokenizer, source: str, to: Path, media: Mapping[str, Sequence[int]]) -> None:
-    """Write the files of a run's tokenizer, with its media placeholders and its chat template.
+    """Write the files of a run's tokenizer with its chat template, from the folder `source`.
 
-    Args:
-        source: `data.tokenizer`, a folder.
-        media: kind -> pad ids of the modules that take it, in order.
+    `media`: kind -> pad ids of the modules that take it, in order.
     """
     if isinstance(tokenizer, ByteTokenizer):
         _write_bytes(tokenizer, to)

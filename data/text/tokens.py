@@ -173,10 +173,8 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `transformers` tokenizer. Missing placeholders are added as special tokens; pad falls back to EOS.
 
-    Attributes:
-        own_source: our own format as a Jinja template.
-        uses_its_template: True for the tokenizer's own template, if it has one.
-        template_variables: `data.template_variables`.
+    `own_source` is our own format in Jinja. `uses_its_template` is True for the tokenizer's own template, if it has
+    one.
     """
 
     def __init__(
