@@ -316,8 +316,7 @@ class _MediaRead(NamedTuple):
 
 @dataclass(frozen=True)
 class _Step:
-    """A submitted step: its plan, the index data of its samples, the numbers that this rank reads, and result
-    callables."""
+    """A submitted step: its plan, the index data of its samples, this rank's numbers, and result callables."""
 
     plan: StepPlan
     samples: StepSamples

@@ -32,8 +32,7 @@ _POLL_SECONDS, _LOG_SECONDS = 0.1, 60.0  # between tries to take a lock, and bet
 class FolderFile:
     """The file about the shards of one folder: next to them, in `data.cache_dir`, or in the user's cache.
 
-    `located` has the shards' parts after `load`. `what` names the file in messages. `checks_all` verifies all parts at
-    any file size.
+    `located` has the shards' parts after `load`. `what` names the file in messages. `checks_all` verifies all parts.
     """
 
     def __init__(

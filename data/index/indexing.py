@@ -46,8 +46,7 @@ _LOG_SECONDS = 20.0  # between messages about progress
 
 
 class FolderIndex:
-    """The indexes of one folder's shards while they are opened. See `open_catalogue`. `errors`: shard -> why it has
-    no index."""
+    """The indexes of one folder's shards while they are opened. See `open_catalogue`. `errors`: shard -> error."""
 
     def __init__(
         self,

@@ -28,11 +28,9 @@ _AT_ONCE = 1 << 20  # sequences per check
 
 
 class IndexedFile:
-    """The documents of one pair of files. `path` and `version` are those of the .bin; `content` is a hash of both
-    files.
+    """The documents of one pair of files. `path` and `version` are those of the .bin; `content` is of both.
 
-    Raises ShardError if a file is missing, damaged or of another kind, or the two do not match; ReadError if one cannot
-    be read.
+    Raises ShardError if a file is missing, damaged or of another kind, or the two do not match, and ReadError.
     """
 
     def __init__(self, index: Path, read_retries: int = RETRIES) -> None:

@@ -27,8 +27,7 @@ _FEW = 64
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Order of a dataset of `size` rows, whose blocks of `block` rows stay together. `shuffle=False` is the identity in
-    each epoch."""
+    """Order of a dataset of `size` rows, in blocks of `block` rows. `shuffle=False` is the identity."""
 
     size: int
     seed: int = 0

@@ -85,8 +85,7 @@ class Reader:
     """This rank's part of one module ("language" or a `Media.module`).
 
     It is the `dp_rank`-th of `dp_size` contiguous slices of each microbatch, in plan order. Slices are equal, or
-    `balanced` by tokens inside the encoder. `sizes_only`: read only the sizes of media, from the index; other ranks
-    send the rest.
+    `balanced` by tokens inside the encoder. `sizes_only`: read only the sizes of media, from the index.
     """
 
     module: str
@@ -157,8 +156,7 @@ class StepBatch:
             `sizes_only` have only "sizes", a list. Modules with a lookup have `media` (`MicrobatchMedia`) too; N then
             excludes samples with features.
         numbers: per microbatch, module -> sample numbers that this rank reads for it.
-        token_counts: module -> microbatch -> sample of the WHOLE microbatch, over all data-parallel ranks: sequence
-            tokens.
+        token_counts: module -> microbatch -> sample of the WHOLE microbatch (all data-parallel ranks): tokens.
         loads: as token_counts, for tokens inside the encoder.
         pairs: as token_counts, for pairs of these that attend to each other.
         bad: bool [size], by place: samples that this rank found bad (it sees only what it reads).

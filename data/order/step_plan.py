@@ -142,8 +142,7 @@ def plan_by_length(
     """Return a plan with samples sorted by planned length, the longest first. Equal ones stay in order.
 
     Rows have the length of their share's longest sample. The samples of a microbatch do not depend on the number of
-    replicas. Each replica gets a run of neighbours; the longest run goes to the replica with the fewest positions so
-    far.
+    replicas. Each replica gets a run of neighbours; the longest goes to the replica with the fewest positions.
 
     Args:
         lengths: [size], planned tokens.

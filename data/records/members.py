@@ -208,8 +208,7 @@ def _read_members(names: Sequence[str], members: Sequence[int], wanted: tuple[st
     """Return the members of a kind that are read, in the order of their placeholders.
 
     These are the members in `data.fields`. Otherwise they are those with a plain or numbered extension (`jpg`,
-    `0.jpg`), or all members if each has a name (`left.jpg`). If all have a number behind the same name, numbers give
-    the order.
+    `0.jpg`), or all members if each has a name (`left.jpg`). If all have one name and a number, numbers give the order.
     """
     if wanted is not None:
         return [at for name in wanted for at in members if names[at] == name]

@@ -77,8 +77,7 @@ def parse_record(
         visuals: images and videos of the sample in order; optional without a video.
 
     Raises:
-        RecordError: it is unreadable, unknown, above its bounds, without an assistant turn, or does not match the
-            members.
+        RecordError: it is invalid, above its bounds, without an assistant turn, or does not match the members.
         NothingToLearn: the caption is null.
         NotDownloaded: the sample has no media because their download failed.
     """

@@ -51,8 +51,7 @@ class Dataset(RecordSamples):
     null or blank answers have no loss and are not bad; held_fraction: share of held-out samples, see `held_rows`;
     only_held: use only these; members_cache: keeps reads of remote shards.
 
-    Raises DataError (no shards or samples), ShardError (an unusable or changing shard), ReadError (a persistent I/O
-    error).
+    Raises DataError (no shards or samples), ShardError (an unusable or changing shard), ReadError (an I/O error).
     """
 
     order: GlobalOrder | MixedOrder

@@ -20,8 +20,7 @@ _FULL = 1 << 62
 class FileCache:
     """Contents by key in a folder of at most `max_bytes`. Thread-safe.
 
-    Counts `hits`, `misses` (damaged ones included), and `damaged` contents (wrong checksum, or dropped), which are
-    removed.
+    Counts `hits`, `misses` (damaged ones included), and `damaged` contents (wrong checksum, or dropped).
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, suffix: str, what: str, writers: int = 1):

@@ -199,8 +199,7 @@ class _File:
 
 
 class RemoteReader:
-    """Reads ranges of objects; announced ones are fetched in the background. `cache` keeps reads, by the object's
-    tag."""
+    """Reads ranges of objects; announced ones are fetched in the background. `cache` keeps reads by tag."""
 
     def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES, cache: FileCache | None = None) -> None:
         self._retries, self._max_bytes, self._cache = retries, ahead_bytes, cache

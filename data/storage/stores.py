@@ -86,8 +86,7 @@ class IoThread:
         """Start to read ranges, up to the ends of their objects.
 
         The futures raise `Changed` for another tag, or another OSError (also for a timeout), with the URL as file name.
-        All are submitted together: waking the thread yields the interpreter, which next to a busy thread costs
-        milliseconds.
+        All are submitted together: waking the thread yields the interpreter, which may cost milliseconds.
         """
         with self._guard:
             if self._loop is None:

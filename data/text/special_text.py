@@ -48,8 +48,7 @@ class SpecialText:
 def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]) -> tuple[str, ...]:
     """Make a transformers tokenizer read special tokens in texts, and return these tokens.
 
-    Raises DataError if one is unknown or `reserved` for media, the tokenizer is not fast, or it has no grounding
-    tokens.
+    Raises DataError if one is unknown or `reserved` for media, the tokenizer is not fast or lacks grounding tokens.
 
     Args:
         tokens: `data.special_tokens_in_text`: tokens, or "grounding" for those of boxes, points and references.

@@ -167,8 +167,7 @@ def media_identity(placeholders: Sequence[Placeholder]) -> str:
 def own_chat_template(begin: str, roles: Mapping[str, str], end: str, places: Mapping[str, str]) -> str:
     """Return our own format as a Jinja template, for runs with a Hugging Face tokenizer and for exports.
 
-    `roles`: role -> tag that opens its turns. `places`: kind -> text of an image or audio; it replaces markers in text
-    contents too.
+    `roles`: role -> tag that opens its turns. `places`: kind -> text of an image or audio; it replaces markers too.
     """
     text = "message['content']"
     for marker, kind in MARKERS.items():

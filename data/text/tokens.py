@@ -173,8 +173,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `transformers` tokenizer. Missing placeholders are added as special tokens; pad falls back to EOS.
 
-    `own_source` is our own format in Jinja. `uses_its_template` is True for the tokenizer's own template, if it has
-    one.
+    `own_source` is our own format in Jinja. `uses_its_template` is True for `data.chat_template=auto`.
     """
 
     def __init__(
