@@ -40,7 +40,7 @@ class Columns:
     """`--columns`, `--question` and `--quoted`.
 
     Attributes:
-        names: part of a record (of `data.records.fields.TEXTS` or `MEDIA`) -> column.
+        names: part of a record (of `data.records.members.TEXTS` or `MEDIA`) -> column.
         question: asked about every sample with a caption; empty: none.
         quoted: True if quotes enclose cells of a TSV file, as in CSV files.
     """
