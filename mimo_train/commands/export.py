@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         "checkpoint", metavar="CHECKPOINT", help="folder or URL of a run, or of one of its checkpoints"
     )
     command.add_argument("--to", required=True, type=Path, metavar="DIR", help="new folder to write")
-    command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the checkpoint)")
+    command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: train.precision of the run)")
     command.add_argument(
         "--merge", action="store_true", help="put adapters into the weights (default: write them for peft)"
     )

@@ -82,8 +82,8 @@ def published_encoder(module: ModuleConfig) -> Published:
     published = family.published(encoder)
     if merge > 1 and (encoder.sizes_vary or encoder.most_inner_tokens(merge) != encoder.most_inner_tokens()):
         raise EncoderError(
-            f"projector.merge is {merge}, and a {encoder.medium} is resized to a multiple of it, which no processor of "
-            "transformers does"
+            f"projector.merge is {merge}, and each {encoder.medium} is resized to a multiple of it, which no processor "
+            "of transformers does"
         )
     return published
 

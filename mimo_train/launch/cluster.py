@@ -35,15 +35,18 @@ def fill_in(template: str, launch: Launch, nodes: int, gpus: int, values: Mappin
     """
     path = _template(template)
     command = [launch.config, *launch.overrides]
-    filled = {
-        "name": "mimo-train",
-        **values,
+    of_run = {
         "nodes": str(nodes),
         "gpus": str(gpus),
         "processes": str(_require_fit(launch, nodes, gpus)),
         "command": json.dumps(["mimo-train", "launch", "here", *command]),
         "run": json.dumps(shlex.join(["scripts/train_vlm.sh", *command])),
     }
+    if taken := sorted(of_run.keys() & values.keys()):
+        raise UserError(
+            f"--set {taken[0]}: the run decides this value. Change the config or the options of the command."
+        )
+    filled = {"name": "mimo-train", **values, **of_run}
     text = Template(path.read_text())
     names = text.get_identifiers()
     if missing := [name for name in names if name not in filled]:

@@ -106,7 +106,7 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
         if (tokens := part.token_unit(module.projector.merge)) % (tp * unit):
             yield Fault(
                 f"modules.{name}.layout.sp",
-                f"with {key} {recipe} each of tp {tp} ranks needs a multiple of {unit} rows, and a {part.medium} has "
+                f"with {key} {recipe} each of tp {tp} ranks needs a multiple of {unit} rows; each {part.medium} has "
                 f"{tokens} tokens inside the encoder: set sp to false, or modules.{name}.fp8=none",
             )
 

@@ -62,7 +62,7 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
             yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
     if layout.sp and (tokens := encoder.token_unit(module.projector.merge)) % layout.tp:
         medium = encoder.medium
-        have = f"{medium}s of any size have multiples of" if encoder.sizes_vary else f"a {medium} has"
+        have = f"{medium}s of any size have multiples of" if encoder.sizes_vary else f"each {medium} has"
         yield Fault(
             f"{key}.layout.sp",
             f"{have} {tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: set sp "

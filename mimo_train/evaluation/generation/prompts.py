@@ -90,7 +90,7 @@ class Prompts:
             return self._video(raw, file)
         extent = parse_extent_bytes(kind, raw)
         if extent is None:
-            raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable header of a {NAMES[kind]}")
+            raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable {NAMES[kind]} header")
         alone = self._medium(kind, raw, {item.module: extent for item in readers})
         if all(item.cut_several for item in readers):
             return alone

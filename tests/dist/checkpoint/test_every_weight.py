@@ -76,6 +76,6 @@ def _refused(cfg) -> str:
 def test_a_place_that_nobody_can_look_into_is_told_by_every_rank(digits, tmp_path):
     """Rank 0 alone looks for a checkpoint before the model is built: its error must not leave the others waiting."""
     cfg = config("vlm_digits", tmp_path, digits, "layout=two_processes", "train.iters=1",
-                 "checkpoint.resume=nobody://host/run")  # fmt: skip
+                 "data.read_retries=0", "checkpoint.resume=http://127.0.0.1:1/run")  # fmt: skip
     one, other = run_ranks(_refused, 2, cfg)
-    assert one == other and one.startswith("nobody://host/run/COMPLETE: no file system of this scheme")
+    assert one == other and one.startswith("checkpoint http://127.0.0.1:1/run cannot be read")

@@ -30,6 +30,8 @@ def ours(cfg, save: str) -> dict[str, Any]:
     Args:
         save: when to write a checkpoint: "before" the step, or "after" it.
     """
+    from mimo_train.training.train_step import train_step
+
     run = Steps(cfg)
     session = run.session
     session.data.advance()
@@ -39,7 +41,7 @@ def ours(cfg, save: str) -> dict[str, Any]:
         run.save()
     session.data.rewind()
     session.freeze_stages.apply(0)
-    result = run._run._train_step()
+    result = train_step(session, run._run.step_func)
     session.state.train_state.count(session.data.current.size, session.data.current.plan.tokens, result)
     if save == "after":
         run.save()

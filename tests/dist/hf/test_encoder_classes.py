@@ -150,7 +150,7 @@ def test_features_are_those_of_the_class_that_loads_the_export(case, exported):
 def test_a_dinov2_tower_leaves_inside_one_llava_with_equal_logits(digits, tmp_path):
     """Its class token is dropped, and the norm behind its layers is not applied. Version 5 of transformers renames its
     layers in memory, so that adapters have no place and are merged."""
-    steps = ("train.global_batch_size=4", "train.micro_batch_size=4", "data.sequence_length=160", *TINY[:4])
+    steps = ("train.global_batch_size=4", "train.micro_batch_size=4", "data.sequence_length=160", *TINY[:5])
     keys = (*_images("dinov2", "feature_layer=-2", "final_norm=false", "init_std=0.3"), "modules.images.lora.rank=2")
     cfg = load("vlm_digits", (*overrides(tmp_path / "run", digits), *steps, *keys, "layout=one_process"))
     (found,) = run_ranks(ours, 1, cfg, "before")

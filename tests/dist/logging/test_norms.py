@@ -50,16 +50,16 @@ def norms_of_a_step(cfg) -> dict:
     from mimo_train.bridge.training.utils.norms import calc_params_l2_norm, report_l2_norm_grad
 
     steps, found = Steps(cfg), {}
-    optimizer_step = steps.optimizer.step
+    reduce_norms = steps.optimizer.reduce_norms
 
-    def step_and_note():
+    def note_and_reduce(values):
         found["grads"] = report_l2_norm_grad(steps.model)
         found["params"] = calc_params_l2_norm(steps.model, None)
         if steps.state.layout.world_size == 1:
             found["read grads"], found["read params"] = read_directly(steps.model)
-        return optimizer_step()
+        return reduce_norms(values)
 
-    steps.optimizer.step = step_and_note
+    steps.optimizer.reduce_norms = note_and_reduce
     ((_, found["grad_norm"]),) = steps.train()
     found["params after"] = calc_params_l2_norm(steps.model, None)
     return found

@@ -92,8 +92,8 @@ def test_what_is_written_of_an_encoder_is_read_as_the_same(family, values):
     [
         ("whisper", {}, 1, "set key_bias=false, pad_clips=true$"),
         ("whisper", WHISPER | {"max_seconds": 2.5}, 1, "set max_seconds to whole seconds and whole frames of 320"),
-        ("whisper", WHISPER, 7, "projector.merge is 7, and a clip is resized to a multiple of it"),
-        ("siglip2", {}, 2, "projector.merge is 2, and an image is resized to a multiple of it"),
+        ("whisper", WHISPER, 7, "projector.merge is 7, and each clip is resized to a multiple of it"),
+        ("siglip2", {}, 2, "projector.merge is 2, and each image is resized to a multiple of it"),
         ("dinov2", {"ffn_hidden_size": 3000}, 1, "is 3000, .* whole multiples of hidden_size 768 .* set .*=3072"),
         ("dinov3", {"resize": "native"}, 1, "resize is native, and transformers' class has images of one size"),
         ("qwen_audio", {}, 1, "transformers has no class for an encoder of family qwen_audio alone"),

@@ -160,6 +160,7 @@ def test_what_skypilot_sets_up_has_python_from_uv_where_there_is_none(filled, tm
         ([*KUBERNETES[:-1], "image=here mimo:1"], ["--set image: expected", "'here mimo:1'"]),
         (KUBERNETES[:-2], ["kubernetes.yaml needs image: add --set image=..."]),
         ([*KUBERNETES, "--set", "imagine=a"], ["--set imagine:", "has no ${imagine}", "image"]),
+        ([*KUBERNETES, "--set", "nodes=3"], ["--set nodes: the run decides"]),
         ([*KUBERNETES, "--set", "image"], ["--set: expected NAME=VALUE", "'image'"]),
         ([*KUBERNETES, "--set", "claim=other"], ["--set: expected NAME=VALUE, each name once"]),
         (["slurm", *KUBERNETES[1:]], ["no template 'slurm'", "kubernetes, skypilot, trainjob"]),

@@ -96,7 +96,7 @@ SHARED = {"placement.mode": "shared"}
         ),
         ({f"{LANGUAGE}.layout.dp": 0}, f"{LANGUAGE}.layout.dp", ["at least 1", "is 0"]),
         ({"train.micro_batch_size": 0}, "train.micro_batch_size", ["at least 1", "is 0"]),
-        ({"train.iters": 0}, "train.iters", ["at least 1", "is 0"]),
+        ({"train.iters": 0}, "train.iters", ["is 0", "train.epochs"]),
         ({f"{LANGUAGE}.layout.sp": True}, f"{LANGUAGE}.layout.sp", ["tp > 1", "tp is 1"]),
         ({f"{IMAGES}.layout.sp": True}, f"{IMAGES}.layout.sp", ["tp > 1", "tp is 1"]),
         (

@@ -132,7 +132,7 @@ def test_what_excludes_each_other_is_named_before_a_model_is_built(trained):
     assert code == 1 and err.startswith("error: --prompt-format: text continues a prompt without turns")
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "generation.md"
+PAGE = Path(__file__).parents[4] / "docs" / "generation.md"
 
 
 def _program(text: str) -> str:

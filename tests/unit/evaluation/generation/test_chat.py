@@ -144,13 +144,13 @@ def test_what_a_user_says_is_what_a_record_says(prompts, image):
 
 def test_files_that_cannot_be_used_are_named(prompts, image, tmp_path):
     damaged, empty = image("red"), tmp_path / "empty.png"
-    damaged.write_bytes(damaged.read_bytes()[:40])
+    damaged.write_bytes(damaged.read_bytes()[:-30])
     empty.touch()
     with pytest.raises(UserError, match=r"none\.png: No such file"):
         prompts.medium("image", tmp_path / "none.png")
-    with pytest.raises(UserError, match=r"empty\.png \(0 bytes\) has no readable header of an image"):
+    with pytest.raises(UserError, match=r"empty\.png \(0 bytes\) has no readable image header"):
         prompts.medium("image", empty)
-    with pytest.raises(DecodeError, match="cannot decode 40 bytes"):
+    with pytest.raises(DecodeError, match=r"cannot decode \d+ bytes"):
         prompts.medium("image", damaged)
     with pytest.raises(UserError, match="no module of this model reads clips"):
         prompts.medium("audio", damaged)

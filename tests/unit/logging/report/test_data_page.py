@@ -39,7 +39,7 @@ def test_samples_are_shown_as_they_are_learned(shards, tmp_path, capsys):
     assert not page.outside() and EVIL in page.words
     assert len(page.all("img")) == 1 and len(page.all("audio")) == 1 and len(page.all("li", "sample")) == 3
     assert len(page.all("span", "learned")) == 2 and len(page.all("span", "medium")) == 2
-    assert "Bad: member .png (10 bytes) has no readable image header" in page.words and "bad: 1" in page.words
+    assert "Bad: member .png (8 bytes) has no readable image header" in page.words and "bad: 1" in page.words
     assert "<image> x " in page.words and "<audio> x " in page.words
     assert sum(1 for _ in page.all("rect")) >= 1
 

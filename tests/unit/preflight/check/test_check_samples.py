@@ -47,7 +47,7 @@ def test_images_in_a_sample_count_for_memory(capsys):
         ("two", [("k.png", image()), ("k.json", record("<image><image>?"))], "2 image placeholders, but"),
         ("none", [("k.json", record("<image>?"))], "1 image placeholder, but the sample has 0"),
         ("lost", [("k.png", image()), ("k.json", record("What?"))], "0 image placeholders, but the sample has 1"),
-        ("text", [("k.png", b"no image"), ("k.json", record("<image>?"))], "10 bytes"),
+        ("text", [("k.png", b"no image"), ("k.json", record("<image>?"))], "8 bytes"),
         ("cut", [("k.png", image()[:-30]), ("k.json", record("<image>?"))], "cannot decode"),
         ("json", [("k.json", b"{")], "not JSON"),
         ("bare", [("k.png", image())], "no .json and no .txt member"),
