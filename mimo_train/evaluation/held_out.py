@@ -275,7 +275,7 @@ def _write_samples(path: Path, shown: list[dict]) -> None:
         with replacing(path) as file:
             file.write(json.dumps(shown).encode())
     except OSError as error:
-        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)
+        _logger.warning("%s cannot be written (%s): training continues without it", path, error)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, data
         with replacing(path) as file:
             file.write("".join(lines).encode())
     except OSError as error:
-        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)
+        _logger.warning("%s cannot be written (%s): training continues without it", path, error)
 
 
 SHOWN_SECONDS = 10

@@ -236,7 +236,7 @@ def _unequal(ranks: Mapping[int, Rank]) -> tuple[list[int], str] | None:
                 group = next(g for g in ranks[odd].groups.values() if g.name == name)
                 return [odd], (
                     f"collective #{number} of {group} is not the same on all ranks: {calls}; rank {odd} has left out a "
-                    "call before, or made one too many"
+                    "call before, or called one too many"
                 )
     return None
 

@@ -150,7 +150,7 @@ def build_metrics_log(cfg: ConfigContainer, run_dir: Path, *, resumed_step: int)
 
 def _warn(name: str, what: str, error: Exception) -> None:
     _logger.warning(
-        "%s %s (%s: %s): training goes on without it, metrics.jsonl has every number",
+        "%s %s (%s: %s): training continues without it, metrics.jsonl has every number",
         name,
         what,
         type(error).__name__,

@@ -40,7 +40,7 @@ def append_to_progress_log(run_dir: Path, text: str) -> None:
     except OSError as error:
         if run_dir not in _unwritable:
             _unwritable.add(run_dir)
-            _logger.warning("%s cannot be written (%s): training goes on without it", run_dir / PROGRESS_FILE, error)
+            _logger.warning("%s cannot be written (%s): training continues without it", run_dir / PROGRESS_FILE, error)
     else:
         _unwritable.discard(run_dir)
 

@@ -303,8 +303,8 @@ class _Compiler:
         self.graphs += 1
         if self.graphs >= MANY and math.log2(self.graphs).is_integer():
             _logger.warning(
-                "%s: its layers have been compiled %d times, each time for inputs of another kind: steps wait for it; "
-                "set %s.compile=none if it goes on",
+                "%s: its layers were compiled %d times, for inputs of different shapes or dtypes, and steps wait for "
+                "it. Set %s.compile=none if this continues",
                 self._key,
                 self.graphs,
                 self._key,

@@ -111,7 +111,8 @@ class PlacedMimoModel(MimoModel):
         joined = text_SBH.reshape(-1, hidden)
         for name, rows in features.items():
             mask = (input_ids == special_token_ids[name]).reshape(-1)
-            torch._assert_async(mask.sum() == len(rows), f"another number of features of {name} than placeholders")
+            text = f"number of {name} features ({len(rows)}) does not match the number of placeholder tokens"
+            torch._assert_async(mask.sum() == len(rows), text)
             place = torch.nonzero_static(mask, size=len(rows)).squeeze(1)
             joined = joined.index_copy(0, place % sequence * batch + place // sequence, rows)
         return joined.view(sequence, batch, hidden)

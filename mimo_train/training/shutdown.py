@@ -67,7 +67,7 @@ def agreed_votes(sums: Sequence[float]) -> AgreedVotes:
     if ranks * squares != steps**2:
         raise StepsDiffer(
             f"{ranks:.0f} ranks have summed different steps at the end of backward (their mean modulo {_STEPS} is "
-            f"{steps / ranks:g}): a rank has left out a collective, or made one too many. Nothing of this step is "
+            f"{steps / ranks:g}): a rank skipped a collective or called one too many. Nothing of this step is "
             "saved. Run `mimo-train hang` with the run.dir to see which rank"
         )
     return AgreedVotes(bool(signalled), bool(out_of_time))

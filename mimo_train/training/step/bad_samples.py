@@ -74,7 +74,7 @@ def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[Bad
             with path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(entry) + "\n" for entry in entries))
     except OSError as error:  # a run does not end because of this file
-        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)
+        _logger.warning("%s cannot be written (%s): training continues without it", path, error)
     return new
 
 

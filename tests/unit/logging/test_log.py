@@ -239,7 +239,7 @@ def test_a_progress_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     (tmp_path / "progress.txt").mkdir()
     for step in range(3):
         progress.job_exited(tmp_path, step=step, reason="finished")
-    assert caplog.text.count("training goes on without it") == 1
+    assert caplog.text.count("training continues without it") == 1
 
 
 def test_a_reader_that_has_gone_ends_nothing():
