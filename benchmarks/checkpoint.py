@@ -43,7 +43,7 @@ SIZES = (
     "train.eval_interval=0",
     "train.report_samples=0",
     "data.workers=0",
-    "log.report_to=[]",
+    "log.tensorboard=false",
     "checkpoint.resume=never",
     "checkpoint.keep=0",
 )

@@ -179,7 +179,7 @@ def main() -> int:
                 "data.shuffle=false",
                 "run.device=cpu",
                 "checkpoint.resume=never",
-                "log.report_to=[]",
+                "log.tensorboard=false",
                 f"train.global_batch_size={BATCH}",
                 "train.micro_batch_size=4",
                 "train.iters=100000",

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        fixed = (f"run.dir={folder}/run", "run.device=cpu", "data.workers=0", "log.report_to=[]")
+        fixed = (f"run.dir={folder}/run", "run.device=cpu", "data.workers=0", "log.tensorboard=false")
         steps = f"train.iters={2 * (args.rounds + 1)}"
         measure(args.config, (VOCABULARY, *fixed, steps, *args.overrides), args.rounds)
 

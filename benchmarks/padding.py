@@ -53,7 +53,7 @@ def main() -> None:
             ensure_demo(Path(folder) / "demo", load(args.config).data.demo)
             overrides = [f"data.shards={folder}/demo/train", *overrides]
         overrides += ["data.demo=", "data.validation_shards=", f"run.dir={folder}/run", "data.workers=0"]
-        overrides += ["checkpoint.resume=never", "log.report_to=[]", "train.eval_interval=0", "run.device=cpu"]
+        overrides += ["checkpoint.resume=never", "log.tensorboard=false", "train.eval_interval=0", "run.device=cpu"]
         cfgs = [load(args.config, (*overrides, *keys)) for keys in WAYS.values()]
         print(*map(str, args.overrides))
         measure(cfgs, args.rounds)

@@ -55,7 +55,7 @@ SHAPES = {
 }  # fmt: skip
 """Runs whose steps take some tenths of a second on one core, and the demo as it is."""
 QUIET = ("run.device=cpu", "train.eval_interval=0", "train.report_samples=0", "checkpoint.save_interval=0",
-         "data.pad=sequence", "log.report_to=[]", "data.validation_shards=", "data.workers=0",
+         "data.pad=sequence", "log.tensorboard=false", "data.validation_shards=", "data.workers=0",
          "run.hang_report_seconds=0", "train.iters=100000", "checkpoint.resume=never")  # fmt: skip
 
 

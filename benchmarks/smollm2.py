@@ -119,7 +119,7 @@ def _train_here(config: str, overrides: tuple[str, ...]) -> int:
     from mimo_train.config.compose import load
     from mimo_train.training.pretrain import pretrain
 
-    return pretrain(load(config, [*overrides, "log.report_to=[]", "run.device=cpu"]))
+    return pretrain(load(config, [*overrides, "log.tensorboard=false", "run.device=cpu"]))
 
 
 def _command(*arguments: str) -> int:

@@ -21,7 +21,7 @@ FIXED = (
     "data.validation_shards=",
     "train.report_samples=0",
     "checkpoint.save_interval=0",
-    "log.report_to=[]",
+    "log.tensorboard=false",
 )
 
 

@@ -18,9 +18,14 @@ TRACKERS = {
 class LogConfig(Section):
     """Destinations of metrics, besides metrics.jsonl and the console."""
 
-    report_to: list[str] = key(factory=lambda: ["tensorboard"], choices=("tensorboard", "wandb", "mlflow", "comet"))
-    """`tensorboard`, `wandb`, `mlflow` and `comet`, next to metrics.jsonl. The last two need the extra `track`. See
-    docs/metrics.md#where-the-numbers-go."""
+    tensorboard: bool = True
+    """Write TensorBoard events. See docs/metrics.md#where-the-numbers-go."""
+    wandb: bool = False
+    """Write to Weights & Biases."""
+    mlflow: bool = False
+    """Write to MLflow. Needs the extra `track`."""
+    comet: bool = False
+    """Write to Comet. Needs the extra `track`."""
     metrics: list[str] = key(
         factory=list,
         choices=("params_norm", "grad_norms", "num_zeros_in_grad", "memory", "router_losses_per_layer", "straggler"),
@@ -41,11 +46,11 @@ class LogConfig(Section):
         """Yield invalid values, and trackers whose library is not installed; `experts`: in a layer of the language
         model."""
         yield from value_faults(self, "log")
-        for name in self.report_to:
-            module, install = TRACKERS.get(name, ("", ""))
-            if module and not is_installed(module):
-                text = f"{module} is not installed. Run `pip install {install}`, or remove {name}"
-                yield Fault("log.report_to", text)
+        for name, (module, install) in TRACKERS.items():
+            if getattr(self, name) and not is_installed(module):
+                yield Fault(
+                    f"log.{name}", f"{module} is not installed. Run `pip install {install}`, or set it to false"
+                )
         if "router_losses_per_layer" in self.metrics and not experts:
             yield Fault(
                 "log.metrics",

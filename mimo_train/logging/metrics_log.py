@@ -49,19 +49,19 @@ SINKS: dict[str, SinkKind] = {
         required=True,
     ),
     "tensorboard": SinkKind(
-        wanted=lambda cfg: "tensorboard" in cfg.log.report_to,
+        wanted=lambda cfg: cfg.log.tensorboard,
         open=lambda cfg, run_dir, resumed_step: TensorboardSink(run_dir / "tensorboard", resumed_step),
     ),
     "wandb": SinkKind(
-        wanted=lambda cfg: "wandb" in cfg.log.report_to,
+        wanted=lambda cfg: cfg.log.wandb,
         open=lambda cfg, run_dir, resumed_step: WandbSink(run_dir, to_dict(cfg), resumed_step),
     ),
     "mlflow": SinkKind(
-        wanted=lambda cfg: "mlflow" in cfg.log.report_to,
+        wanted=lambda cfg: cfg.log.mlflow,
         open=lambda cfg, run_dir, resumed_step: MlflowSink(run_dir, to_dict(cfg), resumed_step),
     ),
     "comet": SinkKind(
-        wanted=lambda cfg: "comet" in cfg.log.report_to,
+        wanted=lambda cfg: cfg.log.comet,
         open=lambda cfg, run_dir, resumed_step: CometSink(run_dir, to_dict(cfg), resumed_step),
     ),
 }

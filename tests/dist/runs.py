@@ -58,7 +58,7 @@ TINY = (
     f"optim.lr={RATE}",
     "optim.warmup_iters=2",
     "data.workers=0",
-    "log.report_to=[]",
+    "log.tensorboard=false",
 )
 TINY_ENCODER = (
     "modules.images.encoder.num_layers=1",

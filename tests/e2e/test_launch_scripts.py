@@ -38,8 +38,8 @@ def test_a_script_starts_the_launcher_of_this_node(checkout, script, config):
 
 
 def test_the_config_and_the_overrides_are_handed_on(checkout):
-    out = started(checkout, "scripts/train_vlm.sh train.iters=1 'my configs/a.yaml' '~log.report_to'")
-    assert out.endswith("launch here my configs/a.yaml train.iters=1 ~log.report_to")
+    out = started(checkout, "scripts/train_vlm.sh train.iters=1 'my configs/a.yaml' '~log.tensorboard'")
+    assert out.endswith("launch here my configs/a.yaml train.iters=1 ~log.tensorboard")
 
 
 def test_the_exit_code_of_the_launcher_is_that_of_the_script(checkout):

@@ -26,7 +26,7 @@ ONE_STEP = f"""
 import sys
 from mimo_train.cli import main
 code = main(["train", "vlm_digits", "layout=one_process", "run.device=cpu", "run.dir=run", "train.iters=1",
-             "optim.warmup_iters=0", "train.eval_interval=0", "log.report_to=[]", *sys.argv[1:]])
+             "optim.warmup_iters=0", "train.eval_interval=0", "log.tensorboard=false", *sys.argv[1:]])
 print("found", *(name for name in {UNUSED} if name in sys.modules))
 import torch, wandb
 from megatron.core import jit, timers

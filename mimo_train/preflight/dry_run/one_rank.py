@@ -62,7 +62,7 @@ def trial_run(run: Run, folder: Path) -> Run:
     cfg.train.eval_samples, cfg.train.report_samples = cfg.train.global_batch_size, min(cfg.train.report_samples, 1)
     cfg.train.skip_iters, cfg.train.exit_interval, cfg.train.callbacks = [], 0, []
     cfg.checkpoint.dir, cfg.checkpoint.weights, cfg.checkpoint.resume = "", "", "auto"
-    cfg.log = replace(cfg.log, report_to=[])
+    cfg.log = replace(cfg.log, tensorboard=False, wandb=False, mlflow=False, comet=False)
     for module in cfg.modules.values():
         module.feature_cache = FeatureCacheConfig()
     cfg.checkpoint.load_modules, cfg.profiling = {}, ProfilingConfig()

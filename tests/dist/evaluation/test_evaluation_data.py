@@ -84,7 +84,7 @@ def run(digits: Path, run_dir: Path, given: bool) -> list:
         "train.eval_interval=2",
         "train.eval_samples=4",
         f"data.validation_shards={digits}/held_out",
-        "log.report_to=[tensorboard]",
+        "log.tensorboard=true",
         "data.sequence_length=72",
     )
     return run_ranks(_train, 2, cfg, given)
@@ -102,7 +102,7 @@ def test_the_last_stage_gives_data_without_a_function_for_it(digits, tmp_path):
 @pytest.mark.parametrize("name", ["vlm_digits", "gpt_tiny"])
 def test_the_shipped_steps_give_the_loss_of_every_token(name, digits, prose, tmp_path):
     demo, layout = (digits, "two_processes") if name == "vlm_digits" else (prose, "language_pp2")
-    held_out = (f"data.validation_shards={demo}/held_out", "train.eval_samples=16", "log.report_to=[tensorboard]")
+    held_out = (f"data.validation_shards={demo}/held_out", "train.eval_samples=16", "log.tensorboard=true")
     cfg = config(name, tmp_path, demo, f"layout={layout}", "train.iters=1", *held_out)
     _, (seen, processed, _, _) = run_ranks(_train, 2, cfg, False, True)
     assert [(step, pytest.approx(loss)) for step, loss in seen] == processed

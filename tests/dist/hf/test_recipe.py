@@ -13,7 +13,7 @@ from tests.dist.runs import train_on_ranks
 
 TINY = (
     "train.iters=2", "train.global_batch_size=4", "train.micro_batch_size=2", "train.precision=fp32",
-    "data.sequence_length=160", "data.workers=0", "data.demo=", "data.validation_shards=", "log.report_to=[]",
+    "data.sequence_length=160", "data.workers=0", "data.demo=", "data.validation_shards=", "log.tensorboard=false",
     "layout=two_processes",
 )  # fmt: skip
 TOWER, PROJECTOR = "vision_tower.vision_model.", "multi_modal_projector."

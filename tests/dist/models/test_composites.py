@@ -120,7 +120,7 @@ def composed(folder: Path, run_dir: Path, *overrides: str):
         "train.eval_interval": 0, "optim.lr": RATE, "optim.min_lr": RATE, "optim.warmup_iters": 0,
         "optim.decay": "constant", "optim.eps": EPSILON, "optim.weight_decay": DECAY,
         "optim.clip_grad": CLIP, "optim.beta1": 0.9,
-        "optim.beta2": 0.95, "checkpoint.save_interval": 0, "log.report_to": "[]",
+        "optim.beta2": 0.95, "checkpoint.save_interval": 0, "log.tensorboard": "false",
     }  # fmt: skip
     return load("vlm_digits", [*(f"{key}={value}" for key, value in values.items()), *overrides])
 

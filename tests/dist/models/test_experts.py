@@ -271,7 +271,7 @@ def test_losses_of_routers_weigh_alike_at_every_number_of_ranks(kind, prose, tmp
 
 
 def test_losses_of_routers_of_every_layer_reach_the_sinks_of_a_run_of_several_modules(digits, tmp_path):
-    overrides = ("layout=two_processes", *EXPERTS, *LOSSES_OF_ROUTERS, "train.iters=2", "log.report_to=[tensorboard]")
+    overrides = ("layout=two_processes", *EXPERTS, *LOSSES_OF_ROUTERS, "train.iters=2", "log.tensorboard=true")
     lines = train_on_ranks(config("vlm_digits", tmp_path, digits, *overrides))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -17,7 +17,7 @@ from tests.unit.data.helpers import encode_image
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 TINY = ("train.iters=2", "train.global_batch_size=4", "train.micro_batch_size=2", "train.precision=fp32")
 TINY += ("layout=one_process", "run.device=cpu", "data.workers=0", "data.sequence_length=200", "optim.warmup_iters=0")
-TINY += ("train.report_samples=2", "train.eval_samples=2", "log.report_to=[]", "checkpoint.save_interval=0")
+TINY += ("train.report_samples=2", "train.eval_samples=2", "log.tensorboard=false", "checkpoint.save_interval=0")
 RECORDS = {"blip_laion_cc_sbu_558k.json": "pretrain", "llava_v1_5_mix665k.json": "instruct"}
 RUNS = {
     "llava_1_5_pretrain": {"input_projections"},

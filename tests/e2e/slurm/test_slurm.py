@@ -62,7 +62,7 @@ def submit(cluster, tmp_path):
         data = [f"data.shards={tmp_path}/data/train", f"data.validation_shards={tmp_path}/data/held_out"]
         common = ["--cpus-per-task=1", "--gpus-per-node=0", f"--output={tmp_path}/%j.log"]
         script = [*common, *options, "scripts/slurm/train_vlm.sbatch", *arguments, *data]
-        script += ["run.device=cpu", "log.report_to=[]", "train.eval_interval=0"]
+        script += ["run.device=cpu", "log.tensorboard=false", "train.eval_interval=0"]
         before = dict(cluster.env)
         cluster.env.update(own | variables)
         try:

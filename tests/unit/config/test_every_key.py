@@ -277,7 +277,7 @@ def fits(cfg: Any, path: Path, value: Any) -> bool:
         ("run.timeout_minutes", 1e-300),
         ("train.skip_iters", [0]),
         ("placement.first_rank", {"images": 0, "language": 10**9}),
-        ("log.report_to", ["tensorbord"]),
+        ("log.metrics", ["memry"]),
     ],
 )
 def test_senseless_values_are_faults_of_their_key(run, key, value):

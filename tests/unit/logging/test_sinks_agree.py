@@ -15,7 +15,7 @@ from mimo_train.logging.metrics_log import SINKS, build_metrics_log
 from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.unit.logging.wandb_reader import read_offline
 
-EVERY_SINK = LogConfig(report_to=["tensorboard", "wandb", "mlflow", "comet"])
+EVERY_SINK = LogConfig(wandb=True, mlflow=True, comet=True)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_new_run_in_the_same_folder_is_a_new_run_everywhere(alone):
 def test_mlflow_goes_where_the_environment_says(alone, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{alone / 'server.db'}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "ours")
-    log = build_metrics_log(ConfigContainer(log=LogConfig(report_to=["mlflow"])), alone, resumed_step=0)
+    log = build_metrics_log(ConfigContainer(log=LogConfig(tensorboard=False, mlflow=True)), alone, resumed_step=0)
     log.log(1, 32, {"lm loss": 1.5})
     client, run_id = log.sink("mlflow").handle
     log.close()

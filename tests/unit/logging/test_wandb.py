@@ -23,7 +23,7 @@ def warnings_of(caplog):
 
 
 def train(run_dir, steps, resumed_step=0):
-    cfg = ConfigContainer(log=LogConfig(report_to=["wandb"]))
+    cfg = ConfigContainer(log=LogConfig(tensorboard=False, wandb=True))
     log = build_metrics_log(cfg, run_dir, resumed_step=resumed_step)
     for step in steps:
         log.log(step, 32 * step, {"lm loss": 0.1 + 0.2 * step, "learning_rate/images": 1e-3 / 3})
@@ -57,7 +57,7 @@ def test_the_x_axis_is_step(tmp_path):
 
 
 def test_nan_is_a_value_like_any_other(tmp_path, caplog):
-    cfg = ConfigContainer(log=LogConfig(report_to=["wandb"]))
+    cfg = ConfigContainer(log=LogConfig(tensorboard=False, wandb=True))
     log = build_metrics_log(cfg, tmp_path, resumed_step=0)
     log.log(1, 32, {"lm loss": math.nan})
     log.close()
