@@ -270,4 +270,4 @@ def test_a_console_on_a_full_disk_is_silent_from_then_on():
 
 def test_samples_of_an_evaluation_that_cannot_be_written_end_no_run(tmp_path, caplog):
     held_out._write_samples(tmp_path / "gone" / "samples.json", [{"answer": "7"}])
-    assert "samples.json cannot be written" in caplog.text and "training goes on" in caplog.text
+    assert "samples.json cannot be written" in caplog.text and "training continues" in caplog.text
