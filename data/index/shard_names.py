@@ -76,7 +76,7 @@ def refuse_left_out(folder: Place, taken: Sequence[str], names: Sequence[str]) -
     if others:
         one, few = len(others) == 1, len(taken) == 1
         raise ShardError(
-            f"{folder}: {len(others)} compressed tar{'' if one else 's'}, such as {others[0]}, beside {len(taken)} "
+            f"{folder}: {len(others)} compressed tar{'' if one else 's'}, such as {others[0]}, next to {len(taken)} "
             f"shard{'' if few else 's'} would be left out: decompress {'it' if one else 'them'}, "
             f"or name what is to be read, such as '{folder}/*.tar'"
         )

@@ -31,12 +31,12 @@ LONGEST_CLOSE = 120.0
 class Job:
     """Work in a thread, or done at once."""
 
-    def __init__(self, work: Callable[[], object], *, beside: bool):
-        """Start the work, in a thread if `beside`."""
+    def __init__(self, work: Callable[[], object], *, in_background: bool):
+        """Start the work, in a thread if `in_background`."""
         self.error: BaseException | None = None
         self._work = work
         # A daemon: a hanging file system must not delay the end of the process.
-        self._thread = Thread(target=self._do, name="mimo-train save", daemon=True) if beside else None
+        self._thread = Thread(target=self._do, name="mimo-train save", daemon=True) if in_background else None
         if self._thread is None:
             self._do()
         else:
@@ -81,7 +81,7 @@ class InFlight:
         abandon: Callable[[], object],
         all_written: Callable[[], bool],
         *,
-        beside: bool,
+        in_background: bool,
     ):
         """Start to write.
 
@@ -90,24 +90,24 @@ class InFlight:
             commit: completes the checkpoint; called on rank 0 when all parts are written.
             abandon: called on rank 0 when the save has failed.
             all_written: True if rank 0 sees all parts in the folder.
-            beside: True to work in threads.
+            in_background: True to work in threads.
         """
         self.folder, self.is_complete = folder, False
         self._run_dir, self._commit, self._abandon, self._all_written = run_dir, commit, abandon, all_written
-        self._beside, self._commits, self._over = beside, False, False
+        self._in_background, self._commits, self._over = in_background, False, False
         self._is_first = dist.get_rank() == 0
-        self._job = Job(write, beside=beside)
+        self._job = Job(write, in_background=in_background)
 
-    def own(self) -> tuple[bool, bool]:
+    def local_status(self) -> tuple[bool, bool]:
         """Return (this rank is busy with the save, the save has failed on it) for the next message."""
         return self._job.is_busy, self._job.error is not None
 
-    def heard(self, busy: float, failed: float) -> bool:
+    def poll(self, busy: float, failed: float) -> bool:
         """Advance the save after a step's message; True if the checkpoint is complete.
 
         Args:
-            busy, failed: sums over ranks of `own` in the last message, which was sent after this save began and after
-                the last call.
+            busy, failed: sums of `local_status` over ranks, from a message sent after this save began and after the
+                last call of `poll`.
 
         Raises:
             SaveFailed: the save has failed.
@@ -153,7 +153,7 @@ class InFlight:
             return
         self._commits = True
         if self._is_first:
-            self._job = Job(self._commit, beside=self._beside)
+            self._job = Job(self._commit, in_background=self._in_background)
 
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -115,7 +115,7 @@ class Checkpointer:
             SaveFailed: this checkpoint or the one in flight cannot be written; on every rank.
         """
         self.finish()
-        self._begin(data, non_persistent, run_dir, beside=False)
+        self._begin(data, non_persistent, run_dir, in_background=False)
         folder = self.finish()
         assert folder is not None
         return folder
@@ -129,12 +129,12 @@ class Checkpointer:
             Its folder if it is complete; None if it is in flight.
         """
         assert self._save is None
-        beside = self._begin(data, non_persistent, None, beside=True)
-        return None if beside else self.finish()
+        in_background = self._begin(data, non_persistent, None, in_background=True)
+        return None if in_background else self.finish()
 
     def local_status(self) -> tuple[float, ...]:
         """Return this rank's status of the save in flight, for the message of a step."""
-        return tuple(map(float, self._save.own())) if self._save is not None else ()
+        return tuple(map(float, self._save.local_status())) if self._save is not None else ()
 
     def receive(self, status: Sequence[float]) -> None:
         """Store the sum over ranks of `local_status`, for `poll`."""
@@ -154,7 +154,7 @@ class Checkpointer:
         if save is None or status is None:
             return None
         try:
-            if save.heard(*status):
+            if save.poll(*status):
                 self._save = None
         except BaseException:
             self._save = None
@@ -190,7 +190,7 @@ class Checkpointer:
             self._parameters = held
         return self._parameters
 
-    def _begin(self, data: Any, non_persistent: bool, run_dir: Place | None, *, beside: bool) -> bool:
+    def _begin(self, data: Any, non_persistent: bool, run_dir: Place | None, *, in_background: bool) -> bool:
         cfg = self._run.cfg.checkpoint
         target = Target(
             run_dir or self._run.checkpoints,
@@ -217,11 +217,13 @@ class Checkpointer:
                 **(self._mixing.record() if self._mixing else {}),
             }
             record = record_of(self._run, self._optimizer, self._schedulers, self._train_state, others)
-            self.lacking = lacking(demands) if beside and cfg.asynchronous == "auto" else ""
-            beside = beside and bool(cfg.asynchronous) and not self.lacking
-            self._save, hold = begin_save(target, folder, parts, record, sizes, self._snapshot if beside else None)
+            self.lacking = lacking(demands) if in_background and cfg.asynchronous == "auto" else ""
+            in_background = in_background and bool(cfg.asynchronous) and not self.lacking
+            self._save, hold = begin_save(
+                target, folder, parts, record, sizes, self._snapshot if in_background else None
+            )
         self._optimizer.before_update, self._status = hold, None
-        return beside
+        return in_background
 
     def resume(self) -> Place | None:
         """Resume from the checkpoint that `checkpoint.resume` chooses, or load the initial weights of a new run.

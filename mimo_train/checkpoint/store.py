@@ -118,10 +118,10 @@ def open_folder(target: Target, nbytes: int) -> Opened:
         assert box[0] is not None
         folder_changes.require_shared(box[0].partial)
 
-    raise_together(Job(make, beside=False).error, target.run_dir)
+    raise_together(Job(make, in_background=False).error, target.run_dir)
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box)
-    raise_together(Job(look, beside=False).error, target.run_dir)
+    raise_together(Job(look, in_background=False).error, target.run_dir)
     assert box[0] is not None
     return box[0]
 
@@ -189,7 +189,7 @@ def begin_save(
         commit,
         abandon=lambda: folder_changes.remove(folder.partial),
         all_written=lambda: folder_changes.holds(folder.partial, [of_rank(each)[1] for each in range(world)]),
-        beside=snapshot is not None,
+        in_background=snapshot is not None,
     )
     return save, hold
 

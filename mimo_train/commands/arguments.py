@@ -104,7 +104,7 @@ def _about_output(error: OSError, args: argparse.Namespace) -> str:
 
 
 def _is_of(error: OSError, place: Path) -> bool:
-    """Whether the file of an error is `place`, in it, a hidden one beside it that takes its name later, or what keeps
+    """Whether the file of an error is `place`, in it, a hidden one next to it that takes its name later, or what keeps
     it from being made in a folder around it: a folder there that cannot be read may be another argument."""
     if not isinstance(error.filename, str):
         return False

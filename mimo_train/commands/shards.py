@@ -34,7 +34,7 @@ def add(subparsers: Any) -> None:
         "their texts counted",
     )
     index.add_argument("overrides", metavar="key=value", nargs="*", help="with a config: changes to it")
-    index.add_argument("--cache-dir", help="put the indexes into this folder instead of beside the shards")
+    index.add_argument("--cache-dir", help="put the indexes into this folder instead of next to the shards")
     index.add_argument(
         "--workers", type=positive, default=1, help="processes, each takes a shard at a time (default: 1)"
     )
@@ -45,7 +45,7 @@ def add(subparsers: Any) -> None:
     inspect.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
     inspect.add_argument("--samples", type=whole, help="samples to print in full (default: 3), or of a page (20)")
     inspect.add_argument("--html", metavar="FILE", help="of a CONFIG: write a page with samples as training reads them")
-    inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
+    inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not next to the shards")
     inspect.set_defaults(handler=about_files(shards_inspect.inspect))
 
     verify = commands.add_parser(
@@ -58,7 +58,7 @@ def add(subparsers: Any) -> None:
     )
     verify.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
     verify.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
-    verify.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
+    verify.add_argument("--cache-dir", help="folder of the indexes, if they are not next to the shards")
     verify.add_argument(
         "--workers", type=positive, default=2, help="threads, of a CONFIG processes that read samples (default: 2)"
     )

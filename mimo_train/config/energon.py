@@ -36,7 +36,7 @@ def fill_in_energon(plain: dict[str, Any]) -> None:
         name = "validation_shards" if key == "data.validation_shards" else "shards"
         parts = split_commas(place[name])
         if len(parts) > 1 and (several := [one for one in parts if energon_part(one)]):
-            said = f"{several[0]} is an energon dataset, beside other shards: make each a source of data.mix"
+            said = f"{several[0]} is an energon dataset, next to other shards: make each a source of data.mix"
             raise ConfigError([Fault(key, said)])
         folder, own = (energon_part(place[name]) if len(parts) == 1 else None) or (None, "")
         folders[key] = place, folder

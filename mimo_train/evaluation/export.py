@@ -112,7 +112,7 @@ def export(
         name, revision = (base_model, "") if base_model else named_in_hub(base)
         write_adapters(place, own_adapters, base_model=name, revision=revision, task_type=task)
         names = " and ".join(part.module for part in own_adapters)
-        written.append(Exported(place, f"adapters of {names} for peft, beside {base}"))
+        written.append(Exported(place, f"adapters of {names} for peft, next to {base}"))
     return written, reason
 
 
@@ -140,7 +140,7 @@ def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -
         left = [part for part in module_adapters(cfg, name, stored, None).adapters if part not in placed]
         if left:
             raise UserError(
-                f"{left[0]} of {name} is an adapter beside a layer that no model of transformers has here: give "
+                f"{left[0]} of {name} is an adapter next to a layer that no model of transformers has here: give "
                 "--merge, which puts adapters into the weights"
             )
         for holder, part in zip(holders, parts, strict=True):

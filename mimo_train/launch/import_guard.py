@@ -45,7 +45,7 @@ def require_own_packages() -> None:
 def _fault(name: str) -> str:
     spec, ours = find_spec(name), HOME / name / "__init__.py"
     if spec is None or spec.origin is None:
-        return f"{name}: mimo-train's package is not beside {HOME / 'mimo_train'}: install mimo-train again"
+        return f"{name}: mimo-train's package is not next to {HOME / 'mimo_train'}: install mimo-train again"
     found = Path(spec.origin)
     if found.resolve() == ours:
         return ""

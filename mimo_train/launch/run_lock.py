@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -48,7 +49,7 @@ _TRIES = 20
 """Attempts before giving up when other writers are faster."""
 
 
-class _Lock:
+class _Lock(ABC):
     """Holder fields and heartbeat thread that both locks share.
 
     Args:
@@ -78,9 +79,9 @@ class _Lock:
                 self._on_lost(f"{reason}; this process ends")
                 return
 
+    @abstractmethod
     def _show_life(self) -> str:
         """Write the heartbeat; return the reason if the lock is no longer this process's."""
-        raise NotImplementedError
 
     def _start_beating(self) -> None:
         threading.Thread(target=self._keep_beating, name=f"lock of {self._key}", daemon=True).start()

@@ -180,7 +180,7 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
             yield Fault(
                 f"{prefix}.lora.targets",
                 f"{one.linear.name} is named as a whole, and its {' and '.join(one.projections[1:])} too: adapters are "
-                f"beside {one.linear.name.rpartition('.')[2]} or beside its projections; remove one of the targets",
+                f"next to {one.linear.name.rpartition('.')[2]} or next to its projections; remove one of the targets",
             )
             break
     yield from _frozen_adapters(name, module, adapters)

@@ -291,7 +291,7 @@ def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         if module.lora.rank > 0:
             yield Fault(
                 f"{prefix}.lora.rank",
-                f"{own}, and adapters go beside Megatron-Core's linear layers, of which it has none: set it to 0 (is "
+                f"{own}, and adapters go next to Megatron-Core's linear layers, of which it has none: set it to 0 (is "
                 f"{module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
             )
         if cfg.recompute_of(name) == "selective":

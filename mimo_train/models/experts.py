@@ -157,7 +157,7 @@ class RouterLosses:
         Empty if there are no such losses.
 
         Args:
-            total: [numbers], sum over ranks of the results of `own`.
+            total: [numbers], sum over ranks of the results of `local_sums`.
 
         Returns:
             `load_balancing_loss`, the mean over layers with experts, 1 when all experts get as many tokens; `z_loss`,
@@ -173,7 +173,7 @@ class RouterLosses:
                 values |= {f"moe/{tracked.name}_layer_{number}": value for number, value in of_layers}
         return values
 
-    def own(self) -> torch.Tensor:
+    def local_sums(self) -> torch.Tensor:
         """Return [numbers], this rank's recorded losses of the step, and reset the record."""
         metrics, recorded = get_moe_metrics_tracker().metrics, []
         for tracked in self._tracked:

@@ -177,7 +177,7 @@ class TrainedLogits:
         self._chunks = [one for chunk in model for one in chunk.modules() if isinstance(one, SeededGPTModel)]
         self._before = 0
 
-    def own(self) -> list[int]:
+    def local_count(self) -> list[int]:
         """Return the count since the last call, for the step's message."""
         now = sum(one.trained_logits for one in self._chunks)
         before, self._before = self._before, now

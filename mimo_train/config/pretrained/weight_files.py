@@ -80,7 +80,7 @@ def _indexed(index: Path, key: str) -> dict[str, set[str]]:
         files: dict[str, set[str]] = {}
         for tensor, file in places.items():
             if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file or "\0" in file:
-                raise Unreadable(f"has {tensor} in {file!r:.80}, which is no file beside it")
+                raise Unreadable(f"has {tensor} in {file!r:.80}, which is no file next to it")
             files.setdefault(file, set()).add(tensor)
     return dict(sorted(files.items()))
 

@@ -118,11 +118,11 @@ class _Complete:
     def __init__(self, folder: Place):
         self.folder = folder
 
-    def own(self) -> tuple[bool, bool]:
+    def local_status(self) -> tuple[bool, bool]:
         """Return (this rank is busy, has failed)."""
         return False, False
 
-    def heard(self, busy: float, failed: float) -> bool:
+    def poll(self, busy: float, failed: float) -> bool:
         return True
 
     def finish(self) -> Place:

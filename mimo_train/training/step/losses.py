@@ -234,7 +234,7 @@ class StepLosses:
 
 _NO_TOKENS = (
     "modules.language.llm.router_aux_loss: the loss function returns a mean, but the losses of routers have their "
-    "weight only beside a sum of token losses: let it return (sum, number of tokens, report) or {name: (sum, number)}, "
+    "weight only with a sum of token losses: let it return (sum, number of tokens, report) or {name: (sum, number)}, "
     "or set router_aux_loss and router_z_loss to 0"
 )
 

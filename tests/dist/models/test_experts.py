@@ -177,7 +177,7 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
     pipeline.run(step, iter(batches))
     divide_gradients(pipeline)
     losses_of_routers = pipeline.router_losses
-    values = {name: value.item() for name, value in losses_of_routers.reduced(losses_of_routers.own()).items()}
+    values = {name: value.item() for name, value in losses_of_routers.reduced(losses_of_routers.local_sums()).items()}
     routers = [layer.mlp.router.weight for layer in chunk.module.decoder.layers]
     by_pipeline = [weight.main_grad.clone() for weight in routers]
 

@@ -1,4 +1,4 @@
-"""A save beside training: the end of a run waits for it, but not for a file system that hangs; and what happens to its
+"""A save next to training: the end of a run waits for it, but not for a file system that hangs; and what happens to its
 files before it is complete."""
 
 import shutil
@@ -33,7 +33,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_file_system_that_hangs(hangs, tmp_
     def commit() -> None:
         done.append("complete")
 
-    save = background_save.InFlight(tmp_path, tmp_path, gate.wait, commit, list, lambda: True, beside=True)
+    save = background_save.InFlight(tmp_path, tmp_path, gate.wait, commit, list, lambda: True, in_background=True)
     closing = threading.Thread(target=save.close, daemon=True)
     closing.start()
     closing.join(20)
@@ -42,18 +42,18 @@ def test_the_end_of_a_run_does_not_wait_for_a_file_system_that_hangs(hangs, tmp_
     gate.set()
 
 
-def write(partial: Path, *, beside: bool) -> None:
+def write(partial: Path, *, in_background: bool) -> None:
     """Both ranks' parts, as they are or from a copy, as a thread writes them."""
     partial.mkdir(parents=True)
     for rank in (0, 1):
         parts = [Part(KEY, Span.of_whole((1000,)).part(500 * rank, 500 * rank + 500), VALUES[500 * rank :][:500])]
-        if beside:
+        if in_background:
             parts, wait, _ = Snapshot().take(parts)
             wait()
         write_rank(partial, rank, parts)
 
 
-def saved(run_dir: Path, step: int, *, beside: bool = True, damage=lambda partial: None) -> None:
+def saved(run_dir: Path, step: int, *, in_background: bool = True, damage=lambda partial: None) -> None:
     """One save of a run of two ranks, here all in this process. What `damage` does to its folder is done when both have
     written, before rank 0 knows."""
     partial, final = folders.partial_folder(run_dir, step), folders.final_folder(run_dir, step)
@@ -63,11 +63,17 @@ def saved(run_dir: Path, step: int, *, beside: bool = True, damage=lambda partia
 
     abandon = lambda: shutil.rmtree(partial)  # noqa: E731
     save = background_save.InFlight(
-        final, run_dir, lambda: write(partial, beside=beside), commit, abandon, list, beside=beside
+        final,
+        run_dir,
+        lambda: write(partial, in_background=in_background),
+        commit,
+        abandon,
+        list,
+        in_background=in_background,
     )
     save._job.join()
     damage(partial)
-    while not save.heard(*save.own()):
+    while not save.poll(*save.local_status()):
         save._job.join()
 
 
@@ -77,9 +83,9 @@ def first_rank(monkeypatch):
 
 
 def test_a_copy_is_written_as_the_tensors_themselves_are(first_rank, tmp_path):
-    for name, beside in (("beside", True), ("here", False)):
-        saved(tmp_path / name, 4, beside=beside)
-    one, other = (folders.final_folder(tmp_path / name, 4) for name in ("beside", "here"))
+    for name, in_background in (("background", True), ("here", False)):
+        saved(tmp_path / name, 4, in_background=in_background)
+    one, other = (folders.final_folder(tmp_path / name, 4) for name in ("background", "here"))
     assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
     assert all(file.read_bytes() == (other / file.name).read_bytes() for file in one.iterdir())
 

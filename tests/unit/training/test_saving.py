@@ -102,7 +102,7 @@ def test_what_a_failed_save_took_is_not_told_of_the_next_one():
 
 
 def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp_path, monkeypatch):
-    """Rank 0 alone commits. Each message has what `own` was when it was sent, summed over the ranks."""
+    """Rank 0 alone commits. Each message has what `local_status` was when it was sent, summed over the ranks."""
     ranks, abandoned = [], []
 
     def commit():
@@ -116,16 +116,16 @@ def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp
     for number in (0, 1):
         monkeypatch.setattr(background_save.dist, "get_rank", lambda number=number: number)
         abandon = lambda number=number: abandoned.append(number)  # noqa: E731
-        ranks.append(InFlight(tmp_path, tmp_path, list, commit, abandon, lambda: True, beside=True))
+        ranks.append(InFlight(tmp_path, tmp_path, list, commit, abandon, lambda: True, in_background=True))
     for step in range(2):
         for rank in ranks:
             rank._job.join(20)
-        busy, failed = (sum(column) for column in zip(*(rank.own() for rank in ranks), strict=True))
+        busy, failed = (sum(column) for column in zip(*(rank.local_status() for rank in ranks), strict=True))
         assert (busy, failed) == (0, step), "the parts are written at the first, the commit has failed at the second"
         for rank in ranks:
             if step:
                 with pytest.raises(SaveFailed):
-                    rank.heard(busy, failed)
+                    rank.poll(busy, failed)
             else:
-                assert not rank.heard(busy, failed)
+                assert not rank.poll(busy, failed)
     assert abandoned == [0] and not any(rank.is_complete for rank in ranks)

@@ -108,7 +108,7 @@ def test_compressed_shards_beside_tars_are_never_left_out(shard, tmp_path):
     assert [*find_shards(str(shard.parent))] == [shard]  # which is what the other holds
     for name in ("y.tar.gz", "z.TGZ"):
         (tmp_path / name).write_bytes(gzip.compress(shard.read_bytes()))
-    with pytest.raises(ShardError, match=r"2 compressed tars, such as y\.tar\.gz, beside 1 shard would be left out"):
+    with pytest.raises(ShardError, match=r"2 compressed tars, such as y\.tar\.gz, next to 1 shard would be left out"):
         find_shards(str(shard.parent))
     assert [*find_shards(str(shard.parent / "*.tar"))] == [shard]
 
