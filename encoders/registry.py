@@ -213,8 +213,8 @@ def family_of(name: str) -> Family:
         return FAMILIES[name]
     known = [*FAMILIES, *_installed()]
     raise EncoderError(
-        f"unknown encoder family {name!r}. {nearest(name, known)} Name your own by its path, package.module:Spec "
-        "(docs/your-encoder.md)"
+        f"unknown encoder family {name!r}. Name your own by its path, package.module:Spec (docs/your-encoder.md). "
+        f"{nearest(name, known)}"
     )
 
 

@@ -175,9 +175,11 @@ def parts_of(
             )
         part = Part(first, rows, held, only_held)
         if not part.size:
-            holds, change = ("none", "raise it") if only_held else ("all", "lower it")
-            why = f": data.validation_fraction {held_fraction:g} holds out {holds} of them: {change}" if rows else ""
-            raise DataError(f"{source.key}: no sample is left of the {rows} in {plural(end - begin, 'shard')}{why}")
+            of_rows = f"of the {rows} in {plural(end - begin, 'shard')}"
+            if rows and only_held:
+                raise DataError(f"data.validation_fraction: {held_fraction:g} holds out none {of_rows}. Raise it")
+            why = f": data.validation_fraction {held_fraction:g} holds out all of them. Lower it" if rows else ""
+            raise DataError(f"{source.key}: no sample is left {of_rows}{why}")
         parts.append(part)
         begin, first = end, first + rows
     return parts
