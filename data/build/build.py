@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_128
 
 from data.build.media_values import FileRange
 from data.build.sources import Source
@@ -37,7 +38,7 @@ LEFT_OUT = "left_out.jsonl"
 """File next to the shards with a line for each omitted row."""
 SUMMARY = "build.json"
 """File next to the shards with their source and settings."""
-_WORK, _SETTINGS = ".build", "settings.json"
+_WORK, _SETTINGS, _PLAN = ".build", "settings.json", "plan"
 _VERSION = 4
 _LONGEST_REASON = 10000  # characters
 
@@ -75,6 +76,7 @@ class Built:
     left_out: int
     """Unusable rows."""
     notes: list[str] = field(default_factory=list)
+
 
 class _Part(NamedTuple):
     """Data read from a part of the source."""
@@ -117,6 +119,7 @@ def build_shards(
                 to.rmdir()
             raise DataError(error)
         shards = _plan_shards(to, [part.samples for part in parts], settings)
+        _require_same_plan(to, work, shards, len(parts))
         _write_shards(shards, work, workers, progress)
         counts: Counter[str] = Counter()
         for shard in shards:
@@ -176,6 +179,26 @@ def _work_folder(source: Source, to: Path, settings: Settings) -> Iterator[Path]
             for leftover in folder.glob(".*.tmp"):  # from a killed process
                 leftover.unlink()
         yield work
+
+
+def _require_same_plan(to: Path, work: Path, shards: Sequence[_Shard], parts: int) -> None:
+    """Record what every shard holds, or raise DataError if the shards of a killed build hold something else."""
+    digest = xxh3_128()
+    for shard in shards:
+        digest.update(shard.samples.tobytes())
+    for number in range(parts):
+        with open(_spool(work, number), "rb") as spool:
+            while block := spool.read(2**22):
+                digest.update(block)
+    plan = digest.hexdigest()
+    if not (work / _PLAN).exists():
+        with replacing(work / _PLAN) as file:
+            file.write(plan.encode())
+    elif (work / _PLAN).read_text() != plan:
+        raise DataError(
+            f"{to} holds shards that were begun with other samples: a file that the source names has changed. Remove "
+            f"{work} and the shards, and start again"
+        )
 
 
 def _read_parts(source: Source, work: Path, workers: int, progress: Progress) -> list[_Part]:

@@ -17,8 +17,8 @@ from urllib.parse import unquote
 import numpy as np
 
 from data.errors import RecordError
-from data.media.options import BOUNDS
 from data.media.headers import is_heic, parse_extent
+from data.media.options import BOUNDS
 from data.records.members import READABLE
 from data.records.records import PART_KINDS
 from data.storage.files import pread_all

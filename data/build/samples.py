@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from data.build.media_values import FileRange, MediaItem, require_no_media, take_typed_parts
-from data.errors import DataError, NothingToLearn, NotDownloaded, RecordError
+from data.errors import DataError, NotDownloaded, NothingToLearn, RecordError
 from data.records.conversation import MARKERS, Conversation, Visual
 from data.records.markers import special_marker, with_our_markers
 from data.records.members import MEDIA, READABLE, TEXTS

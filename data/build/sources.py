@@ -205,9 +205,12 @@ class Source:
                 groups.setdefault(match[1], []).append(match[2])
         for key, extensions in groups.items():
             where = str(folder.relative_to(self.folder) / key)
-            yield partial(self._sample_of_files, where, {name.lower(): folder / f"{key}.{name}" for name in extensions})
+            yield partial(self._sample_of_files, where, [(name, folder / f"{key}.{name}") for name in extensions])
 
-    def _sample_of_files(self, where: str, files: dict[str, Path]) -> Sample:
+    def _sample_of_files(self, where: str, paths: Sequence[tuple[str, Path]]) -> Sample:
+        files = {extension.lower(): path for extension, path in paths}
+        if len(files) < len(paths):
+            raise RecordError(f"{where}: files whose names differ in case only: {', '.join(p.name for _, p in paths)}")
         found = arrange(tuple(files))
         extensions, members = list(files), []
         for at, kind in zip(found.order, found.kinds, strict=True):

@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from data.errors import DataError
+from data.errors import DataError, RecordError
 from data.records.conversation import Conversation, Part
 
 GROUNDING = "grounding"
@@ -34,7 +35,15 @@ class SpecialText:
         return frozenset(token for text in _texts(conversation) for token in self._pattern.findall(text))
 
     def hide(self, conversation: Conversation) -> tuple[Conversation, dict[str, str]]:
-        """Replace special tokens in texts by private characters. Return the conversation, and character -> token."""
+        """Replace special tokens in texts by private characters. Return the conversation, and character -> token.
+
+        Raises RecordError for a special token that is split over neighbouring text parts, which templates join.
+        """
+        for turn in conversation.turns:
+            for joined in _joined_texts(turn.parts):
+                inside = sum(len(self._pattern.findall(text)) for text in joined)
+                if len(joined) > 1 and len(self._pattern.findall("".join(joined))) > inside:
+                    raise RecordError("a special token is split over neighbouring text parts. Join these parts")
         tokens = sorted(self.find(conversation))
         if not tokens:
             return conversation, {}
@@ -76,6 +85,11 @@ def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]
             token["special"] = token["special"] and token["content"] not in admitted
         tokenizer._tokenizer = type(backend).from_str(json.dumps(content))
     return admitted
+
+
+def _joined_texts(parts: Sequence[Part]) -> list[list[str]]:
+    """Return the texts of neighbouring text parts."""
+    return [[part.text for part in run] for is_text, run in groupby(parts, lambda part: part.kind == "text") if is_text]
 
 
 def _texts(conversation: Conversation) -> Iterator[str]:

@@ -24,8 +24,8 @@ from tests.unit.data.build.helpers import (
     build,
     clip,
     found,
-    media_folder,
     image,
+    media_folder,
     written,
 )
 
@@ -190,7 +190,7 @@ FEATURES = {
 @pytest.mark.parametrize("name", ["data/train-00000-of-00002.parquet", "train/data-00000-of-00001.arrow"])
 def test_a_hugging_face_dataset_with_images_and_clips(name, media, tmp_path):
     table = {
-        "image": [{"bytes": drawn_image(5), "path": None}, {"bytes": None, "path": "a/one.PNG"}, None],
+        "image": [{"bytes": image(5), "path": None}, {"bytes": None, "path": "a/one.PNG"}, None],
         "sound": [None, None, {"bytes": clip(400, "WAV"), "path": "x.wav"}],
         "kind": [1, 0, 1],
         "others": [[1, 0], [], None],
@@ -241,7 +241,7 @@ def test_folders_with_metadata_of_their_own_are_named(media, tmp_path):
 
 def test_pairs_of_user_and_assistant_and_lists_of_images(tmp_path):
     pair = {"user": "Which is larger?", "assistant": "Both.", "source": "x"}
-    table = {"images": [[{"bytes": drawn_image(4), "path": None}, {"bytes": drawn_image(4), "path": None}]], "texts": [[pair]]}
+    table = {"images": [[{"bytes": image(4), "path": None}, {"bytes": image(4), "path": None}]], "texts": [[pair]]}
     folder = hugging_face(tmp_path / "hf", table, {"images": [{"_type": "Image"}]})
     built = build(folder, tmp_path / "out")
     ((extents, record),) = found(tmp_path / "out" / "train")
@@ -254,7 +254,7 @@ def downloaded(tmp_path, caption="A hill."):
     for number, said in enumerate((caption, None, "A lake.")):
         key = f"{number:09d}"
         record = {"caption": said, "url": "u", "key": key, "status": "success", "error_message": None}
-        yield key, drawn_image(4 + number), said or "", json.dumps(record)
+        yield key, image(4 + number), said or "", json.dumps(record)
 
 
 def test_tars_of_img2dataset(tmp_path):

@@ -16,8 +16,8 @@ from mimo_train.cli import main
 from tests.indexed import texts, write_indexed
 from tests.tars import write_tar
 from tests.unit.config.test_energon import energon
-from tests.unit.data.helpers import encode_image
 from tests.unit.data.build.test_build import hugging_face
+from tests.unit.data.helpers import encode_image
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
 PART = DOCUMENT.partition("## What you have\n")[2].partition("\n## ")[0]

@@ -14,7 +14,7 @@ from data.media.decode import decode_audio
 from data.storage.reader import ShardReader
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.build.helpers import TALK, build, clip, found, media_folder, image, written
+from tests.unit.data.build.helpers import TALK, build, clip, found, image, media_folder, written
 from tests.unit.data.build.test_build import hugging_face
 
 PNG = base64.b64encode(image(8)).decode()

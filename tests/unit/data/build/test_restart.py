@@ -21,8 +21,8 @@ from tests.unit.data.build.helpers import (
     build,
     clip,
     found,
-    media_folder,
     image,
+    media_folder,
     written,
 )
 
@@ -116,6 +116,38 @@ def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypat
     os.utime(file, (1, 1))
     with pytest.raises(DataError, match="begun with another files"):
         build(file, tmp_path / "out", media=media)
+
+
+def test_a_repaired_file_is_not_mixed_into_the_shards_of_a_killed_build(tmp_path, monkeypatch):
+    from data.build import build as module
+
+    folder, write_shards = tmp_path / "files", module._write_shards
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(f"cap {number}")
+        (folder / f"{number}.png").write_bytes(image(number + 1))
+    (folder / "3.txt").write_bytes(b"\xff")
+
+    def killed(shards, *others):
+        write_shards(shards[:2], *others)
+        raise KeyboardInterrupt
+
+    settings = Settings(per_shard=2, skip_bad=True, max_bad=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "_write_shards", killed)
+        build(folder, tmp_path / "out", settings)
+    (folder / "3.txt").write_text("cap 3")
+    with pytest.raises(DataError, match="begun with other samples: a file that the source names has changed"):
+        build(folder, tmp_path / "out", settings)
+
+
+def test_files_whose_names_differ_in_case_alone_are_named(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, raw in {"b.JPG": image(1), "b.jpg": image(2), "b.txt": b"a hill"}.items():
+        (folder / name).write_bytes(raw)
+    with pytest.raises(DataError, match=r"differ in case only: b\.JPG, b\.jpg"):
+        build(folder, tmp_path / "out")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from data.errors import DataError
+from data.errors import DataError, RecordError
 from data.records.records import parse_record
 from data.text.tokens import build_tokenizer
 from tests.unit.data.text.chat_templates import CHATML, QWEN_VL, learned, parse, save_tokenizer
@@ -45,6 +45,13 @@ def test_admitted_tokens_are_those_of_transformers_and_others_stay_text(given, g
     assert learned(tokenizer, encoded) == [ANSWER + "<|im_end|>"]
     assert encoded.tokens.count(theirs.convert_tokens_to_ids("<|im_end|>")) == 2, "that of the question stays text"
     assert tokenizer.decode(encoded.tokens[-30:]).strip().endswith("<|box_end|>"), "an answer is shown with its boxes"
+
+
+def test_a_special_token_split_over_two_parts_is_no_token(grounded):
+    tokenizer = build_tokenizer(grounded(), ["<image>"])
+    parts = [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>b"}]
+    with pytest.raises(RecordError, match="split over neighbouring text parts"):
+        tokenizer.template.encode(parse([{"role": "user", "content": parts}, RECORD[1]]), {})
 
 
 def test_a_tokenizer_of_transformers_cannot_make_a_special_token_an_ordinary_one(grounded):
