@@ -301,8 +301,13 @@ def _groups() -> Iterator[str]:
     folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()} - NO_GROUPS
     if folders != PLACES.keys():
         raise Undescribed(f"PLACES of {Path(__file__).name} must name the groups {sorted(folders)} of configs/")
+    yield from ["| group | goes to | files |", "|---|---|---|"]
     for group, place in PLACES.items():
-        yield from [f"#### {group}", "", f"Goes to {place}.", "", *_files(CONFIGS / group, "file")]
+        files = sorted((CONFIGS / group).glob("*.yaml"))
+        all(map(described, files))
+        yield f"| [`{group}`](../configs/{group}) | {place} | {', '.join(f'`{file.stem}`' for file in files)} |"
+    yield ""
+
 
 
 def main(arguments: list[str]) -> int:

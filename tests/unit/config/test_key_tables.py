@@ -78,7 +78,7 @@ def test_each_shipped_file_is_there():
     for file in [*key_tables.CONFIGS.glob("*.yaml"), *key_tables.CONFIGS.glob("*/*.yaml")]:
         if file.parent.name in NO_GROUPS:
             continue  # recipes are in docs/recipes.md
-        assert f"| `{file.stem}` | {key_tables.described(file)} |" in PAGE
+        assert f"`{file.stem}`" in PAGE
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_each_shipped_file_is_there():
     [
         lambda page: page.replace("Optimizer steps in all", "Steps"),
         lambda page: page.replace("| `train.iters` | `1000` |", "| `train.iters` | `100` |"),
-        lambda page: page.replace("| `mlp_merge4` |", "| `mlp_merge8` |"),
+        lambda page: page.replace("`mlp_merge2`, `mlp_merge2_norm`", "`mlp_merge2_norm`"),
         lambda page: re.sub(r"\| `train\.iters`.*\n", "", page),
     ],
 )
