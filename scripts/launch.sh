@@ -31,7 +31,7 @@ variables:
   MASTER_ADDR         name or address of node 0
   MASTER_PORT         a free port on node 0 (default: 29500; from the job number under SLURM; any free one on one node)
   NPROC_PER_NODE      processes on each node (default: what the layout needs, divided by NNODES)
-  OMP_NUM_THREADS     threads of one process (default: 1 on CPU)
+  OMP_NUM_THREADS     threads of one process (default: 1)
   CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_ALLOC_CONF  on GPUs (default: 1, expandable_segments:True)
   MIMO_GRACE_SECONDS  how long a run may take to save after SIGTERM (default: 120)
   MIMO_ARRAY_FILE     a file with a line of key=value for each task of a SLURM job array

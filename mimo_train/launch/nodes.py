@@ -1,15 +1,12 @@
 """Read the nodes of a run, and this process's place among them, from environment variables.
 
-The variables come from the user (NNODES, ...), from torchrun (PET_*), or from the cluster command that started this
-task: srun (SLURM), mpirun (Open MPI), mpiexec (MPICH, Intel MPI) or SkyPilot. A single task on a node launches that
-node's ranks; several tasks on a node are the ranks themselves.
+The first of these that is set decides: the user's (NNODES, ...), torchrun's (PET_*), those of the cluster command that
+started this task (`SCHEDULERS`). A single task on a node launches that node's ranks; several are the ranks themselves.
 """
 
 import os
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mimo_train.config.errors import UserError
@@ -17,29 +14,31 @@ from mimo_train.config.errors import UserError
 Environment = Mapping[str, str]
 PORT = 29500
 """Default MASTER_PORT, the same as torchrun's."""
-ALONE = "1"
-"""WORLD_SIZE of a task that is a run of its own."""
-TORCHRUN = "PET_"
-"""Prefix of the variables that torchrun reads its options from. Kubeflow sets them in a job's pods."""
-VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
-RESTARTS = "MIMO_MAX_RESTARTS"
-RENDEZVOUS = ("STANDALONE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF")
-"""torchrun's rendezvous options; our launchers always meet at MASTER_ADDR:MASTER_PORT."""
 LARGEST_PORT = 65535
-_ANY_NUMBER = ("auto", "gpu", "cpu")
-"""torchrun's words for an automatic process count; here the layout sets the count."""
+VARIABLES = {
+    name: f"PET_{name}" for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
+} | {"MIMO_MAX_RESTARTS": "PET_MAX_RESTARTS"}
+"""The user's variables, and those that torchrun reads the same options from; Kubeflow sets them."""
+SCHEDULERS = (
+    # mpirun and mpiexec start their daemons with srun inside a SLURM job, so their variables come first.
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),
+    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),  # one task per node
+)
+"""Variables with the number of tasks, this task's number, and both numbers on its node."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks that one command has started, and this task's place. A node's tasks have consecutive numbers."""
+    """The tasks that one cluster command has started, and this task's place."""
 
     size: int
     rank: int
     local_size: int
     local_rank: int
-    variables: tuple[str, str, str, str]
-    """Names of the variables that hold the four numbers, in the same order."""
+    variables: tuple[str, ...]
+    """Names of the variables that hold the numbers, in the same order."""
     address: str = ""
     """Address of the first node; empty if the variables do not name it."""
     port: int = PORT
@@ -58,123 +57,67 @@ class Tasks:
 def tasks_of(environment: Environment) -> Tasks | None:
     """Return the cluster tasks that this process belongs to; None if there are none.
 
-    Inside a SLURM job, mpirun and mpiexec start their daemons with srun, so their variables are read first.
-
     Raises:
-        UserError: the variables are invalid, nodes have different task counts, or a node's tasks are not consecutive.
+        UserError: a variable is invalid or missing, nodes have different task counts, or a node's tasks are not
+            consecutive.
     """
-    tasks = _open_mpi(environment) or _pmi(environment) or _slurm(environment) or _skypilot(environment)
-    if tasks is not None:
-        _require_even(tasks)
+    variables = next((names for names in SCHEDULERS if _has_started(names[1], environment)), None)
+    if variables is None:
+        return None
+    if missing := [name for name in variables if name not in environment]:
+        raise UserError(
+            f"{', '.join(missing)} must be set, because {variables[1]} is. Or start one `mimo-train launch here` on "
+            "each node with NNODES, NODE_RANK and MASTER_ADDR, which come first (NNODES=1: a run of this node alone)."
+        )
+    texts = {name: environment[name] for name in variables}
+    on_nodes = "SLURM_STEP_TASKS_PER_NODE"
+    if on_nodes in texts:  # "2(x3)" means 2 on each of 3 nodes, "2,1" different numbers
+        texts[on_nodes] = re.sub(r"\(x\d+\)$", "", texts[on_nodes])
+        if "," in texts[on_nodes]:
+            raise UserError(f"{on_nodes} is {environment[on_nodes]}: start as many tasks on each node")
+    numbers = [number(name, text, 0) for name, text in texts.items()]
+    size, rank, local_size, local_rank = [*numbers, 1, 0][:4]
+    tasks = Tasks(size, rank, local_size, local_rank, variables, *_first_node(variables[1], environment))
+    if not (rank < size and local_rank < local_size and size % local_size == 0 and rank % local_size == local_rank):
+        raise UserError(
+            ", ".join(f"{name} is {text}" for name, text in texts.items())
+            + ": start as many tasks on each node, numbered from 0, and on a node one after the other (mpirun --map-by "
+            "slot, srun --distribution=block)"
+        )
     return tasks
 
 
-def _open_mpi(environment: Environment) -> Tasks | None:
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
-    if names[0] not in environment:
-        return None
-    return _read(environment, names)
+def _has_started(rank: str, environment: Environment) -> bool:
+    """True if the cluster command with this rank variable has started this task."""
+    if rank == "PMI_RANK" and "SLURM_STEP_ID" in environment and "MPI_LOCALNRANKS" not in environment:
+        return False  # srun sets it too
+    if rank == "SLURM_PROCID" and ("SLURM_STEP_ID" not in environment or "SLURM_PTY_PORT" in environment):
+        return False  # a batch script, or a shell of salloc or `srun --pty`
+    return rank in environment
 
 
-def _pmi(environment: Environment) -> Tasks | None:
-    """Skip PMI under srun if the node's variables are missing: SLURM's variables then say the same and more."""
-    if "PMI_RANK" not in environment or ("MPI_LOCALNRANKS" not in environment and "SLURM_STEP_ID" in environment):
-        return None
-    return _read(environment, ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"])
+def _first_node(rank: str, environment: Environment) -> tuple[str, int]:
+    """Return the address of the first node, "" if unknown, and the port of the job."""
+    if rank == "SLURM_PROCID":
+        job = number("SLURM_JOB_ID", environment["SLURM_JOB_ID"], 0)
+        # Ports below the ephemeral range, since several jobs may share a node.
+        return first_host(environment.get("SLURM_STEP_NODELIST", "")), 20000 + job % 10000
+    if rank == "SKYPILOT_NODE_RANK":
+        return (environment.get("SKYPILOT_NODE_IPS", "").split() or [""])[0], PORT
+    return "", PORT
 
 
-def _slurm(environment: Environment) -> Tasks | None:
-    """Read a job step. Batch scripts and shells of salloc or `srun --pty` also have variables but are not tasks."""
-    is_step = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys()
-    if not is_step or "SLURM_PTY_PORT" in environment:
-        return None
-    on_nodes = [*_counts(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))]
-    if len({*on_nodes}) > 1:
-        raise UserError(
-            f"SLURM_STEP_TASKS_PER_NODE is {environment['SLURM_STEP_TASKS_PER_NODE']}: start as many tasks on each node"
-        )
-    node = number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"), 0)
-    if node >= len(on_nodes):
-        raise UserError(f"SLURM_NODEID is {node}, in a job step on {len(on_nodes)} nodes (SLURM_STEP_TASKS_PER_NODE)")
-    names = ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"]
-    job = number("SLURM_JOB_ID", environment["SLURM_JOB_ID"], 0)
-    return _read(
-        {**environment, "SLURM_STEP_TASKS_PER_NODE": str(on_nodes[node])},
-        names,
-        first_host(environment.get("SLURM_STEP_NODELIST", "")),
-        20000 + job % 10000,  # below the ephemeral port range
-    )
-
-
-def _skypilot(environment: Environment) -> Tasks | None:
-    if "SKYPILOT_NODE_RANK" not in environment:
-        return None
-    names = ["SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"]
-    size, rank = (_number_of(environment, name, names) for name in names[:2])
-    addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
-    if len(addresses) != size:
-        raise UserError(f"SKYPILOT_NODE_IPS has {len(addresses)} addresses, and SKYPILOT_NUM_NODES is {size}")
-    return Tasks(size, rank, 1, 0, (names[0], names[1], names[2], names[3]), addresses[0])
-
-
-def _read(environment: Environment, names: list[str], address: str = "", port: int = PORT) -> Tasks:
-    size, rank, local_size, local_rank = (_number_of(environment, name, names) for name in names)
-    for many, one, name in ((size, rank, 0), (local_size, local_rank, 2)):
-        if one >= many:
-            raise UserError(f"{names[name + 1]} is {one}, and {names[name]} {many}: tasks are counted from 0")
-    return Tasks(size, rank, local_size, local_rank, (names[0], names[1], names[2], names[3]), address, port)
-
-
-def _number_of(environment: Environment, name: str, all_of_them: Sequence[str]) -> int:
-    if name not in environment:
-        others = ", ".join(dict.fromkeys(other for other in all_of_them if other in environment))
-        raise UserError(
-            f"{name} is not set, and {others} {'are' if ', ' in others else 'is'}: which task of which node this is, "
-            f"cannot be known; set {name} too, or start one `mimo-train launch here` on each node with NNODES, "
-            "NODE_RANK and MASTER_ADDR, which come first (NNODES=1: a run of this node alone)"
-        )
-    return number(name, environment[name], 0)
-
-
-def number(name: str, text: str, least: int) -> int:
-    """Return a variable's text as an integer. Raises UserError if it is not a whole number, or it is below `least`."""
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise UserError(f"{name} is {text!r}: give a whole number, at least {least}")
+def number(name: str, text: str, least: int, most: int = 10**9) -> int:
+    """Return a variable's text as an integer. Raises UserError if it is not a whole number from `least` to `most`."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+        at_most = f", at most {most}" if most < 10**9 else ""
+        raise UserError(f"{name} is {text!r}: give a whole number, at least {least}{at_most}")
     return int(text)
-
-
-def _require_even(tasks: Tasks) -> None:
-    size, rank, local_size, local_rank = tasks.variables
-    if tasks.size % tasks.local_size:
-        raise UserError(
-            f"{size} is {tasks.size}, and {local_size} of this node {tasks.local_size}: start as many tasks on each "
-            "node"
-        )
-    if tasks.rank % tasks.local_size != tasks.local_rank:
-        raise UserError(
-            f"{rank} is {tasks.rank}, and {local_rank} {tasks.local_rank} of {tasks.local_size} on this node: tasks of "
-            "a node must be numbered one after the other (mpirun --map-by slot, srun --distribution=block)"
-        )
-
-
-def _counts(text: str) -> Iterator[int]:
-    """Yield the number of tasks of each node from SLURM's text: 2(x3),1 yields 2, 2, 2, 1."""
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is no list of numbers as 2(x3),1")
-        yield from [int(found[1])] * int(found[2] or 1)
 
 
 def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list such as gpu[003-005,9],login1."""
-    scontrol = shutil.which("scontrol")
-    if scontrol and nodes:
-        shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True)
-        if shown.returncode == 0 and shown.stdout:
-            return shown.stdout.splitlines()[0]
     first = ""
-    # Containers have no scontrol.
     while "[" in nodes.partition(",")[0]:
         before, _, rest = nodes.partition("[")
         inside, _, nodes = rest.partition("]")
@@ -202,134 +145,87 @@ def nodes_of(environment: Environment) -> Nodes:
     """Return the nodes from a launcher's variables: NNODES if set, else the cluster's tasks, else one node.
 
     Raises:
-        UserError: variables are invalid, missing or contradict each other.
+        UserError: variables are invalid or missing.
     """
-    given = _given(environment)
-    restarts = number(RESTARTS, given.pop(RESTARTS, "0"), 0)
-    per_node = number("NPROC_PER_NODE", given["NPROC_PER_NODE"], 1) if "NPROC_PER_NODE" in given else 0
-    if "NNODES" in given:
-        return _named(given, per_node, restarts)
-    _require_no_rank(environment)
-    tasks = tasks_of(environment)
-    if tasks is None:
-        _require_srun(environment)
-        _require_first(given, "NNODES is not set")
-        return Nodes(per_node=per_node, max_restarts=restarts)
-    if tasks.local_size > 1:
-        return _of_ranks(tasks, per_node, restarts)
-    if tasks.nodes == 1:
-        return Nodes(per_node=per_node, max_restarts=restarts)
-    source = tasks.variables[1]
-    if given.get("NODE_RANK", str(tasks.node)) != str(tasks.node):
-        raise UserError(f"NODE_RANK is {given['NODE_RANK']}, and {source} says {tasks.node}: unset NODE_RANK")
-    derived = {"NNODES": str(tasks.nodes), "NODE_RANK": str(tasks.node), "MASTER_PORT": str(tasks.port)}
-    return _named(derived | ({"MASTER_ADDR": tasks.address} if tasks.address else {}) | given, per_node, restarts)
-
-
-def without_torchruns(environment: Environment) -> dict[str, str]:
-    """Return the environment without the torchrun variables that `nodes_of` reads."""
-    read = {f"{TORCHRUN}{name}" for name in (*VARIABLES, "MAX_RESTARTS", *RENDEZVOUS)}
-    return {name: value for name, value in environment.items() if name not in read}
-
-
-def _given(environment: Environment) -> dict[str, str]:
-    values = {name: environment[name] for name in (*VARIABLES, RESTARTS) if environment.get(name)}
-    for name in (*VARIABLES, "MAX_RESTARTS"):
-        ours, theirs = RESTARTS if name == "MAX_RESTARTS" else name, f"{TORCHRUN}{name}"
-        value = environment.get(theirs, "")
-        if name == "NNODES" and ":" in value:
-            fewest, _, most = value.partition(":")
-            if fewest != most:
-                raise UserError(f"{theirs} is {value}: the number of nodes must be one, since the layout depends on it")
-            value = most
-        if not value or (name == "NPROC_PER_NODE" and value in _ANY_NUMBER):
-            continue
-        if values.setdefault(ours, value) != value:
-            raise UserError(f"{ours} is {values[ours]}, and {theirs} is {value}: unset one of them")
-    for name in RENDEZVOUS:
-        value = environment.get(f"{TORCHRUN}{name}", "")
-        if value not in ("", "0", "static"):
-            raise UserError(f"{TORCHRUN}{name} is {value}: launchers meet at MASTER_ADDR, MASTER_PORT; unset it")
-    return values
-
-
-def _named(given: dict[str, str], per_node: int, restarts: int) -> Nodes:
-    nodes = number("NNODES", given["NNODES"], 1)
-    if nodes == 1:
-        _require_first(given, "NNODES is 1")
-        return Nodes(per_node=per_node, max_restarts=restarts)
-    if "MASTER_ADDR" not in given:
-        raise UserError(f"NNODES is {nodes}, but MASTER_ADDR, the name of node 0, is not set")
-    if "NODE_RANK" not in given:
-        raise UserError(f"NNODES is {nodes}, but NODE_RANK, 0 to {nodes - 1}, is not set")
-    node = number("NODE_RANK", given["NODE_RANK"], 0)
+    values = {}
+    for name, torchruns in VARIABLES.items():
+        text = environment.get(name) or environment.get(torchruns) or ""
+        # The layout decides the number of processes that torchrun's words leave open.
+        if text and not (name == "NPROC_PER_NODE" and text in ("auto", "gpu", "cpu")):
+            values[name] = text
+    restarts = number("MIMO_MAX_RESTARTS", values.get("MIMO_MAX_RESTARTS", "0"), 0)
+    per_node = number("NPROC_PER_NODE", values["NPROC_PER_NODE"], 1) if "NPROC_PER_NODE" in values else 0
+    if "NNODES" not in values:
+        tasks = tasks_of(environment)
+        if tasks is None:
+            _require_node_alone(environment)
+        elif tasks.local_size > 1:
+            return _nodes_of_ranks(tasks, per_node, restarts)
+        else:
+            values = {
+                "NNODES": str(tasks.nodes),
+                "NODE_RANK": str(tasks.node),
+                "MASTER_ADDR": tasks.address,
+                "MASTER_PORT": str(tasks.port),
+            } | values
+    nodes = number("NNODES", values.get("NNODES", "1"), 1)
+    for name in ("MASTER_ADDR", "NODE_RANK"):
+        if nodes > 1 and not values.get(name):
+            raise UserError(f"NNODES is {nodes}, but {name} is not set")
+    node = number("NODE_RANK", values.get("NODE_RANK", "0"), 0)
     if node >= nodes:
-        raise UserError(f"NODE_RANK is {node}, but NNODES is {nodes}: give 0 to {nodes - 1}")
-    port = number("MASTER_PORT", given.get("MASTER_PORT", str(PORT)), 1)
-    if port > LARGEST_PORT:
-        raise UserError(f"MASTER_PORT is {port}: give a port, at most {LARGEST_PORT}")
-    return Nodes(nodes, node, given["MASTER_ADDR"], port, per_node, restarts)
+        raise UserError(f"NODE_RANK is {node}, but NNODES is {nodes}: nodes are numbered 0 to {nodes - 1}")
+    if nodes == 1:
+        return Nodes(per_node=per_node, max_restarts=restarts)
+    port = number("MASTER_PORT", values.get("MASTER_PORT", str(PORT)), 1, LARGEST_PORT)
+    return Nodes(nodes, node, values["MASTER_ADDR"], port, per_node, restarts)
 
 
-def _of_ranks(tasks: Tasks, per_node: int, restarts: int) -> Nodes:
+def _nodes_of_ranks(tasks: Tasks, per_node: int, restarts: int) -> Nodes:
     if per_node not in (0, tasks.local_size):
         raise UserError(f"NPROC_PER_NODE is {per_node}, and {tasks.variables[2]} says {tasks.local_size}: unset it")
     if restarts:
         raise UserError(
-            f"{RESTARTS} is {restarts}, and {tasks.variables[2]} says that {tasks.local_size} tasks were started on "
-            "this node: each is a rank, and no launcher starts it again; start one task on each node, or unset it"
+            f"MIMO_MAX_RESTARTS is {restarts}, and {tasks.variables[2]} says {tasks.local_size}: these tasks are "
+            "ranks, and no launcher restarts them. Start one task on each node, or unset it."
         )
     return Nodes(tasks.nodes, tasks.node, per_node=tasks.local_size, ranks=tasks)
 
 
-def _require_first(given: dict[str, str], why: str) -> None:
-    """Reject a NODE_RANK other than 0: that node would train a second run in the same folder."""
-    if number("NODE_RANK", given.get("NODE_RANK", "0"), 0):
-        raise UserError(f"NODE_RANK is {given['NODE_RANK']}, and {why}: set NNODES to the number of nodes")
-
-
-def _require_no_rank(environment: Environment) -> None:
-    """Reject WORLD_SIZE: Kubeflow's PyTorchJob numbers pods in it, and here it counts processes."""
-    world = environment.get("WORLD_SIZE", "")
-    if world not in ("", ALONE):
-        raise UserError(
-            f"WORLD_SIZE is {world}, which is for a rank, and this is a launcher: give NNODES, NODE_RANK and "
-            "MASTER_ADDR, and unset WORLD_SIZE"
-        )
-
-
-def _require_srun(environment: Environment) -> None:
-    """Reject a multi-node batch script without srun: it runs on the first node only."""
-    nodes = environment.get("SLURM_NNODES", "1")
-    if "SLURM_NODEID" in environment and "SLURM_STEP_ID" not in environment and nodes != "1":
-        raise UserError(
-            f"SLURM_NNODES is {nodes}, but srun did not start this: only one node of the job runs it; use srun "
-            "--ntasks-per-node=1, or NNODES=1 for a run on this node"
-        )
+def _require_node_alone(environment: Environment) -> None:
+    """Raise UserError if other nodes were started alike: each would train a run of its own in the same folder."""
+    for name, started_by in (("WORLD_SIZE", ""), ("SLURM_NNODES", "SLURM_NODEID")):
+        if environment.get(name, "1") != "1" and (not started_by or started_by in environment):
+            raise UserError(
+                f"{name} is {environment[name]}, and NNODES is not set: set NNODES, NODE_RANK and MASTER_ADDR, or in "
+                "a SLURM job start with srun --ntasks-per-node=1 (NNODES=1: a run of this node alone)"
+            )
 
 
 def adopt_tasks() -> None:
     """Set torchrun's rank variables (RANK, WORLD_SIZE, ..., MASTER_ADDR, MASTER_PORT) from the cluster's variables.
 
-    No effect on ranks of torchrun, which may run inside such a task, or if WORLD_SIZE is 1 (each task is its own run).
+    Variables that are set stay. No effect on ranks of torchrun, which may run inside such a task, or if WORLD_SIZE is 1
+    (each task is its own run).
 
     Raises:
-        UserError: see `tasks_of`; or two variables disagree, or the first node is unknown.
+        UserError: see `tasks_of`; or the first node is unknown.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE") == ALONE:
+    if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE") == "1":
         return
     tasks = tasks_of(os.environ)
     if tasks is None or tasks.size == 1:
         return
-    names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-    numbers = (tasks.size, tasks.rank, tasks.local_size, tasks.local_rank)
-    for name, value, source in zip(names, numbers, tasks.variables, strict=True):
-        given = os.environ.get(name, str(value))
-        if given != str(value):
-            raise UserError(f"{name} is {given}, and {source} says {value}: unset {name}")
     address = os.environ.get("MASTER_ADDR") or tasks.address or ("localhost" if tasks.nodes == 1 else "")
     if not address:
         raise UserError(f"{tasks.size} tasks on {tasks.nodes} nodes: set MASTER_ADDR to the name of the first node")
-    os.environ |= {name: str(value) for name, value in zip(names, numbers, strict=True)}
-    os.environ |= {"GROUP_WORLD_SIZE": str(tasks.nodes), "MASTER_ADDR": address}
-    os.environ.setdefault("MASTER_PORT", str(tasks.port))
+    for name, value in {
+        "WORLD_SIZE": tasks.size,
+        "RANK": tasks.rank,
+        "LOCAL_WORLD_SIZE": tasks.local_size,
+        "LOCAL_RANK": tasks.local_rank,
+        "GROUP_WORLD_SIZE": tasks.nodes,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": tasks.port,
+    }.items():
+        os.environ.setdefault(name, str(value))

@@ -1,22 +1,19 @@
 """Start this node's part of a run (`mimo-train launch here`): find the nodes and the layout, then launch the ranks."""
 
 import os
-import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from data.text_format import plural
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import missing_code
-from mimo_train.launch.nodes import Nodes, nodes_of, number, without_torchruns
+from mimo_train.launch.nodes import Nodes, nodes_of, number
 from mimo_train.launch.restarts import require_resume
 from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, config_faults, resolve
@@ -66,33 +63,9 @@ def launch_of(
             text = f"has layouts for {known} nodes, and this run has {nodes}: add one"
             raise ConfigError([Fault("launch.layouts", text)])
         changed = [*cfg.launch.overrides(nodes), *changed]
-        _require_same_run(nodes, cfg, load(changed))
     if task := environment.get("SLURM_ARRAY_TASK_ID"):
         changed.append(f"run.dir={Path(cfg.run.dir) / f'task_{task}'}")
     return Launch(config, changed, load(changed), without_data)
-
-
-def _require_same_run(nodes: int, cfg: ConfigContainer, changed: ConfigContainer) -> None:
-    """Raise ConfigError if `launch.layouts` changes more than where and how the same numbers are computed."""
-    before, after = (dict(_flat(compose.to_dict(one))) for one in (cfg, changed))
-    others = [key for key in {**before, **after} if before.get(key) != after.get(key) and not _OF_LAYOUT.match(key)]
-    if others:
-        text = f"changes {', '.join(sorted(others))}, and with it the run: give layouts and microbatches only"
-        raise ConfigError([Fault(f"launch.layouts.{nodes}", text)])
-
-
-_OF_LAYOUT = re.compile(
-    r"modules\.\w+\.(layout|recompute)\b|placement\.|train\.(micro_batch_size|recompute)$|data\.workers$"
-)
-"""Keys that change a run's numbers only by summation order."""
-
-
-def _flat(plain: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in plain.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _line_of_task(environment: Mapping[str, str]) -> list[str]:
@@ -122,6 +95,7 @@ class Start:
     per_node: int
     rank: list[str]
     variables: dict[str, str]
+    """Variables that the ranks get in addition to this process's."""
     run_dir: Path
 
 
@@ -139,8 +113,7 @@ def start_of(config: str, overrides: Sequence[str], environment: Mapping[str, st
         require_resume(launch.cfg.checkpoint.resume, f"MIMO_MAX_RESTARTS {nodes.max_restarts}")
     # -P: a data.py or encoders/ in the working directory must not hide ours.
     rank = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", launch.config, *launch.overrides]
-    variables = without_torchruns(environment) | _speed(launch.cfg, environment)
-    return Start(nodes, _per_node(launch.cfg, nodes), rank, variables, Path(launch.cfg.run.dir))
+    return Start(nodes, _per_node(launch.cfg, nodes), rank, _speed(environment), Path(launch.cfg.run.dir))
 
 
 def launch_here(config: str, overrides: Sequence[str]) -> int:
@@ -150,11 +123,9 @@ def launch_here(config: str, overrides: Sequence[str]) -> int:
         UserError: see `start_of`; or the nodes cannot join.
     """
     start = start_of(config, overrides, os.environ)
-    if start.nodes.ranks is not None:
-        os.execve(start.rank[0], start.rank, start.variables)
-    for name in os.environ.keys() - start.variables.keys():
-        del os.environ[name]
     os.environ.update(start.variables)
+    if start.nodes.ranks is not None:
+        os.execv(start.rank[0], start.rank)
     from mimo_train.launch.torchrun import launch  # torch is a slow import
 
     return launch(start.rank, start.nodes, start.per_node, start.run_dir)
@@ -173,21 +144,21 @@ def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool =
     if world % nodes:
         raise UserError(
             f"the layout needs {plural(world, 'process')}, which {nodes} nodes cannot share evenly: change "
-            "modules.*.layout (or "
-            "layout=...) or NNODES, or let some be idle with placement.allow_idle=true and "
+            "modules.*.layout (or layout=...) or NNODES, or let some be idle with placement.allow_idle=true and "
             f"NPROC_PER_NODE={-(-world // nodes)}"
         )
     return world // nodes
 
 
-def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
+def _world(cfg: ConfigContainer, without_data: bool) -> int:
     if not without_data:
         return resolve(cfg).layout.processes[-1] + 1
     # Module sizes may come from a directory that is not on this machine.
-    left_out = {*INPUT_KEYS}
-    for name, module in cfg.modules.items():
-        left_out |= {f"modules.{name}.{part}" for part in ("encoder", "projector", "llm") if not getattr(module, part)}
-    if faults := [fault for fault in config_faults(cfg) if fault.key not in left_out]:
+    parts = ("encoder", "projector", "llm")
+    sizes = {
+        f"modules.{name}.{part}" for name, module in cfg.modules.items() for part in parts if not getattr(module, part)
+    }
+    if faults := [fault for fault in config_faults(cfg) if fault.key not in {*INPUT_KEYS, *sizes}]:
         raise ConfigError(faults)
     return lay_out(cfg).processes[-1] + 1
 
@@ -195,32 +166,18 @@ def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
 def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:
     if not nodes.per_node:
         return processes_per_node(cfg, nodes.number)
-    world, started = _world(cfg), nodes.number * nodes.per_node
+    world, started = _world(cfg, without_data=False), nodes.number * nodes.per_node
     if started < world:  # more may be started: the rest are idle
-        given = nodes.ranks.variables[2] if nodes.ranks else "NPROC_PER_NODE"
+        variable = nodes.ranks.variables[2] if nodes.ranks else "NPROC_PER_NODE"
         raise UserError(
-            f"the layout needs {plural(world, 'process')}, but NNODES * {given} = {nodes.number} * {nodes.per_node} = "
-            f"{started}: change modules.*.layout (or layout=...), NNODES or {given}"
+            f"the layout needs {plural(world, 'process')}, but NNODES * {variable} = {nodes.number} * {nodes.per_node} "
+            f"= {started}: change modules.*.layout (or layout=...), NNODES or {variable}"
         )
     return nodes.per_node
 
 
-def _speed(cfg: ConfigContainer, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for speed, unless set: CPU threads, GPU queues and GPU memory."""
-    if _on_cpu(cfg.run.device, environment):
-        return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or "1"}
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "1"}
-    if not environment.get("PYTORCH_CUDA_ALLOC_CONF"):
-        variables["PYTORCH_ALLOC_CONF"] = environment.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
-    return variables
-
-
-def _on_cpu(device: str, environment: Mapping[str, str]) -> bool:
-    if device != "auto":
-        return device == "cpu"
-    if environment.get("CUDA_VISIBLE_DEVICES", "all") == "":
-        return True
-    try:
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode != 0
-    except OSError:
-        return True
+def _speed(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for speed that are not set: CPU threads as torchrun does, GPU queues and GPU memory."""
+    memory = {} if environment.get("PYTORCH_CUDA_ALLOC_CONF") else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    defaults = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | memory
+    return {name: value for name, value in defaults.items() if not environment.get(name)}

@@ -83,18 +83,11 @@ def test_what_is_no_task(variables):
     ("variables", "words"),
     [
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, ["OMPI_COMM_WORLD_RANK is 'x'"]),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "6"}, ["OMPI_COMM_WORLD_RANK is 6", "OMPI_COMM_WORLD_SIZE 6"]),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "6"}, ["SIZE is 6, OMPI_COMM_WORLD_RANK is 6", "numbered from 0"]),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ["OMPI_COMM_WORLD_RANK is 3", "one after the other"]),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "7"}, ["OMPI_COMM_WORLD_SIZE is 7", "as many tasks on each node"]),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK is not set, and OMPI_COMM_WORLD_SIZE is:"]),
-        (
-            {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            ["MPI_LOCALNRANKS is not set, and PMI_SIZE, PMI_RANK are:", "set MPI_LOCALNRANKS too", "NNODES, NODE_RANK"],
-        ),
-        (SLURM | {"SLURM_NODEID": "3"}, ["SLURM_NODEID is 3", "3 nodes"]),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE is 'two'"]),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["MPI_LOCALNRANKS, MPI_LOCALRANKID must be set", "NNODES, NODE_RANK"]),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,2(x2)"}, ["is 1,2(x2)", "as many tasks on each node"]),
-        (SKY | {"SKYPILOT_NODE_IPS": "10.0.0.1"}, ["SKYPILOT_NODE_IPS has 1", "SKYPILOT_NUM_NODES is 3"]),
     ],
 )
 def test_variables_that_cannot_be_are_named(variables, words):
@@ -115,8 +108,7 @@ def test_variables_that_cannot_be_are_named(variables, words):
         ("", ""),
     ],
 )
-def test_the_first_host_of_a_node_list(monkeypatch, tmp_path, nodes, first):
-    monkeypatch.setenv("PATH", str(tmp_path))  # as in a container, without scontrol
+def test_the_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
@@ -137,17 +129,8 @@ def test_a_rank_of_torchrun_and_a_run_of_its_own_stay(set_only, own):
     assert {name: os.environ[name] for name in own} == own and "LOCAL_RANK" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        (OPEN_MPI | {"RANK": "2", "MASTER_ADDR": "a"}, ["RANK is 2", "OMPI_COMM_WORLD_RANK says 3"]),
-        (MPICH | {"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ["WORLD_SIZE is 2", "PMI_SIZE says 6"]),
-        (OPEN_MPI, ["3 nodes", "MASTER_ADDR"]),
-    ],
-)
-def test_contradictions_and_an_unknown_first_node_are_told(set_only, variables, words):
-    set_only(**variables)
-    with pytest.raises(UserError) as raised:
+def test_an_unknown_first_node_is_named(set_only):
+    set_only(**OPEN_MPI)
+    with pytest.raises(UserError, match="on 3 nodes: set MASTER_ADDR"):
         adopt_tasks()
-    assert all(word in str(raised.value) for word in words), raised.value
     assert "LOCAL_WORLD_SIZE" not in os.environ
