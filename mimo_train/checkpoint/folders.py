@@ -23,8 +23,8 @@ from mimo_train.checkpoint.damage import (
     require_own_format,
     unreadable,
 )
-from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
+from mimo_train.checkpoint.format.read import Reader
 from mimo_train.config.errors import UserError
 
 RECORD = "run.json"
@@ -245,7 +245,7 @@ def require_files(folder: Place) -> None:
         UserError: the file system fails, even after retries.
     """
     with damage_named(folder):
-        Blocks(folder).require_files()
+        Reader(folder).require_files()
 
 
 def read_record(folder: Place, *needed: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from data.storage.stores import store_of
 from data.storage.url import WEB, ObjectMeta, Place, Url
 from mimo_train.checkpoint import folders, object_folders
 from mimo_train.checkpoint.damage import damage_in
-from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Index, Key, is_of_rank
+from mimo_train.checkpoint.format.read import Reader
 from mimo_train.config.errors import UserError
 from mimo_train.layout.ranks import AXES
 
@@ -115,11 +115,11 @@ def look(path: Place) -> list[Found]:
 def _look(folder: Place) -> Found:
     damage = ""
     record: dict[str, Any] = {}
-    blocks: Blocks | None = None
+    blocks: Reader | None = None
     try:
         folders.require_complete(folder)
         record = folders.read_record(folder, "step", "layout")
-        blocks = Blocks(folder)
+        blocks = Reader(folder)
         blocks.require_files()
     except UserError as error:
         damage = damage_in(folder, error) or str(error)
@@ -147,7 +147,7 @@ def _look(folder: Place) -> Found:
     )
 
 
-def _objects_in(folder: Url, blocks: Blocks | None) -> dict[str, ObjectMeta]:
+def _objects_in(folder: Url, blocks: Reader | None) -> dict[str, ObjectMeta]:
     """Return objects by name; on a web server, which cannot list, those that belong to a checkpoint."""
     if folder.scheme not in WEB:
         return object_folders.in_folder(folder).objects
@@ -163,13 +163,12 @@ def verify(folder: Place, workers: int) -> Verified:
     try:
         folders.require_complete(folder)
         folders.read_record(folder)
-        blocks = Blocks(folder)
+        blocks = Reader(folder)
     except UserError as error:
         return Verified(folder, 0, 0, 0, [damage_in(folder, error) or str(error)])
     except (Damage, OSError) as error:
         return Verified(folder, 0, 0, 0, [str(error)])
     damage, files = blocks.damage(workers), blocks.index.files
-    blocks.close()
     nbytes = sum(file.size for file in files)
     return Verified(folder, len(files), nbytes, sum(len(file.hashes) - 1 for file in files), damage)
 

@@ -1,7 +1,6 @@
 """Load `checkpoint.load_modules`: a new run's modules from other runs' checkpoints, at any layout."""
 
 from collections.abc import Collection, Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -73,31 +72,31 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
         faults, changes = module_faults(folder, record, cfg, name, vocabulary_fingerprint=vocabulary)
         if faults:
             raise ConfigError(faults)
-    with closing(opened(folder)[0]) as reader:
-        held = [one for one in held_tensors(model) if one.module == name]
-        names = _names_there(reader, load.source(name), name)
-        wanted = [one for one in held if _is_asked_for(one.name, load.only)]
-        everyone = _over_ranks([one.name for one in held])
-        asked = {one for one in everyone if _is_asked_for(one, load.only)}
-        report = Loaded(
-            module=name,
-            folder=folder,
-            source=load.source(name),
-            taken=len(asked & names.keys()),
-            new=sorted(asked - names.keys()),
-            unused=sorted(names.keys() - asked),
-            changes=changes,
-        )
-        taken = [one for one in wanted if one.name in names]
-        with agreed():
-            if LEFT_OUT in record:
-                _require_trained(report, key)
-            _require_matches(load, key, names, folder)
-            _require_shapes(key, taken, names, reader)
-            if load.strict:
-                _require_all(report, load, key)
-        with agreed(), damage_named(folder):
-            fill_weights(reader, [(one, names[one.name]) for one in taken])
+    reader, _ = opened(folder)
+    held = [one for one in held_tensors(model) if one.module == name]
+    names = _names_there(reader, load.source(name), name)
+    wanted = [one for one in held if _is_asked_for(one.name, load.only)]
+    everyone = _over_ranks([one.name for one in held])
+    asked = {one for one in everyone if _is_asked_for(one, load.only)}
+    report = Loaded(
+        module=name,
+        folder=folder,
+        source=load.source(name),
+        taken=len(asked & names.keys()),
+        new=sorted(asked - names.keys()),
+        unused=sorted(names.keys() - asked),
+        changes=changes,
+    )
+    taken = [one for one in wanted if one.name in names]
+    with agreed():
+        if LEFT_OUT in record:
+            _require_trained(report, key)
+        _require_matches(load, key, names, folder)
+        _require_shapes(key, taken, names, reader)
+        if load.strict:
+            _require_all(report, load, key)
+    with agreed(), damage_named(folder):
+        fill_weights(reader, [(one, names[one.name]) for one in taken])
     _start_adapters(name, model, held, {id(one.tensor) for one in taken})
     return report
 

@@ -6,7 +6,7 @@ per rank and restored only at the same layout.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -220,20 +220,6 @@ def load_checkpoint(
             some. On every rank alike.
     """
     reader, record = opened(folder)
-    with closing(reader):
-        return _loaded(reader, record, folder, layout, model, optimizer, schedulers, train_state)
-
-
-def _loaded(
-    reader: Reader,
-    record: dict[str, Any],
-    folder: Place,
-    layout: RunLayout,
-    model: list[MegatronModule],
-    optimizer: ModuleOptimizer | None,
-    schedulers: Any,
-    train_state: Any,
-) -> dict[str, Any]:
     held, updated = held_tensors(model), list(_updated(optimizer))
     missing = [one for one in held if one.key() not in reader.index.pieces]
     new = [] if optimizer else [one for one in missing if is_adapter(one.name)]

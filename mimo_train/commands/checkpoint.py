@@ -65,8 +65,8 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
-    from mimo_train.checkpoint.format.blocks import Blocks
     from mimo_train.checkpoint.format.files import Damage
+    from mimo_train.checkpoint.format.read import Reader
     from mimo_train.config.errors import UserError
 
     continued = inspection.look(place_of(args.path))
@@ -76,7 +76,7 @@ def _show(args: argparse.Namespace) -> int:
         raise UserError(f"PATH: no complete checkpoint in {args.path}")
     one = continued[-1]
     try:
-        index = Blocks(one.path).index
+        index = Reader(one.path).index
     except (Damage, OSError) as error:
         return _complain([(one.path, one.damage or str(error))])
     tensors = inspection.tensors(index, args.tensors)

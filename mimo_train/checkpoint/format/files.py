@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_128_hexdigest
 
 from data.errors import ReadError
 from data.storage.files import retrying
@@ -129,6 +129,27 @@ def objects_in(folder: Url) -> dict[str, ObjectMeta]:
     return {found.url.name: found for found in store_of(folder).list(folder, deep=False)}
 
 
+def require_size(path: Place, size: int, objects: Mapping[str, ObjectMeta] | None = None) -> None:
+    """Check a file's size. It opens the file: network file systems may report an old size otherwise.
+
+    Args:
+        objects: for an object, the contents of its folder by name; None requests this one.
+
+    Raises:
+        Damage: it is missing or has another size.
+    """
+    if isinstance(path, Url):
+        try:
+            actual = (store_of(path).look(path) if objects is None else objects[path.name]).size
+        except (FileNotFoundError, KeyError):
+            raise Damage(f"{path.name} is missing") from None
+    else:
+        with os.fdopen(open_file(path), "rb") as file:
+            actual = os.fstat(file.fileno()).st_size
+    if actual != size:
+        raise Damage(f"{path.name} has {actual} bytes, not {size}")
+
+
 def open_file(path: Path) -> int:
     """Return a descriptor for reading a file. Opening a FIFO in its place does not block.
 
@@ -159,14 +180,6 @@ PARTIAL = "PARTIAL"
 def digest(data: bytes | memoryview) -> str:
     """Return the hash of some bytes; it detects damage but not tampering."""
     return xxh3_128_hexdigest(data)
-
-
-def digest_of(parts: Iterable[bytes | memoryview]) -> str:
-    """Return the hash of concatenated parts."""
-    hashed = xxh3_128()
-    for part in parts:
-        hashed.update(part)
-    return hashed.hexdigest()
 
 
 def write_all(file: int, data: bytes | memoryview) -> None:

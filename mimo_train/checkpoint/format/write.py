@@ -11,7 +11,6 @@ from xxhash import xxh3_128
 from data.storage.stores import store_of
 from data.storage.url import Place, Url
 from data.text_format import listed
-from mimo_train.checkpoint.format.blocks import require_size
 from mimo_train.checkpoint.format.files import (
     INDEX,
     PARTIAL,
@@ -22,6 +21,7 @@ from mimo_train.checkpoint.format.files import (
     of_rank,
     put_in_place,
     read_files,
+    require_size,
     write_file,
     write_marker,
 )
@@ -112,7 +112,7 @@ def complete(
     if there is not None and PARTIAL not in there:
         raise Damage(f"{PARTIAL} was removed while this was written, by another process")
     for number, file in enumerate(index.files):
-        require_size(partial, file, there)
+        require_size(partial / file.name, file.size, there)
         if sizes is not None and file.size - file.header != sizes[number]:
             raise Damage(f"{file.name} has {file.size - file.header} bytes of values, not {sizes[number]}")
     files = {INDEX: index.dump(), **others}

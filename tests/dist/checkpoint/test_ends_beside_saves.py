@@ -176,7 +176,6 @@ def test_a_checkpoint_takes_12_bytes_a_parameter(whole):
     """Beside headers, the index and the random generators of each rank, whose sizes do not grow with the parameters."""
     reader = Reader(folders.newest(whole))
     index, ranks = reader.index, len(reader.index.files)
-    reader.close()
     of_modules = [key for key in index.pieces if not is_of_rank(key)]
     parameters = sum(prod(index.shape(key)) for key in of_modules if key.state == WEIGHT)
     assert parameters > 50_000 and sum(map(index.nbytes, of_modules)) == 12 * parameters

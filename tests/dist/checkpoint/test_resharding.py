@@ -98,7 +98,6 @@ def _reshard(cfgs: list, trained_pairs: set[tuple[int, int]]) -> tuple[list[tupl
         runs.append(steps)
         reader = Reader(saved[-1])
         whole.append({key: reader.whole(key) for key in reader.index.pieces})
-        reader.close()
         whole[-1]["point"] = steps.train()[0]
 
     def values(steps: Steps):

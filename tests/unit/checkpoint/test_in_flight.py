@@ -122,7 +122,6 @@ def test_what_is_damaged_in_flight_is_no_checkpoint_or_is_found_by_a_reader(name
         with pytest.raises(Damage, match=name):
             reader.require_files()
             reader.whole(KEY)
-        reader.close()
     assert {file: file.read_bytes() for file in before} == before
     saved(tmp_path, 6)
     assert torch.equal(Reader(folders.newest(tmp_path)).whole(KEY), VALUES)

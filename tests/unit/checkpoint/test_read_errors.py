@@ -10,7 +10,7 @@ import torch
 from data.storage import files as retry
 from mimo_train.checkpoint import damage, folder_changes, folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint, damage_in, damage_named
-from mimo_train.checkpoint.format import blocks, files
+from mimo_train.checkpoint.format import files, read
 from mimo_train.checkpoint.format.files import RETRIES, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
@@ -76,22 +76,19 @@ def test_an_error_that_stays_is_no_damage(code, folder, fails):
     refused(folder, lambda: folders.require_complete(folder))
 
 
-def test_a_stale_handle_is_opened_again(folder, fails):
-    opened, reader = fails(blocks, "open_file", errno.EMFILE, 1), Reader(folder)
-    fails(blocks.os, "preadv", errno.ESTALE, 1)
+def test_a_read_is_repeated_with_a_new_handle(folder, fails):
+    opened, reader = fails(read, "open_file", errno.EMFILE, 1), Reader(folder)
+    fails(read.os, "preadv", errno.ESTALE, 1)
     assert reader.whole(KEY).tolist() == [1.0] * 8
-    reader.close()
     assert len(opened) == 3
 
-    fails(blocks.os, "preadv", errno.EIO, 99)
-    reader = Reader(folder)
+    fails(read.os, "preadv", errno.EIO, 99)
 
-    def read() -> None:
+    def read_again() -> None:
         with damage_named(folder):
-            reader.whole(KEY)
+            Reader(folder).whole(KEY)
 
-    refused(folder, read)
-    reader.close()
+    refused(folder, read_again)
 
 
 def test_a_file_that_is_gone_is_damage(folder):

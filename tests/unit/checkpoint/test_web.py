@@ -30,9 +30,7 @@ def test_a_checkpoint_is_read_from_a_web_server(tmp_path):
     with serving(contents) as server:
         url = Url.parse(server.url("right", final.name))
         assert folders.in_folder(url, "checkpoint.weights") == url
-        reader = Reader(url)
-        assert reader.whole(KEY).tolist() == [*range(8)]
-        reader.close()
+        assert Reader(url).whole(KEY).tolist() == [*range(8)]
         (found,) = inspection.look(url)
         assert (found.damage, found.kind, found.step) == ("", inspection.PERSISTENT, 4)
         assert (found.files, found.nbytes) == (4, sum(map(len, contents.values()))) and found.saved_at

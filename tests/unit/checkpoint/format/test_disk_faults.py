@@ -35,9 +35,7 @@ def left(run_dir: Path) -> float:
     folder_changes.finish_renames(run_dir)
     (folder,) = folders.complete(run_dir)
     assert folders.read_record(folder, "step") == {"step": 4}
-    reader = Reader(folder)
-    (value,) = set(reader.whole(KEY).tolist())
-    reader.close()
+    (value,) = set(Reader(folder).whole(KEY).tolist())
     return value
 
 

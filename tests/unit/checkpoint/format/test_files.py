@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mimo_train.checkpoint.format import read
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, marked_file
 from mimo_train.checkpoint.format.index import BLOCK, WEIGHT, Index, Key
 from mimo_train.checkpoint.format.read import Reader, Wanted
@@ -103,13 +102,12 @@ def test_who_reads_weights_alone_reads_the_blocks_of_weights_alone(tmp_path, mon
     parts = [Part(key, span, torch.full(span.shape, float(number))) for number, key in enumerate(keys)]
     write_rank(tmp_path / "step.partial", 0, parts)
     complete(tmp_path / "step.partial", tmp_path / "step", 1, {"run.json": b"{}"})
-    reader, blocks, take = Reader(tmp_path / "step"), [], Reader.read
-    monkeypatch.setattr(Reader, "read", lambda self, *place: blocks.append(place[:2]) or take(self, *place))
+    reader, blocks, take = Reader(tmp_path / "step"), [], Reader._read
+    monkeypatch.setattr(Reader, "_read", lambda self, *of: blocks.append(of[0]) or take(self, *of))
     wanted = [Wanted(key, span, torch.empty(span.shape)) for key in keys if key.state == WEIGHT]
     reader.fill(wanted)
     assert [one.into.unique().tolist() for one in wanted] == [[float(number)] for number in range(0, 16, 2)]
     assert len(blocks) == sum(one.into.nbytes for one in wanted) // BLOCK < len(reader.index.files[0].hashes) - 1
-    reader.close()
 
 
 def test_values_are_cast_to_what_is_asked_for(folder):
@@ -234,24 +232,10 @@ def test_a_checkpoint_lacks_the_part_of_a_rank(tmp_path):
 def test_blocks_are_read_once_where_neighbours_are_asked_for(folder, monkeypatch):
     reader = Reader(folder)
     places = []
-    monkeypatch.setattr(reader, "read", lambda *of, real=reader.read: places.append(of[:2]) or real(*of))
+    monkeypatch.setattr(reader, "_read", lambda *of, real=reader._read: places.append(of[0]) or real(*of))
     reader.fill(
         Wanted(key, span, torch.empty(span.numel, dtype=tensor.dtype))
         for key, tensor in TENSORS.items()
         for span in cut(tuple(tensor.shape), 7, True)
     )
     assert len(places) == len(set(places)) == sum(-(-(file.size - file.header) // BLOCK) for file in reader.index.files)
-
-
-def test_a_block_of_several_tensors_goes_straight_into_them(tmp_path, monkeypatch):
-    """Without a copy, where most of it is wanted as it is; what is cast, and single elements, go aside."""
-    folder, copies = written(tmp_path, 1, columns=False), []
-    monkeypatch.setattr(read, "copy_common", lambda *of, real=read.copy_common: copies.append(of) or real(*of))
-    for dtype, least, most in ((None, 1, 2), (torch.float64, len(TENSORS), 99)):
-        found = {key: torch.zeros(tensor.shape, dtype=dtype or tensor.dtype) for key, tensor in TENSORS.items()}
-        reader = Reader(folder)
-        reader.fill(Wanted(key, Span.of_whole(tuple(one.shape)), one.view(-1)) for key, one in found.items())
-        reader.close()
-        assert all(torch.equal(found[key], tensor.to(found[key].dtype)) for key, tensor in TENSORS.items())
-        assert least <= len(copies) <= most
-        copies.clear()
