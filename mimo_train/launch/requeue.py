@@ -7,7 +7,7 @@ from pathlib import Path
 from mimo_train.config.errors import UserError
 from mimo_train.flight.read import newest_start
 from mimo_train.launch.restarts import ANOTHER_MACHINE, Failure, failure_in
-from mimo_train.logging.progress import ENDED, EXIT, FINISHED, START, Event, events, job_ended
+from mimo_train.logging.progress import ENDED, EXIT, FINISHED, START, Event, append, events
 
 AGAIN = 75
 """Exit code of `mimo-train launch requeue` that asks for another start: EX_TEMPFAIL of sysexits.h."""
@@ -77,7 +77,8 @@ def requeue(run_dir: Path, job: str, code: int) -> tuple[int, str]:
     if ended is None:
         return code or 1, "not started again: the run had not begun"
     again, reason = decide(code, ended, ends_before(lines))
-    job_ended(run_dir, job=job, began=ended.began, outcome=ended.outcome, failed=ended.failed)
+    facts = {"began": ended.began, "failed": int(ended.failed), "outcome": ended.outcome}
+    append(run_dir, ENDED, job=job, **facts)
     return AGAIN if again else code or 1, reason
 
 

@@ -6,7 +6,6 @@ copies: one that fails is reported once and skipped, and training continues.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,92 +30,52 @@ class Sink(Protocol):
         """Write what is still held back, and close."""
 
 
-@dataclass(frozen=True)
-class SinkKind:
-    """When a sink is used and how it is opened."""
-
-    wanted: Callable[[ConfigContainer], bool]
-    open: Callable[[ConfigContainer, Path, int], Sink]
-    """Called with (config, run_dir, resumed_step)."""
-    required: bool = False
-    """True if a failure of this sink stops the run."""
-
-
-SINKS: dict[str, SinkKind] = {
-    "metrics.jsonl": SinkKind(
-        wanted=lambda cfg: True,
-        open=lambda cfg, run_dir, resumed_step: JsonlSink(run_dir / "metrics.jsonl", resumed_step),
-        required=True,
-    ),
-    "tensorboard": SinkKind(
-        wanted=lambda cfg: cfg.log.tensorboard,
-        open=lambda cfg, run_dir, resumed_step: TensorboardSink(run_dir / "tensorboard", resumed_step),
-    ),
-    "wandb": SinkKind(
-        wanted=lambda cfg: cfg.log.wandb,
-        open=lambda cfg, run_dir, resumed_step: WandbSink(run_dir, to_dict(cfg), resumed_step),
-    ),
-    "mlflow": SinkKind(
-        wanted=lambda cfg: cfg.log.mlflow,
-        open=lambda cfg, run_dir, resumed_step: MlflowSink(run_dir, to_dict(cfg), resumed_step),
-    ),
-    "comet": SinkKind(
-        wanted=lambda cfg: cfg.log.comet,
-        open=lambda cfg, run_dir, resumed_step: CometSink(run_dir, to_dict(cfg), resumed_step),
-    ),
+RECORD = "metrics.jsonl"
+SINKS: dict[str, Callable[[Path, dict[str, Any], int], Sink]] = {
+    RECORD: lambda run_dir, config, resumed_step: JsonlSink(run_dir / RECORD, resumed_step),
+    "tensorboard": lambda run_dir, config, resumed_step: TensorboardSink(run_dir / "tensorboard", resumed_step),
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "comet": CometSink,
 }
+"""Opens each sink as (run_dir, config, resumed_step). `log.NAME` switches each on, except the record."""
 
 
 class MetricsLog:
-    """Write values to every sink."""
+    """Write values to every sink. A failure of the record stops the run."""
 
-    def __init__(
-        self, sinks: Mapping[str, Sink] | None = None, required: frozenset[str] = frozenset({"metrics.jsonl"})
-    ):
-        """Log to `sinks` by name (none on ranks that do not log); a failing sink in `required` stops the run."""
+    def __init__(self, sinks: Mapping[str, Sink] | None = None):
+        """Log to `sinks` by name; none on ranks that do not log."""
         self._sinks = dict(sinks or {})
-        self._required = required
         self._failed: set[str] = set()
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
-        """Write the values of a step, or of an evaluation at that step (keys `eval/...`).
-
-        Raises:
-            Exception: whatever a required sink raises.
-        """
+        """Write the values of a step, or of an evaluation at that step (keys `eval/...`). Raises what the record
+        raises."""
         for name, sink in self._sinks.items():
             if name in self._failed:
                 continue
             try:
                 sink.log(step, consumed_samples, values)
             except Exception as error:
-                if name in self._required:
+                if name == RECORD:
                     raise
                 self._failed.add(name)
                 _warn(name, f"failed at step {step}", error)
 
-    def sink(self, name: str) -> Sink | None:
-        """Return a sink by its key in `SINKS`; None if the run does not use it or it has failed."""
-        return None if name in self._failed else self._sinks.get(name)
-
     def handle(self, name: str) -> Any:
-        """Return a sink's handle (see `Sink.handle`), or None."""
-        found = self.sink(name)
-        return None if found is None else found.handle
+        """Return the handle of a sink in `SINKS`; None if the run does not use it or it has failed."""
+        return None if name in self._failed or name not in self._sinks else self._sinks[name].handle
 
     def close(self) -> None:
-        """Close every sink, even if one raises.
-
-        Raises:
-            Exception: the first error of a required sink, after all are closed.
-        """
+        """Close every sink, even if one raises. Raises the error of the record after all are closed."""
         first: Exception | None = None
         for name, sink in self._sinks.items():
             try:
                 sink.close()
             except Exception as error:
-                if name in self._required:
-                    first = first or error
+                if name == RECORD:
+                    first = error
                 elif name not in self._failed:
                     _warn(name, "failed to close", error)
         self._sinks = {}
@@ -136,16 +95,16 @@ def build_metrics_log(cfg: ConfigContainer, run_dir: Path, *, resumed_step: int)
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     sinks: dict[str, Sink] = {}
-    for name, kind in SINKS.items():
-        if not kind.wanted(cfg):
+    for name, open_sink in SINKS.items():
+        if name != RECORD and not getattr(cfg.log, name):
             continue
         try:
-            sinks[name] = kind.open(cfg, run_dir, resumed_step)
+            sinks[name] = open_sink(run_dir, to_dict(cfg), resumed_step)
         except Exception as error:
-            if kind.required:
+            if name == RECORD:
                 raise
             _warn(name, "cannot start", error)
-    return MetricsLog(sinks, frozenset(name for name, kind in SINKS.items() if kind.required))
+    return MetricsLog(sinks)
 
 
 def _warn(name: str, what: str, error: Exception) -> None:

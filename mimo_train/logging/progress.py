@@ -16,91 +16,38 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from data.storage.url import Place
 from mimo_train.config.errors import UserError
 from mimo_train.flight.recorder import scheduled_job
 
 PROGRESS_FILE = "progress.txt"
-START, EXIT, ENDED = "start", "exit", "ended"
-"""Events that begin and end a job. `requeue` writes ENDED when it decides if the job starts again."""
-EVALUATION = "evaluation"
+START, EXIT, ENDED, EVALUATION = "start", "exit", "ended", "evaluation"
+"""Kinds of events that are read again. `requeue` writes ENDED when it decides if the job starts again."""
 FINISHED = "finished"
 """Reason of EXIT at the last step of a run."""
 
 _logger = logging.getLogger(__name__)
-_unwritable: set[Path] = set()
-"""Run folders that have been reported as unwritable."""
 
 
-def append_to_progress_log(run_dir: Path, text: str) -> None:
-    """Append one line: the UTC time, a tab, and `text`. Tabs in `text` separate columns; line breaks become spaces. A
-    file that cannot be written is reported once and never ends the run."""
+def append(run_dir: Path, kind: str, **facts: object) -> None:
+    """Append a line: the UTC time, the kind of event, and its facts, with white space as single spaces. A file that
+    cannot be written is reported and never ends the run."""
+    path, now = run_dir / PROGRESS_FILE, datetime.now(UTC).isoformat(timespec="seconds")
+    columns = [now, kind, *(f"{key}={' '.join(str(value).split())}" for key, value in facts.items())]
     try:
-        _append(run_dir, text)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # One write in append mode: lines of two processes never mix.
+        with path.open("a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # the last line of a killed job
+            file.write(("\n" if torn else "").encode() + "\t".join(columns).encode() + b"\n")
     except OSError as error:
-        if run_dir not in _unwritable:
-            _unwritable.add(run_dir)
-            _logger.warning("%s cannot be written (%s): training continues without it", run_dir / PROGRESS_FILE, error)
-    else:
-        _unwritable.discard(run_dir)
-
-
-def _append(run_dir: Path, text: str) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    line = f"{now}\t{' '.join(text.splitlines())}\n"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # One write in append mode: lines of two processes never mix.
-    descriptor = os.open(run_dir / PROGRESS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"  # the last line of a killed job
-        os.write(descriptor, ("\n" if torn else "").encode() + line.encode())
-    finally:
-        os.close(descriptor)
+        _logger.warning("%s cannot be written (%s): training continues without it", path, error)
 
 
 def job_started(run_dir: Path, *, world_size: int, step: int, flops: float = 0.0) -> None:
-    """Record the start of a job, with the scheduler's job if there is one.
-
-    Args:
-        step: completed steps.
-        flops: model FLOPs of the run so far.
-    """
-    facts = f"{START}\tworld_size={world_size}\tstep={step}\tflops={flops:.17g}"
-    append_to_progress_log(run_dir, f"{facts}\tjob={job}" if (job := scheduled_job()) else facts)
-
-
-def checkpoint_saved(run_dir: Path, *, step: int, path: str | Place, reason: str) -> None:
-    """Record a complete checkpoint and why it was saved."""
-    append_to_progress_log(run_dir, f"checkpoint\tstep={step}\tpath={path}\treason={reason}")
-
-
-def checkpoint_set_aside(run_dir: Path, *, path: Place, why: str) -> None:
-    """Record a damaged checkpoint under its new name."""
-    append_to_progress_log(run_dir, f"damaged\tpath={path}\twhy={why}")
-
-
-def evaluated(run_dir: Path, *, step: int, values: dict[str, float], sets: str) -> None:
-    """Record an evaluation with its values and a fingerprint of the held-out sets."""
-    facts = "\t".join(f"{key}={value:.6g}" for key, value in values.items())
-    append_to_progress_log(run_dir, f"{EVALUATION}\tstep={step}\tsets={sets}\t{facts}")
-
-
-def job_exited(run_dir: Path, *, step: int, reason: str) -> None:
-    """Record why a job ended, after `step` steps."""
-    append_to_progress_log(run_dir, f"{EXIT}\tstep={step}\treason={reason}")
-
-
-def job_ended(run_dir: Path, *, job: str, began: int, outcome: str, failed: bool) -> None:
-    """Record how a scheduler's job ended, for the decision to start it again.
-
-    Args:
-        began: step that it resumed from.
-        outcome: in words; equal for equal failures.
-        failed: False for a requested stop.
-    """
-    text = " ".join(outcome.split())
-    append_to_progress_log(run_dir, f"{ENDED}\tjob={job}\tbegan={began}\tfailed={int(failed)}\toutcome={text}")
+    """Record the start of a job after `step` steps and `flops` model FLOPs, with the job of the scheduler, if any."""
+    job = {"job": job} if (job := scheduled_job()) else {}
+    append(run_dir, START, world_size=world_size, step=step, flops=f"{flops:.17g}", **job)
 
 
 def start_of_jobs(run_dir: Path, world_size: int) -> tuple[datetime, float]:
@@ -136,7 +83,7 @@ def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops:
         flops: model FLOPs of all modules since the first step of the run.
         job_seconds: seconds since this job started.
     """
-    facts = {"step": step, "flops": f"{flops:.3g}", "tokens": tokens}
+    facts: dict[str, object] = {}
     try:
         began, flops_before = start_of_jobs(run_dir, world_size)
         *_, job = _jobs(run_dir)
@@ -148,7 +95,7 @@ def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops:
         teraflops = 1e12 * world_size
         facts["job_tflops"] = f"{(flops - job.flops) / job_seconds / teraflops:.3g}"
         facts["cumulative_tflops"] = f"{(flops - flops_before) / elapsed / teraflops:.3g}"
-    append_to_progress_log(run_dir, "\t".join(["throughput", *(f"{key}={value}" for key, value in facts.items())]))
+    append(run_dir, "throughput", step=step, flops=f"{flops:.3g}", tokens=tokens, **facts)
 
 
 class Event(NamedTuple):

@@ -136,7 +136,8 @@ class Evaluator(Callback):
             state.console.message(
                 "exact match is skipped: the model ends in a head of its own, and no logits of the vocabulary"
             )
-        progress.evaluated(state.run_dir, step=step, values=values, sets=self._digest(sets))
+        means = {key: f"{value:.6g}" for key, value in values.items()}
+        progress.append(state.run_dir, progress.EVALUATION, step=step, sets=self._digest(sets), **means)
 
     def _give_to_hooks(self, sets: list[HeldOut]) -> None:
         hooks, state = self._hooks, self._session.state

@@ -97,5 +97,5 @@ def finish(session: Session) -> int:
     state.console.close()
     reason = exit_reason(state, session.votes.agreed) or "asked by the step"
     if state.is_logging_rank:
-        progress_log.job_exited(state.run_dir, step=state.train_state.step, reason=reason)
+        progress_log.append(state.run_dir, progress_log.EXIT, step=state.train_state.step, reason=reason)
     return 0 if reason == progress_log.FINISHED else stopped_code()

@@ -221,7 +221,7 @@ class Saver(Callback):
     def _report(self, facts: _Facts, folder: Place) -> None:
         state, self._failures = self._state, 0
         if state.is_logging_rank:
-            progress.checkpoint_saved(state.run_dir, step=facts.step, path=folder, reason=facts.reason)
+            progress.append(state.run_dir, "checkpoint", step=facts.step, path=folder, reason=facts.reason)
             progress.throughput(
                 state.run_dir,
                 world_size=state.layout.world_size,

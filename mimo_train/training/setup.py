@@ -305,7 +305,7 @@ def _open_log(
     for loaded in checkpointer.loaded:
         console.message(str(loaded))
     for damaged in checkpointer.set_aside:
-        progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
+        progress.append(run.dir, "damaged", path=damaged.now, why=damaged.why)
         console.message(str(damaged))
     if stops is not None:
         console.message(str(stops))

@@ -19,32 +19,31 @@ from mimo_train.config.errors import UserError
 
 _logger = logging.getLogger(__name__)
 
-_PIECE = 2**20
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlSink:
     """Append to metrics.jsonl; a line is handed to the operating system before `log` returns.
 
-    If the disk is full or read-only, lines are held back and retried with the next line. A file that was removed is
-    written again. The file has every line, or `close` raises.
+    If the disk is full or read-only, lines are held back and retried with the next line. The file has every line, or
+    `close` raises.
     """
 
     def __init__(self, path: Path, resumed_step: int):
-        """Open `path` to continue after `resumed_step`: drop later lines and a torn last line.
-
-        With `resumed_step` 0 the file starts empty.
+        """Continue `path` after `resumed_step`: drop later lines and a torn last line; 0 starts an empty file.
 
         Raises:
             UserError: a line other than the last is not a JSON object.
             OSError: the file cannot be written.
         """
         self.handle = path
+        self._held_back, self._has_failed = b"", False
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _cut_back(path, resumed_step)
-        self._file: int | None = _opened(path)
-        self._held_back, self._warned = b"", False
+        with replacing(path) as file:
+            if resumed_step > 0 and path.exists():
+                for raw, line in _lines(path):
+                    if line["step"] <= resumed_step:
+                        file.write(raw.rstrip(b"\n") + b"\n")
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write one line."""
@@ -55,61 +54,34 @@ class JsonlSink:
         try:
             self._write()
         except OSError as error:
-            if not self._warned:
+            if not self._has_failed:
                 _logger.warning("%s cannot be written (%s): its lines are held back until it can", self.handle, error)
-            self._warned = True
+            self._has_failed = True
         else:
-            self._warned = False
+            self._has_failed = False
 
     def close(self) -> None:
-        """Write the held-back lines and close the file. Raises UserError if some lines cannot be written."""
+        """Write the held-back lines. Raises UserError if they cannot be written."""
         try:
             self._write()
         except OSError as error:
-            lines = self._held_back.count(b"\n")
-            what = (
-                f"the last {plural(lines, 'line')} of {self.handle}" if lines else f"{self.handle}, which was removed,"
-            )
             raise UserError(
-                f"run.dir: {what} could not be written ({error}): the same command "
-                "continues the run from its newest complete checkpoint, and writes those behind it again"
+                f"run.dir: the last {plural(self._held_back.count(b'\n'), 'line')} of {self.handle} could not be "
+                f"written ({error}). The same command resumes the run from its newest checkpoint and writes them again"
             ) from error
-        finally:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
 
     def _write(self) -> None:
         """Write all held-back lines. A write that ends inside a line continues there."""
-        if self._file is not None and not self._is_in_place():
-            self.handle.parent.mkdir(parents=True, exist_ok=True)
-            done = "another file has its name: lines go on there" if self.handle.exists() else self._put_back()
-            opened = _opened(self.handle)
-            os.close(self._file)
-            self._file = opened
-            _logger.warning("%s was removed or moved: %s", self.handle, done)
-        while self._held_back and self._file is not None:
-            self._held_back = self._held_back[os.write(self._file, self._held_back) :]
-
-    def _put_back(self) -> str:
-        """Write a removed file again from its open descriptor. A renamed file keeps its lines under the new name."""
-        assert self._file is not None
-        if os.fstat(self._file).st_nlink:
-            return "one is begun with the next line"
-        with replacing(self.handle) as file:
-            at = 0
-            while piece := os.pread(self._file, _PIECE, at):
-                file.write(piece)
-                at += len(piece)
-        return "it is written again, with all its lines"
-
-    def _is_in_place(self) -> bool:
-        assert self._file is not None
+        if not self._held_back:
+            return
+        # Opened by name for each line, so that a file that was moved or replaced gets no lines.
+        self.handle.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.handle, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            there, mine = os.stat(self.handle), os.fstat(self._file)
-        except FileNotFoundError:
-            return False
-        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+            while self._held_back:
+                self._held_back = self._held_back[os.write(file, self._held_back) :]
+        finally:
+            os.close(file)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -126,20 +98,6 @@ def iter_metrics(path: str | Path) -> Iterator[dict[str, float]]:
     """
     for _, line in _lines(Path(path)):
         yield {key: _NOT_FINITE.get(value, value) for key, value in line.items()}
-
-
-def _opened(path: Path) -> int:
-    # Unbuffered: a killed process loses at most the line that it was writing.
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-
-
-def _cut_back(path: Path, resumed_step: int) -> None:
-    """Keep only the lines up to `resumed_step`."""
-    with replacing(path) as file:
-        if resumed_step > 0:
-            for raw, line in _lines(path):
-                if line["step"] <= resumed_step:
-                    file.write(raw.rstrip(b"\n") + b"\n")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:

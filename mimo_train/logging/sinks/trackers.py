@@ -9,11 +9,10 @@ import logging
 import netrc
 import os
 import secrets
-import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 
@@ -28,10 +27,6 @@ def keep_id(file: Path, run_id: str) -> str:
     return run_id
 
 
-_WRITER = "tensorboard.summary.writer.event_file_writer"
-"""Module of TensorBoard's writer thread, as of 2.21."""
-
-
 class TensorboardSink:
     """TensorBoard events in run.dir/tensorboard: one scalar per key, as 32-bit floats."""
 
@@ -42,13 +37,6 @@ class TensorboardSink:
 
         purge_step = resumed_step + 1 if resumed_step > 0 else 0
         self.handle = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=15)
-        # The next `log` or `close` raises failures of TensorBoard's thread, and reports them in one line.
-        self._hook = threading.excepthook
-        threading.excepthook = self._told_later
-
-    def _told_later(self, failure: threading.ExceptHookArgs) -> None:
-        if type(failure.thread).__module__ != _WRITER:
-            self._hook(failure)
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write every value at `step`."""
@@ -61,15 +49,10 @@ class TensorboardSink:
 
     def close(self) -> None:
         """Flush and close the event file."""
-        try:
-            self.handle.close()
-        finally:
-            threading.excepthook = self._hook
+        self.handle.close()
 
 
 _WANDB_ID = "wandb_id.txt"
-
-Mode = Literal["online", "offline", "disabled", "shared"]
 
 
 class WandbSink:
@@ -95,7 +78,7 @@ class WandbSink:
             name=run_dir.name,
             id=run_id,
             resume="allow",
-            mode=cast(Mode, mode),  # W&B reports invalid values itself
+            mode=cast(Any, mode),  # W&B reports invalid values itself
             dir=str(run_dir),
             config=config,
             allow_val_change=True,

@@ -52,7 +52,7 @@ def job(tmp_path, monkeypatch):
         if error:
             recorder.note(ERROR, error)
         if exited:
-            progress.job_exited(tmp_path, step=step, reason=exited)
+            progress.append(tmp_path, "exit", step=step, reason=exited)
         return main(["launch", "requeue", str(code), "vlm_digits", f"run.dir={tmp_path}"])
 
     return job

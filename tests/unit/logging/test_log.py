@@ -19,13 +19,15 @@ from mimo_train.layout.run import config_faults
 from mimo_train.logging import metrics_log as log_module
 from mimo_train.logging import progress
 from mimo_train.logging.console import Console
-from mimo_train.logging.metrics_log import SINKS, MetricsLog, SinkKind, build_metrics_log
+from mimo_train.logging.metrics_log import SINKS, MetricsLog, build_metrics_log
 from mimo_train.logging.sinks import jsonl
 from mimo_train.logging.sinks.jsonl import JsonlSink, read_metrics
 from tests.unit.configs import changed
 
 
 class Recorder:
+    handle = "recorder"
+
     def __init__(self, fail_log=False, fail_close=False):
         self.fail_log, self.fail_close = fail_log, fail_close
         self.calls, self.closed = [], 0
@@ -59,6 +61,7 @@ def test_a_failing_copy_is_reported_once_and_the_others_go_on(caplog):
     with caplog.at_level(logging.WARNING):
         for step in range(1, 6):
             log.log(step, step, {})
+        assert log.handle("wandb") is log.handle("comet") is None and log.handle("metrics.jsonl") == "recorder"
         log.close()
     assert len(good.calls) == 5 and len(bad.calls) == 1 and bad.closed == 1
     (record,) = caplog.records
@@ -90,14 +93,7 @@ def test_close_closes_every_sink_and_then_raises_for_the_record(caplog):
 )
 def test_the_config_picks_the_sinks(tmp_path, monkeypatch, tensorboard, trackers, expected):
     opened = {}
-    kinds = {
-        name: SinkKind(
-            kind.wanted,
-            lambda cfg, run_dir, resumed_step, name=name: opened.setdefault(name, Recorder()),
-            kind.required,
-        )
-        for name, kind in SINKS.items()
-    }
+    kinds = {name: lambda *_, name=name: opened.setdefault(name, Recorder()) for name in SINKS}
     monkeypatch.setattr(log_module, "SINKS", kinds)
     cfg = ConfigContainer(log=LogConfig(tensorboard=tensorboard, wandb=trackers, mlflow=trackers, comet=trackers))
     build_metrics_log(cfg, tmp_path / "run", resumed_step=0).log(1, 32, {})
@@ -106,10 +102,10 @@ def test_the_config_picks_the_sinks(tmp_path, monkeypatch, tensorboard, trackers
 
 
 def test_a_copy_that_cannot_start_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
-    def refuse(cfg, run_dir, resumed_step):
+    def refuse(run_dir, config, resumed_step):
         raise ConnectionError("no route")
 
-    monkeypatch.setitem(log_module.SINKS, "wandb", SinkKind(lambda cfg: cfg.log.wandb, refuse))
+    monkeypatch.setitem(log_module.SINKS, "wandb", refuse)
     cfg = ConfigContainer(log=LogConfig(tensorboard=False, wandb=True))
     log = build_metrics_log(cfg, tmp_path / "run", resumed_step=0)
     log.log(1, 32, {"lm loss": 1.5})
@@ -122,14 +118,6 @@ def test_a_record_that_cannot_be_opened_stops_the_run(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OSError):
         build_metrics_log(ConfigContainer(log=LogConfig(tensorboard=False)), tmp_path, resumed_step=0)
-
-
-def test_a_sink_is_found_by_name_as_long_as_it_works():
-    good, bad = Recorder(), Recorder(fail_log=True)
-    log = MetricsLog({"metrics.jsonl": good, "wandb": bad})
-    assert log.sink("metrics.jsonl") is good and log.sink("wandb") is bad and log.sink("comet") is None
-    log.log(1, 1, {})
-    assert log.sink("wandb") is None
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -185,57 +173,24 @@ def test_lines_are_held_back_while_the_disk_is_full(room, tmp_path, monkeypatch,
     assert [line["step"] for line in read_metrics(str(tmp_path / "metrics.jsonl"))] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_folder_that_is_removed_is_made_again_and_that_is_said(tmp_path, caplog):
+def test_a_folder_that_is_removed_is_made_again(tmp_path):
     run_dir = tmp_path / "run"
     sink = JsonlSink(run_dir / "metrics.jsonl", 0)
-    progress.job_started(run_dir, world_size=1, step=0)
     sink.log(1, 1, {})
     shutil.rmtree(run_dir)
-    for step in (2, 3):
-        sink.log(step, step, {})
-    progress.job_exited(run_dir, step=3, reason="finished")
-    sink.close()
-    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3]
-    assert caplog.text.count("metrics.jsonl was removed or moved: it is written again, with all its lines") == 1
-    assert "reason=finished" in (run_dir / "progress.txt").read_text()
-
-
-def test_a_file_that_is_removed_last_of_all_is_written_again(tmp_path, monkeypatch, caplog):
-    """With the whole disk: what cannot be put back is an error."""
-    path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, 0)
-    sink.log(1, 1, {})
-    path.unlink()
-    monkeypatch.setattr("mimo_train.logging.sinks.jsonl._opened", lambda path: os.open("/proc/none/such", os.O_RDWR))
     sink.log(2, 2, {})
-    monkeypatch.undo()
-    path.unlink()
-    sink.close()
-    assert [line["step"] for line in read_metrics(path)] == [1, 2]
-
-
-@pytest.mark.parametrize("put", [False, True], ids=["moved", "replaced"])
-def test_a_file_that_is_moved_or_replaced_by_hand_keeps_its_lines(put, tmp_path, caplog):
-    path, kept = tmp_path / "metrics.jsonl", tmp_path / "kept.jsonl"
-    sink = JsonlSink(path, 0)
-    sink.log(1, 1, {})
-    sink.log(2, 2, {})
-    path.rename(kept)
-    if put:  # as by `sed -i`
-        path.write_bytes(kept.read_bytes())
-        kept.unlink()
+    shutil.rmtree(run_dir)
+    progress.append(run_dir, "exit", step=3)
     sink.log(3, 3, {})
     sink.close()
-    assert [line["step"] for line in read_metrics(path)] == ([1, 2, 3] if put else [3])
-    assert put or [line["step"] for line in read_metrics(kept)] == [1, 2]
-    assert ("another file has its name" if put else "one is begun with the next line") in caplog.text
+    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [3]
+    assert "step=3" in (run_dir / "progress.txt").read_text()
 
 
-def test_a_progress_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+def test_a_progress_file_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     (tmp_path / "progress.txt").mkdir()
-    for step in range(3):
-        progress.job_exited(tmp_path, step=step, reason="finished")
-    assert caplog.text.count("training continues without it") == 1
+    progress.append(tmp_path, "exit", step=1)
+    assert "training continues without it" in caplog.text
 
 
 def test_a_reader_that_has_gone_ends_nothing():

@@ -15,35 +15,23 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_run import RunConfig
 from mimo_train.layout.run import resolve
 from mimo_train.logging import progress
-from mimo_train.logging.progress import (
-    append_to_progress_log,
-    checkpoint_saved,
-    evaluated,
-    job_exited,
-    job_started,
-)
+from mimo_train.logging.progress import append, job_started
 
 
 def test_events_are_appended_lines_of_tab_separated_columns(tmp_path):
     run_dir = tmp_path / "run"
     job_started(run_dir, world_size=2, step=0)
-    checkpoint_saved(run_dir, step=200, path="checkpoints/step_00000200", reason="save_interval")
-    evaluated(run_dir, step=200, values={"eval/loss": 0.31214, "eval/samples": 512}, sets="5d41")
-    job_exited(run_dir, step=800, reason="finished")
+    append(run_dir, "checkpoint", step=200, path="checkpoints/step_00000200", reason="save_interval")
+    append(run_dir, "evaluation", step=200, sets="5d41", **{"eval/loss": 0.31214, "eval/samples": 512})
+    append(run_dir, "exit", step=800, reason="one\ntwo\r\nthree")
     rows = [line.split("\t") for line in (run_dir / "progress.txt").read_text().splitlines()]
     assert [row[1:] for row in rows] == [
         ["start", "world_size=2", "step=0", "flops=0"],
         ["checkpoint", "step=200", "path=checkpoints/step_00000200", "reason=save_interval"],
         ["evaluation", "step=200", "sets=5d41", "eval/loss=0.31214", "eval/samples=512"],
-        ["exit", "step=800", "reason=finished"],
+        ["exit", "step=800", "reason=one two three"],
     ]
     assert all(datetime.fromisoformat(row[0]).tzinfo is not None for row in rows)
-
-
-def test_text_with_line_breaks_stays_one_line(tmp_path):
-    append_to_progress_log(tmp_path, "exit\treason=one\ntwo\r\nthree")
-    (line,) = (tmp_path / "progress.txt").read_text().splitlines()
-    assert line.endswith("\texit\treason=one two three")
 
 
 def run_config(run_dir, world_size):
@@ -136,7 +124,7 @@ def test_a_spoilt_line_stops_no_run(tmp_path, spoilt):
 
 
 def test_without_the_line_of_the_job_its_throughput_is_left_out(tmp_path):
-    append_to_progress_log(tmp_path, "exit\tstep=1")
+    append(tmp_path, "exit", step=1)
     progress.throughput(tmp_path, world_size=2, step=30, tokens=1, flops=6e15, job_seconds=500)
     *_, last = (tmp_path / "progress.txt").read_text().splitlines()
     assert last.split("\t")[1:] == ["throughput", "step=30", "flops=6e+15", "tokens=1"]

@@ -13,7 +13,8 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig
 from mimo_train.logging.metrics_log import SINKS, build_metrics_log
 from mimo_train.logging.sinks.jsonl import read_metrics
-from tests.unit.logging.wandb_reader import read_offline
+from mimo_train.logging.sinks.trackers import has_api_key
+from tests.unit.logging.wandb_reader import read_offline, records
 
 EVERY_SINK = LogConfig(wandb=True, mlflow=True, comet=True)
 
@@ -128,6 +129,24 @@ def test_a_new_run_in_the_same_folder_is_a_new_run_everywhere(alone):
     before, after = job(alone / "run", range(1, 2)), job(alone / "run", range(1, 2))
     assert before["mlflow"].run_id != after["mlflow"].run_id
     assert before["comet"].get_key() != after["comet"].get_key()
+    assert before["wandb"].id != after["wandb"].id
+
+
+def test_the_x_axis_of_wandb_is_the_step(alone):
+    job(alone / "run", range(1, 2))
+    (path,) = alone.glob("run/wandb/offline-run-*/run-*.wandb")
+    metrics = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]
+    assert any("*" in (metric.glob_name, metric.name) and metric.step_metric == "step" for metric in metrics)
+
+
+def test_a_key_of_wandb_is_in_the_environment_or_in_netrc(alone, monkeypatch):
+    (alone / "netrc").write_text("machine other.example login user password word\n")
+    assert not has_api_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example")
+    assert has_api_key()
+    monkeypatch.delenv("WANDB_BASE_URL")
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert has_api_key()
 
 
 def test_mlflow_goes_where_the_environment_says(alone, monkeypatch):
@@ -135,7 +154,7 @@ def test_mlflow_goes_where_the_environment_says(alone, monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "ours")
     log = build_metrics_log(ConfigContainer(log=LogConfig(tensorboard=False, mlflow=True)), alone, resumed_step=0)
     log.log(1, 32, {"lm loss": 1.5})
-    client, run_id = log.sink("mlflow").handle
+    client, run_id = log.handle("mlflow")
     log.close()
     experiment = client.get_experiment_by_name("ours")
     assert [run.info.run_id for run in client.search_runs([experiment.experiment_id])] == [run_id]
