@@ -142,7 +142,7 @@ def dry_run(title: str, cfg: ConfigContainer, most: int | None) -> int:
 def _line(kind: Kind, found: RankResult | RankFailure, estimate: int, seconds: float, computing: float) -> str:
     if isinstance(found, RankFailure):
         return f"rank {kind.rank}, {kind.name}: FAILS: {found.what}\n{found.trace}"
-    done = "trained" + ", evaluated" * found.evaluated + ", saved" * bool(found.saved)
+    done = "trained" + ", evaluated" * found.evaluated
     over = "" if found.peak <= DEVICE.memory else f", MORE than {DEVICE.name} has"
     return (
         f"rank {kind.rank}, {kind.name}: {done} in {seconds:.0f} s, {computing:.0f} s of processor time; process "

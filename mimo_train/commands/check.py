@@ -28,13 +28,8 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="then run set-up, steps, evaluation and save of single ranks with fake tensors, as on GPUs unless "
+        help="then run set-up, steps and evaluation of single ranks with fake tensors, as on GPUs unless "
         "run.device=cpu, and report memory, messages, waits of the host, and errors by line",
-    )
-    command.add_argument(
-        "--transformer-engine",
-        action="store_true",
-        help="dry run: use layers of a stand-in for Transformer Engine",
     )
     command.add_argument(
         "--ranks",
@@ -48,8 +43,6 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.ranks is not None and not args.dry_run:
         raise UserError(f"--ranks {args.ranks} requires --dry-run")
-    if args.transformer_engine and not args.dry_run:
-        raise UserError("--transformer-engine requires --dry-run")
     if args.dry_run:
         from mimo_train.preflight.dry_run.command import require_ranks
 
@@ -59,4 +52,4 @@ def _check(args: argparse.Namespace) -> int:
         return code
     from mimo_train.preflight.dry_run.command import main as dry_run
 
-    return dry_run(args.config, args.overrides, args.ranks or "all-kinds", engine=args.transformer_engine)
+    return dry_run(args.config, args.overrides, args.ranks or "all-kinds")

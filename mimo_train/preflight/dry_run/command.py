@@ -11,7 +11,7 @@ from data.text_format import plural, shown_lines
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.layout.kernels import compiled_modules
+from mimo_train.layout.kernels import compiled_modules, has_fp8
 from mimo_train.layout.run import Run, resolve
 from mimo_train.preflight.dry_run.observation import Kind, RankFailure, RankResult, selected_kinds
 
@@ -19,13 +19,8 @@ LINES = 6
 """Source lines to list for a peak."""
 
 
-def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = False) -> int:
-    """Run the ranks, print their results, and return 1 if one fails, else 0.
-
-    Args:
-        ranks: see `selected_kinds`.
-        engine: use layers of Transformer Engine, see `fake_engine`.
-    """
+def main(config: str, overrides: Sequence[str], ranks: str) -> int:
+    """Run the ranks, print their results, and return 1 if one fails, else 0. `ranks`: see `selected_kinds`."""
     try:
         cfg = load(config, overrides)
         run = resolve(cfg)
@@ -36,22 +31,14 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    if engine:
-        from mimo_train.preflight.dry_run import fake_engine
-
-        fake_engine.install()
     from mimo_train.preflight.dry_run import one_rank
 
-    faults = list(one_rank.unsupported(cfg, engine=engine))
-    if faults:
-        sys.stderr.write("".join(f"fault: {fault} (--dry-run)\n" for fault in faults))
-        return 1
     print("\n" + heading(cfg, len(kinds), run.layout.world_size), flush=True)
     one_rank.import_program()
     expected = estimates(run)
     failed = False
     for kind in kinds:
-        result = in_child(run, kind, engine=engine)
+        result = in_child(run, kind)
         failed = failed or isinstance(result, RankFailure)
         print("\n" + rank_text(result, expected.get(kind.rank, 0)), flush=True)
     print("\nno faults" if not failed else "\nthere are faults", flush=True)
@@ -64,12 +51,12 @@ def require_ranks(config: str, overrides: Sequence[str], ranks: str) -> None:
         selected_kinds(resolve(load(config, overrides)).layout, ranks)
 
 
-def in_child(run: Run, kind: Kind, *, engine: bool = False) -> RankResult | RankFailure:
+def in_child(run: Run, kind: Kind) -> RankResult | RankFailure:
     """Run a rank in a child process, since it changes torch for the whole process."""
     # Forked: the libraries are imported already, and importing them takes longer than most ranks take to run.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(run, kind, engine, sender))
+    process = context.Process(target=_child, args=(run, kind, sender))
     process.start()
     sender.close()
     try:
@@ -81,7 +68,7 @@ def in_child(run: Run, kind: Kind, *, engine: bool = False) -> RankResult | Rank
         process.join()
 
 
-def _child(run: Run, kind: Kind, engine: bool, pipe: Connection) -> None:
+def _child(run: Run, kind: Kind, pipe: Connection) -> None:
     import warnings
 
     from mimo_train.preflight.dry_run import one_rank
@@ -91,7 +78,7 @@ def _child(run: Run, kind: Kind, engine: bool, pipe: Connection) -> None:
         sys.stdout = nowhere
         sys.stderr = nowhere
         try:
-            pipe.send(one_rank.run_rank(run, kind, engine=engine))
+            pipe.send(one_rank.run_rank(run, kind))
         except BaseException as error:
             pipe.send(RankFailure.of(kind, error))
     pipe.close()
@@ -114,6 +101,8 @@ def heading(cfg: ConfigContainer, ranks: int, world: int) -> str:
     head = f"Dry run of {ranks} of {plural(world, 'rank')}, as on {device}"
     if names := ", ".join(compiled_modules(cfg)):
         head += f"\nNOT TRIED: the compiler; layers of {names}, which the run compiles (train.compile), are as without"
+    if names := ", ".join(has_fp8(cfg)):
+        head += f"\nNOT TRIED: fp8 (train.fp8) and Transformer Engine; layers of {names} are torch's"
     return head
 
 
@@ -140,12 +129,9 @@ def rank_text(result: RankResult | RankFailure, estimate: int) -> str:
     ]
     if result.waits_inside:
         lines.append("  WARNING: it waits between microbatches: " + _waits_text(result.waits_inside))
-    if result.loaded:
-        lines.append(f"  {result.loaded}: tensors are there, in these shapes")
-    evaluated = ", evaluated" if result.evaluated else ""
-    saved = f", saved {bytes_text(result.saved)}" if result.saved else ""
+    evaluated = " and evaluated" if result.evaluated else ""
     lines.append(
-        f"  trained{evaluated}{saved} in {result.seconds:.0f} s, {bytes_text(result.resident)} of this machine's memory"
+        f"  trained{evaluated} in {result.seconds:.0f} s, {bytes_text(result.resident)} of this machine's memory"
     )
     return "\n".join(lines)
 

@@ -98,7 +98,7 @@ class RankResult:
     device: str
     """cuda or cpu."""
     peak: int
-    """Bytes of tensors on the device over all steps, evaluation and save, after the set-up."""
+    """Bytes of tensors on the device over all steps and evaluations, after the set-up."""
     categories: dict[str, int]
     """Bytes at the peak."""
     lines: list[tuple[str, str, int]]
@@ -114,10 +114,6 @@ class RankResult:
     waits_inside: dict[str, int]
     """Waits between the first microbatch and the last."""
     evaluated: bool
-    saved: int
-    """Bytes of this rank's part of a checkpoint; 0 if the run saves none."""
-    loaded: str
-    """Checkpoint that the run would resume from, or whose weights it would start from; empty: none."""
     seconds: float
     resident: int
     """Peak memory of the process, in bytes."""

@@ -1,4 +1,4 @@
-"""One rank of a run without the others and without a device: set-up, steps, evaluation and save."""
+"""One rank of a run without the others and without a device: set-up, steps and evaluation."""
 
 import copy
 import resource
@@ -16,26 +16,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from data.samples.text_lengths import TextLengths
-from mimo_train.config.errors import Fault
+from data.storage.url import Place
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig
 from mimo_train.layout.batch import Batch
-from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.run import Run
-from mimo_train.preflight.dry_run import fake_checkpoint, fake_cuda, fake_tensors, fake_world
+from mimo_train.preflight.dry_run import fake_cuda, fake_tensors, fake_world
 from mimo_train.preflight.dry_run.counts import GRADIENTS, OPTIMIZER, WEIGHTS, Counts
 from mimo_train.preflight.dry_run.fake_tensors import FakeCounts
 from mimo_train.preflight.dry_run.observation import Kind, RankResult
 
 STEPS = 2
 """The first step creates the optimizer states; the second one is like all that follow."""
-
-
-def unsupported(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
-    """Yield parts of a config that a dry run does not support; `engine`: layers are Transformer Engine's."""
-    if (names := ", ".join(has_fp8(cfg))) and not engine:
-        yield Fault("train.fp8", f"layers of {names} have fp8, which Transformer Engine's do: add --transformer-engine")
 
 
 def device_kind(cfg: ConfigContainer) -> str:
@@ -61,7 +54,7 @@ def trial_run(run: Run, folder: Path) -> Run:
     # One step of an evaluation is like the next.
     cfg.train.eval_samples, cfg.train.report_samples = cfg.train.global_batch_size, min(cfg.train.report_samples, 1)
     cfg.train.skip_iters, cfg.train.exit_interval, cfg.train.callbacks = [], 0, []
-    cfg.checkpoint.dir, cfg.checkpoint.weights, cfg.checkpoint.resume = "", "", "auto"
+    cfg.checkpoint.dir, cfg.checkpoint.weights, cfg.checkpoint.resume = "", "", "never"
     cfg.log = replace(cfg.log, tensorboard=False, wandb=False, mlflow=False, comet=False)
     for module in cfg.modules.values():
         module.feature_cache = FeatureCacheConfig()
@@ -69,9 +62,8 @@ def trial_run(run: Run, folder: Path) -> Run:
     return replace(run, cfg=cfg, batch=Batch.of(cfg))
 
 
-def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> RankResult:
-    """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process. `engine`: layers are
-    Transformer Engine's, and `fake_engine` is installed."""
+def run_rank(run: Run, kind: Kind) -> RankResult:
+    """Set up, train and evaluate as one rank. Changes torch for the rest of this process."""
     began = time.monotonic()
     # A forked process makes its thread pool anew at the first call. If two autograd threads make that call at once,
     # one finds no pool and the process aborts (torch 2.11: "Invalid thread pool!"). So one thread makes it here.
@@ -79,7 +71,7 @@ def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> RankResult:
     device = device_kind(run.cfg)
     import_program()
     with TemporaryDirectory(prefix="mimo-dry-run-") as folder, ExitStack() as stack:
-        given, run = run, trial_run(run, Path(folder))
+        run = trial_run(run, Path(folder))
         fake_world.join(kind.rank, run.layout.world_size, run.layout.ranks_per_node)
         counts = FakeCounts(fake_cuda.is_on_device if device == "cuda" else _is_on_cpu)
         names = _install(device, counts)
@@ -89,8 +81,8 @@ def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> RankResult:
         fake_tensors.install_attention(device)
         fake_world.balance_experts(counts)
         fake_world.install_gradient_needs(run)
-        files = fake_checkpoint.install(given)
-        _choose_layers(engine)
+        skip_checkpoints()
+        choose_layers(run.cfg)
         observed = observe(run, counts)
     made = distributed_c10d._world.pg_group_ranks
     groups = [("world" if group is dist.group.WORLD else group.group_desc, len(made[group])) for group in made]
@@ -98,8 +90,6 @@ def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> RankResult:
         kind=kind,
         device=device,
         groups=groups,
-        saved=files.saved,
-        loaded=files.loaded,
         seconds=time.monotonic() - began,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **observed,
@@ -127,12 +117,26 @@ def _install(device: str, counts: Counts) -> Any:
     return None
 
 
-def _choose_layers(engine: bool) -> None:
-    """Use fake or torch layers: Transformer Engine's own need a GPU."""
+def choose_layers(cfg: ConfigContainer) -> None:
+    """Use torch layers without fp8: Transformer Engine's need a GPU."""
     from mimo_train.training import setup as setting_up
     from mimo_train.training.step import startup
 
-    setting_up.use_transformer_engine = startup.use_transformer_engine = lambda kind: engine and kind == "cuda"
+    setting_up.use_transformer_engine = startup.use_transformer_engine = lambda kind: False
+    cfg.train.fp8 = "none"
+    for module in cfg.modules.values():
+        module.fp8 = ""
+
+
+def skip_checkpoints() -> None:
+    """Start with the weights of the set-up, and save nothing, for the rest of this process."""
+    from mimo_train.checkpoint.checkpointer import Checkpointer
+
+    def save(self: Checkpointer, *_: Any, **__: Any) -> Place:
+        return self._run.dir
+
+    Checkpointer.resume = lambda self: None  # type: ignore[method-assign]
+    Checkpointer.save = Checkpointer.begin = save  # type: ignore[method-assign]
 
 
 def observe(run: Run, counts: Counts) -> dict[str, Any]:

@@ -59,4 +59,3 @@ def test_memory_messages_and_flops_are_those_of_a_real_run(name, request, tmp_pa
         for category in ("weights", "gradients", "optimizer"):
             assert dry.categories[category] == real["categories"][category] > 0, category
         assert dry.evaluated == real["evaluated"] == ("evaluation" in name)
-        assert dry.saved > 0

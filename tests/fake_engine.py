@@ -1,10 +1,10 @@
-"""A fake Transformer Engine, for tensors without memory and machines without a GPU.
+"""A fake Transformer Engine, for tests without a GPU, also over tensors without memory.
 
 `install` replaces the package before Megatron-Core is imported. It has what Megatron-Core 0.19.2 extends
 (extensions/transformer_engine.py): constructors that take only keywords of version 2.20.2, which the extra `gpu`
-installs, and forward passes with the right shapes and messages. FLOPs are those of torch's layers. Memory is close to
-theirs, since what the real kernels keep is unknown here. Values in fp8 are not rounded. Attention over context-parallel
-ranks sends nothing, and counts a packed row as one text.
+installs, and forward passes with the right shapes and messages. In fp8, sizes that the real matmuls do not support are
+rejected, and matmuls use the last copy of a weight. Values in fp8 are not rounded. Attention over context-parallel
+ranks sends nothing, and takes a packed row as one text.
 
 Shape suffixes: S sequence, B batch, N heads, D head dimension; T positions of a packed row.
 """
@@ -12,9 +12,10 @@ Shape suffixes: S sequence, B batch, N heads, D head dimension; T positions of a
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,24 +23,34 @@ from torch.nn import Parameter
 from torch.nn.init import ones_, zeros_
 from torch.utils import checkpoint as recompute
 
-from mimo_train.preflight.dry_run.fake_fp8 import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    Fp8Padding,
-    Fp8Unpadding,
-    Fp8Weight,
-    MXFP8BlockScaling,
-    fp8_autocast,
-    supported,
-)
-
 VERSION = "2.20.2"
 """Megatron-Core selects code paths by it."""
-PACKED = ("qkv_format", *(f"{what}_{of}" for what in ("cu_seqlens", "max_seqlen") for of in ("q", "kv")),
-          "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs", "num_splits",
-          "core_attention_bias_type", "core_attention_bias")  # fmt: skip
-"""Keywords of a forward pass of attention besides its inputs."""
+LINEAR = """sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker init_method bias
+    return_bias params_dtype parallel_mode parameters_split device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad
+    ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type name"""
+NORM = "eps sequence_parallel params_dtype zero_centered_gamma hidden_size device dtype"
+KEYWORDS = {
+    "Linear": f"{LINEAR} rng_tracker_name save_original_input",
+    "LayerNormLinear": f"{LINEAR} eps normalization return_layernorm_output return_layernorm_output_gathered "
+    "zero_centered_gamma",
+    "GroupedLinear": """sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker
+    rng_tracker_name init_method bias return_bias params_dtype parallel_mode device ub_overlap_rs ub_overlap_ag ub_name
+    delay_wgrad_compute save_original_input single_grouped_weight single_grouped_bias name use_grouped_tensor""",
+    "DotProductAttention": """num_gqa_groups attention_dropout qkv_format attn_mask_type window_size
+    bottom_right_diagonal softcap sequence_parallel tp_size get_rng_state_tracker tp_group layer_number attention_type
+    cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit name""",
+    "LayerNorm": NORM,
+    "RMSNorm": NORM,
+}
+"""Keywords of the real constructors, as released (transformer_engine/pytorch/module/, attention/)."""
+PASS = """qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
+    window_size bottom_right_diagonal softcap checkpoint_core_attention core_attention_bias_type core_attention_bias
+    alibi_slopes fast_zero_fill inference_params pad_between_seqs fp8_output num_splits"""
+"""Keywords of a forward pass of the real attention besides its inputs."""
+DEFAULTS = {
+    **dict.fromkeys(" ".join(KEYWORDS.values()).split()), "eps": 1e-5, "tp_size": 1, "bias": True, "device": "cuda",
+    "normalization": "LayerNorm", "attention_dropout": 0.0, "sequence_parallel": False,
+}  # fmt: skip
 
 
 class Unsupported:
@@ -62,17 +73,17 @@ def checkpoint(
 
 
 class _Layer(torch.nn.Module):
-    """A layer that takes the keywords in `OPTIONS`, with these defaults, and no others."""
+    """A layer that takes the keywords of the real one, and no others."""
 
-    OPTIONS: ClassVar[dict[str, Any]] = {}
     fp8 = fp8_calibration = False
 
     def __init__(self, options: dict[str, Any]):
         super().__init__()
-        if unknown := sorted(options.keys() - self.OPTIONS.keys()):
-            raise TypeError(f"te.pytorch.{type(self).__name__} {VERSION} has no keyword {', '.join(unknown)}")
-        self.options = SimpleNamespace(**self.OPTIONS | options)
-        self.tp_group = getattr(self.options, "tp_group", None)
+        name = next(base.__name__ for base in type(self).__mro__ if base.__name__ in KEYWORDS)  # not of a subclass
+        if unknown := sorted(options.keys() - KEYWORDS[name].split()):
+            raise TypeError(f"te.pytorch.{name} {VERSION} has no keyword {', '.join(unknown)}")
+        self.options = SimpleNamespace(**DEFAULTS | options)
+        self.tp_group = self.options.tp_group
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def parameter(self, shape: tuple[int, ...], init: Callable | None) -> Parameter:
@@ -96,9 +107,6 @@ class _Layer(torch.nn.Module):
 class RMSNorm(_Layer):
     """`te.pytorch.RMSNorm`."""
 
-    OPTIONS: ClassVar[dict[str, Any]] = {
-        "eps": 1e-5, "sequence_parallel": False, "zero_centered_gamma": False, "params_dtype": None, "device": "cuda"
-    }  # fmt: skip
     HAS_BIAS = False
 
     def __init__(self, normalized_shape: int, eps: float = 1e-5, **options: Any):
@@ -126,17 +134,6 @@ def _norm(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     return F.layer_norm(inputs, weight.shape, weight, bias, eps)
 
 
-_MATMUL_OPTIONS = {
-    "sequence_parallel": False, "fuse_wgrad_accumulation": False, "tp_group": None, "tp_size": 1,
-    "get_rng_state_tracker": None, "init_method": None, "bias": True, "return_bias": False, "params_dtype": None,
-    "parallel_mode": None, "device": "cuda", "delay_wgrad_compute": False, "ub_overlap_ag": False,
-    "ub_overlap_rs": False, "ub_name": None,
-}  # fmt: skip
-_LINEAR_OPTIONS = _MATMUL_OPTIONS | {
-    "symmetric_ar_type": None, "ub_overlap_rs_dgrad": False, "ub_bulk_wgrad": False, "ub_bulk_dgrad": False
-}  # fmt: skip
-
-
 class _Matmul(_Layer):
     """A layer with weights of [out features, in features], split by its parallel mode."""
 
@@ -155,8 +152,6 @@ class _Matmul(_Layer):
 
 class Linear(_Matmul):
     """`te.pytorch.Linear`: a matmul, with the messages of its parallel mode around it."""
-
-    OPTIONS: ClassVar[dict[str, Any]] = _LINEAR_OPTIONS | {"rng_tracker_name": None}
 
     def __init__(self, in_features: int, out_features: int, **options: Any):
         super().__init__(in_features, out_features, options)
@@ -192,10 +187,6 @@ class Linear(_Matmul):
 class LayerNormLinear(Linear):
     """`te.pytorch.LayerNormLinear`: a norm before the matmul."""
 
-    OPTIONS: ClassVar[dict[str, Any]] = _LINEAR_OPTIONS | {
-        "eps": 1e-5, "normalization": "LayerNorm", "zero_centered_gamma": False, "return_layernorm_output": False
-    }  # fmt: skip
-
     def __init__(self, in_features: int, out_features: int, **options: Any):
         super().__init__(in_features, out_features, **options)
         assert not self.options.return_layernorm_output, "nobody asks for it"
@@ -213,10 +204,6 @@ class LayerNormLinear(Linear):
 
 class GroupedLinear(_Matmul):
     """`te.pytorch.GroupedLinear`: matmuls of several experts, each with its rows."""
-
-    OPTIONS: ClassVar[dict[str, Any]] = _MATMUL_OPTIONS | {
-        "rng_tracker_name": None, "single_grouped_weight": False, "single_grouped_bias": False
-    }  # fmt: skip
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any):
         super().__init__(in_features, out_features, options)
@@ -242,13 +229,6 @@ class GroupedLinear(_Matmul):
 class DotProductAttention(_Layer):
     """`te.pytorch.DotProductAttention`, as one fused kernel."""
 
-    OPTIONS: ClassVar[dict[str, Any]] = {
-        "num_gqa_groups": None, "attention_dropout": 0.0, "attn_mask_type": "causal", "window_size": None,
-        "sequence_parallel": False, "tp_size": 1, "get_rng_state_tracker": None, "tp_group": None,
-        "layer_number": None, "attention_type": "self", "cp_group": None, "cp_global_ranks": None, "cp_stream": None,
-        "cp_comm_type": "p2p", "softmax_scale": None,
-    }  # fmt: skip
-
     def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int], **options: Any):
         super().__init__(options)
 
@@ -264,13 +244,13 @@ class DotProductAttention(_Layer):
     ) -> torch.Tensor:
         """Return [S, B, N * D] from [S, B, N, D], or [T, N * D] from [T, N, D] in a packed row."""
         assert attention_mask is None or attn_mask_type == "no_mask" or "causal" in attn_mask_type, attn_mask_type
-        assert not set(packed) - set(PACKED), packed
+        assert not set(packed) - set(PASS.split()), packed
         assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype, value.dtype)
         is_row = query.dim() == 3
         if is_row:
             ends = packed["cu_seqlens_q"], packed["cu_seqlens_kv"]
             assert packed["qkv_format"] == "thd" and "padding" in attn_mask_type, (packed["qkv_format"], attn_mask_type)
-            assert all(one.dtype == torch.int32 and one.device == query.device for one in ends), ends
+            assert all(end.dtype == torch.int32 and end.device == query.device for end in ends), ends
         parts = (each.unsqueeze(1) if is_row else each for each in (query, key, value))
         query_BNSD, key_BNSD, value_BNSD = (part.permute(1, 2, 0, 3) for part in parts)
         context = F.scaled_dot_product_attention(
@@ -284,6 +264,119 @@ class DotProductAttention(_Layer):
         )
         context = context.permute(2, 0, 1, 3).flatten(2)
         return context.squeeze(1) if is_row else context
+
+
+Format = SimpleNamespace(E4M3="e4m3", HYBRID="hybrid")
+
+
+class _Recipe:
+    unit = 16
+
+    def __init__(self, *, fp8_format: str, fp8_dpa: bool = False):
+        assert not fp8_dpa, "attention in fp8"
+        self.fp8_format = fp8_format
+
+
+class Float8CurrentScaling(_Recipe):
+    """`tensorwise`."""
+
+
+class Float8BlockScaling(_Recipe):
+    """`blockwise`."""
+
+    def __init__(self, *, fp8_format: str):
+        assert fp8_format == Format.E4M3
+        super().__init__(fp8_format=fp8_format)
+
+
+class MXFP8BlockScaling(_Recipe):
+    """`mxfp8`."""
+
+    unit = 32
+
+
+_ACTIVE: list[_Recipe] = []
+
+
+@contextmanager
+def fp8_autocast(enabled: bool = True, fp8_recipe: _Recipe | None = None, fp8_group: Any = None) -> Iterator[None]:
+    """Compute the matmuls of layers in fp8 inside the block."""
+    assert enabled and fp8_recipe is not None, "Megatron-Core enters it for layers with fp8 alone"
+    _ACTIVE.append(fp8_recipe)
+    try:
+        yield
+    finally:
+        _ACTIVE.pop()
+
+
+def supported() -> tuple[bool, str]:
+    """Return True: the device supports every recipe."""
+    return True, ""
+
+
+class Fp8Padding(torch.nn.Module):
+    """`te.pytorch.Fp8Padding`: rows of zeros after those of each expert, up to a size that matmuls support."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None):
+        super().__init__()
+        assert align_size is None, "Megatron-Core gives none to experts, nor do we"
+        self.num_gemms = num_gemms
+
+    def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return (padded rows, number per expert) from `inputs` [rows, width], with `m_splits` rows per expert. As the
+        real one, it also pads in layers that stay in bf16."""
+        assert len(m_splits) == self.num_gemms
+        padded = _padded(m_splits)
+        parts = zip(inputs.split(m_splits), m_splits, padded, strict=True)
+        return torch.cat([F.pad(part, (0, 0, 0, after - before)) for part, before, after in parts]), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    """`te.pytorch.Fp8Unpadding`."""
+
+    def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> torch.Tensor:  # type: ignore[override]
+        """Return `inputs` without the rows that `Fp8Padding` added; `m_splits` are those before padding."""
+        parts = zip(inputs.split(_padded(m_splits)), m_splits, strict=True)
+        return torch.cat([part[:rows] for part, rows in parts])
+
+
+def _padded(m_splits: list[int]) -> list[int]:
+    unit = _ACTIVE[-1].unit if _ACTIVE else _Recipe.unit
+    return [-(-rows // unit) * unit for rows in m_splits]
+
+
+class _CopyForWeight(torch.autograd.Function):
+    """Returns the copy of a weight, and passes its gradient to the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Fp8Weight:
+    """The fp8 copy of a layer's weight: two bytes a number, for rows and columns together. As in the real package, it
+    is made when the caller says that weights may have changed; `made` counts the copies."""
+
+    def __init__(self) -> None:
+        self.copy: torch.Tensor | None = None
+        self.made = 0
+
+    def of(self, weight: torch.Tensor, inputs: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        """Return the weight for the matmul of `inputs` [..., width]."""
+        if not _ACTIVE:
+            return weight
+        rows, unit = inputs.shape[:-1].numel(), _ACTIVE[-1].unit
+        # As `assert_dim_for_fp8_exec` of Transformer Engine, and multiples of 16 for the gradient of the weight,
+        # which sums over rows (cublaslt_gemm.cu: "Leading dimension requirement").
+        wrong = any(size % unit for size in (rows, *weight.shape))
+        assert not wrong, f"fp8: {rows} rows, weight {tuple(weight.shape)}"
+        if self.copy is None or is_first_microbatch is not False:
+            self.copy, self.made = weight.detach().clone(), self.made + 1
+        return _CopyForWeight.apply(weight, self.copy)
 
 
 def install() -> None:
