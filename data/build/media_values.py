@@ -86,8 +86,8 @@ class MediaItem(NamedTuple):
         if self.extent is None or 0 in self.extent:
             cut = "" if self.kind == "image" else ", or is cut off"
             raise RecordError(f"{where}: {shown(self.name)} has no readable {self.kind} header{cut}")
-        if above := (BOUNDS.of_clip if self.kind == "audio" else BOUNDS.of_image)(*self.extent):
-            raise RecordError(f"{where}: {shown(self.name)}: {above}")
+        if excess := BOUNDS.excess_of_extent(self.kind, *self.extent):
+            raise RecordError(f"{where}: {shown(self.name)}: {excess}")
 
 
 def item_of_file(kind: str, folder: str, name: str, where: str) -> MediaItem:

@@ -85,7 +85,8 @@ def mono_blocks(raw: bytes, bounds: Bounds = BOUNDS) -> Iterator[tuple[np.ndarra
             if container := _container_to_decode(file, raw):
                 yield from _decoded_blocks(raw, container)
                 return
-            if fault := bounds.of_clip(file.frames, file.samplerate) or _unsupported(file.format, file.subtype):
+            excess = bounds.excess("seconds", file.frames / file.samplerate)
+            if fault := excess or _unsupported(file.format, file.subtype):
                 raise DecodeError(fault)
             frames = 0
             # Not integers: libsndfile would read floats in [-1, 1] as zeros and ones.

@@ -1,7 +1,7 @@
 """Decode images (uint8 [3, H, W]), videos and audio (float32 [samples]) to tensors.
 
-torchvision decodes JPEG, PNG and most WebP, and Pillow the rest. Only torchvision's operator library is loaded:
-importing it would import its models and datasets.
+torchvision decodes JPEG, three times as fast as Pillow, which decodes the rest. Only torchvision's operator library is
+loaded: importing it would import its models and datasets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from PIL import Image
 from data.errors import DecodeError, reason_of
 from data.media.audio import decode_audio
 from data.media.headers import import_heif, parse_header_bytes
-from data.media.options import BOUNDS, STRETCHED, WHITE, Bounds, Colour, Resize
+from data.media.options import BOUNDS, WHITE, Bounds, Colour, Resize
 from data.media.video import decode_video
 
 _RGB = 3
@@ -35,11 +35,8 @@ def decode_frames(
     canvas: tuple[int, int] | None = None,
     bounds: Bounds = BOUNDS,
 ) -> list[torch.Tensor]:
-    """Return `count` frames of a video (`decode_video`), each as an image of `decode_media`."""
-    frames = decode_video(raw, count, bounds)
-    if canvas is not None:
-        return [_in_tiles(image, canvas, resize, bounds) for image in frames]
-    return [_fitted(image, *size, resize, bounds) for image in frames]
+    """Return `count` frames of a video (`decode_video`), each `fitted`."""
+    return [fitted(frame, size, resize, canvas, bounds) for frame in decode_video(raw, count, bounds)]
 
 
 def decode_media(
@@ -51,15 +48,10 @@ def decode_media(
     bounds: Bounds = BOUNDS,
     background: Colour | None = WHITE,
 ) -> torch.Tensor:
-    """Return an image or audio item of `Media.size`. Raises DecodeError if it is damaged, or above its bounds.
-
-    Images are uint8 [3, height, width], or float32 if `resize.rounded` is False. With a `canvas` (`Media.canvas`) they
-    are tiles, [tiles, 3, side, side]. Audio is float32 [samples].
-    """
-    if canvas is not None:
-        return decode_tiles(raw, canvas, resize, bounds, background)
+    """Return an image, `fitted`, or audio, float32 [samples], of `Media.size`. Raises DecodeError if it is damaged, or
+    above its bounds."""
     if kind == "image":
-        return decode_resized(raw, *size, resize, bounds, background)
+        return fitted(decode_image_file(raw, bounds, background), size, resize, canvas, bounds)
     return decode_audio(raw, rate=size[1], samples=size[0], bounds=bounds)
 
 
@@ -76,10 +68,10 @@ def decode_image_file(raw: bytes, bounds: Bounds = BOUNDS, background: Colour | 
     header = parse_header_bytes(raw)
     if header is None:
         raise DecodeError(f"no header of an image that can be decoded in {len(raw)} bytes")
-    if above := bounds.of_image(header.height, header.width):
-        raise DecodeError(above)
+    if excess := bounds.excess_of_extent("image", header.height, header.width):
+        raise DecodeError(excess)
     try:
-        if _is_for_torchvision(raw, header.format, background):
+        if header.format == "JPEG":
             # torch requires writable memory
             image = decode_with_torchvision(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         elif header.format == "HEIC":
@@ -88,61 +80,49 @@ def decode_image_file(raw: bytes, bounds: Bounds = BOUNDS, background: Colour | 
             image = _decode_with_pillow(raw, background)
     except Exception as error:  # torchvision and Pillow raise many types for damaged bytes
         raise DecodeError(f"cannot decode {len(raw)} bytes of {header.format}: {reason_of(error)}") from error
-    if image.dtype != torch.uint8:  # 16-bit PNG
-        image = (image.to(torch.int32) >> 8).to(torch.uint8)
     image = _upright(image, header.orientation)
     if tuple(image.shape) != (3, header.height, header.width):
         raise DecodeError(f"decoded to {tuple(image.shape)}, but its header says {(3, header.height, header.width)}")
     return image
 
 
-def decode_resized(
-    raw: bytes,
-    height: int,
-    width: int,
-    resize: Resize = STRETCHED,
+def fitted(
+    image: torch.Tensor,
+    size: tuple[int, int],
+    resize: Resize,
+    canvas: tuple[int, int] | None = None,
     bounds: Bounds = BOUNDS,
-    background: Colour | None = WHITE,
 ) -> torch.Tensor:
-    """Return `decode_image_file` resized to uint8 [3, height, width], stretched or cropped at the centre."""
-    return _fitted(decode_image_file(raw, bounds, background), height, width, resize, bounds)
+    """Return an image [3, H, W] as an encoder takes it: uint8, or float32 if `resize.rounded` is False.
 
-
-def _fitted(image: torch.Tensor, height: int, width: int, resize: Resize, bounds: Bounds) -> torch.Tensor:
-    image_height, image_width = image.shape[1:]
-    if above := bounds.of_resized(*resize.largest(image_height, image_width)):
-        raise DecodeError(above)
-    target = list(resize.whole(image_height, image_width)) if resize.shortest_edge else [height, width]
-    image = _resized(image, target, resize)
-    top, left = (target[0] - height) // 2, (target[1] - width) // 2
-    return image[:, top : top + height, left : left + width].contiguous()
-
-
-def decode_tiles(
-    raw: bytes, canvas: tuple[int, int], resize: Resize, bounds: Bounds = BOUNDS, background: Colour | None = WHITE
-) -> torch.Tensor:
-    """Return `decode_image_file` in tiles, uint8 [tiles, 3, side, side].
-
-    The first tile is the whole image, stretched. The others cut a black canvas row by row; the image is resized to fit
-    into its centre. An empty canvas gives one tile: the image padded to a square with `resize.background`.
+    Without a `canvas` it is [3, *size]: stretched, or cropped at the centre. With one (`Media.canvas`) it is in tiles,
+    [tiles, 3, side, side]. The first tile is the whole image, stretched. The others cut a black canvas row by row; the
+    image is resized to fit into its centre. An empty canvas gives one tile: the image padded to a square with
+    `resize.background`. Raises DecodeError if it is above its bounds on the way.
     """
-    return _in_tiles(decode_image_file(raw, bounds, background), canvas, resize, bounds)
-
-
-def _in_tiles(image: torch.Tensor, canvas: tuple[int, int], resize: Resize, bounds: Bounds) -> torch.Tensor:
-    side = resize.tile
     height, width = image.shape[1:]
+    largest = resize.largest(height, width, cut=canvas is None or min(canvas) > 0)
+    if excess := bounds.excess_of_extent("image", *largest):
+        raise DecodeError(excess)
+    if canvas is not None:
+        return _in_tiles(image, canvas, largest, resize)
+    target = list(largest) if resize.shortest_edge else [*size]
+    image = _resized(image, target, resize)
+    top, left = (target[0] - size[0]) // 2, (target[1] - size[1]) // 2
+    return image[:, top : top + size[0], left : left + size[1]].contiguous()
+
+
+def _in_tiles(image: torch.Tensor, canvas: tuple[int, int], square: tuple[int, int], resize: Resize) -> torch.Tensor:
+    height, width = image.shape[1:]
+    side = resize.tile
     if not min(canvas):
-        square = resize.largest(height, width, cut=False)
-        if above := bounds.of_resized(*square):
-            raise DecodeError(above)
         return _resized(_centred(image, square, resize.background), [side] * 2, resize)[None]
     down, across = canvas[0] / height, canvas[1] / width
     if across < down:
-        fitted = [min(math.ceil(height * across), canvas[0]), canvas[1]]
+        target = [min(math.ceil(height * across), canvas[0]), canvas[1]]
     else:
-        fitted = [canvas[0], min(math.ceil(width * down), canvas[1])]
-    centred = _centred(_resized(image, fitted, resize), canvas, (0, 0, 0))
+        target = [canvas[0], min(math.ceil(width * down), canvas[1])]
+    centred = _centred(_resized(image, target, resize), canvas, (0, 0, 0))
     tiles = centred.unfold(1, side, side).unfold(2, side, side)  # 3, rows, columns, side, side
     return torch.cat([_resized(image, [side] * 2, resize)[None], tiles.permute(1, 2, 0, 3, 4).flatten(0, 1)])
 
@@ -160,26 +140,6 @@ def _centred(image: torch.Tensor, size: Sequence[int], colour: tuple[int, int, i
     canvas = torch.tensor(colour, dtype=image.dtype)[:, None, None].repeat(1, *size)
     canvas[:, top : top + image.shape[1], left : left + image.shape[2]] = image
     return canvas
-
-
-def _is_for_torchvision(raw: bytes, kind: str, background: Colour | None) -> bool:
-    """True if torchvision can decode it; it ignores transparency and cannot read animated WebP."""
-    if kind == "JPEG":
-        return True
-    if kind == "WEBP" and raw[12:16] == b"VP8X" and raw[20] & 0x02:
-        return False
-    return kind in ("PNG", "WEBP") and not (background is not None and _may_be_transparent(raw, kind))
-
-
-def _may_be_transparent(raw: bytes, kind: str) -> bool:
-    """True if a PNG or WebP file may have transparent pixels, by its header."""
-    if kind == "PNG":
-        # An alpha channel, or a transparent colour in a chunk before the pixels.
-        return raw[25:26] in (b"\4", b"\6") or b"tRNS" in raw[: max(raw.find(b"IDAT"), 0)]
-    if raw[12:16] == b"VP8X":
-        return bool(raw[20] & 0x10)
-    # Lossless: one byte, width and height with 14 bits each, and the alpha bit.
-    return raw[12:16] == b"VP8L" and bool(int.from_bytes(raw[21:25], "little") >> 28 & 1)
 
 
 def _decode_with_pillow(raw: bytes, background: Colour | None) -> torch.Tensor:
@@ -214,7 +174,7 @@ def _upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
 
 
 def decode_with_torchvision(raw: torch.Tensor) -> torch.Tensor:
-    """Decode a JPEG, PNG, GIF or WebP file, uint8 [bytes], to uint8 [3, H, W] (uint16 if it has 16 bits), not upright.
+    """Decode a JPEG file, uint8 [bytes], to uint8 [3, H, W], not upright.
 
     Raises RuntimeError for damaged bytes.
     """

@@ -68,8 +68,6 @@ class VideoHeader(NamedTuple):
     """Length; at least 1."""
     turns: int
     """Quarter turns clockwise that make it upright."""
-    frames: int
-    """Frames or packets of its longest stream; 0 if unknown."""
 
 
 def parse_extent(kind: str, read: ReadAt, size: int) -> tuple[int, int] | None:
@@ -135,12 +133,11 @@ def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
                 return None
             turns = _TURNS[a >> 16, b >> 16, c >> 16, d >> 16]
             height, width = (stream.height, stream.width) if turns % 2 == 0 else (stream.width, stream.height)
-            frames = max(other.frames for other in file.streams)
     except Exception:  # av.FFmpegError and others: the bytes are damaged
         return None
     if not (height > 0 and width > 0 and 0 < int(length) < 1 << 31):
         return None
-    return VideoHeader(container, height, width, int(length), turns, frames)
+    return VideoHeader(container, height, width, int(length), turns)
 
 
 def parse_video_header_bytes(raw: bytes) -> VideoHeader | None:

@@ -10,83 +10,45 @@ from dataclasses import dataclass
 
 from data.errors import DataError
 
-CONFIGURABLE = ("pixels", "seconds", "video_bytes", "record_bytes", "placeholders")
-"""The `Bounds` that a config sets."""
+_UNITS = {
+    "pixels": "pixels",
+    "seconds": "seconds",
+    "video_bytes": "bytes",
+    "record_bytes": "bytes",
+    "placeholders": "images and audio items",
+}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a sample: a sample above one is bad. Those in `CONFIGURABLE` are config keys `data.bounds.NAME`."""
+    """Limits of a sample, the config keys `data.bounds.NAME`. A sample above one is bad."""
 
     pixels: int = 100_000_000
     """Pixels of an image or video frame, also after resizing and padding."""
     seconds: float = 3600.0
     """Length of an audio file or video."""
-    sample_rate: int = 384_000
-    """Audio samples a second."""
     video_bytes: int = 1_073_741_824
     """Size of a video file."""
-    video_frames: int = 1_000_000
-    """Frames in a video, whether they are read or not."""
-    video_pixels: int = 100_000_000_000
-    """Pixels decoded from a video, also those of frames between the ones that are read."""
     record_bytes: int = 16_777_216
     """Size of a `json` or `txt` member."""
-    record_depth: int = 64
-    """Depth of nested lists and objects in a record."""
-    turns: int = 1000
-    """Turns of a conversation."""
     placeholders: int = 4096
     """Images and audio files of a sample; a video counts as the frames that are read of it."""
 
-    def of_image(self, height: int, width: int) -> str | None:
-        """Return the exceeded bound of an image, as text; None if there is none."""
-        pixels = height * width
-        return None if pixels <= self.pixels else self._above(f"{height} x {width} pixels are", pixels, "pixels")
-
-    def of_resized(self, height: int, width: int) -> str | None:
-        """Return the exceeded bound of a resized or padded image; None if there is none."""
-        pixels = height * width
-        if pixels <= self.pixels:
-            return None
-        return self._above(f"read as a part of {height} x {width} pixels, these are", pixels, "pixels")
-
-    def of_clip(self, frames: int, rate: int) -> str | None:
-        """Return the exceeded bound of audio with `frames` samples per channel; None if there is none."""
-        return self._above("its rate in Hz is", rate, "sample_rate") or self._above(
-            "its length in seconds is", frames / rate, "seconds"
-        )
-
-    def of_video(self, size: int, milliseconds: int) -> str | None:
-        """Return the exceeded bound of a video of `size` bytes; None if there is none."""
-        return self._above("its bytes are", size, "video_bytes") or self._above(
-            "its length in seconds is", milliseconds / 1000, "seconds"
-        )
-
-    def of_frames(self, number: int) -> str | None:
-        """Return the exceeded bound of a video with `number` frames; None if there is none."""
-        return self._above("its images are", number, "video_frames")
-
-    def of_video_pixels(self, number: int) -> str | None:
-        """Return the exceeded bound of `number` pixels decoded from a video; None if there is none."""
-        return self._above("to read it, pixels are decoded:", number, "video_pixels")
-
-    def of_record(self, size: int) -> str | None:
-        """Return the exceeded bound of a record of `size` bytes; None if there is none."""
-        return self._above("its bytes are", size, "record_bytes")
-
-    def of_turns(self, number: int) -> str | None:
-        """Return the exceeded bound of a conversation with `number` turns; None if there is none."""
-        return self._above("its turns are", number, "turns")
-
-    def of_placeholders(self, number: int) -> str | None:
-        """Return the exceeded bound of `number` images and audio items; None if there is none."""
-        return self._above("its images and clips are", number, "placeholders")
-
-    def _above(self, what: str, value: float, name: str) -> str | None:
+    def excess(self, name: str, value: float) -> str | None:
+        """Return that a value is above the bound `name`, as text; None if it is not."""
         bound = getattr(self, name)
-        limit = f"data.bounds.{name}" if name in CONFIGURABLE else "the limit of"
-        return f"{what} {value:.10g}, above {limit} {bound:.10g}" if value > bound else None
+        return f"{value:.10g} {_UNITS[name]}, above data.bounds.{name} {bound:.10g}" if value > bound else None
+
+    def excess_of_extent(self, kind: str, first: int, second: int) -> str | None:
+        """Return `excess` of an item's extent (`media.headers.parse_extent`)."""
+        if kind == "audio":
+            return self.excess("seconds", first / second)
+        excess = self.excess("pixels", first * second)
+        return excess and f"{first} x {second} = {excess}"
+
+    def excess_of_video(self, size: int, milliseconds: int) -> str | None:
+        """Return `excess` of a video of `size` bytes."""
+        return self.excess("video_bytes", size) or self.excess("seconds", milliseconds / 1000)
 
 
 BOUNDS = Bounds()
@@ -121,7 +83,7 @@ class Resize:
 
 STRETCHED = Resize()
 
-READING = 3
+READING = 4
 """Version of the decoders. Raise it if a file gives different pixels or audio samples."""
 
 Colour = tuple[int, int, int]

@@ -45,17 +45,17 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     header = parse_video_header_bytes(raw)
     if header is None:
         raise DecodeError(f"no header of a video that can be decoded in {len(raw)} bytes")
-    above = bounds.of_image(header.height, header.width) or bounds.of_video(len(raw), header.milliseconds)
-    if above := above or bounds.of_frames(header.frames):
-        raise DecodeError(above)
+    excess = bounds.excess_of_extent("image", header.height, header.width)
+    if excess := excess or bounds.excess_of_video(len(raw), header.milliseconds):
+        raise DecodeError(excess)
     av = import_av()
     decoder = None
     try:
         with _opened(av, raw, header) as file:
-            packets = _packets(file, header, bounds)
+            packets = _packets(file, header)
             unit = file.streams.video[0].time_base
         _require_length(packets, header)
-        decoder = _Decoder(av, raw, header, packets.keys, bounds)
+        decoder = _Decoder(av, raw, header, packets.keys)
         for at in range(count):
             middle = Fraction((2 * at + 1) * header.milliseconds, 2000 * count)
             # the last frame that has started by then
@@ -80,17 +80,14 @@ def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
     return file
 
 
-def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:
+def _packets(file: Any, header: VideoHeader) -> _Packets:
     stream = file.streams.video[0]
     # A Matroska file is as long as its longest track.
     taken = [stream] if header.container == "mov" else [*file.streams.video, *file.streams.audio]
-    shown, keys, ends, longest, number = [], [], [Fraction(0)], Fraction(0), 0
+    shown, keys, ends, longest = [], [], [Fraction(0)], Fraction(0)
     for packet in file.demux(taken):
         if packet.pts is None or packet.is_discard:
             continue
-        number += 1
-        if above := bounds.of_frames(number):
-            raise DecodeError(above)
         ends.append((packet.pts + (packet.duration or 0)) * packet.time_base)
         if packet.stream_index != stream.index:
             continue
@@ -119,13 +116,9 @@ def _require_length(packets: _Packets, header: VideoHeader) -> None:
 class _Decoder:
     """Decodes a video forwards, and seeks to the next key frame if it can skip frames."""
 
-    def __init__(
-        self, av: Any, raw: bytes, header: VideoHeader, keys: Sequence[tuple[int, int]], bounds: Bounds
-    ) -> None:
+    def __init__(self, av: Any, raw: bytes, header: VideoHeader, keys: Sequence[tuple[int, int]]) -> None:
         self._open = lambda: _opened(av, raw, header)
-        self._keys, self._jumps = keys, True
-        self._reached = keys[0][0]
-        self._left, self._each, self._bounds = bounds.video_pixels, header.height * header.width, bounds
+        self._keys, self._jumps, self._reached = keys, True, keys[0][0]
         self._begin()
 
     def frame_at(self, time: int) -> Any:
@@ -165,9 +158,6 @@ class _Decoder:
 
     def _decoded(self) -> Iterator[Any]:
         for frame in self._file.decode(video=0):
-            self._left -= self._each
-            if self._left < 0:
-                raise DecodeError(self._bounds.of_video_pixels(self._bounds.video_pixels - self._left))
             if frame.is_corrupt:
                 raise DecodeError(f"the frame at {float(frame.time or 0):.2f} s is damaged")
             if frame.pts is not None:

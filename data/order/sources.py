@@ -177,7 +177,9 @@ def parts_of(
         if not part.size:
             of_rows = f"of the {rows} in {plural(end - begin, 'shard')}"
             if rows and only_held:
-                raise DataError(f"data.validation_fraction: {held_fraction:g} holds out none {of_rows} of {source.key}. Raise it")
+                raise DataError(
+                    f"data.validation_fraction: {held_fraction:g} holds out none {of_rows} of {source.key}. Raise it"
+                )
             why = f": data.validation_fraction {held_fraction:g} holds out all of them. Lower it" if rows else ""
             raise DataError(f"{source.key}: no sample is left {of_rows}{why}")
         parts.append(part)

@@ -145,7 +145,7 @@ class _Parser:
     visuals: Sequence[Visual]
 
     def decode(self, raw: bytes, extension: str) -> str:
-        if above := self.bounds.of_record(len(raw)):
+        if above := self.bounds.excess("record_bytes", len(raw)):
             raise RecordError(f"the .{shown(extension)} member: {above}")
         try:
             return raw.decode("utf-8-sig")
@@ -156,14 +156,9 @@ class _Parser:
 
     def json(self, text: str, what: str) -> Any:
         try:
-            record = json.loads(text)
+            return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{what} is not JSON ({error})") from error
-        depth = self.bounds.record_depth
-        # Cheap test first: few brackets cannot nest deeper.
-        if text.count("[") + text.count("{") > depth and _is_deeper(record, depth):
-            raise RecordError(f"{what}: more than {depth} lists and objects inside each other")
-        return record
 
     def named_values(self, raws: Mapping[str, bytes], fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the values in `data.fields`, and their JSON members."""
@@ -201,8 +196,6 @@ class _Parser:
     def turns(self, turns: Any, name: str) -> tuple[Turn, ...]:
         if not isinstance(turns, list) or not turns:
             raise RecordError(f"{name} is {'an empty list' if turns == [] else _json_type(turns)}, not a list of turns")
-        if above := self.bounds.of_turns(len(turns)):
-            raise RecordError(f"{name}: {above}")
         role_field, content_field = _TURN_FIELDS[name]
         with _errors_start_with(name):
             turns = with_our_markers(turns, role_field, content_field, self.media)
@@ -263,7 +256,7 @@ class _Parser:
         """Raise RecordError unless placeholders and members of each kind are equally many."""
         require_characters(conversation)
         kinds = [part.kind for turn in conversation.turns for part in turn.parts]
-        if above := self.bounds.of_placeholders(sum(kind != "text" for kind in kinds)):
+        if above := self.bounds.excess("placeholders", sum(kind != "text" for kind in kinds)):
             raise RecordError(above)
         # Numbered images may be the frames of a video.
         counted = KINDS if self.media.get("video") or "video" not in kinds else ("audio",)
@@ -328,14 +321,6 @@ def _with_system(record: dict[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn,
     if turns[0].role == "system":
         raise RecordError("the record has a system text and a system turn. Remove one of them")
     return (Turn("system", (Part("text", text),)), *turns)
-
-
-def _is_deeper(record: Any, depth: int) -> bool:
-    level = [record]
-    for _ in range(depth + 1):
-        level = [item for item in level if isinstance(item, (dict, list))]
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return bool(level)
 
 
 def _json_type(value: Any) -> str:

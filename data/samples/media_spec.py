@@ -51,9 +51,11 @@ class Media:
         """Return the functions' arguments for each item of this kind in a sample, from its extent."""
         return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
 
-    def above(self, own: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
-        """Return why an image of (height, width) `own` is too large during processing; None if it is not."""
-        return bounds.of_resized(*self.resize.largest(*own, cut=min(extent) > 0)) if self.kind == "image" else None
+    def excess(self, size: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
+        """Return why an image of (height, width) `size` is too large during processing; None if it is not."""
+        if self.kind == "audio":
+            return None
+        return bounds.excess_of_extent("image", *self.resize.largest(*size, cut=min(extent) > 0))
 
     def blank_shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape of an item's tensor."""

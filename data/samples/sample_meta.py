@@ -113,16 +113,15 @@ class SampleTable:
         return measured
 
     def _measure(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
-        above = self._bounds.of_image if kind == "image" else self._bounds.of_clip
         if 0 in (first, second):
             return " has no readable header"
-        if excess := above(first, second):
+        if excess := self._bounds.excess_of_extent(kind, first, second):
             return f": {excess}"
         measured = []
         for number in self._of_kind[kind]:
             media = self._modules[number]
             extent = media.extents([(first, second)] * (1 + several))[0]
-            if excess := media.above((first, second), extent, self._bounds):
+            if excess := media.excess((first, second), extent, self._bounds):
                 return f": {excess}"
             try:
                 media.size(*extent)
@@ -141,7 +140,7 @@ class SampleTable:
         members = {kind: self._read_of(kind, every) for kind in self._of_kind}
         tokens: dict[str, list[int]] = {}
         record = () if at is None else (every[at],)
-        if reason is None and record and (excess := self._bounds.of_record(record[0].size)):
+        if reason is None and record and (excess := self._bounds.excess("record_bytes", record[0].size)):
             reason = f"member .{shown(record[0].extension)}: {excess}"
         # Bounds of further texts are checked when they are read.
         texts = tuple(member for member in every if member.extension in index.fields.members) or record
@@ -156,7 +155,7 @@ class SampleTable:
 
     def tokens_of(self, members: Mapping[str, Sequence[Member]]) -> tuple[dict[str, list[int]], str | None]:
         """Return (`SampleMeta.tokens`, None), or ({}, why the members make the sample bad)."""
-        if excess := self._bounds.of_placeholders(sum(map(len, members.values()))):
+        if excess := self._bounds.excess("placeholders", sum(map(len, members.values()))):
             return {}, excess
         tokens: dict[str, list[int]] = {media.module: [] for media in self._modules}
         for kind, numbers in self._of_kind.items():
@@ -164,7 +163,9 @@ class SampleTable:
                 name = f"member .{shown(member.extension)}"
                 if 0 in member.extent:
                     return {}, f"{name} ({member.size} bytes) {_why_unreadable(member)}"
-                if member.kind == "video" and (excess := self._bounds.of_video(member.size, member.milliseconds)):
+                if member.kind == "video" and (
+                    excess := self._bounds.excess_of_video(member.size, member.milliseconds)
+                ):
                     return {}, f"{name}: {excess}"
                 measured = self.measured(kind, *member.extent, len(members[kind]) > 1)
                 if isinstance(measured, str):

@@ -47,7 +47,7 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
                 raw = reader.read(index.path, member.offset, member.size, member.extension, index.version)
                 _decode(member, raw)
         name, record = "", members[at]
-        if above := BOUNDS.of_record(record.size):
+        if above := BOUNDS.excess("record_bytes", record.size):
             return above
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
         others, visuals = other_members(members), places_of(images_of(members, SAMPLING))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.media.decode import Resize, decode_tiles
+from data.media.decode import Resize, decode_image_file, fitted
 from encoders.base import joint_faults
 from encoders.native.clip.spec import ClipSpec
 from encoders.native.siglip.spec import SiglipSpec
@@ -59,7 +59,7 @@ def test_pixels_and_tokens(case):
     for size in SIZES:
         raw = image(*size)
         found = images(Image.open(io.BytesIO(raw)), return_tensors="pt")
-        tiles = decode_tiles(raw, spec.canvas(*size), resize)
+        tiles = fitted(decode_image_file(raw), (56, 56), resize, spec.canvas(*size))
         assert torch.equal(normalised(spec, tiles), found.pixel_values[0]), size
         tiling = spec.tiling(*size)
         assert len(tiles) == tiling.tiles
@@ -81,7 +81,9 @@ def test_of_several_images_each_is_a_square():
     found = images([[Image.open(io.BytesIO(raw)) for raw in raws]], return_tensors="pt").pixel_values
     resize = Resize(tile=56, background=spec.transform.background)
     for raw, theirs in zip(raws, found, strict=True):
-        assert torch.equal(normalised(spec, decode_tiles(raw, spec.canvas(*UNCUT), resize)), theirs)
+        assert torch.equal(
+            normalised(spec, fitted(decode_image_file(raw), (56, 56), resize, spec.canvas(*UNCUT))), theirs
+        )
     assert spec.num_tokens(*UNCUT) == 9**2 + 1 and spec.inner_tokens(*UNCUT) == 81
 
 
