@@ -144,7 +144,7 @@ def _write_page(args: argparse.Namespace) -> int:
     from data.text_format import plural, shown
     from mimo_train.config.compose import load
     from mimo_train.dataset import open_dataset
-    from mimo_train.logging.report.data_page import DataPage, length_bins, render_data
+    from mimo_train.logging.report.data_page import render_data
 
     cfg = load(args.pattern, args.overrides)
     cache_dir = args.cache_dir or cfg.data.cache_dir
@@ -164,9 +164,9 @@ def _write_page(args: argparse.Namespace) -> int:
         ("cut or full", f"{full:,} at {cfg.data.sequence_length} tokens"),
         ("bad", f"{bad:,}"),
     ]
-    page = DataPage(shown(args.pattern), facts, length_bins(lengths), samples)
+    page = render_data(shown(args.pattern), facts, lengths, samples)
     with replacing(Path(args.html)) as file:
-        file.write(render_data(page).encode(errors="replace"))
+        file.write(page.encode(errors="replace"))
     print(f"{args.html}: {plural(number, 'sample')}, lengths of {len(lengths)}")
     return 0
 

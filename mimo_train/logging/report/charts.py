@@ -9,6 +9,9 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from data.text_format import listed
 
 _BOX = 1000
 _MAX_DOTS = 100
@@ -45,16 +48,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A label of an axis, and its distance from the left or the top in percent."""
-
-    label: str
-    percent: str
-
-
-@dataclass(frozen=True)
-class Dot:
+class Dot(NamedTuple):
     """A point of a curve: "x y" in the box, and its value in words."""
 
     place: str
@@ -63,32 +57,37 @@ class Dot:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve as an SVG path in the box."""
+    """A series as an SVG path in the box."""
 
-    label: str
-    kind: str
-    color: int
+    series: Series
     path: str
     dots: list[Dot]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Values for the chart template."""
+    """Values for the chart template. Ticks are (label, distance from the left or the top in percent)."""
 
     title: str
     y_name: str
     summary: str
     """Text alternative of the chart."""
     curves: list[Curve]
-    has_legend: bool
     grid: str
     """SVG path of the lines at the y ticks, without the base line."""
-    y_ticks: list[Tick]
-    x_ticks: list[Tick]
+    y_ticks: list[tuple[str, str]]
+    x_ticks: list[tuple[str, str]]
     note: str
     """Note about values that cannot be drawn, or empty."""
     box: int = _BOX
+
+
+def short(value: float) -> str:
+    """Return a short form of a number: 0.02, 800, 5,000, 20k, 1.5M, 4.1B."""
+    for scale, unit, least in ((1e9, "B", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
+        if abs(value) >= least:
+            return f"{value / scale:,.4g}{unit}"
+    return f"{value:,.4g}"
 
 
 def chart(
@@ -98,30 +97,27 @@ def chart(
     *,
     last_step: float,
     y_range: tuple[float, float] | None = None,
-    y_format: Callable[[float], str] | None = None,
-    name_single: bool = False,
+    y_format: Callable[[float], str] = short,
 ) -> Chart | None:
-    """Return the chart of curves over steps 0 to `last_step`; None without values. A single curve has no legend, unless
-    `name_single`: the title names it."""
-    drawn = [(one, thin(one.steps, one.values)) for one in series]
+    """Return the chart of curves over steps 0 to `last_step`; None without values."""
+    drawn = [(each, thin(each.steps, each.values)) for each in series]
     values = [value for _, points in drawn for _, value in points if value is not None]
     if not values:
         return None
-    x_axis = _step_axis(max(1.0, last_step))
-    main = [value for one, points in drawn for _, value in points if value is not None and one.kind != "raw"]
+    last_step = max(1.0, last_step)
+    whole_steps = [tick for tick in linear_axis(0, last_step, 6).ticks if tick <= last_step and tick == int(tick)]
+    x_axis = Axis(0, last_step, False, whole_steps)  # ends at the last step, so that curves fill the width
+    main = [value for each, points in drawn for _, value in points if value is not None and each.kind != "raw"]
     y_axis = linear_axis(*y_range, 6) if y_range else value_axis(values, main or values)
-    name = y_format or number_format(y_axis)
-    exact = y_format or _exact
     return Chart(
         title=title,
         y_name=y_name + (" (log scale)" if y_axis.log else ""),
-        summary=_summary(title, series, exact),
-        curves=[_curve(one, points, x_axis, y_axis, exact) for one, points in drawn],
-        has_legend=len(series) > 1 or name_single,
+        summary=" ".join([f"{title}.", *(_summary(each, y_format) for each in series if each.kind != "raw")]),
+        curves=[_curve(each, points, x_axis, y_axis, y_format) for each, points in drawn],
         grid="".join(f"M0 {_BOX * (1 - y_axis.place(tick)):.1f}h{_BOX}" for tick in y_axis.ticks[1:]),
-        y_ticks=[Tick(name(tick), f"{100 * (1 - y_axis.place(tick)):.2f}") for tick in y_axis.ticks],
-        x_ticks=[Tick(short_count(tick), f"{100 * x_axis.place(tick):.2f}") for tick in x_axis.ticks],
-        note=_not_finite(series),
+        y_ticks=[(y_format(tick), f"{100 * (1 - y_axis.place(tick)):.2f}") for tick in y_axis.ticks],
+        x_ticks=[(short(tick), f"{100 * x_axis.place(tick):.2f}") for tick in x_axis.ticks],
+        note=_note(series),
     )
 
 
@@ -130,7 +126,9 @@ def value_axis(values: Sequence[float], main: Sequence[float]) -> Axis:
     values span two decades, or if a spike would flatten them."""
     low, high = min(values), max(values)
     if low > 0 and (max(main) > 100 * min(main) or high > 20 * max(main)):
-        return _log_axis(low, high)
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        every = max(1, math.ceil((last - first) / 6))
+        return Axis(10.0**first, 10.0**last, True, [10.0**power for power in range(first, last + 1, every)])
     if high - low <= _SAME * max(abs(low), abs(high)):
         low, high = (0.0, 1.25 * high or 1.0) if low >= 0 else (1.25 * low, 0.0)
     if 0 < low < 0.4 * high:
@@ -138,63 +136,18 @@ def value_axis(values: Sequence[float], main: Sequence[float]) -> Axis:
     return linear_axis(low, high, 5)
 
 
-def linear_axis(low: float, high: float, count: int, whole: bool = False) -> Axis:
+def linear_axis(low: float, high: float, count: int) -> Axis:
     """Return an axis with about `count` ticks at round distances (1, 2 or 5 times a power of ten), ending on ticks."""
     rough = (high - low) / max(1, count - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    step = max(1.0, step) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [index * step for index in range(first, last + 1)]
     return Axis(ticks[0], ticks[-1], False, ticks)
 
 
-def _step_axis(last_step: float) -> Axis:
-    """Return an axis from 0 to exactly `last_step`, so that curves fill the width."""
-    ticks = linear_axis(0, last_step, 6, whole=True).ticks
-    return Axis(0, last_step, False, [tick for tick in ticks if tick <= last_step])
-
-
-def _log_axis(low: float, high: float) -> Axis:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, math.ceil((last - first) / 6))
-    ticks = [10.0**exponent for exponent in range(first, last + 1, every)]
-    return Axis(10.0**first, 10.0**last, True, ticks)
-
-
-def number_format(axis: Axis) -> Callable[[float], str]:
-    """Return the format of an axis's ticks: the decimals they need, thousands, or powers of ten."""
-    largest = max(abs(axis.low), abs(axis.high))
-    if axis.log or largest >= 1e9 or largest < 1e-2:
-        return _short
-    if largest >= 1e5:
-        return short_count
-    step = axis.ticks[1] - axis.ticks[0]
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return lambda value: f"{value:,.{decimals}f}"
-
-
-def _short(value: float) -> str:
-    """Format with two significant digits: 0.02, 3e-4, 1.5e9."""
-    if value == 0 or 1e-2 <= abs(value) < 1e4:
-        return f"{value:.3g}"
-    mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-
-
-def short_count(count: float) -> str:
-    """Return a short form of a count: 800, 5,000, 20k, 1.5M."""
-    if abs(count) >= 1e6:
-        return f"{count / 1e6:g}M"
-    return f"{count / 1e3:g}k" if abs(count) >= 1e4 else f"{count:,.0f}"
-
-
-def _exact(value: float) -> str:
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
 def _curve(
-    one: Series, points: list[tuple[float, float | None]], x_axis: Axis, y_axis: Axis, name: Callable[[float], str]
+    series: Series, points: list[tuple[float, float | None]], x_axis: Axis, y_axis: Axis, name: Callable[[float], str]
 ) -> Curve:
     """Return the curve, broken at gaps. Dots mark all points (kind dots) and single points between gaps."""
     segments: list[list[Dot]] = [[]]
@@ -203,40 +156,32 @@ def _curve(
             segments.append([])
             continue
         place = f"{_BOX * x_axis.place(step):.1f} {_BOX * (1 - y_axis.place(value)):.1f}"
-        segments[-1].append(Dot(place, f"{one.label}, step {step:,.0f}: {name(value)}"))
-    every = one.kind == "dots" and len(points) <= _MAX_DOTS
+        segments[-1].append(Dot(place, f"{series.label}, step {step:,.0f}: {name(value)}"))
+    every = series.kind == "dots" and len(points) <= _MAX_DOTS
     return Curve(
-        one.label,
-        one.kind,
-        one.color,
+        series,
         path="".join("M" + "L".join(dot.place for dot in segment) for segment in segments if segment),
         dots=[dot for segment in segments if every or len(segment) == 1 for dot in segment],
     )
 
 
-def _summary(title: str, series: list[Series], name: Callable[[float], str]) -> str:
-    sentences = []
-    for one in series:
-        finite = [(step, value) for step, value in zip(one.steps, one.values, strict=True) if math.isfinite(value)]
-        if finite and one.kind != "raw":
-            (start, first), (end, last) = finite[0], finite[-1]
-            low, high = min(value for _, value in finite), max(value for _, value in finite)
-            sentences.append(
-                f"{one.label}: {name(first)} at step {start:,.0f}, {name(last)} at step {end:,.0f}, "
-                f"lowest {name(low)}, highest {name(high)}."
-            )
-    return " ".join([f"{title}.", *sentences])
+def _summary(series: Series, name: Callable[[float], str]) -> str:
+    finite = [pair for pair in zip(series.steps, series.values, strict=True) if math.isfinite(pair[1])]
+    if not finite:
+        return ""
+    (start, first), (end, last), values = finite[0], finite[-1], [value for _, value in finite]
+    return (
+        f"{series.label}: {name(first)} at step {start:,.0f}, {name(last)} at step {end:,.0f}, "
+        f"lowest {name(min(values))}, highest {name(max(values))}."
+    )
 
 
-def _not_finite(series: list[Series]) -> str:
-    notes = []
-    for one in series:
-        steps = [step for step, value in zip(one.steps, one.values, strict=True) if not math.isfinite(value)]
-        if steps and (one.kind == "raw" or not any(other.kind == "raw" for other in series)):
-            where = ", ".join(f"{step:,.0f}" for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
-            values = "1 value is" if len(steps) == 1 else f"{len(steps):,} values are"
-            notes.append(f"{one.label}: {values} NaN or infinite, at step {where}.")
-    return " ".join(notes)
+def _note(series: list[Series]) -> str:
+    pairs = (pair for each in series for pair in zip(each.steps, each.values, strict=True))
+    steps = sorted({step for step, value in pairs if not math.isfinite(value)})
+    if not steps:
+        return ""
+    return f"NaN or infinite at step {listed([f'{step:,.0f}' for step in steps], 5)}."
 
 
 @dataclass
@@ -254,18 +199,14 @@ class Column:
 
 def columns(lines: Iterable[dict[str, float]]) -> dict[str, Column]:
     """Return the lines as columns by key. It streams, so that a long run needs 16 bytes per number."""
-    found: dict[str, Column] = {}
+    by_key: dict[str, Column] = {}
     for line in lines:
-        step = line["step"]
         for key, value in line.items():
-            if key == "step" or not isinstance(value, (int, float)):
-                continue
-            column = found.get(key)
-            if column is None:
-                column = found[key] = Column()
-            column.steps.append(step)
-            column.values.append(value)
-    return found
+            if key != "step" and isinstance(value, (int, float)):
+                column = by_key.setdefault(key, Column())
+                column.steps.append(line["step"])
+                column.values.append(value)
+    return by_key
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -52,27 +54,7 @@ class DecodedSample:
         return f"sample {self.number} ({self.place}), {self.tokens} tokens, {self.learned} learned:\n{self}"
 
     def _repr_html_(self) -> str:
-        return render(self, "notebook.html.j2", ())
-
-
-@dataclass(frozen=True)
-class Bin:
-    """Samples of `low` to `high` tokens inclusive; `share` is percent of the fullest bin."""
-
-    low: int
-    high: int
-    samples: int
-    share: float
-
-
-@dataclass(frozen=True)
-class DataPage:
-    """Values for templates/data.html.j2."""
-
-    title: str
-    facts: Sequence[tuple[str, str]]
-    bins: Sequence[Bin]
-    samples: Sequence[DecodedSample]
+        return render(vars(self), "notebook.html.j2", ())
 
 
 def token_runs(
@@ -106,21 +88,19 @@ def token_runs(
     return runs
 
 
-def length_bins(lengths: Sequence[int]) -> list[Bin]:
-    """Return a histogram of lengths, in bins of equal width."""
+def length_bins(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return a histogram of lengths in bins of equal width: (least, most, number of samples)."""
     if not lengths:
         return []
     low, high = min(lengths), max(lengths)
-    width = -(-(high - low + 1) // _BINS)
-    counts = [0] * -(-(high - low + 1) // width)
-    for length in lengths:
-        counts[(length - low) // width] += 1
-    return [
-        Bin(low + at * width, low + (at + 1) * width - 1, count, 100 * count / max(counts))
-        for at, count in enumerate(counts)
-    ]
+    width = math.ceil((high - low + 1) / _BINS)
+    counts = Counter((length - low) // width for length in lengths)
+    return [(start, start + width - 1, counts[at]) for at, start in enumerate(range(low, high + 1, width))]
 
 
-def render_data(page: DataPage) -> str:
-    """Return the page as HTML."""
+def render_data(
+    title: str, facts: Sequence[tuple[str, str]], lengths: Sequence[int], samples: Sequence[DecodedSample]
+) -> str:
+    """Return the page as HTML; `lengths` are tokens of samples for the histogram."""
+    page = {"title": title, "facts": facts, "bins": length_bins(lengths), "samples": samples}
     return render(page, "data.html.j2", ("style.css", "data.css"))

@@ -1,17 +1,18 @@
 """The geometry of charts, and the figures that the template makes of it."""
 
 import math
+import random
 
 import pytest
 
 from mimo_train.logging.report.charts import (
-    Axis,
     Series,
     chart,
+    columns,
     linear_axis,
-    number_format,
-    short_count,
+    short,
     smooth,
+    thin,
     value_axis,
 )
 from mimo_train.logging.report.page import environment
@@ -43,17 +44,10 @@ def test_one_value_gets_an_axis_around_it(value):
     assert axis.low <= value <= axis.high and axis.low < axis.high
 
 
-def test_numbers_are_written_as_their_ticks_need():
-    assert [number_format(linear_axis(0, 0.3, 5))(value) for value in (0.0, 0.1)] == ["0.0", "0.1"]
-    assert number_format(linear_axis(0, 1e-3, 5))(5e-4) == "5e-4"
-    assert number_format(Axis(1e-3, 1, True, [1e-3, 1e-2, 0.1, 1]))(1e-3) == "1e-3"
-    assert [short_count(step) for step in (0, 800, 5000, 20_000, 1_500_000)] == ["0", "800", "5,000", "20k", "1.5M"]
-
-
-def test_large_ticks_are_in_thousands_or_millions():
-    assert [number_format(linear_axis(0, 6e5, 4))(value) for value in (0.0, 2e5)] == ["0", "200k"]
-    assert number_format(linear_axis(0, 3e6, 4))(1e6) == "1M"
-    assert number_format(linear_axis(0, 3e9, 4))(1e9) == "1e9"
+def test_numbers_are_short():
+    numbers = [0, 0.1, 5e-4, 800, 5000, 20_000, 20_480_000, 1.5e6, 4.096e9]
+    written = ["0", "0.1", "0.0005", "800", "5,000", "20k", "20.48M", "1.5M", "4.096B"]
+    assert [short(number) for number in numbers] == written
 
 
 @pytest.mark.parametrize("value", [0.1, 1.2, 9213.7, -3e-5])
@@ -74,11 +68,7 @@ def test_a_chart_names_what_it_shows_in_words():
     assert "Loss &lt;1&gt;" in html and "<1>" not in html
     assert drawn.summary == "Loss <1>. held-out: 2 at step 1, 1 at step 5, lowest 1, highest 2."
     assert ParsedPage(html).all("div", "plot")[0]["aria-label"] == drawn.summary
-    assert html.count('class="dot') == 2
-
-
-def test_large_values_are_whole_numbers_in_words():
-    assert "412,346 at step 1," in chart("a", "b", [Series("c", [1], [412_345.6])], last_step=5).summary
+    assert html.count('class="dot') == 3, "the legend's too"
 
 
 def test_a_curve_is_broken_at_gaps_and_a_point_alone_is_a_dot():
@@ -86,9 +76,8 @@ def test_a_curve_is_broken_at_gaps_and_a_point_alone_is_a_dot():
     (curve,) = drawn.curves
     assert curve.path == "M0.0 0.0L250.0 1000.0M1000.0 500.0"
     assert [(dot.place, dot.title) for dot in curve.dots] == [("1000.0 500.0", "c, step 4: 0.5")]
-    assert [(tick.label, tick.percent) for tick in drawn.x_ticks][:2] == [("0", "0.00"), ("1", "25.00")]
-    assert (drawn.y_ticks[0].percent, drawn.y_ticks[-1].percent) == ("100.00", "0.00")
-    assert not drawn.has_legend and figure(drawn).count("<li>") == 0
+    assert drawn.x_ticks[:2] == [("0", "0.00"), ("1", "25.00")]
+    assert (drawn.y_ticks[0][1], drawn.y_ticks[-1][1]) == ("100.00", "0.00")
 
 
 def test_a_chart_without_a_finite_value_is_none_and_gaps_are_noted():
@@ -96,4 +85,38 @@ def test_a_chart_without_a_finite_value_is_none_and_gaps_are_noted():
     assert chart("Loss", "nats", [], last_step=1) is None
     drawn = chart("Loss", "nats", [Series("a", [1, 2, 3], [1.0, math.nan, math.inf])], last_step=3)
     html = figure(drawn)
-    assert "2 values are NaN or infinite, at step 2, 3." in html and "nan" not in html.split('d="', 1)[1]
+    assert "NaN or infinite at step 2, 3." in html and "nan" not in html.split('d="', 1)[1]
+
+
+def test_columns_keep_only_the_steps_that_have_a_value():
+    lines = [{"step": 1, "a": 1.0}, {"step": 1, "b": 2.0}, {"step": 2, "a": math.nan, "note": "text"}]
+    found = columns(lines)
+    assert set(found) == {"a", "b"}
+    assert list(found["a"].steps) == [1, 2] and list(found["b"].values) == [2.0]
+    assert found["a"].last_finite() == (1, 1.0)
+
+
+def test_smoothing_keeps_a_constant_does_not_lag_and_skips_nan():
+    assert smooth([3.0] * 50, 10) == pytest.approx([3.0] * 50)
+    line = smooth([float(value) for value in range(201)], 10)
+    assert line[100] == pytest.approx(100.0)
+    values = smooth([1.0, math.nan, 1.0, math.inf, 1.0], 3)
+    assert [math.isnan(value) for value in values] == [False, True, False, True, False]
+    assert [value for value in values if not math.isnan(value)] == pytest.approx([1.0] * 3)
+    assert smooth([], 10) == []
+
+
+def test_thinning_bounds_the_points_and_keeps_every_extreme():
+    generator = random.Random(0)
+    values = [generator.gauss(0, 1) for _ in range(200_000)]
+    values[123_456], values[77] = 50.0, -50.0
+    points = thin(range(200_000), values)
+    assert len(points) <= 1000
+    assert (123_456, 50.0) in points and (77, -50.0) in points
+    assert [step for step, _ in points] == sorted(step for step, _ in points)
+
+
+def test_thinning_leaves_short_curves_alone_and_marks_gaps():
+    assert thin([1, 2, 3], [1.0, math.nan, 3.0]) == [(1, 1.0), (2, None), (3, 3.0)]
+    values = [1.0] * 4000 + [math.nan] * 4000
+    assert (5000, None) in [(step // 1000 * 1000, value) for step, value in thin(range(8000), values)]

@@ -1,5 +1,6 @@
 """report.html as a whole: what it says, and that it is one file from which nothing leads out."""
 
+import base64
 import copy
 import json
 import math
@@ -18,6 +19,8 @@ from tests.hang import HANG_SECONDS
 from tests.unit.logging.report.made_up_runs import PNG, report, write_metrics
 from tests.unit.logging.report.parsed_page import ParsedPage
 
+WAV = base64.b64encode(b"RIFF\x24\x00\x00\x00WAVE").decode()
+WORDS = {"images": [], "clips": [], "question": "q", "answer": "a", "truth": "t", "correct": None}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -102,7 +105,7 @@ def test_a_long_run_stays_a_small_page(tmp_path, vlm):
     page = report(tmp_path, vlm)
     assert (tmp_path / "report.html").stat().st_size < 150_000
     assert len(page.all("tr")) == 51 and "The last 50 of 300." in page.text
-    assert not page.all("path", "dot")[1:], "only the legend's dot"
+    assert len(page.all("path", "dot")) == 2, "only those of legends"
 
 
 def test_no_name_and_no_text_becomes_markup(tmp_path):
@@ -117,12 +120,50 @@ def test_no_name_and_no_text_becomes_markup(tmp_path):
         cfg.modules[name].encoder.name = evil
     values = {"step": 1, "consumed_samples": 1, "lm loss": 1.0, f"learning_rate/{evil}": 1.0, f"eval/{evil}": 1.0}
     (run_dir / "metrics.jsonl").write_text(json.dumps(values) + "\n")
-    sample = {"images": [evil, PNG], "clips": [evil], "question": evil, "answer": evil, "truth": evil, "correct": evil}
+    sample = {"images": [PNG], "clips": [evil], "question": evil, "answer": evil, "truth": evil, "correct": evil}
     (run_dir / "samples.json").write_text(json.dumps([sample]))
     page = report(run_dir, resolve(cfg))
     assert page.words.count("http://example.org/x.js") >= 9 and "&amp;" in page.words
     assert [image["alt"] for image in page.all("img")] == [f"held-out image to the question: {evil}"]
-    assert not page.all("audio")
+
+
+def test_samples_are_marked_in_words_and_their_text_is_escaped(tmp_path, vlm):
+    samples = [
+        {"images": [PNG, PNG], "question": 'Is 1 < 2? "yes"', "answer": "<b>7</b>", "truth": "7", "correct": True},
+        {"images": [PNG], "question": "Which?", "answer": "8", "truth": "9", "correct": False},
+        {"images": [], "clips": [WAV], "question": "q", "answer": "a", "truth": "t", "correct": None},
+    ]
+    (tmp_path / "samples.json").write_text(json.dumps([{"clips": [], **sample} for sample in samples]))
+    page = report(tmp_path, vlm)
+    images = page.all("img")
+    assert [image["src"] for image in images] == [f"data:image/png;base64,{PNG}"] * 3
+    assert [clip["src"] for clip in page.all("audio")] == [f"data:audio/wav;base64,{WAV}"]
+    assert images[0]["alt"] == 'held-out image to the question: Is 1 < 2? "yes"'
+    assert not page.all("b")
+    assert page.text.count("✓ right") == 1 and page.text.count("✗ wrong") == 1
+    assert "1 of these 2 are right." in page.text
+    assert [len(page.all("li", state)) for state in ("sample", "right", "wrong")] == [3, 1, 1]
+
+
+def test_small_images_are_enlarged_without_blurring(tmp_path, vlm):
+    wide = base64.b64decode(PNG)
+    wide = base64.b64encode(wide[:16] + (129).to_bytes(4, "big") + wide[20:]).decode()
+    (tmp_path / "samples.json").write_text(json.dumps([WORDS | {"images": [PNG, wide, PNG]}]))
+    page = report(tmp_path, vlm)
+    assert ["class" in image for image in page.all("img")] == [True, False, True]
+    assert len(page.all("div", "many")) == 1
+
+
+@pytest.mark.parametrize("text", ['[{"quest', '{"question": "q"}', '["q"]', '[{"images": ["x onerror"]}]'])
+def test_unreadable_samples_are_told_and_cost_no_report(tmp_path, vlm, text):
+    (tmp_path / "samples.json").write_text(text)
+    page = report(tmp_path, vlm)
+    assert "samples.json cannot be read: " in page.text and not page.all("ul", "samples")
+
+
+def test_an_empty_list_of_samples_has_no_section(tmp_path, vlm):
+    (tmp_path / "samples.json").write_text("[]")
+    assert "Held-out samples" not in report(tmp_path, vlm).text
 
 
 def test_the_page_forbids_the_browser_to_fetch(tmp_path, vlm):
@@ -160,7 +201,7 @@ def test_equal_runs_have_equal_pages_but_for_the_date(tmp_path, vlm):
 
 
 def test_half_a_character_costs_no_report(tmp_path, vlm):
-    (tmp_path / "samples.json").write_text(r'[{"question": "\ud83d", "answer": "", "truth": ""}]')
+    (tmp_path / "samples.json").write_text(json.dumps([WORDS | {"question": "\ud83d"}]))
     assert "Question ?" in report(tmp_path, vlm).words
 
 

@@ -1,10 +1,10 @@
-"""The numbers at the top of the report."""
+"""The headline and the evaluation table of the report."""
 
 import math
 
 from mimo_train.layout.run import resolve
 from mimo_train.logging.report.charts import columns
-from mimo_train.logging.report.run_summary import Number, headline, run_charts
+from mimo_train.logging.report.run_summary import Number, evaluation_table, headline, run_charts
 from tests.unit.configs import load
 
 
@@ -28,14 +28,6 @@ def test_of_sets_that_were_changed_the_newest_stands_at_the_top_and_the_test_set
     ]
 
 
-def test_large_counts_are_short():
-    written = []
-    for samples in (9_999_999, 20_480_000, 4_096_000_000):
-        data = columns([{"step": 1, "consumed_samples": samples}])
-        written.append(headline(data, 1)[1].value)
-    assert written == ["9,999,999", "20.5 M", "4.1 B"]
-
-
 def test_sets_with_names_are_measured_too_and_the_first_stands_at_the_top():
     line = {"step": 5, "consumed_samples": 40}
     for name, match in (("a", 0.25), ("b", 0.5)):
@@ -49,4 +41,29 @@ def test_sets_with_names_are_measured_too_and_the_first_stands_at_the_top():
     (chart,) = [
         one for one in run_charts(data, resolve(load("vlm_digits")).layout) if one.title == "Held-out exact match"
     ]
-    assert [one.label for one in chart.curves] == ["a", "b"]
+    assert [one.series.label for one in chart.curves] == ["a", "b"]
+
+
+def test_a_missing_value_of_the_table_is_empty():
+    lines = [
+        {"step": 1000, "eval/loss": 2.5, "eval/exact_match": 0.125, "eval/samples": 512, "eval/tiny": 1e-5},
+        {"step": 2000, "eval/loss": 0.4444444, "eval/exact_match": math.nan, "eval/perplexity": 61.44},
+        {"step": 3000, "eval/loss": math.inf, "eval/samples": 1512, "lm loss": 1.0},
+    ]
+    table = evaluation_table(columns(lines))
+    assert table.names == ["loss", "exact match", "samples", "tiny", "perplexity"]
+    assert table.rows == [
+        ("1,000", ["2.5", "12.5%", "512", "1e-05", ""]),
+        ("2,000", ["0.44444", "nan", "", "", "61.44"]),
+        ("3,000", ["inf", "", "1,512", "", ""]),
+    ]
+    assert table.evaluations == 3
+
+
+def test_there_is_no_table_without_evaluations():
+    assert evaluation_table(columns([{"step": 1, "lm loss": 1.0}])) is None
+
+
+def test_only_the_last_evaluations_are_rows():
+    table = evaluation_table(columns({"step": step, "eval/loss": 1.0} for step in range(1, 121)))
+    assert (len(table.rows), table.rows[-1][0], table.evaluations) == (50, "120", 120)
