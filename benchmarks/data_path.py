@@ -74,7 +74,7 @@ def opened(folder: str) -> None:
     from data.index.folder_file import catalogue_path
     from data.index.index_file import load_file
     from data.index.shards import find_shards
-    from data.pipeline import Dataset
+    from data.pipeline import ShardDataset
     from data.text.tokens import build_tokenizer
 
     paths = find_shards(folder)
@@ -89,8 +89,8 @@ def opened(folder: str) -> None:
     del kept[:]
     before = private()
     tokenizer = build_tokenizer("bytes")
-    data: list[Dataset] = []
-    dataset = timed(lambda: data.append(Dataset(folder, tokenizer=tokenizer, sequence_length=256)))
+    data: list[ShardDataset] = []
+    dataset = timed(lambda: data.append(ShardDataset(folder, tokenizer=tokenizer, sequence_length=256)))
     of_dataset = private() - before
     steps = [timed(lambda: data[0].plan_step(step * STEP, STEP)) for step in range(11)][1:]  # noqa: B023
     print(

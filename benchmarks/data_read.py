@@ -32,7 +32,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from benchmarks.plan_step import compare
-from data.pipeline import Batching, Dataset, Media, Reader, Resize, StepLoader
+from data.pipeline import Batching, Media, Reader, Resize, ShardDataset, StepLoader
 from data.samples.text_lengths import TextLengths
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
@@ -137,7 +137,7 @@ def processor() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def dataset(folder: Path) -> Dataset:
+def dataset(folder: Path) -> ShardDataset:
     media = Media(
         module="images",
         kind="image",
@@ -147,7 +147,7 @@ def dataset(folder: Path) -> Dataset:
         resize=Resize("bicubic"),
     )
     tokenizer = build_tokenizer("bytes", ["<image>"])
-    return Dataset(folder, tokenizer=tokenizer, sequence_length=256, media=[media])
+    return ShardDataset(folder, tokenizer=tokenizer, sequence_length=256, media=[media])
 
 
 def ours(folder: Path) -> Iterator[torch.Tensor]:

@@ -2,8 +2,8 @@
 
     python benchmarks/plan_step.py [--samples 4096] [--shards 200]      # makes shards of images in a temporary folder
 
-Compared are one call of `Dataset.plan_step` with the plan of the microbatches, and what it says from the metadata of
-single samples, one after the other, which the plan was made of before. Processor time of this thread.
+Compared are one call of `ShardDataset.plan_step` with the plan of the microbatches, and what it says from the metadata
+of single samples, one after the other, which the plan was made of before. Processor time of this thread.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.pipeline import Batching, Dataset, Padding
+from data.pipeline import Batching, Padding, ShardDataset
 from data.samples.text_lengths import TextLengths
 from mimo_train.config.compose import load
 from mimo_train.inputs.datasets import media_of, tokenizer_of
@@ -38,7 +38,7 @@ def main() -> None:
         make_shards(Path(folder), args.shards, args.of_shard)
         tokenizer = tokenizer_of(cfg)
         began = time.thread_time()
-        data = Dataset(folder, tokenizer=tokenizer, sequence_length=2048, media=media_of(cfg))
+        data = ShardDataset(folder, tokenizer=tokenizer, sequence_length=2048, media=media_of(cfg))
         print(f"{len(data)} samples in {args.shards} shards indexed and opened: {time.thread_time() - began:.2f} s")
         began = time.thread_time()
         list(TextLengths(data).build(processes=1))
@@ -47,13 +47,13 @@ def main() -> None:
         TextLengths(data).serve()
         print(f"lengths read: {(time.thread_time() - began) * 1e3:.1f} ms")
         began = time.thread_time()
-        data = Dataset(folder, tokenizer=tokenizer, sequence_length=2048, media=media_of(cfg))
+        data = ShardDataset(folder, tokenizer=tokenizer, sequence_length=2048, media=media_of(cfg))
         TextLengths(data).serve()
         print(f"opened again, with lengths: {(time.thread_time() - began) * 1e3:.1f} ms")
         compare(data, args.samples)
 
 
-def compare(data: Dataset, size: int) -> None:
+def compare(data: ShardDataset, size: int) -> None:
     """Microseconds a sample of both ways, over ten steps each, one after the other."""
     batching = Batching(size, size // 16, None, 4, Padding(64))
     ways = {"metadata of single samples": [], "plan_step": [], "order and microbatches of it": []}

@@ -14,15 +14,10 @@ import torch
 
 from data.errors import RecordError
 from data.order.step import TextSample
-from data.records.conversation import Conversation, Turn
-from data.text.templates import Encoded, MediaTokens
+from data.records.conversation import Conversation
+from data.text.templates import MediaTokens
 from data.text.tokens import Tokenizer
 from data.text_format import Key
-
-
-def encode_prompt(turns: Sequence[Turn], tokenizer: Tokenizer, media: MediaTokens) -> list[int]:
-    """Return the tokens of `turns` up to the start of the answer. Raises RecordError if they cannot be rendered."""
-    return tokenizer.template.prompt(Conversation(tuple(turns)), media)
 
 
 def to_sample(
@@ -39,7 +34,13 @@ def to_sample(
 
     Raises RecordError if the media tokens do not fit, or the template cannot render the conversation.
     """
-    encoded = _encoded(conversation, tokenizer, media, sequence_length, key)
+    encoded = tokenizer.template.encode(conversation, media)
+    if (media_end := encoded.media_end) > sequence_length:
+        raise RecordError(
+            f"key {key!r}: the media tokens end at position {media_end}, but data.sequence_length is "
+            f"{sequence_length}: needed {media_end}, given {sequence_length}. Raise data.sequence_length or use fewer "
+            "tokens per image"
+        )
     tokens, length = encoded.tokens, min(len(encoded.tokens), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
     labels = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
@@ -54,34 +55,9 @@ def to_sample(
     return TextSample(number, input_ids, labels, loss_mask, length, questions=questions)
 
 
-def length_of(
-    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: Key
-) -> int:
-    """Return `TextSample.length` as of `to_sample`. Raises RecordError as it does."""
-    return min(len(_encoded(conversation, tokenizer, media, sequence_length, key).tokens), sequence_length)
-
-
-def _encoded(
-    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: Key
-) -> Encoded:
-    encoded = tokenizer.template.encode(conversation, media)
-    if (media_end := encoded.media_end) > sequence_length:
-        raise RecordError(
-            f"key {key!r}: the media tokens end at position {media_end}, but data.sequence_length is "
-            f"{sequence_length}: needed {media_end}, given {sequence_length}. Raise data.sequence_length or use fewer "
-            "tokens per image"
-        )
-    return encoded
-
-
-def placeholders_in(media: MediaTokens) -> list[int]:
-    """Return the placeholder ids of a sample's media in member order, for its stand-in."""
-    return [token for kind in media.values() for member in kind for token, count in member for _ in range(count)]
-
-
 def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int) -> TextSample:
     """Return the replacement of a bad sample: its placeholders and padding, without loss."""
-    ids = placeholders_in(media)
+    ids = [token for kind in media.values() for member in kind for token, count in member for _ in range(count)]
     assert len(ids) <= sequence_length, (len(ids), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
     input_ids[: len(ids)] = ids

@@ -274,7 +274,7 @@ class StepLoader:
         return sample
 
     def _read_media(self, module: str, number: int) -> _MediaRead:
-        """Return `Dataset.read_media`, or only sizes or known features if these are enough."""
+        """Return `ShardDataset.read_media`, or only sizes or known features if these are enough."""
         if module in self._sizes_only:
             return _MediaRead(self._dataset.input_sizes(number, module), None)
         lookup = self._dataset.lookups.get(module)

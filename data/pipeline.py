@@ -9,9 +9,9 @@ from data.order.sources import MixedOrder, Source
 from data.order.step import Batching, Microbatch, Reader, StepBatch, TextSample
 from data.order.step_plan import Padding, StepPlan
 from data.samples.bad_samples import BadSample, BadSamples, require_budget
-from data.samples.dataset import Dataset
 from data.samples.media_spec import Media
 from data.samples.protocol import MEDIA, Lookup, MicrobatchMedia, SampleMedia, Samples
+from data.samples.shard_dataset import ShardDataset
 from data.threads import GivesUp, WaitGivenUp, never
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "BadSamples",
     "Batching",
     "DataError",
-    "Dataset",
+    "ShardDataset",
     "GivesUp",
     "Lookup",
     "Media",

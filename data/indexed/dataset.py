@@ -32,7 +32,7 @@ class TokenDataset(Samples):
 
     sources: sources of such files (`is_indexed`); tokenizer: the files' tokenizer; sequence_length: S; seed, shuffle,
     shuffle_block: see `GlobalOrder`; part: first and last share of each file's documents; separate: report document
-    ends, and give the last token of a document no target; keep_text, read_retries: as in `Dataset`.
+    ends, and give the last token of a document no target; keep_text, read_retries: as in `ShardDataset`.
 
     Raises DataError (an unusable file, a source without a full window, an unknown token) and ReadError.
     """

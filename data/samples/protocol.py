@@ -85,21 +85,17 @@ class Samples(SourcesView, ABC):
         """Return `Media.size` of each of the module's items in this sample. Raises KeyError for an unknown module."""
         raise KeyError(module)
 
-    def media(self, number: int, module: str) -> list[torch.Tensor]:
-        """Return the module's inputs, one for each item; zeros if bad.
+    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
+        """Return the module's inputs, one for each item, or zeros and why the sample is bad (not counted).
 
         Images are uint8 [3, height, width], in tiles [tiles, 3, side, side]; audio is float32 [samples]. Raises
-        TooManyBadSamples, and KeyError for an unknown module.
+        KeyError for an unknown module.
         """
-        raise KeyError(module)
-
-    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
-        """Return `media`, and a bad sample instead of counting it."""
         raise KeyError(module)
 
 
 Lookup = Callable[[str], torch.Tensor | None]
-"""Identity of a sample (`Dataset.identity`) -> its features [rows, width], or None. Called from reading threads."""
+"""`Samples.identity` of a sample -> its features [rows, width], or None. Called from reading threads."""
 
 
 MEDIA = "media"

@@ -30,7 +30,7 @@ from data.text_format import SampleKey, shown
 _VIDEO = -2  # kind of a member whose frames are read as images
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 6
+_LENGTHS_VERSION = 7
 """Raise it if the same texts get other lengths."""
 
 Measured = tuple[tuple[int, int, int], ...]
@@ -91,7 +91,7 @@ class SampleMeta:
 
 
 class SampleTable:
-    """Describes the samples of a dataset. See `data.samples.dataset.Dataset` for the arguments."""
+    """Describes the samples of a dataset. See `data.samples.shard_dataset.ShardDataset` for the arguments."""
 
     def __init__(
         self, modules: Sequence[Media], sequence_length: int, bounds: Bounds, sampling: Sampling = SAMPLING

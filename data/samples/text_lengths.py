@@ -27,7 +27,7 @@ from data.storage.url import Place
 from data.text_format import plural
 
 if TYPE_CHECKING:
-    from data.samples.dataset import Dataset
+    from data.samples.shard_dataset import ShardDataset
 
 _AHEAD = 256  # records of a remote shard that are announced together
 _FEW = 20_000  # samples that are counted before worker processes would have started
@@ -51,7 +51,7 @@ class Counted(NamedTuple):
 class TextLengths:
     """The lengths of a dataset's samples: loads known ones and counts the others."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: ShardDataset) -> None:
         self._dataset = dataset
         numbers: dict[tuple[str, str], list[int]] = {}
         for key, of_source in dataset.lengths_keys():
@@ -59,7 +59,7 @@ class TextLengths:
             for of_folder in by_folder(shards):
                 folder = str(shards[of_folder[0]].parent)
                 numbers.setdefault((key, folder), []).extend(of_source.start + number for number in of_folder)
-        stamps = dataset.stamps()
+        stamps = dataset.catalogue.stamps()
         self._folders = [_Folder(dataset, key, of_folder, stamps[of_folder]) for (key, _), of_folder in numbers.items()]
 
     def missing(self) -> list[int]:
@@ -67,7 +67,7 @@ class TextLengths:
         return sorted(number for folder in self._folders for number in folder.missing())
 
     def serve(self) -> None:
-        """Give the lengths to the dataset, for `Dataset.plan_step`. Raises DataError if some are missing."""
+        """Give the lengths to the dataset, for `ShardDataset.plan_step`. Raises DataError if some are missing."""
         if missing := self.missing():
             example = self._dataset.shards[missing[0]]
             raise DataError(f"not counted: the texts of {plural(len(missing), 'shard')}, for example {example}")
@@ -82,9 +82,9 @@ class TextLengths:
         self._dataset.lengths = lengths
 
     def build(
-        self, open_shard: Callable[[Place, Fields], Dataset] | None = None, processes: int | None = None
+        self, open_shard: Callable[[Place, Fields], ShardDataset] | None = None, processes: int | None = None
     ) -> Generator[Counted]:
-        """Count missing shards, and yield each when it is done. Raises the errors of `Dataset.length_of`.
+        """Count missing shards, and yield each when it is done. Raises the errors of `ShardDataset.length_of`.
 
         Args:
             open_shard: opens one shard with its `data.fields` like this dataset; pickled and called in worker
@@ -128,7 +128,7 @@ class TextLengths:
 class _Folder:
     """Shards of one folder with the same key: their indexes in the dataset, with repetitions."""
 
-    def __init__(self, dataset: Dataset, key: str, numbers: list[int], stamps: np.ndarray) -> None:
+    def __init__(self, dataset: ShardDataset, key: str, numbers: list[int], stamps: np.ndarray) -> None:
         self._dataset, self._shards = dataset, [dataset.shards[number] for number in numbers]
         self._numbers, self._stamps = np.array(numbers), stamps
         suffix = f".{key}.mimo-lengths"
@@ -218,7 +218,7 @@ def _count_shard(opener: bytes, shard: Place, fields: Fields) -> Lengths:
         dataset.close()
 
 
-def _lengths_of(dataset: Dataset, shard: int) -> bytes:
+def _lengths_of(dataset: ShardDataset, shard: int) -> bytes:
     rows = dataset.samples_of(shard)
     lengths = np.empty(rows, dtype=np.int32)
     for row in range(rows):

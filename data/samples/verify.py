@@ -15,9 +15,9 @@ from data.media.video import decode_video
 from data.order.sources import MixedOrder
 from data.records.conversation import KINDS
 from data.records.records import parse_record
-from data.samples.dataset import Dataset
 from data.samples.frames import SAMPLING, images_of, places_of
 from data.samples.sample_meta import other_members
+from data.samples.shard_dataset import ShardDataset
 from data.storage.files import ShardVersion
 from data.storage.url import Place
 from data.text_format import shown
@@ -85,7 +85,7 @@ class Shared(NamedTuple):
     """True if every training sample was compared."""
 
 
-def shared_media(trained: Dataset, held_out: Dataset, first: int) -> Shared:
+def shared_media(trained: ShardDataset, held_out: ShardDataset, first: int) -> Shared:
     """Count the first `first` held-out samples that share a media item with a training sample.
 
     Only items with the same bytes and extent in the indexes are read. Raises ShardError or ReadError if that fails.
@@ -135,13 +135,13 @@ def _mixed(size: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarra
     return size * np.uint64(0x9E3779B97F4A7C15) ^ first * np.uint64(0xBF58476D1CE4E5B9) ^ second
 
 
-def _are_trained(trained: Dataset, rows: np.ndarray) -> np.ndarray:
+def _are_trained(trained: ShardDataset, rows: np.ndarray) -> np.ndarray:
     if not isinstance(trained.order, MixedOrder):
         return np.ones(len(rows), dtype=bool)
     held = [part.first + part.held for part in trained.order.parts if part.held is not None]
     return ~np.isin(rows, np.concatenate(held)) if held else np.ones(len(rows), dtype=bool)
 
 
-def _digest(dataset: Dataset, shard: int, member: Member) -> bytes:
+def _digest(dataset: ShardDataset, shard: int, member: Member) -> bytes:
     place, version = dataset.shards[shard], dataset.version(shard)
     return xxh3_128_digest(dataset.reader.read(place, member.offset, member.size, member.extension, version))

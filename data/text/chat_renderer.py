@@ -139,6 +139,13 @@ class ChatRenderer:
         self._written = {kind: self._try_part(kind) for kind in ("image", "audio")}
         self._tool_forms = {name: ToolForms(template.render) for name, template in self._templates.items()}
 
+    def frame(self) -> str:
+        """Return a user's message as the template writes it; empty if it rejects one alone."""
+        try:
+            return self._templates["default"].render([self._message(QUESTION, {})])
+        except Exception:  # a template may raise anything
+            return ""
+
     def written(self, kind: str) -> str | None:
         """Return the template's text for a part of this kind; None if it has none."""
         return self._written[kind]

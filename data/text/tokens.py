@@ -195,7 +195,9 @@ class HuggingFaceTokenizer(Tokenizer):
         role_tokens = [f"<|{role}|>" for role in ROLES]
         has_roles = self._tokenizer.get_vocab().keys() >= {*role_tokens}
         added = [*marks, *(role_tokens if has_roles and self._renderer is None else ())]
-        # Include those in the vocabulary: only special tokens are kept apart from text.
+        # Those that frame a message are special, whatever the files say: only special tokens are kept apart from text.
+        frame = self._renderer.frame() if self._renderer else ""
+        added += [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.content in frame]
         self._tokenizer.add_tokens(list(dict.fromkeys(added)), special_tokens=True)
         vocabulary = self._tokenizer.get_vocab()
         self.special_text = SpecialText(

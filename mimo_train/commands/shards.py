@@ -97,7 +97,7 @@ def _index(args: argparse.Namespace) -> int:
 
 
 def _count_texts(cfg: Any, workers: int) -> int:
-    from data.samples.dataset import Dataset
+    from data.samples.shard_dataset import ShardDataset
     from data.samples.text_lengths import TextLengths
     from mimo_train.inputs.datasets import OneShard, build_dataset, tokenizer_of
     from mimo_train.inputs.padding import padding_of
@@ -108,7 +108,7 @@ def _count_texts(cfg: Any, workers: int) -> int:
         print(f"data.pad is {cfg.data.pad}: texts need not be counted")
         return 0
     dataset = build_dataset(cfg, tokenizer_of(cfg))
-    if not isinstance(dataset, Dataset):
+    if not isinstance(dataset, ShardDataset):
         print(f"the samples of .bin and .idx files have {cfg.data.sequence_length} tokens: nothing need be counted")
         return 0
     lengths = TextLengths(dataset)

@@ -81,7 +81,7 @@ def shown_media(
     """
     shown: dict[str, list[str]] = {"images": [], "clips": []}
     first = {item.kind: item.module for item in reversed(dataset.modules)}
-    inputs = {module: media[module] if media else dataset.media(number, module) for module in first.values()}
+    inputs = {module: media[module] if media else dataset.read_media(number, module)[0] for module in first.values()}
     if module := first.get("image"):
         shown["images"] = [_png(image) for image in inputs[module]]
     if module := first.get("audio"):

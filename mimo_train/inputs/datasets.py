@@ -20,7 +20,7 @@ from mimo_train.config.schema_mix import source_names
 from mimo_train.inputs.token_inputs import of_tokens, require_none_for_tokens, token_dataset
 
 if TYPE_CHECKING:
-    from data.pipeline import Dataset, Media, Samples, Source
+    from data.pipeline import Media, Samples, ShardDataset, Source
     from data.storage.file_cache import FileCache
     from data.text.tokens import Tokenizer
     from mimo_train.config.pretrained.directory import Directory
@@ -202,12 +202,12 @@ def build_dataset(
 
 def shard_dataset(
     cfg: ConfigContainer, tokenizer: Any, sources: Sequence[Source], held_out: HeldOutSet | None = None
-) -> Dataset:
+) -> ShardDataset:
     """Build a dataset of tar shards; see `build_dataset`."""
-    from data.pipeline import Dataset
+    from data.pipeline import ShardDataset
 
     data = cfg.data
-    return Dataset(
+    return ShardDataset(
         sources,
         tokenizer=tokenizer,
         sequence_length=data.sequence_length,
@@ -268,7 +268,7 @@ class OneShard:
 
     cfg: ConfigContainer
 
-    def __call__(self, shard: Place, fields: Fields | None = None) -> Dataset:
+    def __call__(self, shard: Place, fields: Fields | None = None) -> ShardDataset:
         from data.order.sources import Source
 
         shards = [Source("", [shard], fields=fields)]

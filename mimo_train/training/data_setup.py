@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data.errors import DataError
-from data.pipeline import Dataset, Samples
+from data.pipeline import Samples, ShardDataset
 from data.samples.text_lengths import Counted, TextLengths
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, UserError
@@ -121,7 +121,7 @@ class CountingStopped(UserError):
     """A rank was asked to end the run while texts were counted; raised on all ranks."""
 
 
-def count_texts(run: Run, dataset: Dataset, should_stop: Callable[[], bool] = lambda: False) -> None:
+def count_texts(run: Run, dataset: ShardDataset, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Give a dataset the lengths of its texts. The first rank counts what is missing, then the first rank of each node
     that does not see its files. Collective over all ranks.
 
@@ -154,7 +154,7 @@ def count_texts(run: Run, dataset: Dataset, should_stop: Callable[[], bool] = la
 
 
 class _Work:
-    def __init__(self, run: Run, dataset: Dataset):
+    def __init__(self, run: Run, dataset: ShardDataset):
         self._run, self._dataset = run, dataset
         self._jobs: Generator[Counted] | None = None
         self._bar: CountBar | None = None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
-from data.pipeline import Dataset, never
+from data.pipeline import ShardDataset, never
 from data.storage.url import Place, Url
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.checkpoint.frozen_base import loads_every_weight
@@ -177,7 +177,7 @@ def _build(
     opened.callback(dataset.close)
     padding = padding_of(cfg)
     mixing = Mixing(cfg, run.batch, dataset.source_sizes)
-    if padding is not None and isinstance(dataset, Dataset):
+    if padding is not None and isinstance(dataset, ShardDataset):
         count_texts(run, dataset, lambda: any(votes.local()))
 
     # Resume

@@ -14,9 +14,9 @@ class SlowReading(Callback):
     in the working directory; leaves a file `slow` there."""
 
     def on_train_start(self, state, model):
-        from data.samples.record_samples import RecordSamples
+        from data.samples.shard_dataset import ShardDataset
 
-        read = RecordSamples.read_text
+        read = ShardDataset.read_text
 
         def read_text(samples, number):
             time.sleep(0.01)
@@ -25,7 +25,7 @@ class SlowReading(Callback):
                 threading.Event().wait()
             return read(samples, number)
 
-        RecordSamples.read_text = read_text
+        ShardDataset.read_text = read_text
 
 
 class FailsWhileReading(SlowReading):

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.collate import collate_media, encode_prompt
+from data.collate import collate_media
 from data.errors import RecordError
 from data.media.decode import decode_frames, decode_media
 from data.media.headers import parse_extent_bytes, parse_video_header_bytes
 from data.media.options import colour_of
-from data.records.conversation import MARKERS, Part, Turn, split_markers, with_media
+from data.records.conversation import MARKERS, Conversation, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
 from data.samples.media_spec import Media
 from data.text.placeholders import Place, axis_positions
@@ -148,7 +148,7 @@ class Prompts:
         several = {kind for kind in kinds if sum(medium.kind == kind for medium in media) > 1}
         media = [(medium.among_several if medium.kind in several else None) or medium for medium in media]
         tokens = {kind: [medium.tokens for medium in media if medium.kind == kind] for kind in kinds}
-        return self._prompt(encode_prompt(turns, self._tokenizer, tokens), media)
+        return self._prompt(self._tokenizer.template.prompt(Conversation(tuple(turns)), tokens), media)
 
     def of_text(self, text: str) -> Prompt:
         """Return the prompt of a text that the model continues."""

@@ -55,10 +55,10 @@ def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Sam
     Raises:
         DataError: shards cannot be read.
     """
-    from data.samples.dataset import Dataset
+    from data.samples.shard_dataset import ShardDataset
     from data.samples.verify import shared_media
 
-    if not isinstance(dataset, Dataset) or not isinstance(held_out, Dataset):
+    if not isinstance(dataset, ShardDataset) or not isinstance(held_out, ShardDataset):
         return
     shared = shared_media(dataset, held_out, COMPARED_SAMPLES)
     if shared.samples:

@@ -27,7 +27,7 @@ from mimo_train.inputs.token_inputs import require_none_for_tokens
 from mimo_train.preflight.check.report import Report, fault_of, spread
 
 if TYPE_CHECKING:
-    from data.pipeline import Dataset, Samples, TextSample
+    from data.pipeline import Samples, ShardDataset, TextSample
     from data.text.templates import Template
 
 FIRST_SAMPLES = 100
@@ -143,7 +143,7 @@ def _add_shards(
     return samples
 
 
-def _add_lengths(cfg: ConfigContainer, dataset: Dataset, seen: Seen, rows: list) -> None:
+def _add_lengths(cfg: ConfigContainer, dataset: ShardDataset, seen: Seen, rows: list) -> None:
     missing = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
     state = f"{plural(missing, 'text')} to count before the first step" if missing else "known"
     reason = "data.pack=true" if cfg.data.pack else "data.pad=microbatch"

@@ -119,7 +119,7 @@ def _verify_set(
     number: int, one: _Set, cfg: ConfigContainer, dataset: Samples, pool: ProcessPoolExecutor | None
 ) -> _Verified:
     from data.indexed.dataset import TokenDataset
-    from data.samples.dataset import Dataset
+    from data.samples.shard_dataset import ShardDataset
 
     for file in dataset.files if isinstance(dataset, TokenDataset) else ():
         file.require_whole()
@@ -134,7 +134,7 @@ def _verify_set(
         for line in result.bad:
             print(f"bad: {line}")
             reasons[_kind_of(line)] += 1
-    for sentence in named_unread(dataset.unread_members()) if isinstance(dataset, Dataset) else ():
+    for sentence in named_unread(dataset.unread_members()) if isinstance(dataset, ShardDataset) else ():
         print(f"warning: {key}: {sentence}", file=sys.stderr)
     fields = f", data.fields {sorted(read)}" if read else ""
     print(f"{key}: {plural(size, 'sample')}, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")

@@ -141,7 +141,7 @@ def skip_checkpoints() -> None:
 
 def observe(run: Run, counts: Counts) -> dict[str, Any]:
     """Set up and train under `counts`, on tensors of any kind; returns fields of `RankResult`."""
-    from data.pipeline import Dataset, StepLoader
+    from data.pipeline import ShardDataset, StepLoader
     from encoders.native.whisper import model as whisper
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.training import setup as setting_up
@@ -177,8 +177,8 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
     setting_up.make_demo_shards = fake_tensors.outside(setting_up.make_demo_shards)
     StepLoader.__next__ = fake_tensors.outside(StepLoader.__next__)  # type: ignore[method-assign]
     whisper.mel_filters = fake_tensors.outside(whisper.mel_filters)
-    for name in ("text", "media", "prompt_and_truth", "read_text", "read_media"):
-        setattr(Dataset, name, fake_tensors.outside(getattr(Dataset, name)))
+    for name in ("prompt_and_truth", "read_text", "read_media"):
+        setattr(ShardDataset, name, fake_tensors.outside(getattr(ShardDataset, name)))
     session = setting_up.setup(run, ExitVotes(ExitSignal(), 0, 0), start_time=time.time())
     try:
         counts.memory.relabel((parameter for chunk in session.model for parameter in chunk.parameters()), WEIGHTS)

@@ -198,10 +198,10 @@ def known_steps(cfg: ConfigContainer, dataset: Samples) -> list[KnownStep]:
     Raises:
         DataError: padding or packing depends on text lengths, and too many of them are unknown.
     """
-    from data.pipeline import Dataset
+    from data.pipeline import ShardDataset
     from data.samples.text_lengths import TextLengths
 
-    if padding_of(cfg) is not None and isinstance(dataset, Dataset):
+    if padding_of(cfg) is not None and isinstance(dataset, ShardDataset):
         lengths = TextLengths(dataset)
         missing = sum(map(dataset.samples_of, lengths.missing()))
         if missing > COUNTED:

@@ -27,9 +27,9 @@ def vlm(digits, run_dir, layout: str, *overrides: str):
 
 def _spoil_a_image(bad: bool) -> None:
     """All images are of floats from now on; of one sample, a pixel is NaN if `bad`."""
-    from data.samples.dataset import Dataset
+    from data.samples.shard_dataset import ShardDataset
 
-    read = Dataset.read_media
+    read = ShardDataset.read_media
 
     def spoiled(self, number, module):
         items, fault = read(self, number, module)
@@ -38,7 +38,7 @@ def _spoil_a_image(bad: bool) -> None:
             items[-1][0, 3, 3] = float("nan")
         return items, fault
 
-    Dataset.read_media = spoiled
+    ShardDataset.read_media = spoiled
 
 
 def _spoil_a_weight(model, rank: int) -> None:

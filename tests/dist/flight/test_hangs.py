@@ -49,7 +49,7 @@ def reads_for_ever_at_start(cfg) -> int:
         walk = index.walk_tar
         index.walk_tar = lambda shard, *rest: for_ever(cfg) if "000001" in shard.name else walk(shard, *rest)
     else:
-        import data.samples.dataset as dataset
+        import data.samples.shard_dataset as dataset
 
         opened = dataset.open_catalogue
 

@@ -53,7 +53,7 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
     """Run one rank as `mimo-train train` does. On ranks `stalls` no sample behind step `ends_at` can be read. When one
     of them has waited in that step for long enough to look whether to go on, it leaves a file, at which the ranks
     `signalled` signal themselves."""
-    from data.samples.record_samples import RecordSamples
+    from data.samples.shard_dataset import ShardDataset
     from data.threads import LOOK_SECONDS, Wait, WaitGivenUp
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
@@ -72,8 +72,8 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
         return stall_and_read
 
     if rank in stalls:
-        RecordSamples.read_text = stalling(RecordSamples.read_text)
-        RecordSamples.read_media = stalling(RecordSamples.read_media)
+        ShardDataset.read_text = stalling(ShardDataset.read_text)
+        ShardDataset.read_media = stalling(ShardDataset.read_media)
 
     def look_and_tell(wait):
         if rank in stalls and steps.step == ends_at and time.monotonic() > wait._began + LOOK_SECONDS:
@@ -149,12 +149,12 @@ def test_a_run_that_waits_for_its_samples_saves_and_ends(
 def _evaluating_rank(cfg, hangs_on: int, signalled: int) -> int:
     """One rank as `mimo-train train` runs it. On rank `hangs_on` no held-out text is read, and while it waits rank
     `signalled` signals itself."""
-    from data.samples.record_samples import RecordSamples
+    from data.samples.shard_dataset import ShardDataset
     from mimo_train.commands.train import main
     from mimo_train.evaluation.held_out import HeldOut
 
     os.environ["MIMO_STOPPED_CODE"] = str(STOPPED)
-    rank, evaluate, read_text, held_out = int(os.environ["RANK"]), HeldOut.evaluate, RecordSamples.read_text, []
+    rank, evaluate, read_text, held_out = int(os.environ["RANK"]), HeldOut.evaluate, ShardDataset.read_text, []
 
     def evaluate_and_signal(self, *arguments):
         if rank == hangs_on:
@@ -168,7 +168,7 @@ def _evaluating_rank(cfg, hangs_on: int, signalled: int) -> int:
             threading.Event().wait()
         return read_text(samples, number)
 
-    HeldOut.evaluate, RecordSamples.read_text = evaluate_and_signal, hang_or_read
+    HeldOut.evaluate, ShardDataset.read_text = evaluate_and_signal, hang_or_read
     return main(resolve(cfg))
 
 

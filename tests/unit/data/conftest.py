@@ -5,7 +5,7 @@ import gzip
 import pytest
 import torch
 
-from data.pipeline import Dataset
+from data.pipeline import ShardDataset
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images
@@ -37,7 +37,7 @@ def dataset(small):
     def make(shards=small, media=None, sequence_length=24, **options):
         media = (images(),) if media is None else media
         tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
-        return Dataset(shards, tokenizer=tokenizer, sequence_length=sequence_length, media=media, **options)
+        return ShardDataset(shards, tokenizer=tokenizer, sequence_length=sequence_length, media=media, **options)
 
     return make
 

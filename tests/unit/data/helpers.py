@@ -31,3 +31,19 @@ def chat(question, answer):
 
 def images(side=16, tokens=4, module="images", placeholder="<image>"):
     return Media(module, "image", placeholder, lambda height, width: tokens, lambda height, width: (side, side))
+
+
+def text_of(data, number):
+    """The tokens of a sample; a bad one is counted, as by the loader."""
+    sample, bad = data.read_text(number)
+    if bad is not None:
+        data.bad_samples.record(bad)
+    return sample
+
+
+def media_of(data, number, module):
+    """The inputs of a module; a bad sample is counted, as by the loader."""
+    items, bad = data.read_media(number, module)
+    if bad is not None:
+        data.bad_samples.record(bad)
+    return items

@@ -20,7 +20,7 @@ from obstore.store import MemoryStore
 
 from data.order.mixture import whole_weights
 from data.order.packing import Packing
-from data.pipeline import Batching, Dataset, MixedOrder, Padding, Reader, Source, StepLoader
+from data.pipeline import Batching, MixedOrder, Padding, Reader, ShardDataset, Source, StepLoader
 from data.samples.text_lengths import TextLengths
 from data.storage import stores
 from data.storage.objects import ObjectStore
@@ -142,7 +142,7 @@ def colour_of(key: str) -> int:
     return (before[key[0]] + int(key[1:])) * COLOURS
 
 
-def opened(shards: tuple[Path, Path], run: Run, phases: list, remote: bool = False) -> Dataset:
+def opened(shards: tuple[Path, Path], run: Run, phases: list, remote: bool = False) -> ShardDataset:
     """The samples of a run, with lengths of their texts, as they are after a start."""
     folder, indexes = shards
     place = "s3://shards" if remote else str(folder)
@@ -151,7 +151,7 @@ def opened(shards: tuple[Path, Path], run: Run, phases: list, remote: bool = Fal
         Source(name, f"{place}/{name}-*.tar", weight=weight) for name, weight in zip(run.sources, weights, strict=True)
     ]
     media = (images(side=4, tokens=2),)
-    data = Dataset(
+    data = ShardDataset(
         sources,
         tokenizer=build_tokenizer("bytes", [item.placeholder for item in media]),
         sequence_length=LONGEST,
@@ -169,7 +169,7 @@ def opened(shards: tuple[Path, Path], run: Run, phases: list, remote: bool = Fal
     return data
 
 
-def trained(data: Dataset, run: Run, start: Start, consumed: int) -> list[list[str]]:
+def trained(data: ShardDataset, run: Run, start: Start, consumed: int) -> list[list[str]]:
     """The keys of the samples of each step, in the order of their numbers, from what all ranks of both modules get."""
     batch = Batch(run.batch[0], start.micro, start.dp, *run.batch[1:])
     batching = Batching(batch.global_batch_size, batch.microbatch_samples, batch.size_at, batch.replicas, start.rows)

@@ -12,11 +12,11 @@ from data.demo.samples import load_scans
 from data.errors import DataError
 from data.index.catalogue import open_index
 from data.index.shards import find_shards
-from data.pipeline import Batching, Dataset, Reader, StepLoader
+from data.pipeline import Batching, Reader, ShardDataset, StepLoader
 from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, images
+from tests.unit.data.helpers import chat, images, media_of, text_of
 
 SMALL = {"train_samples": 1500, "held_out_samples": 768, "shards": 3}
 
@@ -29,7 +29,7 @@ def digits(tmp_path_factory):
 def open_part(folder, **options):
     tokenizer = build_tokenizer("bytes", ["<image>"])
     media = [images(side=48, tokens=9)]
-    return Dataset(folder, tokenizer=tokenizer, sequence_length=96, media=media, shuffle=False, **options)
+    return ShardDataset(folder, tokenizer=tokenizer, sequence_length=96, media=media, shuffle=False, **options)
 
 
 def records(folder):
@@ -47,7 +47,7 @@ def test_every_sample_is_good_and_fits(digits):
         assert len(data) == size
         end = data.tokenizer.end_of_turn_id
         for number in range(size):
-            text = data.text(number)
+            text = text_of(data, number)
             tokens = data.token_counts(number)["images"]
             turns = text.labels[: text.length].tolist().count(end)
             # Every answer fits; a held-out image is asked about once, a training image up to three times.
@@ -56,7 +56,7 @@ def test_every_sample_is_good_and_fits(digits):
             last = len(data.prompt_and_truth(number)[1])
             assert answered == last if turns == 2 else answered > last
             assert tokens in (0, 9, 18)
-        pixels = [data.media(number, "images") for number in range(100)]
+        pixels = [media_of(data, number, "images") for number in range(100)]
         assert all(item.shape == (3, 48, 48) and item.max() > 150 for items in pixels for item in items)
 
 
@@ -205,7 +205,7 @@ def test_text_demo(tmp_path):
     out = make_text_demo(tmp_path / "t", shards=2)
     tokenizer = build_tokenizer("bytes")
     parts = {
-        part: Dataset(out / part, tokenizer=tokenizer, sequence_length=256, shuffle=False)
+        part: ShardDataset(out / part, tokenizer=tokenizer, sequence_length=256, shuffle=False)
         for part in ("train", "held_out")
     }
     texts = {part: [data.prompt_and_truth(n)[1] for n in range(len(data))] for part, data in parts.items()}

@@ -6,7 +6,7 @@ import torch
 from data.errors import TooManyBadSamples
 from data.pipeline import Batching, Reader, StepLoader
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image, images
+from tests.unit.data.helpers import chat, encode_image, images, media_of, text_of
 
 BOTH = (Reader("language", 0, 1), Reader("images", 0, 1))
 BATCHING = Batching(global_batch_size=8, microbatch_samples=4)
@@ -52,12 +52,12 @@ def test_a_step_holds_its_samples_in_order(dataset):
     for at, microbatch in enumerate(step.microbatches):
         numbers = list(range(8 + 4 * at, 12 + 4 * at))
         assert microbatch["sample_numbers"].tolist() == numbers
-        texts = [data.text(number) for number in numbers]
+        texts = [text_of(data, number) for number in numbers]
         assert microbatch["input_ids"].tolist() == [text.input_ids.tolist() for text in texts]
         assert microbatch["labels"].tolist() == [text.labels.tolist() for text in texts]
         assert microbatch["loss_mask"].tolist() == [text.loss_mask.tolist() for text in texts]
         assert microbatch["questions"] == [text.questions for text in texts]
-        expected = [image for number in numbers for image in data.media(number, "images")]
+        expected = [image for number in numbers for image in media_of(data, number, "images")]
         assert equal(pixels(microbatch), expected)
         assert step.token_counts["images"][at] == [data.token_counts(number)["images"] for number in numbers]
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 import data.threads
-from data.pipeline import Batching, Dataset, Reader, StepLoader, WaitGivenUp
+from data.pipeline import Batching, Reader, ShardDataset, StepLoader, WaitGivenUp
 from data.storage import stores
 from data.text.tokens import build_tokenizer
 from data.threads import ReadingThreads, Wait, never, still_reading
@@ -34,7 +34,7 @@ def test_a_server_that_stands_still_is_given_up_and_nobody_waits_for_the_threads
     with serving({name: (small / name).read_bytes() for name in names}) as server:
         tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
         shards = [server.url("now", name) for name in names]
-        dataset = Dataset(shards, tokenizer=tokenizer, media=media, sequence_length=24, read_retries=0)
+        dataset = ShardDataset(shards, tokenizer=tokenizer, media=media, sequence_length=24, read_retries=0)
         server.stands_still.add("now")  # from here on: the index was read
         loader = StepLoader(dataset, BATCHING, READERS, limit=3, gives_up=lambda: True)
         with pytest.raises(WaitGivenUp):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
+from tests.unit.data.helpers import media_of
 
 MOST = 8
 
@@ -37,7 +38,7 @@ def _trained(cfg) -> tuple[str, list[tuple[list[int], list, list[int]]]]:
 
     def images(number: int) -> list:
         # As arrays: tensors travel in memory that ends with this rank.
-        return [image.numpy() for image in held_out.dataset.media(number, "images")]
+        return [image.numpy() for image in media_of(held_out.dataset, number, "images")]
 
     return str(folder), [(prompts[number], images(number), tokens) for number, tokens in answers]
 

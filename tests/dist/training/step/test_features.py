@@ -37,11 +37,11 @@ def cached(folder: Path, *overrides: str) -> tuple[str, ...]:
 
 def _watched(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
     """Curve, and by step the images that the encoder of this rank saw, and those that were read."""
-    from data.samples.dataset import Dataset
+    from data.samples.shard_dataset import ShardDataset
     from encoders.native.vit.model import VisionTransformer
 
     seen, read = [0], [0]
-    forward, read_media = VisionTransformer.forward, Dataset.read_media
+    forward, read_media = VisionTransformer.forward, ShardDataset.read_media
 
     def counted(self, pixels, *arguments, **options):
         seen[-1] += len(pixels)
@@ -52,7 +52,7 @@ def _watched(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
         read[-1] += len(items)
         return items, fault
 
-    VisionTransformer.forward, Dataset.read_media = counted, counted_read
+    VisionTransformer.forward, ShardDataset.read_media = counted, counted_read
     run, curve = Steps(cfg), []
     for _ in range(steps):
         seen.append(0)

@@ -20,7 +20,7 @@ from data.records.members import read_fields
 from data.samples.frames import Sampling
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image, images
+from tests.unit.data.helpers import chat, encode_image, images, media_of
 from tests.videos import STEP, make_video
 
 av = pytest.importorskip("av")
@@ -265,7 +265,7 @@ def test_a_video_is_decoded_once_for_a_module(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "decode_video", lambda *given: calls.append(given[1]) or real(*given))
     path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
     tiles = images(side=16)
-    assert len(dataset(path, media=(tiles,), sampling=TWO).media(0, "images")) == 2
+    assert len(media_of(dataset(path, media=(tiles,), sampling=TWO), 0, "images")) == 2
     assert calls == [2]
 
 

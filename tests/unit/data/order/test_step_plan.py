@@ -12,7 +12,7 @@ from data.index.catalogue import open_catalogue
 from data.media.options import Bounds
 from data.order.order import GlobalOrder
 from data.order.step_plan import Padding, balanced_parts, equal_parts, plan_by_length, plan_in_order, spread_parts
-from data.pipeline import Dataset
+from data.pipeline import ShardDataset
 from data.records.members import NO_FIELDS, read_fields
 from data.samples.media_spec import Media
 from data.samples.sample_meta import SampleTable
@@ -76,7 +76,7 @@ MEDIA = [
 def test_the_arrays_of_a_step_are_those_of_its_samples(tmp_path, fields):
     tokenizer = build_tokenizer("bytes", [media.placeholder for media in MEDIA])
     options = {"media": MEDIA, "bounds": Bounds(record_bytes=150, placeholders=4), "seed": 5, "fields": fields}
-    data = Dataset(odd_samples(tmp_path), tokenizer=tokenizer, sequence_length=70, **options)
+    data = ShardDataset(odd_samples(tmp_path), tokenizer=tokenizer, sequence_length=70, **options)
     found = data.plan_step(33, 90)
     bad = 0
     for place, number in enumerate(range(33, 123)):

@@ -9,7 +9,7 @@ from data.errors import DataError
 from data.index.catalogue import open_index
 from data.records.members import NO_FIELDS, arrange, named_unread, read_fields, unread
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image
+from tests.unit.data.helpers import chat, encode_image, media_of
 
 
 def read(names, fields=NO_FIELDS):
@@ -64,10 +64,10 @@ def images(key, names, record):
 def test_the_dataset_reads_images_in_that_order(tmp_path, dataset):
     ask = chat("<image><image><image>q", "a")
     data = dataset(shard(tmp_path, images("k", ["1.png", "10.png", "2.png"], ask)), shuffle=False)
-    assert [int(image[0, 0, 0]) for image in data.media(0, "images")] == [0, 20, 10]
+    assert [int(image[0, 0, 0]) for image in media_of(data, 0, "images")] == [0, 20, 10]
     one = {"fields": read_fields({"image": ["10.png"]})}
     data = dataset(shard(tmp_path, images("k", ["1.png", "10.png", "2.png"], chat("<image>q", "a"))), **one)
-    assert [int(image[0, 0, 0]) for image in data.media(0, "images")] == [10]
+    assert [int(image[0, 0, 0]) for image in media_of(data, 0, "images")] == [10]
     assert data.read_text(0)[1] is None
 
 

@@ -25,7 +25,7 @@ from data.samples.sample_meta import SampleTable
 from data.storage import files as retry
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image, images
+from tests.unit.data.helpers import chat, encode_image, images, media_of, text_of
 
 TIGHT = Bounds(pixels=400, seconds=1.0, record_bytes=200, placeholders=1)
 
@@ -50,8 +50,8 @@ def test_a_image_that_claims_to_be_huge_is_bad_by_the_index_and_by_the_decoder(d
     folder = tmp_path / "shards"
     write_tar(folder / "s.tar", [("a.jpg", bomb), ("a.json", chat("<image>q", "a"))])
     data = dataset(folder, max_bad_samples=1)
-    assert data.token_counts(0) == {"images": 0} and data.media(0, "images") == []
-    data.text(0)
+    assert data.token_counts(0) == {"images": 0} and media_of(data, 0, "images") == []
+    text_of(data, 0)
     assert data.bad_samples.latest.reason.startswith("member .jpg: 65535 x 65535 = ")
 
 
@@ -126,7 +126,7 @@ def test_whatever_a_decoder_or_an_encoder_raises_is_a_bad_sample(dataset, monkey
 
     data = dataset(max_bad_samples=20, shuffle=False)
     with monkeypatch.context() as patch:
-        patch.setattr("data.samples.record_samples.decode_media", fails)
+        patch.setattr("data.samples.shard_dataset.decode_media", fails)
         items, bad = data.read_media(0, "images")
         assert not items[0].any() and "member .0.png" in bad.reason and type(error).__name__ in bad.reason
         assert "a-000000.tar, key '0000'" in str(bad)
@@ -151,7 +151,7 @@ def test_memory_that_runs_out_is_no_bad_sample(dataset, monkeypatch, error):
     data = dataset(max_bad_samples=20, shuffle=False)
     monkeypatch.setattr("data.media.decode._decode_with_pillow", fails)
     with pytest.raises(MemoryShortage, match=r"a-000000\.tar, key '0000': .*data\.workers"):
-        data.media(0, "images")
+        media_of(data, 0, "images")
     assert data.bad_samples.count == 0
 
 
@@ -163,7 +163,7 @@ def test_an_io_error_is_no_bad_sample(dataset, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pread", fails)
-    for read in (lambda: data.text(0), lambda: data.media(0, "images"), lambda: data.prompt_and_truth(0)):
+    for read in (lambda: text_of(data, 0), lambda: media_of(data, 0, "images"), lambda: data.prompt_and_truth(0)):
         with pytest.raises(ReadError, match=r"a-00000\d\.tar: cannot read \d+ bytes at byte \d+: .*EIO.*tried 2 times"):
             read()
     assert data.bad_samples.count == 0

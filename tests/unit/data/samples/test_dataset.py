@@ -15,13 +15,13 @@ from PIL import Image
 
 from data.errors import DataError, ShardError, TooManyBadSamples
 from data.media.options import Resize
-from data.pipeline import Dataset, Media
+from data.pipeline import Media, ShardDataset
 from data.text.tokens import build_tokenizer
 from mimo_train.evaluation.predictions import shown_media
 from mimo_train.preflight.check import verify_run as module
 from tests.tars import write_tar
 from tests.unit.configs import load
-from tests.unit.data.helpers import chat, encode_image, images
+from tests.unit.data.helpers import chat, encode_image, images, media_of, text_of
 
 
 def counts_of(data):
@@ -35,7 +35,7 @@ def test_text_media_and_counts_of_one_sample_agree(dataset):
     placeholder = data.tokenizer.placeholder_id("<image>")
     for number in range(26):
         n = number % 13
-        text, drawn_images = data.text(number), data.media(number, "images")
+        text, drawn_images = text_of(data, number), media_of(data, number, "images")
         assert data.locate(number)[1] == f"{n:04d}" and text.number == number
         assert (text.input_ids == placeholder).sum() == data.token_counts(number)["images"] == 4 * len(drawn_images)
         assert [image.float().mean().item() for image in drawn_images] == [
@@ -54,11 +54,11 @@ def test_reading_text_never_reads_pixels_and_counts_read_nothing(dataset):
         data.locate(number)
     assert not data.reader.bytes_read
     for number in range(13):
-        data.text(number)
+        text_of(data, number)
     assert set(data.reader.bytes_read) == {"json"}
     other = dataset()
     for number in range(13):
-        other.media(number, "images")
+        media_of(other, number, "images")
     assert set(other.reader.bytes_read) == {"0.png", "1.png"}
 
 
@@ -72,7 +72,7 @@ def test_sizes_from_the_index_reach_the_module(dataset):
     module = Media("images", "image", "<image>", lambda height, width: height // 10, size)
     data = dataset(media=(module,), shuffle=False)
     seen.clear()  # of all samples, once
-    assert [tuple(item.shape) for item in data.media(4, "images")] == [(3, 12, 16), (3, 12, 16)]
+    assert [tuple(item.shape) for item in media_of(data, 4, "images")] == [(3, 12, 16), (3, 12, 16)]
     assert set(seen) == {(24, 16)} and data.token_counts(4) == {"images": 4}
 
 
@@ -80,10 +80,10 @@ def test_two_modules_take_each_image(dataset):
     modules = (images(), images(side=8, tokens=2, module="dino", placeholder="<dino>"))
     data = dataset(media=modules, shuffle=False)
     assert data.token_counts(4) == {"images": 8, "dino": 4}
-    ids = data.text(4).input_ids
+    ids = text_of(data, 4).input_ids
     first, second = (data.tokenizer.placeholder_id(name) for name in ("<image>", "<dino>"))
     assert [token for token in ids if token in (first, second)] == ([first] * 4 + [second] * 2) * 2
-    assert data.media(4, "dino")[0].shape == (3, 8, 8) and data.media(4, "images")[0].shape == (3, 16, 16)
+    assert media_of(data, 4, "dino")[0].shape == (3, 8, 8) and media_of(data, 4, "images")[0].shape == (3, 16, 16)
 
 
 def test_audio_module(tmp_path):
@@ -94,20 +94,20 @@ def test_audio_module(tmp_path):
         "audio", "audio", "<audio>", lambda samples, rate: samples // 1000, lambda samples, rate: (5000, 8000)
     )
     tokenizer = build_tokenizer("bytes", ["<audio>"])
-    data = Dataset(shard, tokenizer=tokenizer, sequence_length=32, media=[module])
-    (clip,) = data.media(0, "audio")
+    data = ShardDataset(shard, tokenizer=tokenizer, sequence_length=32, media=[module])
+    (clip,) = media_of(data, 0, "audio")
     assert clip.dtype == torch.float32 and clip.shape == (5000,)
     assert (clip[:4000] == 0.25).all() and not clip[4000:].any()
-    assert data.token_counts(0) == {"audio": 4} and data.text(0).length > 4 and not data.is_bad(0)
+    assert data.token_counts(0) == {"audio": 4} and text_of(data, 0).length > 4 and not data.is_bad(0)
 
 
 def test_blind_gives_zeros_and_reads_no_pixels(dataset):
     data = dataset(blind=True, shuffle=False)
-    drawn_images = data.media(4, "images")
+    drawn_images = media_of(data, 4, "images")
     assert [tuple(item.shape) for item in drawn_images] == [(3, 16, 16)] * 2
     assert not any(item.any() for item in drawn_images) and not data.reader.bytes_read
     seeing = dataset(shuffle=False)
-    assert (data.text(4).input_ids == seeing.text(4).input_ids).all() and counts_of(data) == counts_of(seeing)
+    assert (text_of(data, 4).input_ids == text_of(seeing, 4).input_ids).all() and counts_of(data) == counts_of(seeing)
 
 
 def test_shuffle_follows_seed_and_epoch(dataset):
@@ -131,27 +131,27 @@ def test_fingerprint_follows_the_content_not_the_place(dataset, small, tmp_path)
 
 
 def test_keep_text(dataset):
-    sample = dataset(shuffle=False, keep_text=True).text(3)
+    sample = text_of(dataset(shuffle=False, keep_text=True), 3)
     ((first, question),) = sample.questions
     assert question == "q3" and sample.loss_mask.argmax() == first
-    assert dataset(shuffle=False).text(3).questions is None
+    assert text_of(dataset(shuffle=False), 3).questions is None
 
 
 def test_more_shards_than_open_indexes(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.samples.dataset._OPEN_INDEXES", 2)
+    monkeypatch.setattr("data.samples.shard_dataset._OPEN_INDEXES", 2)
     for n in range(5):
         write_tar(tmp_path / f"{n}.tar", [(f"{n}{at}.txt", b"x") for at in range(n)])  # the first shard is empty
-    data = Dataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8, shuffle=False)
+    data = ShardDataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8, shuffle=False)
     assert [data.locate(number)[1] for number in range(10)] == [f"{n}{at}" for n in range(5) for at in range(n)]
     write_tar(tmp_path / "1.tar", [("other.txt", b"xyz")])
     with pytest.raises(ShardError, match="changed"):
-        [data.text(number) for number in (0, 3, 9, 0)]
+        [text_of(data, number) for number in (0, 3, 9, 0)]
 
 
 def test_no_sample_at_all(tmp_path):
     write_tar(tmp_path / "empty.tar", [])
     with pytest.raises(DataError, match=r"data\.shards.*no sample"):
-        Dataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8)
+        ShardDataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8)
 
 
 # Bad samples
@@ -206,11 +206,11 @@ def test_stand_ins_keep_the_shapes_and_carry_no_loss(damaged, number, caplog):
     data = damaged(max_bad_samples=1)
     assert data.token_counts(number) == {"images": tokens} and not data.is_bad(number)
     with caplog.at_level(logging.WARNING):
-        text = data.text(number)
+        text = text_of(data, number)
         assert data.is_bad(number) == (found_by != "media")
-        drawn_images = data.media(number, "images")
-        data.media(number, "images")
-        data.text(number)
+        drawn_images = media_of(data, number, "images")
+        media_of(data, number, "images")
+        text_of(data, number)
     assert data.is_bad(number) and data.bad_samples.count == 1
     assert (text.input_ids == data.tokenizer.placeholder_id("<image>")).sum() == tokens
     assert [tuple(image.shape) for image in drawn_images] == [(3, 16, 16)] * (tokens // 4)
@@ -226,9 +226,9 @@ def test_pixels_that_are_not_rounded_are_float32_in_stand_ins_and_reports_too(da
     modules = [picky(), picky(resize=Resize("bilinear", rounded=False))]
     shard = damaged_shard(tmp_path)
     data = [dataset(shards=shard, media=(one,), max_bad_samples=1, shuffle=False) for one in modules]
-    (whole,), (exact,) = (one.media(0, "images") for one in data)
+    (whole,), (exact,) = (media_of(one, 0, "images") for one in data)
     assert exact.dtype == torch.float32 and whole.dtype == torch.uint8 and 0 < (exact - exact.round()).abs().max()
-    (blank,) = data[1].media(1, "images")
+    (blank,) = media_of(data[1], 1, "images")
     assert blank.dtype == torch.float32 and not blank.any()
     shown = Image.open(io.BytesIO(base64.b64decode(shown_media(data[1], 0)["images"][0])))
     assert np.array_equal(np.asarray(shown), exact.round().to(torch.uint8).permute(1, 2, 0).numpy())
@@ -236,10 +236,10 @@ def test_pixels_that_are_not_rounded_are_float32_in_stand_ins_and_reports_too(da
 
 def test_the_first_bad_sample_ends_a_run_without_a_budget(damaged):
     data = damaged()
-    data.text(0)
+    text_of(data, 0)
     said = r"data\.max_bad_samples: 1 bad sample, 0 allowed.*bad-000000\.tar, key 'c'.*not JSON.*verify"
     with pytest.raises(TooManyBadSamples, match=said):
-        data.text(2)
+        text_of(data, 2)
 
 
 @pytest.mark.parametrize("allowed", [2, 0.25])
@@ -247,12 +247,12 @@ def test_the_budget_counts_each_sample_once_in_all_epochs(damaged, allowed):
     data = damaged(max_bad_samples=allowed)
     assert len(data) == 8 and data.allowed_bad_samples == 2
     for epoch in range(3):
-        data.text(2 + epoch * len(data))
-    data.media(1, "images")
+        text_of(data, 2 + epoch * len(data))
+    media_of(data, 1, "images")
     assert data.bad_samples.count == 2 and [bad.key for bad in data.bad_samples.take()] == ["c", "b"]
     assert [number for number in range(2 * len(data)) if data.is_bad(number)] == [1, 2, 9, 10]
     with pytest.raises(TooManyBadSamples, match="3 bad samples, 2 allowed"):
-        data.text(3)
+        text_of(data, 3)
     assert not data.bad_samples.take()  # on its way to the file
 
 
@@ -261,9 +261,9 @@ def test_reports_of_bad_samples_are_empty(damaged):
 
 
 def test_image_records_without_a_image_module_say_so(small):
-    data = Dataset(small, tokenizer=build_tokenizer("bytes"), sequence_length=24, shuffle=False)
+    data = ShardDataset(small, tokenizer=build_tokenizer("bytes"), sequence_length=24, shuffle=False)
     with pytest.raises(TooManyBadSamples, match="1 image.*no module of this run"):
-        data.text(0)
+        text_of(data, 0)
     assert data.token_counts(0) == {}
 
 
@@ -275,8 +275,8 @@ def test_unknown_media_kind():
 def test_records_of_both_forms_in_one_shard(tmp_path):
     messages = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]})
     shard = write_tar(tmp_path / "s.tar", [("a.json", messages.encode()), ("b.json", chat("q", "a"))])
-    data = Dataset(shard, tokenizer=build_tokenizer("bytes"), sequence_length=16, shuffle=False)
-    assert data.text(0).input_ids.tolist() == data.text(1).input_ids.tolist()
+    data = ShardDataset(shard, tokenizer=build_tokenizer("bytes"), sequence_length=16, shuffle=False)
+    assert text_of(data, 0).input_ids.tolist() == text_of(data, 1).input_ids.tolist()
 
 
 def test_a_set_that_cannot_be_read_is_closed(monkeypatch, capsys):

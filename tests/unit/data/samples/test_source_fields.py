@@ -14,7 +14,7 @@ from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict
 from mimo_train.inputs.datasets import OneShard, build_dataset, held_out_sets, tokenizer_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image
+from tests.unit.data.helpers import chat, encode_image, media_of
 
 LABELS = {"label": "cls", "question": "json[q]", "image": ["right.png", "left.png"]}
 
@@ -47,7 +47,7 @@ def test_each_source_is_read_by_its_own_fields(folders, dataset):
         sample, bad = data.read_text(number)
         assert bad is None, bad
         asked.add(data.prompt_and_truth(number))
-        images = [int(one[0, 0, 0]) for one in data.media(number, "images")]
+        images = [int(one[0, 0, 0]) for one in media_of(data, number, "images")]
         truth = int(data.prompt_and_truth(number)[1].removeprefix("a"))
         assert images == ([100 + truth, truth] if source else [200])
         assert step.tokens["images"][number] == 4 * len(images)

@@ -7,13 +7,13 @@ import pytest
 
 from data.errors import DataError, RecordError
 from data.index.index_file import load_file
-from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader
+from data.pipeline import Batching, Padding, Reader, ShardDataset, StepLoader
 from data.records.members import NO_FIELDS
 from data.samples.text_lengths import TextLengths, _count_shard
 from mimo_train.config.compose import load
 from mimo_train.inputs.datasets import OneShard
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image, images
+from tests.unit.data.helpers import chat, encode_image, images, text_of
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_lengths_are_those_of_the_texts_and_of_stand_ins(shards, dataset):
     data = dataset(shards=shards, sequence_length=40, max_bad_samples=1)
     assert counted(data) == 12
     numbers = {data.order.row(number): number for number in range(12)}
-    assert data.lengths.tolist() == [data.text(numbers[row]).length for row in range(12)]
+    assert data.lengths.tolist() == [text_of(data, numbers[row]).length for row in range(12)]
     assert data.lengths[5] == 0 and data.lengths[2] == 4 + 6 + 9 and set(data.lengths[10:]) == {40}
     assert data.plan_step(7, 10).lengths.tolist() == [data.lengths[data.order.row(n)] for n in range(7, 17)]
 
@@ -103,7 +103,9 @@ def test_a_count_that_is_killed_goes_on_where_it_was(shards, dataset, monkeypatc
     assert next(work).samples == 6
     work.close()  # as an end leaves it, and a kill after a save
     data, read = dataset(shards=shards), []
-    monkeypatch.setattr(data, "length_of", lambda shard, row: read.append(shard) or Dataset.length_of(data, shard, row))
+    monkeypatch.setattr(
+        data, "length_of", lambda shard, row: read.append(shard) or ShardDataset.length_of(data, shard, row)
+    )
     done = list(TextLengths(data).build())
     assert [(one.samples, one.here) for one in done] == [(6, True)], "the first was counted by the one before"
     assert counted(data) == 0 and read == [1] * 6 and not list(shards.glob("*.lock"))
@@ -116,7 +118,7 @@ def test_one_that_finds_another_at_work_waits_for_what_it_counts(shards, dataset
     one, other = first.build(), second.build()
     assert next(one).samples == 6 and next(other).samples == 0 and next(other).samples == 0
     assert [done.samples for done in one] == [6]
-    monkeypatch.delattr(Dataset, "length_of")
+    monkeypatch.delattr(ShardDataset, "length_of")
     found = list(other)
     assert sum(done.samples for done in found) == 12 and second.missing() == []
     assert not any(done.here for done in found), "the first has counted all of it"
@@ -129,7 +131,7 @@ def test_what_a_killed_count_has_of_other_shards_stays(shards, dataset, monkeypa
     next(work)
     work.close()  # as a kill leaves it
     assert counted(dataset(shards=shards / "s-1.tar")) == 0
-    monkeypatch.delattr(Dataset, "length_of")
+    monkeypatch.delattr(ShardDataset, "length_of")
     assert counted(dataset(shards=shards)) == 0
     assert not list(shards.glob("*.lock"))
 
@@ -139,7 +141,7 @@ def test_a_count_of_other_shards_takes_what_a_killed_one_has(shards, dataset, mo
     assert next(work).shard == shards / "s-0.tar"
     work.close()  # as a kill leaves it
     assert counted(dataset(shards=shards / "s-1.tar")) == 6 and not list(shards.glob("*.lock"))
-    monkeypatch.delattr(Dataset, "length_of")
+    monkeypatch.delattr(ShardDataset, "length_of")
     assert counted(dataset(shards=shards)) == 0
 
 

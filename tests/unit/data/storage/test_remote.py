@@ -19,6 +19,7 @@ from data.storage.url import Url, place_of
 from tests.http_server import serving
 from tests.object_storage import environment, moto_server
 from tests.tars import write_tar
+from tests.unit.data.helpers import text_of
 
 CONTENT = os.urandom(3000)
 AT, SIZE = 1000, 500
@@ -273,7 +274,7 @@ def test_every_text_that_fields_name_is_announced(storage, dataset, tmp_path):
     ):
         announce()
         assert there.reader._remote._bytes == len(b"Which?This one.")
-        assert [question for _, question in there.text(0).questions] == ["Which?"]
+        assert [question for _, question in text_of(there, 0).questions] == ["Which?"]
         assert there.reader._remote._bytes == 0
 
 

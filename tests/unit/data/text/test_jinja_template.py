@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from data.collate import encode_prompt
 from data.errors import RecordError
-from data.pipeline import Dataset
+from data.pipeline import ShardDataset
+from data.records.conversation import Conversation
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.text.chat_templates import (
@@ -91,7 +91,7 @@ def test_prompts_are_what_an_answer_follows(saved):
         tokenizer = build_tokenizer(saved(template))
         conversation = parse(messages(TALKS["one turn"]))
         whole = tokenizer.template.encode(conversation, {}).tokens
-        prompt = encode_prompt(conversation.turns[:1], tokenizer, {})
+        prompt = tokenizer.template.prompt(Conversation(conversation.turns[:1]), {})
         (answer,) = learned(tokenizer, tokenizer.template.encode(conversation, {}))
         assert whole[: len(prompt)] == prompt
         assert tokenizer.shown(whole[len(prompt) :]).rstrip("\n") == answer == f"three 😀{stop}"
@@ -149,7 +149,7 @@ def test_what_cannot_be_rendered_is_a_bad_sample(saved, tmp_path):
     good, bad = messages(TALKS["one turn"]), messages(TALKS["system text"])
     members = [(f"{n}.json", json.dumps({"messages": record}).encode()) for n, record in enumerate((good, bad))]
     shard = write_tar(tmp_path / "s.tar", members)
-    data = Dataset(shard, tokenizer=build_tokenizer(saved(GEMMA)), sequence_length=48, shuffle=False)
+    data = ShardDataset(shard, tokenizer=build_tokenizer(saved(GEMMA)), sequence_length=48, shuffle=False)
     assert data.read_text(0)[1] is None
     sample, found = data.read_text(1)
     assert found.reason == "the chat template cannot render the record: System role not supported"

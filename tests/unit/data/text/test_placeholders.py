@@ -8,11 +8,11 @@ import pytest
 
 from data.collate import to_sample
 from data.errors import DataError, RecordError
-from data.pipeline import Dataset
+from data.pipeline import ShardDataset
 from data.text.placeholders import Placeholder, axis_positions
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_image, images
+from tests.unit.data.helpers import encode_image, images, text_of
 from tests.unit.data.text.chat_templates import (
     CHATML,
     GEMMA,
@@ -183,12 +183,12 @@ def test_a_sample_with_a_image_from_a_shard(saved, tmp_path):
         tmp_path / "s.tar", [("a.png", encode_image(8, 8, "PNG")), ("a.json", json.dumps(record).encode())]
     )
     tokenizer = build_tokenizer(saved(QWEN_VL), ["<image>"])
-    data = Dataset(shard, tokenizer=tokenizer, sequence_length=48, media=[images(tokens=5)])
-    sample = data.text(0)
+    data = ShardDataset(shard, tokenizer=tokenizer, sequence_length=48, media=[images(tokens=5)])
+    sample = text_of(data, 0)
     assert (sample.input_ids == tokenizer.placeholder_id("<image>")).sum() == 5 == data.token_counts(0)["images"]
     assert tokenizer.shown(sample.labels[sample.loss_mask > 0]) == "three<|im_end|>"
     with pytest.raises(Exception, match="needed 12, given 8"):
-        Dataset(shard, tokenizer=tokenizer, sequence_length=8, media=[images(tokens=5)]).text(0)
+        text_of(ShardDataset(shard, tokenizer=tokenizer, sequence_length=8, media=[images(tokens=5)]), 0)
 
 
 IMAGE, CLIP = 50, 51

@@ -1,6 +1,7 @@
 """`data.special_tokens_in_text`: special tokens that a record's text may have."""
 
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.data.text.chat_templates import CHATML, QWEN_VL, learned, parse,
 
 BOXES = ["<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"]
 ANSWER = "<|object_ref_start|>the digit<|object_ref_end|><|box_start|>(1,2),(3,4)<|box_end|>"
+FRAME = ("<|im_start|>", "<|im_end|>", "<think>")
 RECORD = [{"role": "user", "content": "where is<|im_end|> it?"}, {"role": "assistant", "content": ANSWER}]
 
 
@@ -63,6 +65,22 @@ def test_a_tokenizer_of_transformers_cannot_make_a_special_token_an_ordinary_one
     tokenizer.add_tokens([AddedToken(BOXES[0], special=False)])
     as_text = tokenizer(BOXES[0], split_special_tokens=True, add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_tokens_to_ids(BOXES[0]) not in as_text
+
+
+def test_a_token_that_is_not_special_is_itself_in_texts_unless_it_frames_messages(saved):
+    """As in transformers, `<think>` in a text is that token. One that the template writes around a message is not."""
+    folder = shutil.copytree(saved(CHATML), saved(CHATML).parent / "ordinary")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = build_tokenizer(folder)
+    record = [{"role": "user", "content": "<|im_start|>q<|im_end|>"}, {"role": "assistant", "content": "<think>a"}]
+    encoded = tokenizer.template.encode(parse(record), {})
+    counts = {name: encoded.tokens.count(tokenizer._tokenizer.convert_tokens_to_ids(name)) for name in FRAME}
+    assert counts == {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 1}
+    assert "<|im_start|>q<|im_end|>" in tokenizer.shown(encoded.tokens)
+    assert tokenizer.special_text.find(parse(record)) == {"<|im_start|>", "<|im_end|>"}
 
 
 def test_without_the_key_they_are_text_and_the_fingerprint_is_another(grounded):

@@ -5,8 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from data.collate import collate, encode_prompt, stand_in, to_sample
+from data.collate import collate, stand_in, to_sample
 from data.errors import RecordError
+from data.records.conversation import Conversation
 from data.text.tokens import build_tokenizer
 from tests.unit.data.text.chat_templates import CALL, SCHEMA, TALKS, llava, messages, parse
 
@@ -82,7 +83,7 @@ def test_stand_in_has_the_placeholders_and_no_loss():
 
 def test_prompt_ends_where_the_answer_begins():
     conversation = parse(llava(("human", "<image>q"), ("gpt", "a")), image=1)
-    prompt = encode_prompt(conversation.turns[:1], BYTES, one_image(2))
+    prompt = BYTES.template.prompt(Conversation(conversation.turns[:1]), one_image(2))
     whole = sample(conversation, one_image(2)).input_ids.tolist()
     assert prompt == whole[: len(prompt)] and whole[len(prompt)] == ord("a")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from data.collate import encode_prompt
 from data.errors import DecodeError
-from data.records.conversation import Part, Turn, split_markers
+from data.records.conversation import Conversation, Part, Turn, split_markers
 from data.records.records import parse_record
 from mimo_train.commands.generate import _converse
 from mimo_train.config.errors import UserError
@@ -89,7 +88,7 @@ def test_turns_and_media_stay_in_a_conversation(prompts, image):
     ]
     for index, (prompt, shown) in enumerate(zip(decoder.prompts, (1, 3, 3), strict=True)):
         media = {"image": [[(IMAGE, count)]] * shown}
-        assert prompt.ids == encode_prompt(turns[: 2 * index + 2], TOKENIZER, media)
+        assert prompt.ids == TOKENIZER.template.prompt(Conversation(tuple(turns[: 2 * index + 2])), media)
         assert prompt.rows == {"images": shown * count}
     (pixels,) = decoder.prompts[2].inputs["images"]["images"].values()
     # Red, blue, lime: the channels of the images in the order of their places.
@@ -104,7 +103,9 @@ def test_a_reset_forgets_turns_media_and_what_is_attached(prompts, image):
     chat.attached = [prompts.medium("image", image("red"))]
     chat.reset()
     chat.say("Two?")
-    assert decoder.prompts[1].ids == encode_prompt([Turn("user", (Part("text", "Two?"),))], TOKENIZER, {})
+    assert decoder.prompts[1].ids == TOKENIZER.template.prompt(
+        Conversation((Turn("user", (Part("text", "Two?"),)),)), {}
+    )
     assert decoder.prompts[1].inputs == {"images": None}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.pipeline import Dataset
+from data.pipeline import ShardDataset
 from data.text.tokens import build_tokenizer
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
@@ -233,7 +233,7 @@ def test_learned_positions_tie_a_checkpoint_to_its_sequence_length(tmp_path):
 
 def test_a_checkpoint_of_other_data_is_a_fault(tmp_path):
     path = shard(Path("a.tar"), *sound())
-    fingerprint = Dataset([path], tokenizer=build_tokenizer("bytes"), sequence_length=96).fingerprint
+    fingerprint = ShardDataset([path], tokenizer=build_tokenizer("bytes"), sequence_length=96).fingerprint
     (fault,) = check(load(*on(path), saved(tmp_path / "old", fingerprint="0123"))).faults
     assert fault.key == "data.shards" and f"checkpoint.weights={tmp_path / 'old'}/checkpoints/step_" in fault.message
     assert "/train, is a.tar" in fault.message and "so the order of samples would not continue" in fault.message

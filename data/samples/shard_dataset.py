@@ -1,0 +1,344 @@
+"""Samples of WebDataset shards: global sample number -> tokens, images or token counts, by the index.
+
+The ranks of a run rely on three promises. Index data (`data.samples.sample_meta`: token counts, sizes) is the same on
+every rank and costs no read. Text and media are read separately: a rank that reads text never touches a pixel. A bad
+sample never changes a shape:
+
+* If its index data shows it (no record, no readable header, a size that a module rejects, more media tokens than
+  `sequence_length`), every rank replaces the sample by a text without media, with token counts of 0.
+* If reading shows it (damaged bytes, bad JSON, placeholders that do not match), the replacement has the token counts
+  and sizes of the index, no loss, and zeros for pixels: other ranks cannot detect the damage.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from data import collate
+from data.errors import OF_THE_MACHINE, DataError, DecodeError, NothingToLearn, RecordError, SampleError, reason_of
+from data.index.catalogue import open_catalogue
+from data.index.shard_index import Member, ShardIndex
+from data.media.decode import decode_frames, decode_media
+from data.media.options import BOUNDS, WHITE, Bounds, Colour
+from data.order.mixture import Phase
+from data.order.order import GlobalOrder
+from data.order.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
+from data.order.step import StepSamples, TextSample
+from data.records.conversation import Conversation
+from data.records.members import NO_FIELDS, Fields
+from data.records.records import parse_fields, parse_record
+from data.samples.bad_samples import BadSample, BadSamples, allowed_of
+from data.samples.frames import SAMPLING, Sampling
+from data.samples.media_spec import Media
+from data.samples.protocol import Samples
+from data.samples.sample_meta import SampleMeta, SampleTable, lengths_key
+from data.storage.file_cache import FileCache
+from data.storage.files import RETRIES, ShardVersion
+from data.storage.reader import ShardReader
+from data.storage.url import Place, Url
+from data.text.placeholders import axis_positions
+from data.text.tokens import Tokenizer
+from data.text_format import plural, shown
+
+_OPEN_INDEXES = 256  # their keys may be unpacked
+_RECENT = 512  # cached metas and versions: several readers of a step ask for the same sample
+
+
+class ShardDataset(Samples):
+    """An endless, shuffled stream of samples over WebDataset shards, addressed by number. Thread-safe.
+
+    shards: see `find_shards`, or `Source`s to mix; tokenizer: see `build_tokenizer`, made with each module's
+    placeholder; sequence_length: S; media: the encoder modules (if several take one kind, each image expands to the
+    tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`; cache_dir: folder for indexes,
+    instead of next to the shards; blind: return zeros as pixels and waveforms without reading; max_bad_samples: see
+    `allowed_of`; keep_text: keep questions in text samples; read_retries: retries after an I/O error; bounds: limits of
+    a sample; background: see `decode_image_file`; fields: `data.fields`; sampling: of videos; skip_null: samples with
+    null or blank answers have no loss and are not bad; held_fraction: share of held-out samples, see `held_rows`;
+    only_held: use only these; members_cache: keeps reads of remote shards.
+
+    Raises DataError (no shards or samples), ShardError (an unusable or changing shard), ReadError (an I/O error).
+    """
+
+    order: GlobalOrder | MixedOrder
+    shards: list[Place]
+
+    def __init__(
+        self,
+        shards: Shards | Sequence[Source],
+        *,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        media: Sequence[Media] = (),
+        seed: int = 0,
+        shuffle: bool = True,
+        shuffle_block: int = 1,
+        cache_dir: str | os.PathLike[str] | None = None,
+        blind: bool = False,
+        max_bad_samples: float = 0,
+        keep_text: bool = False,
+        read_retries: int = RETRIES,
+        bounds: Bounds = BOUNDS,
+        background: Colour | None = WHITE,
+        fields: Fields = NO_FIELDS,
+        sampling: Sampling = SAMPLING,
+        skip_null: bool = False,
+        held_fraction: float = 0.0,
+        only_held: bool = False,
+        members_cache: FileCache | None = None,
+    ) -> None:
+        assert sequence_length > 0, sequence_length
+        self.sources = sources_of(shards)
+        found = [found_shards(source) for source in self.sources]
+        self.shards = [shard for of_source in found for shard in of_source]
+        self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
+        self.blind, self.keep_text, self.lookups, self.lengths = blind, keep_text, {}, None
+        self.text_fingerprint = tokenizer.fingerprint
+        self._bounds, self._background, self._skip_null = bounds, background, skip_null
+        self._by_module = {item.module: item for item in self.modules}
+        assert len(self._by_module) == len(self.modules), "one Media per module"
+        self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
+        self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
+        self._fields = [fields if source.fields is None else source.fields for source in self.sources]
+        self.reader = ShardReader(read_retries, cache=members_cache)
+        self.cache_dir = cache_dir
+        self.index = lru_cache(_OPEN_INDEXES)(self._open_index)
+        self.meta = lru_cache(_RECENT)(lambda number: self.meta_at(*self._place(number), number))
+        """Return the index data of a sample, without reading a member."""
+        self.version = lru_cache(_RECENT)(lambda shard: self.catalogue.version(shard))
+        """Return the indexed version of a shard."""
+        read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
+        self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
+        self.is_remote = any(isinstance(shard, Url) for shard in self.shards)
+        self.catalogue = open_catalogue(self.shards, cache_dir, read_retries)
+        counts = self.catalogue.counts.tolist()
+        self._ends = np.cumsum(self.catalogue.counts)
+        self._begins = self._ends - self.catalogue.counts
+        if not self._ends[-1]:
+            raise DataError(
+                f"data.shards: no sample in {plural(len(self.shards), 'shard')}, for example {self.shards[0]}"
+            )
+        self._source_ends = np.cumsum([len(paths) for paths in found])
+        sizes, contents = self.catalogue.contents()
+        of_shards = self._source_ends.tolist(), counts, contents
+        self.order = order_of(self.sources, *of_shards, seed, shuffle, shuffle_block, held_fraction, only_held)
+        self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
+        self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
+        names = list(zip([shard.name for shard in self.shards], sizes, contents, counts, strict=True))
+        self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
+        """Hash of the shards' names, sizes, contents (some blocks) and sample counts in order, their sources, and the
+        held-out share. It does not depend on the folder."""
+
+    def locate(self, number: int) -> tuple[Place, str]:
+        """Return (shard, key) of a global sample number, of any epoch."""
+        shard, row = self._place(number)
+        return self.shards[shard], self.index(shard).key(row)
+
+    def identity(self, number: int) -> str:
+        """Return an identity of a sample's media, unique over all runs: path and version of its shard, row, fields."""
+        shard, row = self._place(number)
+        version, named = self.version(shard), self.fields_of(shard).named_media
+        place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"
+        return f"{place}|{row}{named}"
+
+    def plan_step(self, first: int, size: int) -> StepSamples:
+        """Return the index data of samples [first, first + size), without reading a member."""
+        rows = self.order.rows(np.arange(first, first + size))
+        lengths = None if self.lengths is None else self.lengths[rows].astype(np.int64)
+        shards = np.searchsorted(self._ends, rows, side="right")
+        sources = np.searchsorted(self._source_ends, shards, side="right")
+        fields = [(own, np.flatnonzero(sources == at)) for at, own in enumerate(self._fields) if own != NO_FIELDS]
+        return self._table.step(self.catalogue.rows(shards, rows - self._begins[shards]), lengths, fields)
+
+    def fields_of(self, shard: int) -> Fields:
+        """Return `data.fields` of a shard's source."""
+        return self._fields[self._source_of(shard)]
+
+    def lengths_keys(self) -> list[tuple[str, range]]:
+        """Return (key of everything that determines text lengths, shards) of each source."""
+        begins = [0, *self._source_ends.tolist()]
+        return [(key, range(*begins[at : at + 2])) for at, key in enumerate(self._lengths_keys)]
+
+    def samples_of(self, shard: int) -> int:
+        """Return the number of samples in a shard."""
+        return int(self.catalogue.counts[shard])
+
+    def length_of(self, shard: int, row: int) -> int:
+        """Return the sequence tokens of a sample or its stand-in. Reads only its record."""
+        return self._text(self.meta_at(shard, row))[0].length
+
+    def token_counts(self, number: int) -> dict[str, int]:
+        """Return module -> sequence tokens of its media in this sample, from the index."""
+        return {module: sum(tokens) for module, tokens in self.meta(number).tokens.items()}
+
+    def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
+        """Return `Media.size` of each of the module's items in this sample, from the index."""
+        return self.meta(number).input_sizes(self._by_module[module])
+
+    def prompt_and_truth(self, number: int) -> tuple[str, str]:
+        """Return (last question, its answer) as text, for reports; ("", "") for a bad sample."""
+        meta = self.meta(number)
+        try:
+            return self._conversation(meta).question_and_truth
+        except Exception as error:
+            self._reason(meta, error)
+            return "", ""
+
+    def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
+        """See `Samples.read_text`. Reads only the record."""
+        return self._text(self.meta(number))
+
+    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
+        """See `Samples.read_media`. Reads only media members."""
+        spec, meta = self._by_module[module], self.meta(number)
+        if meta.bad_reason is None and not self.blind:
+            try:
+                return self._decode(spec, meta), None
+            except Exception as error:
+                meta = replace(meta, bad_reason=self._reason(meta, error))
+        dtype = torch.uint8 if spec.kind == "image" and spec.resize.rounded else torch.float32
+        zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in meta.extents(spec)]
+        return zeros, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
+
+    def set_phases(self, phases: Sequence[Phase]) -> None:
+        """Set the sources' weights, before readers start."""
+        super().set_phases(phases)
+        self.meta.cache_clear()
+
+    def meta_at(self, shard: int, row: int, number: int = -1) -> SampleMeta:
+        """Return `meta` of a row of a shard."""
+        return self._table.one(self.index(shard), shard, row, number)
+
+    def unread_members(self) -> Counter[tuple[str, str]]:
+        """Return how many members of all samples are unread, by (extension, description)."""
+        return sum((self.index(shard).unread() for shard in range(len(self.shards))), Counter())
+
+    def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:
+        """Start to read remote samples: (sample number, modules that need its media, True if its record is needed)."""
+        self.reader.expect(
+            item
+            for number, modules, text in wanted
+            for item in self._ranges(self.meta(number), () if self.blind else modules, text=text)
+        )
+
+    def expect_texts(self, shard: int, rows: range) -> None:
+        """Start to read the records of some rows of a remote shard."""
+        if isinstance(self.shards[shard], Url):
+            metas = (self.meta_at(shard, row) for row in rows)
+            self.reader.expect(item for meta in metas for item in self._ranges(meta, (), text=True))
+
+    def close(self) -> None:
+        """Close the shard files."""
+        self.reader.close()
+
+    def _text(self, meta: SampleMeta) -> tuple[TextSample, BadSample | None]:
+        tokens = meta.media_tokens(self.modules, self._placeholders)
+        try:
+            conversation = self._conversation(meta)
+            where = self.sequence_length, meta.number, meta.key
+            sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
+            if self.inspects:
+                special = self.tokenizer.special_text.find(conversation)
+                separated = any(turn.has_separators for turn in conversation.turns)
+                sample = replace(sample, special_text=special, has_separators=separated)
+            return self._positioned(sample, meta), None
+        except Exception as error:
+            skipped = self._skip_null and isinstance(error, NothingToLearn)
+            reason = self._reason(meta, error)
+            sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, meta.number)
+            if self.keep_text:
+                sample = replace(sample, questions=())
+            return self._positioned(sample, meta), None if skipped else self._bad(meta, reason)
+
+    def _reason(self, meta: SampleMeta, error: Exception) -> str:
+        """Return why a sample is bad. Re-raises errors of its shard, storage, machine or program with its place."""
+        place = f"{self.shards[meta.shard]}, key {meta.key!r}"
+        if isinstance(error, OF_THE_MACHINE):
+            raise type(error)(f"{place}: {error}") from error
+        if not isinstance(error, (SampleError, RecursionError, UnicodeError)):
+            error.add_note(f"in sample {meta.number}: {place}" if meta.number >= 0 else f"in {place}")
+            raise error
+        remedy = error.remedy if isinstance(error, SampleError) else ""
+        return reason_of(error) + (f"; {remedy}" if remedy else "")
+
+    def _positioned(self, sample: TextSample, meta: SampleMeta) -> TextSample:
+        """Add M-RoPE positions to the sample, if the language model has them."""
+        if not any(spec.grid for spec in self.modules):
+            return sample
+        places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
+        return replace(sample, positions=axis_positions(sample.input_ids, places))
+
+    def _decode(self, spec: Media, meta: SampleMeta) -> list[torch.Tensor]:
+        items: list[torch.Tensor] = []
+        for member, extent in zip(meta.members[spec.kind], meta.extents(spec), strict=True):
+            if member.frame is not None and member.frame.number > 0:
+                continue  # the first frame of a video is followed by the others, which are decoded with it
+            raw, size = self._read(meta, member), spec.size(*extent)
+            how = spec.resize, spec.canvas(*extent) if spec.canvas else None, self._bounds
+            try:
+                if member.frame is not None:
+                    items += decode_frames(raw, member.frame.of, size, *how)
+                else:
+                    items.append(decode_media(spec.kind, raw, size, *how, self._background))
+            except OF_THE_MACHINE:
+                raise
+            except Exception as error:
+                raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error
+        return items
+
+    def _conversation(self, meta: SampleMeta) -> Conversation:
+        if meta.bad_reason is not None:
+            raise RecordError(meta.bad_reason)
+        counts, images = meta.counts, meta.visuals
+        raws = {member.extension: self._read(meta, member) for member in meta.texts}
+        if meta.fields.texts:
+            conversation = parse_fields(raws, meta.fields, meta.key, counts, self._bounds, images)
+        else:
+            ((extension, raw),) = raws.items()
+            conversation = parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, images)
+        if self._skip_null and conversation.is_blank:
+            raise NothingToLearn("its answers are blank")
+        return conversation
+
+    def _bad(self, meta: SampleMeta, reason: str) -> BadSample:
+        return BadSample(
+            meta.number,
+            self.shards[meta.shard],
+            str(meta.key),
+            reason.removeprefix(f"key {meta.key!r}: "),
+            self.sources[self._source_of(meta.shard)].name,
+        )
+
+    def _ranges(
+        self, meta: SampleMeta, modules: Collection[str], *, text: bool
+    ) -> Iterator[tuple[Place, int, int, ShardVersion]]:
+        if meta.bad_reason is not None:
+            return
+        shard, version = self.shards[meta.shard], self.version(meta.shard)
+        kinds = dict.fromkeys(spec.kind for spec in self.modules if spec.module in modules)
+        # Once each: a video has many frames.
+        members = {member.offset: member for kind in kinds for member in meta.members[kind]}.values()
+        for member in (*members, *(meta.texts if text else ())):
+            yield shard, member.offset, member.size, version
+
+    def _read(self, meta: SampleMeta, member: Member) -> bytes:
+        shard, version = self.shards[meta.shard], self.version(meta.shard)
+        return self.reader.read(shard, member.offset, member.size, member.extension, version)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        row = self.order.row(number)
+        shard = int(np.searchsorted(self._ends, row, side="right"))
+        return shard, row - int(self._begins[shard])
+
+    def _open_index(self, shard: int) -> ShardIndex:
+        """Return a shard's index, read with its source's `data.fields`."""
+        return self.catalogue.index(shard).with_fields(self.fields_of(shard))
+
+    def _source_of(self, shard: int) -> int:
+        return int(np.searchsorted(self._source_ends, shard, side="right"))
