@@ -8,7 +8,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol, TextIO
+from contextlib import suppress
+from functools import partial
+from typing import TextIO
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -35,19 +37,32 @@ class Console:
         done_steps: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        view: "View | None" = None,
     ):
-        """Show `total_steps` optimizer steps, `done_steps` of them done, on `stream` (default stdout) or in `view`."""
+        """Show `total_steps` optimizer steps, `done_steps` of them done, on `stream` (default stdout)."""
         # sys.stdout is None in a process started without it.
-        self._stream = stream = (sys.stdout or io.StringIO()) if stream is None else stream
-        self._total = total_steps
+        self._stream = sys.stdout if stream is None else stream
+        self._total, self._clock = total_steps, clock
         self._step_seconds: deque[float] = deque(maxlen=50)
-        self._view = view or view_on(stream, total_steps, done_steps, clock)
+        self._last_time, self._held_back = -math.inf, ""
+        self._bar: Progress | None = None
+        if self._stream is not None and is_terminal(self._stream):
+            self._bar = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[numbers]}", markup=False),
+                console=rich.console.Console(file=self._stream, force_terminal=True, highlight=False, emoji=False),
+                expand=True,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task("train", total=total_steps, completed=done_steps, numbers="")
+            self._bar.start()
 
     @classmethod
     def silent(cls) -> "Console":
         """Return a console that shows nothing, for ranks that do not log."""
-        return cls(0, 0, view=_Nothing())
+        console = cls(0, 0, io.StringIO())
+        console._stream = None
+        return console
 
     def step(self, step: int, values: dict[str, float], remark: str = "", losses: Iterable[str] = ()) -> None:
         """Show the values of a step; missing ones are left out.
@@ -62,15 +77,33 @@ class Console:
             self._step_seconds.append(seconds)
         parts = step_parts(values, losses)
         if self._step_seconds and step < self._total:
-            left = (self._total - step) * statistics.median(self._step_seconds)
-            parts["left"] = f"{duration(left)} left"
+            parts["left"] = f"{duration((self._total - step) * statistics.median(self._step_seconds))} left"
         if remark:
             parts["remark"] = remark
-        self._show(lambda: self._view.step(step, self._total, parts))
+        if self._bar is not None:
+            # The bar has one line: show the main numbers, the rest is in the files.
+            main = [parts[name] for name in ("loss", "tokens", "seconds", "left", "remark") if name in parts]
+            self._bar.update(self._task, completed=step, numbers="  ".join(main))
+            return
+        line, now = "  ".join([f"step {step}/{self._total}", *parts.values()]), self._clock()
+        if now - self._last_time < _SECONDS_BETWEEN_LINES and step < self._total:
+            self._held_back = line
+            return
+        self._last_time, self._held_back = now, ""
+        self.message(line)
 
     def message(self, text: str) -> None:
-        """Print `text` on its own line."""
-        self._show(lambda: self._view.print(text))
+        """Print `text` on its own line. If the reader has ended (`| head`) or the disk is full, show nothing more."""
+        if self._stream is None:
+            return
+        try:
+            if self._bar is not None:
+                self._bar.console.print(shown_lines(text), markup=False, soft_wrap=True)
+            else:
+                print(shown_lines(text), file=self._stream, flush=True)
+        except OSError:
+            to_nowhere(self._stream)
+            self._stream = None
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Print the values of an evaluation after `step`; keys are `eval/...`."""
@@ -78,104 +111,25 @@ class Console:
         unscored = {
             key.removesuffix("samples") for key, value in values.items() if key.endswith("/samples") and not value
         }
-        shown = [
+        measured = [
             _evaluated(key, None if key.rpartition("/")[0] + "/" in unscored and math.isnan(value) else value)
             for key, value in values.items()
         ]
-        text = "  ".join([f"evaluation at step {step}", *shown])
-        self._show(lambda: self._view.print(text))
+        self.message("  ".join([f"evaluation at step {step}", *measured]))
 
     def close(self) -> None:
         """Show the last step if it was held back, and restore the terminal."""
-        self._show(self._view.close)
-
-    def _show(self, what: Callable[[], None]) -> None:
-        """Stop showing anything if the reader has ended (`| head`) or the disk is full; training continues."""
-        try:
-            what()
-        except OSError:
-            self._view = _Nothing()
-            to_nowhere(self._stream)
+        if self._held_back:
+            self.message(self._held_back)
+            self._held_back = ""
+        if self._bar is not None:
+            with suppress(OSError):
+                self._bar.stop()
 
 
-class View(Protocol):
-    """Output of a console."""
-
-    def step(self, step: int, total: int, parts: dict[str, str]) -> None: ...
-
-    def print(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Nothing:
-    def step(self, step: int, total: int, parts: dict[str, str]) -> None:
-        pass
-
-    def print(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _Lines:
-    def __init__(self, stream: TextIO, clock: Callable[[], float]):
-        self._stream = stream
-        self._clock = clock
-        self._last_time: float | None = None
-        self._held_back: str | None = None
-
-    def step(self, step: int, total: int, parts: dict[str, str]) -> None:
-        line = "  ".join([f"step {step}/{total}", *parts.values()])
-        now = self._clock()
-        if self._last_time is not None and now - self._last_time < _SECONDS_BETWEEN_LINES and step < total:
-            self._held_back = line
-            return
-        self._last_time = now
-        self._held_back = None
-        self.print(line)
-
-    def print(self, text: str) -> None:
-        self._stream.write(shown_lines(text) + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        if self._held_back is not None:
-            self.print(self._held_back)
-            self._held_back = None
-
-
-class _Bar:
-    def __init__(self, stream: TextIO, total: int, done: int):
-        self._console = rich.console.Console(file=stream, force_terminal=True, highlight=False, emoji=False)
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=self._console,
-            expand=True,
-            refresh_per_second=4,
-        )
-        self._task = self._progress.add_task("train", total=total, completed=done, numbers="")
-        self._progress.start()
-
-    def step(self, step: int, total: int, parts: dict[str, str]) -> None:
-        # The bar has one line: show the main numbers, the rest is in the files.
-        shown = [parts[name] for name in ("loss", "tokens", "seconds", "left", "remark") if name in parts]
-        self._progress.update(self._task, completed=step, numbers="  ".join(shown))
-
-    def print(self, text: str) -> None:
-        self._console.print(shown_lines(text), markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def view_on(stream: TextIO, total_steps: int, done_steps: int, clock: Callable[[], float] = time.monotonic) -> View:
-    """Return a progress bar on a terminal, else plain lines."""
-    on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-    return _Bar(stream, total_steps, done_steps) if on_terminal else _Lines(stream, clock)
+def is_terminal(stream: TextIO) -> bool:
+    """True if `stream` is a terminal that can show a progress bar."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def step_parts(values: dict[str, float], losses: Iterable[str] = ()) -> dict[str, str]:
@@ -264,10 +218,10 @@ class CountBar:
         """
         self._what, self._total, self._unit, self.done = what, total, f" {unit}" if unit else "", 0
         self._stream = sys.stderr if stream is None else stream
-        self._write, self._clock = write or self._print, clock
+        self._write, self._clock = write or partial(print, file=self._stream, flush=True), clock
         self._start = self._last = clock()
         self._bar: Progress | None = None
-        if write is None and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+        if write is None and is_terminal(self._stream):
             console = rich.console.Console(file=self._stream, force_terminal=True)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=console, transient=True)
@@ -292,6 +246,3 @@ class CountBar:
         """End the bar."""
         if self._bar is not None:
             self._bar.stop()
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)

@@ -15,8 +15,6 @@ _NAME = re.compile(r"rank_(\d+)\.log")
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """Escape sequences that move a terminal's cursor or set colours."""
-_BLOCK = 1 << 16
-"""Bytes read at once; files are closed in between, because there may be thousands."""
 
 
 def log_of(run_dir: Path, rank: int) -> Path:
@@ -106,47 +104,30 @@ class Logs:
 
     def __init__(self, run_dir: Path, ranks: Collection[int] = ()):
         self._folder, self._ranks = run_dir / FOLDER, ranks
-        self._files: dict[int, _File] = {}
+        self._places: dict[int, tuple[int, str]] = {}
+        """Bytes of each rank that were read, and the time of its last line."""
 
     def __iter__(self) -> Iterator[Line]:
         """Yield all lines written since the last iteration, by time."""
-        return heapq.merge(*(file.lines() for file in self._found()))
+        ranks = [int(name[1]) for path in self._folder.glob("rank_*.log") if (name := _NAME.fullmatch(path.name))]
+        chosen = [rank for rank in sorted(ranks) if not self._ranks or rank in self._ranks]
+        return heapq.merge(*map(self._new_lines, chosen))
 
-    def _found(self) -> list["_File"]:
-        names: list[str] = []
-        with suppress(FileNotFoundError):
-            names = os.listdir(self._folder)
-        for found in filter(None, map(_NAME.fullmatch, names)):
-            rank = int(found[1])
-            if not self._ranks or rank in self._ranks:
-                self._files.setdefault(rank, _File(self._folder / found[0], rank))
-        return [self._files[rank] for rank in sorted(self._files)]
-
-
-class _File:
-    """Reads complete lines of a rank's log, from where the last reading ended."""
-
-    def __init__(self, path: Path, rank: int):
-        self._path, self._rank, self._at, self._stamp = path, rank, 0, ""
-
-    def lines(self) -> Iterator[Line]:
-        begun = b""
-        while True:
-            try:
-                with self._path.open("rb") as file:
-                    file.seek(self._at + len(begun))
-                    block = file.read(_BLOCK)
-            except OSError:  # it was removed
-                return
-            if not block:
-                return
-            *lines, begun = (begun + block).split(b"\n")
-            self._at += sum(len(line) + 1 for line in lines)
-            for line in lines:
-                text = line.decode(errors="replace")
-                if stamp := _STAMP.match(text):
-                    self._stamp, text = stamp[0].rstrip(), text[stamp.end() :]
-                yield Line(self._stamp, self._rank, text)
+    def _new_lines(self, rank: int) -> Iterator[Line]:
+        """Yield complete lines of a rank's log from where the last reading ended."""
+        place, stamp = self._places.get(rank, (0, ""))
+        try:
+            with (self._folder / f"rank_{rank}.log").open("rb") as file:
+                file.seek(place)
+                *lines, _ = file.read().split(b"\n")
+        except OSError:  # it was removed
+            return
+        for line in lines:
+            place, text = place + len(line) + 1, line.decode(errors="replace")
+            if begin := _STAMP.match(text):
+                stamp, text = begin[0].rstrip(), text[begin.end() :]
+            self._places[rank] = place, stamp
+            yield Line(stamp, rank, text)
 
 
 def show(text: str, end: str = "\n") -> None:
