@@ -63,6 +63,17 @@ class _RMSNorm(torch.autograd.Function):
         return inputs_gradient, products_TH.sum(0) if to_weight else None, None
 
 
+BLOCK = 2**15
+"""Elements whose squares are added in fp32 on a CPU."""
+
+
+def norm_blocks(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the parts of a flat tensor whose norms are accurate in fp32. On a CPU torch adds all squares one after the
+    other: the norm of 10^7 normal numbers is off by 4e-4, that of 10^8 by 1e-2. Blocks keep it at 1e-6; CUDA adds in a
+    tree."""
+    return flat.split(BLOCK) if flat.is_cpu else (flat,)
+
+
 def supports_cross_entropy(logits: torch.Tensor, tp_group: torch.distributed.ProcessGroup) -> bool:
     """True if `cross_entropy` supports these logits: on a CPU, with the whole vocabulary."""
     return logits.device.type == "cpu" and tp_group.size() == 1

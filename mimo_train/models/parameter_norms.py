@@ -15,14 +15,12 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 from megatron.core.utils import unwrap_model
 
+from mimo_train.cpu.kernels import norm_blocks
 from mimo_train.models.parameters import global_names, modules_of
 from mimo_train.parallel import device
 
 PREFIX = "l2_norm/grad"
 """Prefix of the names of gradient norms."""
-
-BLOCK = 2**15
-"""Elements whose squares are added in fp32 on a CPU."""
 
 
 def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> float:
@@ -127,13 +125,10 @@ def _names_of_all_ranks(chunk: MegatronModule, own: list[str]) -> list[str]:
 
 
 def squares_of(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of each tensor, float64 on the device. On a CPU torch adds all squares of a tensor in
-    fp32, one after the other. The norm of 10^7 normal numbers is off by 4e-4, that of 10^8 by 1e-2. Blocks keep it at
-    1e-6; CUDA kernels add in a tree."""
+    """Return the sum of squares of each tensor, float64 on the device."""
     if not pieces:
         return torch.zeros(0, dtype=torch.float64, device=device.current())
-    flat = [piece.detach().reshape(-1) for piece in pieces]
-    blocks = [piece.split(BLOCK) if piece.is_cpu else (piece,) for piece in flat]
+    blocks = [norm_blocks(piece.detach().reshape(-1)) for piece in pieces]
     norms = torch._foreach_norm([block for each in blocks for block in each], dtype=torch.float32)
     squares = torch.stack(norms).double().square()
     return torch.stack([part.sum() for part in squares.split([len(each) for each in blocks])])

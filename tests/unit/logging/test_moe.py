@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mimo_train.bridge.training.utils.moe_metrics import _build_moe_metric_writer, _MoeMetricFanoutWriter
+from mimo_train.bridge.training.utils.train_utils import _build_moe_metric_writer, _MoeMetricFanoutWriter
 from mimo_train.logging.sinks.trackers import MlflowHandle
 
 

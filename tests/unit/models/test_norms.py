@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mimo_train.models.parameter_norms import BLOCK, squares_of
+from mimo_train.cpu.kernels import BLOCK
+from mimo_train.models.parameter_norms import squares_of
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 
 

@@ -1,25 +1,17 @@
 """The helpers of a training loop, with the names and signatures of Megatron-Bridge."""
 
 import logging
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, param_is_not_shared
+from torch.distributed.tensor import DTensor
 
 from mimo_train.bridge.training.state import SessionState, session_of
-from mimo_train.bridge.training.utils.moe_metrics import _build_moe_metric_writer, _MoeMetricFanoutWriter
-from mimo_train.bridge.training.utils.norms import (
-    calc_dtensor_params_l2_norm,
-    calc_params_l2_norm,
-    param_is_not_shared,
-    report_l2_norm_grad,
-)
-from mimo_train.bridge.training.utils.reductions import (
-    logical_and_across_model_parallel_group,
-    reduce_max_stat_across_model_parallel_group,
-)
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.logging import runtime
@@ -41,6 +33,8 @@ from mimo_train.models.heads import (
     freeze_moe_router,
     make_value_model,
 )
+from mimo_train.models.parameter_norms import grad_l2_norms, params_l2_norm, squares_of
+from mimo_train.parallel import device
 from mimo_train.training.interval import add_step
 from mimo_train.training.log import StepNumbers, is_logging_step
 from mimo_train.training.step.forward_step import (
@@ -170,3 +164,139 @@ def reduce_max_memory_across_pp_group(
     """Return the largest of each value over the stages of a pipeline; see `mimo_train.logging.runtime.largest_over`.
     Collective: one maximum, one copy to the host."""
     return runtime.largest_over(memory_report, pp_group)
+
+
+def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: dist.ProcessGroup) -> float | None:
+    """Return the largest of the ranks' values, the same on every rank of the group. Collective; copies to the host.
+
+    Args:
+        stat: this rank's value; None if it has none, such as the gradient norm of a rank that trains nothing.
+
+    Returns:
+        The maximum, NaN if any rank has NaN, None if no rank has a value.
+    """
+    is_nan = stat is not None and math.isnan(stat)
+    value = -math.inf if stat is None or is_nan else stat
+    # Backends differ in the maximum with NaN, so NaN and missing values are sent as flags.
+    message = torch.tensor([value, stat is not None, is_nan], dtype=torch.float64, device=device.current())
+    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mp_group)
+    largest, found, any_nan = message.tolist()
+    return (math.nan if any_nan else largest) if found else None
+
+
+def logical_and_across_model_parallel_group(input: bool, mp_group: dist.ProcessGroup) -> bool:
+    """Return True if `input` is true on every rank of the group. Collective; copies to the host."""
+    message = torch.tensor(int(input), device=device.current())
+    dist.all_reduce(message, op=dist.ReduceOp.MIN, group=mp_group)
+    return bool(message.item())
+
+
+def calc_params_l2_norm(
+    model: MegatronModule | list[MegatronModule],
+    model_config: Any,
+    use_megatron_fsdp: bool = False,
+    force_create_fp32_copy: bool = False,
+) -> float:
+    """Return the L2 norm of all parameters of all modules, frozen ones included. Collective over the world.
+
+    Args:
+        model: the model chunks of this rank.
+        model_config: unused: the parameters carry the needed attributes.
+        use_megatron_fsdp: all parameters are DTensors.
+        force_create_fp32_copy: use 16-bit parameters themselves, in fp32, instead of their master copies.
+
+    Raises:
+        UserError: `use_megatron_fsdp`, and a parameter is not a DTensor.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    if use_megatron_fsdp:
+        return calc_dtensor_params_l2_norm([param for chunk in chunks for param in chunk.parameters()])
+    return params_l2_norm(chunks, master_copies=not force_create_fp32_copy)
+
+
+def report_l2_norm_grad(model: MegatronModule | list[MegatronModule]) -> dict[str, float]:
+    """Return the L2 norms of gradients; see `mimo_train.models.parameter_norms.grad_l2_norms`."""
+    return grad_l2_norms(model if isinstance(model, list) else [model])
+
+
+def calc_dtensor_params_l2_norm(params: Iterable[DTensor]) -> float:
+    """Return the L2 norm of DTensors that are sharded or replicated over their device meshes. Collective over the
+    meshes.
+
+    Args:
+        params: the same DTensors, in the same order, on every rank of a mesh.
+
+    Raises:
+        UserError: a parameter is not a DTensor, or holds incomplete sums (placement `Partial`).
+    """
+    by_spec: dict[tuple, list[torch.Tensor]] = {}
+    for param in params:
+        if not isinstance(param, DTensor):
+            raise UserError(f"a norm over DTensors was asked for, and a parameter is a {type(param).__name__}")
+        if any(placement.is_partial() for placement in param.placements):
+            raise UserError(f"a norm needs cut or replicated DTensors, and one has placements {param.placements}")
+        by_spec.setdefault((param.device_mesh, param.placements), []).append(param.to_local())
+    total = 0.0
+    for (mesh, placements), pieces in by_spec.items():
+        square = squares_of(pieces).sum()
+        for axis, placement in enumerate(placements):
+            if placement.is_shard():
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square.item()
+    return total**0.5
+
+
+class _MoeMetricFanoutWriter:
+    """Writes Megatron-Core's metrics of experts to TensorBoard, Comet and MLflow, by `add_scalar` like TensorBoard's
+    `SummaryWriter`. A tracker that fails is reported once and left out, and training continues."""
+
+    def __init__(self, tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None):
+        """Write to all targets that are not None.
+
+        Args:
+            mlflow_logger: has `log_metric(name, value, step=...)`, like the module `mlflow`; or a client with its run's
+                id (`mimo_train.logging.sinks.trackers.MlflowHandle`).
+        """
+        self._targets: dict[str, Callable[[str, Any, int], Any]] = {}
+        if tb_writer is not None:
+            self._targets["tensorboard"] = tb_writer.add_scalar
+        if comet_logger is not None:
+            self._targets["comet"] = lambda name, value, step: comet_logger.log_metrics({name: value}, step=step)
+        if mlflow_logger is not None:
+            self._targets["mlflow"] = _mlflow_writer(mlflow_logger)
+
+    @staticmethod
+    def _sanitize(value: Any) -> Any:
+        """Return the number of a 0-d tensor, which Comet and MLflow do not take; other values unchanged."""
+        return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        """Write one value of one step to all targets."""
+        number = self._sanitize(value)
+        for target, write in list(self._targets.items()):
+            try:
+                write(name, number, iteration)
+            except Exception as error:
+                del self._targets[target]
+                logger.warning(
+                    "%s: %s of step %d could not be written (%s: %s); it gets no more metrics of experts",
+                    target,
+                    name,
+                    iteration,
+                    type(error).__name__,
+                    error,
+                )
+
+
+def _mlflow_writer(logger: Any) -> Callable[[str, Any, int], Any]:
+    if isinstance(logger, tuple):
+        client, run_id = logger
+        return lambda name, value, step: client.log_metric(run_id, name, value, step=step)
+    return lambda name, value, step: logger.log_metric(name, value, step=step)
+
+
+def _build_moe_metric_writer(tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None) -> Any | None:
+    """Return the `writer` for Megatron-Core's metric functions: `tb_writer` itself without Comet and MLflow."""
+    if comet_logger is None and mlflow_logger is None:
+        return tb_writer
+    return _MoeMetricFanoutWriter(tb_writer, comet_logger, mlflow_logger)
