@@ -98,8 +98,7 @@ def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LO
         return
     rank = dist.get_rank()
     with agreed():
-        # Not on rank 0: closing the file there would free the lock.
-        if rank == 0 or _sees(file, starts[0].mark, patience if starts[rank].host != starts[0].host else 0.0):
+        if _sees(file, starts[0].mark, patience if starts[rank].host != starts[0].host else 0.0):
             return
         hosts = len({start.host for start in starts})
         raise UserError(

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+import time
 
 import pytest
 
@@ -34,7 +34,7 @@ def holds(root: Url) -> subprocess.Popen:
     """Another process that holds the lock."""
     code = (
         "import sys\nfrom data.storage.url import Url\nfrom mimo_train.launch.run_lock import ObjectLock\n"
-        f"ObjectLock(Url.parse({str(root)!r}), beat=0.05)\nprint('held', flush=True)\nsys.stdin.read()\n"
+        f"lock = ObjectLock(Url.parse({str(root)!r}), beat=0.05)\nprint('held', flush=True)\nsys.stdin.read()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"held\n"
@@ -54,9 +54,7 @@ def test_of_two_the_second_is_refused_until_the_first_is_gone(root):
         ObjectLock(root, beat=NEVER)
     process.kill()
     process.communicate()
-    aborted = ObjectLock(root, "mark", beat=0.05, on_lost=lambda _: None)
-    aborted._ended.set()
-    lock = ObjectLock(root, "mark", beat=NEVER)  # a process may take its own lock again, at once
+    lock = ObjectLock(root, "mark", beat=0.05)
     require_seen(root, "mark")
     with pytest.raises(UserError, match="does not see what rank 0 has written to"):
         require_seen(root, "another")
@@ -80,22 +78,11 @@ def test_a_sign_of_life_while_the_lock_is_read_is_no_error(root, monkeypatch):
         return read(url, *place)
 
     monkeypatch.setattr(run_lock, "read_range", beaten)
-    assert lock._there()[0]["pid"] == os.getpid() and next(beats, None) is None
+    assert lock._read()[0]["pid"] == os.getpid() and next(beats, None) is None
     lock.close()
 
 
-class Nobody(str):
-    """The mark of a process that is nobody's, so that threads count as processes."""
-
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-
 def test_of_several_that_take_over_one_gets_it(root, monkeypatch):
-    """Threads of one process, of which none counts as gone for the others."""
-    monkeypatch.setattr(run_lock, "_PROCESS", Nobody())
     store_of(root).put(root / "lock", b'{"host": "gone"}')
     got, refused = [], []
     one_at_a_time, put = threading.Lock(), store_of(root).put
@@ -122,48 +109,35 @@ def test_of_several_that_take_over_one_gets_it(root, monkeypatch):
     lock.close()
 
 
-def test_one_that_is_taken_away_is_told(root):
+@pytest.mark.parametrize("holder_there", [True, False])
+def test_a_run_whose_lock_was_taken_or_removed_is_told(root, holder_there):
+    """Removed: another run may have taken it over while this process was stopped, and have ended since."""
     told = threading.Event()
-    said: list[str] = []
-    lock = ObjectLock(root, beat=NEVER, on_lost=lambda why: (said.append(why), told.set()))
-    store_of(root).remove([root / "lock"])
-    assert lock._show_life() == "" and lock._is_mine(holder(root)), "it is put back"
-    lock._beat = 0.01  # the thread that beats
-    threading.Thread(target=lock._keep_beating, daemon=True).start()
-    store_of(root).put(root / "lock", b'{"host": "other", "pid": 7, "token": "another"}')
-    told.wait()
-    assert said == [
-        f"checkpoint.dir: {root} is in use by process 7 on other, since None: wait until that run has ended, end it, "
-        "or give another checkpoint.dir; this process ends"
-    ]
+    reasons: list[str] = []
+    lock = ObjectLock(root, beat=0.05, on_lost=lambda reason: (reasons.append(reason), told.set()))
+    with lock._guard:
+        store_of(root).remove([root / "lock"])
+        if holder_there:
+            store_of(root).put(root / "lock", b'{"host": "other", "pid": 7, "mark": "another"}')
+    assert told.wait(60)
+    if holder_there:
+        assert reasons[0].startswith(f"checkpoint.dir: {root} is in use by process 7 on other, since None: wait until")
+        assert holder(root)["host"] == "other", "a lock of others stays"
+    else:
+        assert reasons == [
+            f"checkpoint.dir: {root}/lock was removed: another run may have saved there meanwhile; this process ends"
+        ]
     lock.close()
-    assert holder(root)["host"] == "other", "a lock of others stays"
 
 
-def test_one_that_stood_still_does_not_take_a_lock_back_that_was_removed_meanwhile(root, monkeypatch):
-    """Another run has taken it over, and has ended since."""
-    lock, look = ObjectLock(root, beat=NEVER), store_of(root).look
-    later = 4 * NEVER + 2
-    monkeypatch.setattr(
-        store_of(root), "look", lambda url: replace(found := look(url), modified=found.modified + later), raising=False
-    )
-    assert lock._show_life() == "", "it stood still, and nobody was there meanwhile"
-    lock._seen_at -= later
-    store_of(root).remove([root / "lock"])
-    assert "its lock was removed while this process showed no sign of life for 1440" in lock._show_life()
-    lock.close()
-    assert not [*store_of(root).list(root)]
-
-
-def test_errors_do_not_end_the_signs_of_life(root, monkeypatch, capsys):
-    lock = ObjectLock(root, beat=NEVER)
+def test_errors_do_not_end_the_heartbeats(root, monkeypatch):
+    lock, broken = ObjectLock(root, beat=0.05), threading.Semaphore(0)
     with monkeypatch.context() as patch:
-        patch.setattr(lock, "_there", lambda: {}["none"])
-        assert [lock._show_life() for _ in range(3)] == [""] * 3
-    said = f"checkpoint.dir: {root}: no sign of life was written: KeyError: 'none'\n"
-    assert capsys.readouterr().err == said
+        patch.setattr(lock, "_read", lambda: broken.release() or {}["none"])
+        assert all(broken.acquire(timeout=60) for _ in range(3))
     beats = holder(root)["beat"]
-    assert lock._show_life() == "" and holder(root)["beat"] == beats + 1
+    while holder(root)["beat"] <= beats:
+        time.sleep(0.01)
     lock.close()
 
 

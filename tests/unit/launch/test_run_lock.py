@@ -1,6 +1,7 @@
 """A second run in a folder ends, and a run after one that was killed does not."""
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from mimo_train.launch.run_lock import LOCK_FILE, RunLock
 HOLD = """
 import sys, pathlib, mimo_train.launch.run_lock as l
 def refuse(*_): raise OSError(37, "No locks available")
-if sys.argv[1] < "0": l.fcntl.lockf = refuse
+if sys.argv[1] < "0": l.fcntl.flock = refuse
 k = l.RunLock(pathlib.Path('.'), beat=abs(float(sys.argv[1]))); print(1); sys.stdin.read()
 """
 
@@ -54,6 +55,7 @@ def test_a_killed_process_holds_nothing(tmp_path, holder):
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     lock.close()
     lock.close()
+    assert (tmp_path / LOCK_FILE).read_text() == "", "nothing to wait for"
 
 
 def test_a_lock_of_another_machine_is_waited_for(tmp_path, holder, monkeypatch):
@@ -77,10 +79,28 @@ def test_what_stands_in_the_file_decides_nothing(tmp_path, holder, text):
         RunLock(tmp_path)
 
 
-def test_a_process_may_take_its_own_lock_again(tmp_path):
-    """An in-process restart whose last attempt was aborted."""
-    locks = [RunLock(tmp_path), RunLock(tmp_path)]
-    assert [lock.close() for lock in locks] == [None, None]
+def test_a_second_lock_of_the_same_process_is_refused_until_the_first_is_closed_or_dropped(tmp_path):
+    """Dropped as by an in-process restart whose last attempt was aborted. Reading the file frees nothing."""
+    lock = RunLock(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
+            RunLock(tmp_path)
+        (tmp_path / LOCK_FILE).read_text()
+    lock.close()
+    lock = RunLock(tmp_path, beat=1000)
+    del lock
+    gc.collect()
+    RunLock(tmp_path).close()
+
+
+def test_reading_the_file_does_not_let_another_process_in(tmp_path):
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK_FILE).read_text()
+    code = "from pathlib import Path; from mimo_train.launch.run_lock import RunLock; RunLock(Path('.'))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert f"UserError: run.dir: . is in use by process {os.getpid()} on " in done.stderr
+    lock.close()
 
 
 def written_by(host: str, beat: int) -> str:
@@ -101,9 +121,6 @@ def test_a_holder_that_shows_signs_of_life_is_believed_where_a_lock_is_not(tmp_p
 def test_a_holder_on_another_machine_that_stands_still_is_taken_over(tmp_path):
     (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", 1))
     RunLock(tmp_path, beat=0.02).close()
-    (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", 1))
-    os.utime(tmp_path / LOCK_FILE, (1, 1))
-    RunLock(tmp_path, beat=1000).close()  # nothing to wait for: the last sign of life is long ago
 
 
 def test_a_holder_shows_signs_of_life_and_learns_that_it_was_taken_over(tmp_path):
@@ -138,17 +155,12 @@ def test_a_run_ends_where_another_has_the_place_of_its_removed_file(tmp_path):
     lock.close()
 
 
-def test_a_run_that_has_ended_leaves_nothing_to_wait_for(tmp_path):
-    RunLock(tmp_path).close()
-    assert (tmp_path / LOCK_FILE).read_text() == ""
-
-
 @pytest.fixture
 def no_locks(monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(run_lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
 
 
 @pytest.mark.parametrize("holder", [-0.05], indirect=True)
