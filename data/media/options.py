@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from data.errors import DataError
 
-_UNITS = {
-    "pixels": "pixels",
-    "seconds": "seconds",
-    "video_bytes": "bytes",
-    "record_bytes": "bytes",
-    "placeholders": "images and audio items",
-}
+_UNITS = {"pixels": "pixels", "seconds": "seconds", "placeholders": "images and audio items"}
 
 
 @dataclass(frozen=True)
@@ -27,10 +21,6 @@ class Bounds:
     """Pixels of an image or video frame, also after resizing and padding."""
     seconds: float = 3600.0
     """Length of an audio file or video."""
-    video_bytes: int = 1_073_741_824
-    """Size of a video file."""
-    record_bytes: int = 16_777_216
-    """Size of a `json` or `txt` member."""
     placeholders: int = 4096
     """Images and audio files of a sample; a video counts as the frames that are read of it."""
 
@@ -45,10 +35,6 @@ class Bounds:
             return self.excess("seconds", first / second)
         excess = self.excess("pixels", first * second)
         return excess and f"{first} x {second} = {excess}"
-
-    def excess_of_video(self, size: int, milliseconds: int) -> str | None:
-        """Return `excess` of a video of `size` bytes."""
-        return self.excess("video_bytes", size) or self.excess("seconds", milliseconds / 1000)
 
 
 BOUNDS = Bounds()

@@ -46,7 +46,7 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     if header is None:
         raise DecodeError(f"no header of a video that can be decoded in {len(raw)} bytes")
     excess = bounds.excess_of_extent("image", header.height, header.width)
-    if excess := excess or bounds.excess_of_video(len(raw), header.milliseconds):
+    if excess := excess or bounds.excess("seconds", header.milliseconds / 1000):
         raise DecodeError(excess)
     av = import_av()
     decoder = None

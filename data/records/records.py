@@ -145,8 +145,6 @@ class _Parser:
     visuals: Sequence[Visual]
 
     def decode(self, raw: bytes, extension: str) -> str:
-        if above := self.bounds.excess("record_bytes", len(raw)):
-            raise RecordError(f"the .{shown(extension)} member: {above}")
         try:
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -140,9 +140,6 @@ class SampleTable:
         members = {kind: self._read_of(kind, every) for kind in self._of_kind}
         tokens: dict[str, list[int]] = {}
         record = () if at is None else (every[at],)
-        if reason is None and record and (excess := self._bounds.excess("record_bytes", record[0].size)):
-            reason = f"member .{shown(record[0].extension)}: {excess}"
-        # Bounds of further texts are checked when they are read.
         texts = tuple(member for member in every if member.extension in index.fields.members) or record
         if reason is None:
             tokens, reason = self.tokens_of(members)
@@ -163,9 +160,7 @@ class SampleTable:
                 name = f"member .{shown(member.extension)}"
                 if 0 in member.extent:
                     return {}, f"{name} ({member.size} bytes) {_why_unreadable(member)}"
-                if member.kind == "video" and (
-                    excess := self._bounds.excess_of_video(member.size, member.milliseconds)
-                ):
+                if member.kind == "video" and (excess := self._bounds.excess("seconds", member.milliseconds / 1000)):
                     return {}, f"{name}: {excess}"
                 measured = self.measured(kind, *member.extent, len(members[kind]) > 1)
                 if isinstance(measured, str):
@@ -189,10 +184,7 @@ class SampleTable:
         index. `fields` has (`data.fields`, places of its samples) of each source with fields."""
         members, firsts, size = rows.members, rows.firsts, len(rows.samples)
         sizes = np.zeros((size, len(self._modules), 3), dtype=np.int64)
-        record, bad, kind_of_member = self._arranged(rows, fields)
-        if len(members):
-            records = np.where(bad, 0, firsts[:-1] + record)
-            bad |= members["size"][records] > self._bounds.record_bytes
+        bad, kind_of_member = self._arranged(rows, fields)
         placeholders = np.zeros(size, dtype=np.int64)
         owners = np.repeat(np.arange(size), np.diff(firsts))
         for at, (kind, numbers) in enumerate(self._of_kind.items()):
@@ -223,24 +215,18 @@ class SampleTable:
         times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
         if is_video.any():
             milliseconds = second[is_video]
-            above = (members["size"][is_video] > self._bounds.video_bytes) | (
-                milliseconds / 1000 > self._bounds.seconds
-            )
-            usable[is_video] = (milliseconds > 0) & ~above
+            usable[is_video] = (milliseconds > 0) & (milliseconds / 1000 <= self._bounds.seconds)
             times[is_video] = self._sampling.counts(milliseconds)
             first[is_video], second[is_video] = video_size(first[is_video])
         return [first, second], times, usable
 
-    def _arranged(
-        self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (index of each sample's record, True if names make it bad, kind number of each member or -1)."""
+    def _arranged(self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (True for each sample that its names make bad, kind number of each member or -1)."""
         number = {kind: at for at, kind in enumerate(self._of_kind)}
         if "image" in number:
             number["video"] = _VIDEO
         codes = rows.members["code"]
-        record = rows.samples["record"].astype(np.int64)
-        bad = (rows.samples["reason"] != 0) | (record < 0)
+        bad = (rows.samples["reason"] != 0) | (rows.samples["record"] < 0)
         kinds = np.array([number.get(kind, -1) for kind in rows.kinds], dtype=np.int64)[codes]
         firsts = rows.firsts.tolist()
         for of_source, places in fields:
@@ -248,10 +234,9 @@ class SampleTable:
                 start, end = firsts[at : at + 2]
                 arranged = arrange(tuple(rows.names[code] for code in codes[start:end].tolist()), of_source)
                 bad[at] = arranged.reason is not None or arranged.record < 0
-                record[at] = 0 if bad[at] else arranged.order[arranged.record]
                 for place, kind in zip(arranged.order, arranged.kinds, strict=True):
                     kinds[start + place] = number.get(kind, -1)
-        return record, bad, kinds
+        return bad, kinds
 
     def _look_up(self, kind: str, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return `measured`, int64 [members, modules of the kind, 3], and True where usable. `members` is int64

@@ -10,7 +10,6 @@ from xxhash import xxh3_128_digest
 from data.errors import OF_THE_MACHINE, ReadError, ShardError, reason_of
 from data.index.shard_index import Member, ShardIndex
 from data.media.decode import decode_audio, decode_image_file
-from data.media.options import BOUNDS
 from data.media.video import decode_video
 from data.order.sources import MixedOrder
 from data.records.conversation import KINDS
@@ -47,8 +46,6 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
                 raw = reader.read(index.path, member.offset, member.size, member.extension, index.version)
                 _decode(member, raw)
         name, record = "", members[at]
-        if above := BOUNDS.excess("record_bytes", record.size):
-            return above
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
         others, visuals = other_members(members), places_of(images_of(members, SAMPLING))
         counts = {kind: len(others.names.get(kind, ())) for kind in KINDS}

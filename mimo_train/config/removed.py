@@ -1,38 +1,53 @@
-"""Keys of earlier versions that change nothing in a checkpoint."""
+"""Keys of earlier versions: what replaces them in a config, and what they mean in a checkpoint's config."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-REMOVED = {
-    "placement.bridge": "Remove it",
-    "data.stream": "Remove it",
-    "data.bounds.sample_bytes": "Remove it",
-    **dict.fromkeys(("data.bounds.sample_rate", "data.bounds.video_frames", "data.bounds.video_pixels"), "Remove it"),
-    **dict.fromkeys(("data.bounds.record_depth", "data.bounds.turns"), "Remove it"),
-    "log.grad_norms": "Set log.metrics=[grad_norms]",
-    "log.memory": "Set log.metrics=[memory]",
-    "log.num_zeros_in_grad": "Set log.metrics=[num_zeros_in_grad]",
-    "log.params_norm": "Set log.metrics=[params_norm]",
-    "log.prometheus": "Remove it",
-    "log.prometheus_port": "Remove it",
-    "log.router_losses_per_layer": "Set log.metrics=[router_losses_per_layer]",
-    "log.straggler": "Set log.metrics=[straggler]",
-    "optim.min_loss_scale": "Remove it. The least dynamic loss scale is 1",
-    "profiling.record_shapes": "Remove it",
+REMOVED: dict[str, tuple[Any, str]] = {
+    "placement.bridge": ("native", "Remove it"),
+    "checkpoint.max_failed_saves": (3, "Remove it. The limit is 3"),
+    "data.stream": (False, "Remove it"),
+    "data.bounds.sample_bytes": (2**30, "Remove it"),
+    "data.bounds.sample_rate": (384_000, "Remove it"),
+    "data.bounds.video_bytes": (2**30, "Remove it"),
+    "data.bounds.video_frames": (1_000_000, "Remove it"),
+    "data.bounds.video_pixels": (100_000_000_000, "Remove it"),
+    "data.bounds.record_bytes": (2**24, "Remove it"),
+    "data.bounds.record_depth": (64, "Remove it"),
+    "data.bounds.turns": (1000, "Remove it"),
+    "log.grad_norms": (False, "Set log.metrics=[grad_norms]"),
+    "log.memory": (False, "Set log.metrics=[memory]"),
+    "log.num_zeros_in_grad": (False, "Set log.metrics=[num_zeros_in_grad]"),
+    "log.params_norm": (False, "Set log.metrics=[params_norm]"),
+    "log.prometheus": (False, "Remove it"),
+    "log.prometheus_port": (0, "Remove it"),
+    "log.router_losses_per_layer": (False, "Set log.metrics=[router_losses_per_layer]"),
+    "log.straggler": (False, "Set log.metrics=[straggler]"),
+    "optim.min_loss_scale": (1.0, "Remove it. The least dynamic loss scale is 1"),
+    "profiling.record_shapes": (False, "Remove it"),
+    "profiling.torch": (False, "Set profiling.record=[torch]"),
+    "profiling.nsys": (False, "Set profiling.record=[nsys]"),
+    "profiling.memory_history": (False, "Set profiling.record=[memory_history]"),
+    "profiling.step_start": (10, "Set profiling.steps=[FIRST, LAST]"),
+    "profiling.step_end": (12, "Set profiling.steps=[FIRST, LAST]"),
 }
-"""Remedy for each key, in the error of a config with it. `modules.NAME` is any module."""
+"""Removed key -> (its default, the remedy in the error of a config that has it)."""
 
 
 def remedy_of_removed(key: str) -> str | None:
     """Return the remedy for a removed key; None for all other names."""
-    return REMOVED.get(re.sub(r"^modules\.[^.]+", "modules.NAME", key))
+    entry = REMOVED.get(key)
+    return None if entry is None else entry[1]
 
 
-def without_removed(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts of a config without removed keys."""
-    kept = {name: value for name, value in plain.items() if remedy_of_removed(f"{prefix}{name}") is None}
-    return {
-        name: without_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value
-        for name, value in kept.items()
-    }
+def without_removed(plain: Mapping[str, Any], prefix: str = "", *, only_defaults: bool = False) -> dict[str, Any]:
+    """Return nested dicts of a config without removed keys; `only_defaults`: without those that had their default."""
+    kept = {}
+    for name, value in plain.items():
+        entry = REMOVED.get(f"{prefix}{name}")
+        if entry is None or (only_defaults and value != entry[0]):
+            is_section = isinstance(value, dict)
+            kept[name] = (
+                without_removed(value, f"{prefix}{name}.", only_defaults=only_defaults) if is_section else value
+            )
+    return kept

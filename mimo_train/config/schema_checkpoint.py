@@ -69,9 +69,6 @@ class CheckpointConfig(Section):
     asynchronous: bool | Literal["auto"] = "auto"
     """Train on while a checkpoint is written from a copy in host memory: `true`, `false`, or `auto`: if each host has
     free memory for twice its ranks' copies. See docs/checkpoints.md#while-training-goes-on."""
-    max_failed_saves: int = key(3, at_least=0)
-    """Consecutive saves that may fail (disk full, read-only, folder gone) before the run ends with the error. The last
-    save must succeed."""
     keep: int = key(3, at_least=0)
     """Newest checkpoints that stay; 0: all."""
     keep_every: int = key(0, at_least=0)

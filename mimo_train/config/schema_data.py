@@ -44,10 +44,6 @@ class BoundsConfig(Section):
     of the square around an uncut one (`cut_several: false`)."""
     seconds: float = key(BOUNDS.seconds, above=0)
     """Of an audio or video item."""
-    video_bytes: int = key(BOUNDS.video_bytes, at_least=1, at_most=2**60)
-    """Of a video."""
-    record_bytes: int = key(BOUNDS.record_bytes, at_least=1)
-    """Of the `json` or `txt` member."""
     placeholders: int = key(BOUNDS.placeholders, at_least=1)
     """Images and audio items of a sample together; each frame of a video counts."""
 

@@ -63,16 +63,12 @@ class LogConfig(Section):
 class ProfilingConfig(Section):
     """The profilers, and the steps and ranks that they record."""
 
-    torch: bool = False
-    """Write a trace of torch's profiler to `profile/` of the run."""
-    nsys: bool = False
-    """NVTX ranges and cudaProfilerStart/Stop, for `nsys profile --capture-range=cudaProfilerApi`. Needs CUDA."""
-    memory_history: bool = False
-    """Write a snapshot of the CUDA allocator with its history at `step_end` to `profile/`. Needs CUDA."""
-    step_start: int = key(10, at_least=1)
-    """First recorded step, counted from 1."""
-    step_end: int = key(12, at_least=1)
-    """Last recorded step. At least `step_start`."""
+    record: list[str] = key(factory=list, choices=("torch", "nsys", "memory_history"))
+    """`torch` (a trace of torch's profiler), `nsys` (NVTX ranges and cudaProfilerStart/Stop, for `nsys profile
+    --capture-range=cudaProfilerApi`), `memory_history` (of the CUDA allocator, with a snapshot at the last step). Files
+    are in `profile/` of the run; all but `torch` need CUDA. Empty: nothing."""
+    steps: list[int] = key(factory=lambda: [10, 12], at_least=1)
+    """First and last recorded step, counted from 1."""
     ranks: list[int] = key(factory=lambda: [0], at_least=0, at_most=2**20)
     """Ranks that record."""
 
@@ -81,25 +77,17 @@ class ProfilingConfig(Section):
         `world_size`: processes of the run, if known.
         """
         yield from value_faults(self, "profiling")
-        wanted = [name for name in ("torch", "nsys", "memory_history") if getattr(self, name)]
-        if not wanted:
+        if not self.record:
             return
-        for name in wanted:
-            if name != "torch" and device == "cpu":
-                yield Fault(
-                    f"profiling.{name}",
-                    f"needs CUDA, and this run is on the CPU: set profiling.{name}=false, or use a GPU",
-                )
-        if self.torch and self.nsys:
-            yield Fault("profiling.nsys", "nsys and torch's profiler cannot record at once: set profiling.torch=false")
-        if self.step_end < self.step_start:
+        if device == "cpu" and (names := [name for name in self.record if name != "torch"]):
+            yield Fault("profiling.record", f"{names[0]} requires CUDA, and this run is on the CPU. Remove it")
+        if {"torch", "nsys"} <= set(self.record):
+            yield Fault("profiling.record", "torch and nsys cannot record at once. Remove one of them")
+        if len(self.steps) != 2 or self.steps[1] < self.steps[0]:
+            yield Fault("profiling.steps", f"must be the first and the last step, [10, 12], is {self.steps}")
+        elif self.steps[0] > iters:
             yield Fault(
-                "profiling.step_end", f"must be at least profiling.step_start {self.step_start}, is {self.step_end}"
-            )
-        if self.step_start > iters:
-            yield Fault(
-                "profiling.step_start",
-                f"is {self.step_start}, but the run ends at train.iters {iters}: nothing would be recorded; lower it",
+                "profiling.steps", f"begins at {self.steps[0]}, but the run ends at train.iters {iters}. Lower it"
             )
         ranks = self.ranks
         if not ranks or (world_size is not None and max(ranks) >= world_size):

@@ -1,6 +1,6 @@
 """Profilers on chosen steps and ranks: torch's, NVIDIA's nsys, and the history of the CUDA allocator.
 
-They write to `run.dir`/profile/rank_N. A run that ends before `profiling.step_end` keeps what it recorded.
+They write to `run.dir`/profile/rank_N. A run that ends before the last of `profiling.steps` keeps what it recorded.
 """
 
 from pathlib import Path
@@ -48,14 +48,15 @@ class StepProfiler:
         faults = list(cfg.profiling.faults(kind, cfg.train.iters))
         if faults:
             raise ConfigError(faults)
-        self._cfg, self._folder = cfg.profiling, folder_of_rank(run_dir)
+        self._folder, self._recorded = folder_of_rank(run_dir), cfg.profiling.record
+        self._first, self._last = cfg.profiling.steps
         self._records = records(cfg.profiling)
         # With the CUDA activity the profiler would warn on a CPU run.
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
         self._first_step = self._step = 0
         self.torch: profile | None = None
         self._nvtx: NsysCapture | None = None
-        self._has_history = self._records and cfg.profiling.memory_history
+        self._has_history = self._records and "memory_history" in cfg.profiling.record
         if self._has_history:
             start_memory_history_recording(cfg.profiling)
 
@@ -69,10 +70,10 @@ class StepProfiler:
         self._step = step
         if self.torch is not None:
             self.torch.step()
-        if not self._records or self._first_step or not self._cfg.step_start <= step <= self._cfg.step_end:
+        if not self._records or self._first_step or not self._first <= step <= self._last:
             return
         self._first_step = step
-        if self._cfg.torch:
+        if "torch" in self._recorded:
             # With a schedule, the profiler marks steps in the trace.
             self.torch = profile(
                 activities=self._activities,
@@ -82,21 +83,21 @@ class StepProfiler:
             )
             self.torch.step_num = step
             self.torch.start()
-        if self._cfg.nsys:
+        if "nsys" in self._recorded:
             self._nvtx = NsysCapture()
             self._nvtx.__enter__()
 
     def after_step(self, step: int) -> None:
-        """Stop the profilers after `profiling.step_end`."""
-        if step == self._cfg.step_end:
+        """Stop the profilers after the last of `profiling.steps`."""
+        if step == self._last:
             self._end()
             if self._has_history:
                 write_memory_snapshot(self._folder, step)
 
     def close(self) -> None:
-        """Stop active profilers of a run that ended or failed before `profiling.step_end`."""
+        """Stop active profilers of a run that ended or failed before the last of `profiling.steps`."""
         self._end()
-        if self._has_history and 0 < self._step < self._cfg.step_end:
+        if self._has_history and 0 < self._step < self._last:
             write_memory_snapshot(self._folder, self._step)
         self._has_history = False
 

@@ -167,11 +167,11 @@ def largest_over(report: dict[str, int | float], group: dist.ProcessGroup | None
 
 
 def start_memory_history_recording(profiling: ProfilingConfig | None) -> None:
-    """Record the CUDA allocator's actions with Python stacks, on `profiling.ranks` if `profiling.memory_history` is
-    set.
+    """Record the CUDA allocator's actions with Python stacks, on `profiling.ranks` if `profiling.record` has
+    `memory_history`.
 
     Call it before building the model: a snapshot shows only what was allocated while recording.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if profiling is not None and profiling.memory_history and rank in profiling.ranks:
+    if profiling is not None and "memory_history" in profiling.record and rank in profiling.ranks:
         device.record_memory_history(HISTORY_LENGTH)

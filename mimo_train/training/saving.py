@@ -15,6 +15,9 @@ from mimo_train.training.shutdown import EXPLAINED, AgreedVotes, exit_reason, is
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.state import GlobalState, StepResult
 
+MAX_FAILED_SAVES = 3
+"""Consecutive saves that may fail before the run ends."""
+
 _LONG_WAIT = 1.0
 """Longest wait for the previous save, in seconds, that the console does not report."""
 
@@ -61,7 +64,7 @@ class Saver(Callback):
         complete on return.
 
         Raises:
-            SaveFailed: more saves in a row failed than `checkpoint.max_failed_saves`, the last save of the run failed,
+            SaveFailed: more saves in a row failed than `MAX_FAILED_SAVES`, the last save of the run failed,
                 or weights are not finite; on every rank.
         """
         state, step, checkpoint = self._state, self._state.train_state.step, self._state.cfg.checkpoint
@@ -209,13 +212,12 @@ class Saver(Callback):
         self._failures += 1
         if self._saved_step == step:
             self._saved_step = -1
-        left = self._state.cfg.checkpoint.max_failed_saves - self._failures
+        left = MAX_FAILED_SAVES - self._failures
         if can_end and (error.is_final or left < 0):
             raise error
         self._state.console.message(
             f"no checkpoint of step {step}: {error}. Training continues; "
-            f"{'the next failure' if left <= 0 else f'{left + 1} more failures in a row'} would end the run "
-            "(checkpoint.max_failed_saves)"
+            f"{'the next failure' if left <= 0 else f'{left + 1} more failures in a row'} would end the run"
         )
 
     def _report(self, facts: _Facts, folder: Place) -> None:

@@ -175,12 +175,12 @@ def post_training_step_callbacks(
     if isinstance(straggler_timer, StragglerTimer) and is_logging_step(config, iteration, config.train.iters):
         straggler_timer.report()
     compare_replicas(config, model, iteration)
-    if iteration == config.profiling.step_end:
+    if iteration == config.profiling.steps[1]:
         if prof is not None:
             prof.stop()
         if nsys_nvtx_context is not None:
             nsys_nvtx_context.__exit__(None, None, None)
-        if config.profiling.memory_history and records(config.profiling):
+        if "memory_history" in config.profiling.record and records(config.profiling):
             write_memory_snapshot(folder_of_rank(Path(config.run.dir)), iteration)
     collect_when_due(config.train.manual_gc_interval, iteration)
 

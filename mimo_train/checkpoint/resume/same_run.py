@@ -116,7 +116,7 @@ def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer)
 def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
     """Return the config changes of a resumed run that affect its numbers, key by key; or empty. Requires that
     `resume_faults` is empty; arguments and errors as there."""
-    return "; ".join(_found(changed_numbers, folder, _config(folder, record), cfg))
+    return "; ".join(_found(changed_numbers, folder, without_removed(_config(folder, record), only_defaults=True), cfg))
 
 
 def _found(

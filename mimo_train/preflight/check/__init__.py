@@ -81,7 +81,8 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
             tables.add_ranks(report, cfg, layout)
         tables.add_media(report, cfg)
         if not without_data:
-            seen = add_data(report, cfg, tokenizer)
+            # Samples are read, which imports torch, once the rest is in order.
+            seen = add_data(report, cfg, None if report.faults else tokenizer)
         if run and seen.steps is not None:
             run = with_iters(run, seen.steps)
         if run:

@@ -118,7 +118,7 @@ def test_neither_a_kill_nor_an_upload_that_fails_loses_anything(whole, storage, 
     known to be that, goes on from step 2; then the storage fails at steps 4 and 7. The first is a save that has failed,
     the second ends the run, for it is its last: nothing is left of either."""
     root = Url.parse("s3://bucket/hurt")
-    cfg = run_config(digits, tmp_path, root, "checkpoint.asynchronous=true", "checkpoint.max_failed_saves=1")
+    cfg = run_config(digits, tmp_path, root, "checkpoint.asynchronous=true")
     with pytest.raises(RankFailure, match="died|Connection|connection|closed"):
         run_ranks(_train, 2, cfg, storage, Kill(0, 2))
     torn = folders.checkpoints_dir(root) / "step_00000004"

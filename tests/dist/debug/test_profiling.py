@@ -22,13 +22,13 @@ def traces(run_dir: Path) -> dict[str, set[str]]:
 
 
 def test_the_chosen_steps_of_the_chosen_rank_are_recorded(digits, tmp_path):
-    chosen = ("profiling.torch=true", "profiling.step_start=2", "profiling.step_end=3", "profiling.ranks=[1]")
+    chosen = ("profiling.record=[torch]", "profiling.steps=[2, 3]", "profiling.ranks=[1]")
     train_on_ranks(config("vlm_digits", tmp_path, digits, "layout=two_processes", "train.iters=5", *chosen))
     assert traces(tmp_path) == {"rank_1/steps_2_3.pt.trace.json.gz": {"ProfilerStep#2", "ProfilerStep#3"}}
 
 
 def test_a_run_that_ends_early_leaves_what_it_has_and_goes_on_recording(digits, tmp_path):
-    chosen = ("profiling.torch=true", "profiling.step_start=3", "profiling.step_end=6", "layout=one_process")
+    chosen = ("profiling.record=[torch]", "profiling.steps=[3, 6]", "layout=one_process")
     train_on_ranks(config("vlm_digits", tmp_path, digits, "train.iters=8", "train.exit_interval=4", *chosen))
     train_on_ranks(config("vlm_digits", tmp_path, digits, "train.iters=8", *chosen))
     assert traces(tmp_path) == {
@@ -39,7 +39,7 @@ def test_a_run_that_ends_early_leaves_what_it_has_and_goes_on_recording(digits, 
 
 @pytest.mark.parametrize("name", ["nsys", "memory_history"])
 def test_what_needs_cuda_ends_a_cpu_run_at_its_start(name, digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", f"profiling.{name}=true", "run.device=auto")
-    with pytest.raises(RankFailure, match=rf"profiling\.{name}: needs CUDA"):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", f"profiling.record=[{name}]", "run.device=auto")
+    with pytest.raises(RankFailure, match=rf"profiling\.record: {name} requires CUDA"):
         train_on_ranks(cfg)
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -238,7 +238,9 @@ def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     # Samples of a source with weight 0 can be held out.
     assert not run(capsys, *stop, "data.validation_fraction=0.3")[2]
     (fault,) = run(capsys, *stop, "data.validation_fraction=0.001")[2]
-    assert fault.startswith("data.validation_fraction: 0.001 holds out none of the 40 in 1 shard of data.mix[0].shards. Raise it")
+    assert fault.startswith(
+        "data.validation_fraction: 0.001 holds out none of the 40 in 1 shard of data.mix[0].shards. Raise it"
+    )
     (fault,) = run(capsys, *stop, "train.global_batch_size=64")[2]
     assert fault.startswith("data.exhausted: is stop, and the 40 samples of p do not last for the first step of 64")
 
