@@ -309,7 +309,6 @@ def _groups() -> Iterator[str]:
     yield ""
 
 
-
 def main(arguments: list[str]) -> int:
     """Check the page, or write it; return the exit code."""
     return check_or_write(PAGE, current, WRITE, arguments)

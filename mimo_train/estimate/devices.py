@@ -83,14 +83,6 @@ MESSAGE, MESSAGES, PROCESS, TOGETHER = 1.3e-4, 1.3e9, 0.017, 0.9
 per process, and the share of a core that each process gets if several compute at once."""
 
 
-def processor(memory: float, cores: int) -> Device:
-    """Return a process with one thread on this machine's CPU, with assumed rates. `memory`: bytes for each process;
-    `cores`: cores that the processes of a node share."""
-    links, name = MESSAGES / LINKS, f"processes of this CPU with {cores} core{'s' * (cores != 1)}"
-    at_once = TOGETHER * cores if cores > 1 else 1.0
-    return Device(name, memory, CORE, CORE, CORE_TRAFFIC, links, links, at_once, MESSAGE, PROCESS)
-
-
 @dataclass(frozen=True)
 class Links:
     """Seconds of messages between the ranks of a run."""

@@ -1,6 +1,7 @@
 """`mimo-train check`: checks a run without a GPU, and reports every fault at once.
 
-Parts that do not depend on a fault still run: an invalid layout does not hide a truncated shard.
+Parts that do not depend on a fault still run: an invalid layout does not hide a truncated shard. Samples are read if
+there is no fault.
 """
 
 import shlex
@@ -17,6 +18,9 @@ from mimo_train.layout.batch import Batch
 from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import INPUT_KEYS, Run, config_faults, with_config_faults, with_iters
 from mimo_train.preflight.check.report import Report, show
+
+GPU_DRIVERS = (Path("/proc/driver/nvidia"), Path("/dev/dxg"))
+"""One exists with a driver for NVIDIA GPUs; the second on Linux inside Windows."""
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """Faults below these keys prevent a layout."""
@@ -81,8 +85,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
             tables.add_ranks(report, cfg, layout)
         tables.add_media(report, cfg)
         if not without_data:
-            # Samples are read, which imports torch, once the rest is in order.
-            seen = add_data(report, cfg, None if report.faults else tokenizer)
+            seen = add_data(report, cfg, tokenizer)
         if run and seen.steps is not None:
             run = with_iters(run, seen.steps)
         if run:
@@ -93,10 +96,6 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
     of_data = (seen.fingerprint, tokenizer, mixing)
     resuming.add_run_dir(report, run.cfg if run else cfg, layout, *of_data, without_data=without_data)
-    if run and vocab is not None and not report.faults:
-        from mimo_train.preflight.check import advice
-
-        advice.add_advice(report, run, vocab, seen.media_per_sample)
     return report
 
 
@@ -119,12 +118,9 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
     if reason:
         several = "an export of this run is a directory for each part, since transformers has no model for all"
         report.notes.append(f"{several}: {reason}")
-    if cfg.run.device == "cuda":
-        from mimo_train.preflight.check.advice import has_gpu_driver
-
-        if not has_gpu_driver():
-            text = "run.device is cuda, but this machine has no GPU driver. The run starts on other machines only"
-            report.warnings.append(f"{text}, or here with run.device=cpu")
+    if cfg.run.device == "cuda" and not any(driver.exists() for driver in GPU_DRIVERS):
+        text = "run.device is cuda, but this machine has no GPU driver. The run starts on other machines only"
+        report.warnings.append(f"{text}, or here with run.device=cpu")
 
 
 def _without_inputs(faults: list[Fault], without_data: bool) -> list[Fault]:

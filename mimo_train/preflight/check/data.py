@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
-from data.media.options import colour_of
 from data.order.sources import MixedOrder, Part
+from data.storage.url import Place
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, Fault
-from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_mix import source_names
 from mimo_train.inputs.datasets import (
+    HeldOutSet,
     build_dataset,
     has_another_tokenizer,
     held_out_sets,
@@ -32,11 +29,14 @@ from mimo_train.inputs.mixture import Mixing, too_short
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.ranks import lay_out
 from mimo_train.layout.run import Run, steps_of_epochs
-from mimo_train.preflight.check.held_out import add_demo_held_out, add_fewer, add_leakage, add_repeats
 from mimo_train.preflight.check.report import Report, Table, fault_of, without_key
 from mimo_train.preflight.check.shards import Seen, add_files
 
-_WEIGHT_KEYS = re.compile(r"data\.mix\[\d+\]\.weight$|data\.mix_schedule")
+if TYPE_CHECKING:
+    from data.samples.protocol import Samples
+
+COMPARED_SAMPLES = 1000
+"""Held-out samples of each set to compare with the training samples."""
 
 
 def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
@@ -54,10 +54,11 @@ def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
 
 
 def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> Seen:
-    """Read training and held-out files. Without a tokenizer, files are opened and no sample is read."""
+    """Read training and held-out files. Samples are read, which imports torch, if there is no fault so far."""
     rows = _tokenizer_rows(report, cfg, tokenizer)
-    tokenizer = None if _is_wrong(cfg, "sequence_length") else tokenizer
-    cfg = with_sound_values(cfg)
+    if report.faults and tokenizer is not None:
+        report.notes.append("samples are read when the other faults are corrected")
+    tokenizer = None if report.faults else tokenizer
     if not cfg.data.shards and not cfg.data.mix:
         report.faults.append(
             Fault("data.shards", "is empty: give a folder, a glob, a brace range such as x-{000000..000127}.tar")
@@ -86,35 +87,19 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
         if is_training and samples:
             counts[key] = samples
         elif samples:
-            add_fewer(report, cfg, key, samples)
+            _add_fewer(report, cfg, key, samples)
     seen = Seen(of_sources=[part for *_, part in sources])
     seen.complete = all(part.complete for part in seen.of_sources)
     seen.fingerprint = seen.of_sources[0].fingerprint if len(sources) == 1 else None
     # The shares of the sources are not known yet, so take the largest of any source.
     media = _media_of_sources(seen)
     seen.media_per_sample = {name: max(values) for name, values in media.items()}
-    if len(counts) == len(sources):
+    if not report.faults and len(counts) == len(sources):
         _add_length(report, cfg, tokenizer, counts, seen, rows)
-    add_repeats(report, cfg)
-    add_demo_held_out(report, cfg)
+    _add_repeats(report, cfg)
+    _add_demo_held_out(report, cfg)
     report.tables.append(Table("Data", (), rows))
     return seen
-
-
-def with_sound_values(cfg: ConfigContainer) -> ConfigContainer:
-    """Return `cfg` with defaults for invalid numbers and colours of `data`. Datasets reject these, and they must not
-    hide faults of the shards."""
-    numbers = {name: default for name, default in vars(DataConfig()).items() if type(default) in (int, float)}
-    sound: dict[str, Any] = {name: default for name, default in numbers.items() if _is_wrong(cfg, name)}
-    try:
-        colour_of(cfg.data.background)
-    except DataError:
-        sound["background"] = DataConfig().background
-    return replace(cfg, data=replace(cfg.data, **sound))
-
-
-def _is_wrong(cfg: ConfigContainer, name: str) -> bool:
-    return any(fault.key == f"data.{name}" for fault in value_faults(cfg.data, "data"))
 
 
 def _is_absent(pattern: str) -> bool:
@@ -155,18 +140,16 @@ def _media_of_sources(seen: Seen) -> dict[str, list[float]]:
 def _add_length(
     report: Report, cfg: ConfigContainer, tokenizer: Any, counts: dict[str, int], seen: Seen, rows: list
 ) -> None:
-    """Add the length of the run in epochs of all sources and of each, if all files can be read."""
+    """Add the length of the run in epochs of all sources and of each, for a run without faults."""
     data, sizes = cfg.data, list(counts.values())
-    if any(fault.key == "data.mix" or _WEIGHT_KEYS.match(fault.key) for fault in report.faults):
-        return  # there is no order with such weights
-    if (data.mix or data.held_out_by or data.split) and tokenizer is not None:
+    if data.mix or data.held_out_by or data.split:
         seen.fingerprint = None
         try:
             dataset = build_dataset(cfg, tokenizer)
             for one in held_out_sets(cfg):
                 if one.fraction:
                     with closing(build_dataset(cfg, tokenizer, held_out=one)) as held_out:
-                        add_fewer(report, cfg, one.key, len(held_out))
+                        _add_fewer(report, cfg, one.key, len(held_out))
                         add_leakage(report, one, dataset, held_out)
         except DataError as error:
             report.faults.append(fault_of(error, next(iter(counts))))
@@ -178,12 +161,8 @@ def _add_length(
             left, share = sum(counts.values()) - sum(sizes), data.split or f"{data.validation_fraction:g}"
             rows.append((data.held_out_by or "data.split", share, f"{plural(left, 'sample')} not trained on"))
     seen.training_samples, seen.source_sizes = sum(sizes), sizes
-    if any(fault.key.split(".")[0] in ("modules", "placement", "train") for fault in report.faults):
-        return
     run, names = Run(cfg, lay_out(cfg), Batch.of(cfg)), source_names(data.mix)
     wanted = steps = steps_of_epochs(run, seen.training_samples) if cfg.train.epochs else cfg.train.iters
-    if len(set(names)) < len(names):  # reported with its own key; weights are by name
-        return
     mixing = Mixing(cfg, run.batch, sizes)
     order = MixedOrder([Part(0, size) for size in sizes], mixing.phases, cfg.run.seed)
     shares = [[weight / sum(weights) for weight in weights] for _, weights in mixing.phases]
@@ -200,7 +179,8 @@ def _add_length(
     seen.steps, drawn = steps, run.batch.samples_of(steps)
     epochs = f"{drawn / seen.training_samples:.2f} ({plural(drawn, 'sample')} drawn from {seen.training_samples:,})"
     rows.append(("epochs", "", epochs))
-    _add_blocks(report, cfg, seen.training_samples, rows)
+    if data.shuffle_block > 1:
+        _add_blocks(report, cfg, seen.training_samples, rows)
     if steps < wanted:
         key = "train.epochs" if cfg.train.epochs else "train.iters"
         rows.append(("data.exhausted", "stop", f"after {steps:,} of the {plural(wanted, 'step')} of {key}"))
@@ -217,8 +197,6 @@ def _add_blocks(report: Report, cfg: ConfigContainer, samples: int, rows: list[t
     """Report the blocks (`data.shuffle_block`) in an epoch of `samples` samples and in a step; warn of few."""
     block, step = cfg.data.shuffle_block, cfg.train.global_batch_size
     blocks = -(-samples // block)
-    if block == 1:
-        return
     rows.append(("data.shuffle_block", f"{block}", f"{blocks:,} blocks an epoch, about {step / block:.3g} a step"))
     if blocks < 2:
         report.warnings.append(
@@ -229,4 +207,86 @@ def _add_blocks(report: Report, cfg: ConfigContainer, samples: int, rows: list[t
         report.warnings.append(
             f"data.shuffle_block: a step of {plural(step, 'sample')} has less than 4 blocks of {block} neighbours: "
             "lower it, or raise train.global_batch_size, unless the shards' samples are shuffled well"
+        )
+
+
+def _add_demo_held_out(report: Report, cfg: ConfigContainer) -> None:
+    """Warn of a run on the user's data that is evaluated on a demo's shards."""
+    if cfg.data.demo or not cfg.data.validation_shards:
+        return
+    from data.demo.make import MARKER
+
+    held_out = Path(cfg.data.validation_shards)
+    demo = next((folder for folder in (held_out, *held_out.parents[:2]) if (folder / MARKER).is_file()), None)
+    trained_on = [Path(str(source.shards)).resolve() for source in training_sources(cfg)]
+    if demo is None or any(path.is_relative_to(demo.resolve()) for path in trained_on):
+        return
+    report.warnings.append(
+        f"data.validation_shards: {held_out} is of the demo in {demo}, and the run trains on other data: its "
+        "evaluation says nothing about these; give held-out shards of your own, or data.validation_shards= and "
+        "data.validation_fraction=0.01, which holds out some of data.shards (data.validation_shards= alone: no "
+        "evaluation)"
+    )
+
+
+def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Samples) -> None:
+    """Warn of held-out samples of `data.validation_fraction` whose media occur in other training samples, as with
+    several questions about one image. Only samples of shards are compared.
+
+    Args:
+        dataset: the training samples.
+        held_out: the samples of the set `one`.
+
+    Raises:
+        DataError: shards cannot be read.
+    """
+    from data.samples.shard_dataset import ShardDataset
+    from data.samples.verify import shared_media
+
+    if not isinstance(dataset, ShardDataset) or not isinstance(held_out, ShardDataset):
+        return
+    shared = shared_media(dataset, held_out, COMPARED_SAMPLES)
+    if shared.samples:
+        of = f" of {one.name}" if one.name else ""
+        least = "" if shared.is_whole else "at least "
+        report.warnings.append(
+            f"{one.key}: {least}{shared.samples:,} of {shared.of:,} held-out samples{of} have an image or clip that "
+            "is trained on, in another sample: their loss does not tell what the model makes of new ones; hold them "
+            "out by image, with data.validation_shards"
+        )
+
+
+def _add_repeats(report: Report, cfg: ConfigContainer) -> None:
+    """Warn of shards that are named more than once, or both for training and for evaluation."""
+    from data.indexed.find import find_any
+
+    files: dict[str, Counter[Place]] = {}
+    training = [one.shards for one in training_sources(cfg)]
+    others = [(one.key, [one.source.shards]) for one in held_out_sets(cfg) if not one.fraction]
+    for key, patterns in [("data.mix" if cfg.data.mix else "data.shards", training), *others]:
+        try:
+            files[key] = Counter(path.resolve() for shards in patterns for path in find_any(shards))
+        except (DataError, OSError):
+            continue  # no files, or reported with their key
+        twice = [path for path, times in files[key].items() if times > 1]
+        if twice:
+            report.warnings.append(
+                f"{key}: {plural(len(twice), 'shard')}, such as {twice[0]}, "
+                "named more than once: an epoch has their samples as often"
+            )
+        trained = "data.mix" if cfg.data.mix else "data.shards"
+        both = sorted(files[trained] & files[key], key=str) if trained in files and key != trained else []
+        if both:
+            report.warnings.append(
+                f"{key}: {plural(len(both), 'shard')}, such as {both[0]}, also in {trained}: "
+                "the evaluation sees what was trained on"
+            )
+
+
+def _add_fewer(report: Report, cfg: ConfigContainer, key: str, samples: int) -> None:
+    """Warn if there are fewer held-out samples than an evaluation requests."""
+    if cfg.train.eval_samples > samples:
+        report.warnings.append(
+            f"{key}: train.eval_samples asks for {plural(cfg.train.eval_samples, 'sample')}, and there are "
+            f"{samples:,}: an evaluation takes these"
         )

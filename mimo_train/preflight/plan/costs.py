@@ -142,16 +142,6 @@ class Costs:
         self._work = cache(self._work_of)
         self._stage_work = cache(self._work_of_stage)
         self._parameters = cache(self._parameters_of)
-        self.least_of_language = cache(self._least_of_language)
-
-    def _least_of_language(self, recompute: str) -> float:
-        """Return a lower bound of one sample's compute seconds, before division by the ranks that share it, or 0."""
-        if self._profile is not None:
-            return 0.0  # rates differ with tp
-        work = self._work(LANGUAGE, recompute).whole
-        return self._computing(
-            work.matmuls + work.matmuls_back, work.attention + work.attention_back, work.in_fp8 + work.in_fp8_back
-        )
 
     def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
         """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank; `divided`: the

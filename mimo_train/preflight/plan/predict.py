@@ -162,14 +162,6 @@ class Predictor:
         schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
         return max(schedule, gradients, self._on_cores(pipeline)) + self._update(pipeline)
 
-    def least_of_language(self, micro_batch_size: int, replicas: int, ranks: int, recompute: str) -> float:
-        """Return a lower bound for all candidates with this language model, from its FLOPs alone, as if all ranks were
-        always busy. Much cheaper than `least_seconds`, which visits every stage."""
-        if self._counts is not None:
-            return 0.0
-        samples = self.microbatches(micro_batch_size, replicas) * self.rows(micro_batch_size) * replicas
-        return samples * self._costs.least_of_language(recompute) / ranks
-
     def predict(self, candidate: Candidate) -> Prediction:
         """Simulate a full step, or the known steps of the data."""
         loads = [{}] if self._counts is None else self._counts.loads(candidate)

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
@@ -23,8 +22,6 @@ from mimo_train.preflight.plan.space import LanguageOption, Space
 
 SIMULATED = 200
 """Maximum number of candidates to simulate, those with the best bounds."""
-_SIMULATED_COMPARED = 50
-"""The same for `compare`, which should take at most a second."""
 _OF_A_KIND = 8
 """Encoder layouts to keep for each language layout and placement of encoders."""
 _ALIKE = 0.01
@@ -124,21 +121,6 @@ def plan(cfg: ConfigContainer, request: Request) -> Plan:
     return _Search(cfg, request).run()
 
 
-class Comparison(NamedTuple):
-    """The prediction for the layout of a run, and a better layout."""
-
-    own: Prediction
-    better: Proposal | None
-
-
-def compare(cfg: ConfigContainer, own: Candidate, request: Request, share: float) -> Comparison:
-    """Search the best layout whose step takes less than `share` of that of `own`, for a run that `require_sound`
-    accepts. This is faster than a plan, since slower layouts are skipped."""
-    search = _Search(cfg, request)
-    prediction = search.predict(own)
-    return Comparison(prediction, search.faster(share * prediction.seconds))
-
-
 class _Search:
     def __init__(self, cfg: ConfigContainer, request: Request):
         self._cfg, self._request = cfg, request
@@ -158,7 +140,7 @@ class _Search:
 
     def run(self) -> Plan:
         options = [*self._options()]
-        best, bounded, fitting = self._bounded(options, SIMULATED, math.inf)
+        best, bounded, fitting = self._bounded(options, SIMULATED)
         if not best:
             raise self._nothing_fits(len(options))
         proposals, simulated, refused = self._chosen(best, self._request.top)
@@ -169,31 +151,17 @@ class _Search:
         return Plan(tuple(proposals[: self._request.top]), len(options), bounded, fitting, simulated)
 
     def fullest_rank(self) -> int | None:
-        best, *_ = self._bounded([*self._options()], 1, math.inf)
+        best, *_ = self._bounded([*self._options()], 1)
         return best[0][-1] if best else None
 
-    def predict(self, candidate: Candidate) -> Prediction:
-        return self._predictor.predict(candidate)
-
-    def faster(self, below: float) -> Proposal | None:
-        """Return the best layout whose step takes less than `below` seconds; of equal ones the one with the fewest
-        ranks, then with the fewest changes of the config."""
-        options = [option for option in self._options() if self._least(option) < below]
-        best, *_ = self._bounded(options, _SIMULATED_COMPARED, below)
-        proposals, *_ = self._chosen(best, 1, _ALIKE)
-        least = min((proposal.prediction.seconds for proposal in proposals), default=0.0)
-        alike = [one for one in proposals if one.prediction.seconds < min(below, (1 + _ALIKE) * least)]
-        changes = [(one.candidate.world_size, len(one.candidate.overrides(self._cfg))) for one in alike]
-        return alike[changes.index(min(changes))] if alike else None
-
-    def _bounded(self, options: Sequence[LanguageOption], most: int, below: float) -> tuple[list[_Bounded], int, int]:
-        """Return (the `most` candidates that fit with the best bounds below `below` seconds, number of bounded
+    def _bounded(self, options: Sequence[LanguageOption], most: int) -> tuple[list[_Bounded], int, int]:
+        """Return (the `most` candidates that fit with the best bounds, number of bounded
         candidates, number of those that fit)."""
         found = [(self._bound(self._alone(option)), number, option) for number, option in enumerate(options)]
         best: list[_Bounded] = []
         bounded = fitting = 0
         for bound, _, option in sorted(found, key=lambda one: one[:2]):
-            worst = min(below, -best[0][0]) if len(best) == most else below
+            worst = -best[0][0] if len(best) == most else math.inf
             # The remaining options are no better with any encoders.
             if bound >= worst:
                 break
@@ -207,15 +175,15 @@ class _Search:
                 (heapq.heappush if len(best) < most else heapq.heappushpop)(best, entry)
         return sorted(best, key=lambda one: (-one[0], -one[1])), bounded, fitting
 
-    def _chosen(self, best: list[_Bounded], top: int, slack: float = 0.0) -> tuple[list[Proposal], int, list[Fault]]:
+    def _chosen(self, best: list[_Bounded], top: int) -> tuple[list[Proposal], int, list[Fault]]:
         """Return (accepted candidates, one of each kind, the fastest first; number of simulated ones; faults of the
-        last rejected one). The candidates include the `top` fastest and all that take up to `slack` longer."""
+        last rejected one). The candidates include the `top` fastest."""
         proposals: dict[Hashable, Proposal] = {}
         refused: list[Fault] = []
         simulated = 0
         for least, _, candidate, memory in best:
             slowest = sorted(one.prediction.seconds for one in proposals.values())[top - 1 : top]
-            if slowest and -least >= (1 + slack) * slowest[0]:
+            if slowest and -least >= slowest[0]:
                 break
             simulated += 1
             proposal = Proposal(candidate, self._predictor.predict(candidate), memory)
@@ -253,11 +221,6 @@ class _Search:
             self._request.node if several else 0,
             self._request.gpus,
         )
-
-    def _least(self, option: LanguageOption) -> float:
-        """Return a cheaper lower bound of `_bound`."""
-        ranks = ranks_of(option.layout)
-        return self._predictor.least_of_language(option.micro_batch_size, option.dp, ranks, option.recompute)
 
     def _bound(self, candidate: Candidate) -> float:
         return self._predictor.least_seconds(candidate)

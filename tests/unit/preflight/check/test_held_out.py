@@ -4,7 +4,7 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.inputs.datasets import build_dataset, held_out_sets, tokenizer_of
-from mimo_train.preflight.check.held_out import add_leakage
+from mimo_train.preflight.check.data import add_leakage
 from mimo_train.preflight.check.report import Report
 from tests.unit.preflight.check.shards import image, on, record, shard
 

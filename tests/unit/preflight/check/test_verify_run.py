@@ -21,10 +21,10 @@ def test_what_a_run_would_refuse_is_bad_though_every_file_is_whole(capsys):
     bounds = {"data.bounds.pixels": "2500", "data.validation_shards": "a.tar"}
     code, lines, err = verify(capsys, *on(path, **bounds), "--workers", "2")
     assert code == 1
-    bad = "bad: a.tar: key 0100: member .png: 60 x 60 pixels are"
+    bad = "bad: a.tar: key 0100: member .png: 60 x 60 = 3600 pixels"
     assert sum(line.startswith(bad) for line in lines) == 2  # of both sets
     assert "data.shards: 72 samples, 1 bad, data.max_bad_samples allows 0" in lines
-    assert any(line.startswith("  1 x member .png: # x # pixels are #") for line in lines)
+    assert any(line.startswith("  1 x member .png: # x # = # pixels") for line in lines)
     assert "data.shards: members .npy (1) are not read" in err
     allowed = on(path, **bounds, **{"data.max_bad_samples": "0.02"})
     code, lines, _ = verify(capsys, *allowed, "--workers", "1")
@@ -35,7 +35,7 @@ def test_a_reason_with_numbers_of_other_lengths_is_counted_as_one(capsys):
     members = [("0100.png", image(60, 60)), ("0100.txt", b"a"), ("0101.png", image(600, 600)), ("0101.txt", b"b")]
     path = shard(Path("a.tar"), *sound(3), *members)
     _, lines, _ = verify(capsys, *on(path, **{"data.bounds.pixels": "2500"}), "--workers", "1")
-    assert sum(line.startswith("  2 x member .png: # x # pixels are #") for line in lines) == 1
+    assert sum(line.startswith("  2 x member .png: # x # = # pixels") for line in lines) == 1
 
 
 def test_every_sample_of_every_source_is_read_and_the_bad_ones_of_all_count(capsys):
