@@ -10,7 +10,7 @@ import datetime
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,8 +32,20 @@ ANSWER = Turn("assistant", (Part("text", _WORDS["assistant"]),))
 _OTHER_TEMPLATE = "Set data.chat_template to a file with another template, or to own"
 
 
+_ROLE, _NAME, _KEY, _VALUE, _TOOL = "mimorolewords", "mimofunction", "mimoargument", "mimovalue", "mimotool"
+_QUESTION = {"role": "user", "content": _WORDS["user"]}
+_ANSWER = {"role": "assistant", "content": _WORDS["assistant"]}
+_SIMILAR = {"developer": "system", "function": "tool"}
+"""Role -> the role to use if the template leaves the first out."""
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 class CompiledTemplate:
-    """A Jinja chat template with its variables. It is thread-safe."""
+    """A Jinja chat template with its variables, and what it takes of tools and further roles. It is thread-safe."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         """Compile the template.
@@ -50,15 +62,15 @@ class CompiledTemplate:
         self.has_blocks = _has_blocks(environment.parse(source))
         """True if {% generation %} blocks mark what the assistant writes."""
         self._lock = threading.Lock()  # the template object collects the blocks
+        self._role = cache(self._try_role)
+        self._arguments = cache(self._try_arguments)
+        self._writes_tools = cache(self._try_tools)
 
-    def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
-        """Render the messages, with `prompt` up to the start of the next answer. Raises the template's errors."""
-        return self.render_blocks(messages, tools, prompt=prompt)[0]
-
-    def render_blocks(
+    def render(
         self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the first and end character of each generation block."""
+        """Return the text, with `prompt` up to the start of the next answer, and the first and end character of each
+        generation block. Raises the template's errors."""
         messages = self._library._alias_reasoning_fields(messages)
         if not self.has_blocks:
             arguments = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -67,205 +79,6 @@ class CompiledTemplate:
             return self._library._render_with_assistant_indices(
                 self._template, messages, tools, None, prompt, **self._variables
             )
-
-
-def _has_blocks(tree: nodes.Template) -> bool:
-    """True if it has generation blocks. Raises TemplateError for nested ones, whose offsets transformers gets wrong."""
-    collected = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
-    if any(_is_generation(block) for outer in tree.find_all(collected) for block in outer.find_all(nodes.CallBlock)):
-        raise TemplateError("a {% generation %} block is inside a macro or a variable. Write it outside")
-    return any(map(_is_generation, tree.find_all(nodes.CallBlock)))
-
-
-def _is_generation(block: nodes.CallBlock) -> bool:
-    return isinstance(block.call.node, nodes.ExtensionAttribute)
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation's messages as a template takes them."""
-
-    template: CompiledTemplate
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
-
-    def text(self, end: int | None = None, *, prompt: bool = False) -> str:
-        """Render the messages before `end`, with `prompt` up to the start of the next answer. May raise RecordError."""
-        return self.text_and_blocks(end, prompt=prompt)[0]
-
-    def text_and_blocks(self, end: int | None = None, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Return `text`, and the first and end character of each generation block."""
-        return _render(self.template, self.messages[:end], self.tools, prompt)
-
-    def text_with(self, end: int, following: Mapping[str, Any]) -> str:
-        """Render the messages before index `end` and one more."""
-        return _render(self.template, [*self.messages[:end], following], self.tools)[0]
-
-
-def _render(
-    template: CompiledTemplate, messages: Messages, tools: Sequence[Any] | None, prompt: bool = False
-) -> tuple[str, list[tuple[int, int]]]:
-    try:
-        return template.render_blocks(messages, tools, prompt=prompt)
-    except Exception as error:  # a template may raise anything
-        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise RecordError(f"the chat template cannot render the record: {reason}") from error
-
-
-class ChatRenderer:
-    """Renders conversations with one or several named templates."""
-
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any], origin: str) -> None:
-        """Compile the templates and try each.
-
-        Args:
-            sources: name -> template: `default`, and optionally `tool_use` for conversations with tools.
-            variables: template variables besides the conversation, such as `bos_token`.
-            origin: where the templates are from, for messages.
-
-        Raises:
-            DataError: a template is not Jinja, there is no default, or it does not render a question and an answer.
-        """
-        self.origin, self.sources = origin, dict(sources)
-        if "default" not in sources:
-            raise DataError(
-                f"data.chat_template: {origin} has templates named {', '.join(sorted(sources))} and none named "
-                "'default'. Set data.chat_template to a file with the one to use"
-            )
-        self._templates = {name: _compile(source, variables, origin) for name, source in sources.items()}
-        self.identity = repr((sorted(sources.items()), sorted(variables.items(), key=str)))
-        """Text that changes with everything that determines the rendered text."""
-        self._forms = self._try_forms()
-        self._written = {kind: self._try_part(kind) for kind in ("image", "audio")}
-        self._tool_forms = {name: ToolForms(template.render) for name, template in self._templates.items()}
-
-    def frame(self) -> str:
-        """Return a user's message as the template writes it; empty if it rejects one alone."""
-        try:
-            return self._templates["default"].render([self._message(QUESTION, {})])
-        except Exception:  # a template may raise anything
-            return ""
-
-    def written(self, kind: str) -> str | None:
-        """Return the template's text for a part of this kind; None if it has none."""
-        return self._written[kind]
-
-    def chat(self, conversation: Conversation, marks: Mapping[str, str]) -> Chat:
-        """Return a conversation as the template takes it. `marks`: kind -> text of media it does not know.
-
-        Raises RecordError if the template would leave something out.
-        """
-        name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
-        messages = [self._message(turn, marks) for turn in conversation.turns]
-        messages = self._tool_forms[name].fit(messages, bool(conversation.tools))
-        return Chat(self._templates[name], messages, list(conversation.tools) or None)
-
-    def _message(self, turn: Turn, marks: Mapping[str, str]) -> dict[str, Any]:
-        content = {} if turn.typed is None else {"content": self._content(turn, marks)}
-        return {"role": turn.role, **content, **turn.fields}
-
-    def _content(self, turn: Turn, marks: Mapping[str, str]) -> str | list[dict[str, str]]:
-        takes_text, takes_parts = self._forms.get(turn.role, self._forms["user"])
-        media = [part.kind for part in turn.parts if part.kind != "text"]
-        knows_media = bool(media) and all(self._written[kind] is not None for kind in media)
-        if takes_text and not (takes_parts and (turn.typed or knows_media)):
-            return "".join(part.text if part.kind == "text" else marks[part.kind] for part in turn.parts)
-        return [
-            {"type": part.kind}
-            if part.kind != "text" and self._written[part.kind] is not None
-            else {"type": "text", "text": part.text if part.kind == "text" else marks[part.kind]}
-            for part in turn.parts
-        ]
-
-    def _try_forms(self) -> dict[str, tuple[bool, bool]]:
-        """Return role -> (True if a content may be text, True if it may be a list of parts)."""
-        choices = ({"user": user, "assistant": assistant} for user, assistant in ((0, 0), (1, 1), (1, 0), (0, 1)))
-        base = next((forms for forms in choices if self._takes(forms)), None)
-        if base is None:
-            try:
-                result = repr(self._render_words({"user": 0, "assistant": 0}))
-            except Exception as error:  # a template may raise anything
-                result = f"raises an error ({error})"
-            raise DataError(
-                f"data.chat_template: the template of {self.origin} does not write the words of a question and an "
-                f"answer, but {result}. {_OTHER_TEMPLATE}"
-            )
-        forms = {role: (self._takes(base | {role: 0}), self._takes(base | {role: 1})) for role in base}
-        # A template without a system role rejects both forms; a record with one then gets the template's error.
-        system = (self._takes(base | {"system": 0}), self._takes(base | {"system": 1}))
-        return forms | {"system": system if any(system) else forms["user"]}
-
-    def _render_words(self, forms: Mapping[str, int]) -> str:
-        messages = [
-            {"role": role, "content": [{"type": "text", "text": words}] if forms[role] else words}
-            for role, words in _WORDS.items()
-            if role in forms
-        ]
-        return self._templates["default"].render(messages)
-
-    def _takes(self, forms: Mapping[str, int]) -> bool:
-        """True if the template writes each word once, and no Python list."""
-        try:
-            text = self._render_words(forms)
-        except Exception:
-            return False
-        return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
-
-    def _try_part(self, kind: str) -> str | None:
-        if not self._forms["user"][1]:
-            return None
-        words = {"type": "text", "text": _WORDS["user"]}
-        try:
-            without, with_part = (
-                self._templates["default"].render([{"role": "user", "content": parts}])
-                for parts in ([words], [{"type": kind}, words])
-            )
-        except Exception:
-            return None
-        if _shows_list(with_part) or with_part.count(_WORDS["user"]) != 1:
-            return None
-        first = common_prefix(without, with_part)
-        rest = common_prefix(without[first:][::-1], with_part[first:][::-1])
-        return with_part[first : len(with_part) - rest] or None
-
-
-def common_prefix(*texts: str) -> int:
-    """Return the length of the texts' common prefix."""
-    return len(os.path.commonprefix(texts))
-
-
-def _compile(source: str, variables: Mapping[str, Any], origin: str) -> CompiledTemplate:
-    try:
-        return CompiledTemplate(source, variables)
-    except Exception as error:  # deeply nested blocks raise SyntaxError
-        line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
-        raise DataError(f"data.chat_template: the template of {origin} cannot be compiled: {line}{error}") from error
-
-
-def _shows_list(text: str) -> bool:
-    return "'type'" in text or '"type"' in text
-
-
-_ROLE, _NAME, _KEY, _VALUE, _TOOL = "mimorolewords", "mimofunction", "mimoargument", "mimovalue", "mimotool"
-_QUESTION = {"role": "user", "content": _WORDS["user"]}
-_ANSWER = {"role": "assistant", "content": _WORDS["assistant"]}
-_SIMILAR = {"developer": "system", "function": "tool"}
-"""Role -> the role to use if the template leaves the first out."""
-
-
-def _calling(arguments: Any) -> dict[str, Any]:
-    call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-class ToolForms:
-    """How a template, `render`: (messages, tools or None) -> text, takes tools and further roles."""
-
-    def __init__(self, render: Callable[..., str]) -> None:
-        self._render = render
-        self._role = cache(self._try_role)
-        self._arguments = cache(self._try_arguments)
-        self._writes_tools = cache(self._try_tools)
 
     def fit(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> list[dict[str, Any]]:
         """Return the messages as the template takes them. Raises RecordError if it would drop something."""
@@ -339,6 +152,168 @@ class ToolForms:
 
     def _try(self, messages: Messages, tools: Sequence[Any] | None = None) -> str | None:
         try:
-            return self._render(messages, tools)
+            return self.render(messages, tools)[0]
         except Exception:
             return None
+
+
+def _has_blocks(tree: nodes.Template) -> bool:
+    """True if it has generation blocks. Raises TemplateError for nested ones, whose offsets transformers gets wrong."""
+    collected = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
+    if any(_is_generation(block) for outer in tree.find_all(collected) for block in outer.find_all(nodes.CallBlock)):
+        raise TemplateError("a {% generation %} block is inside a macro or a variable. Write it outside")
+    return any(map(_is_generation, tree.find_all(nodes.CallBlock)))
+
+
+def _is_generation(block: nodes.CallBlock) -> bool:
+    return isinstance(block.call.node, nodes.ExtensionAttribute)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation's messages as a template takes them."""
+
+    template: CompiledTemplate
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+    def render(self, messages: Messages | None = None, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """Return `CompiledTemplate.render` of `messages`, by default of all. Raises RecordError."""
+        try:
+            return self.template.render(self.messages if messages is None else messages, self.tools, prompt=prompt)
+        except Exception as error:  # a template may raise anything
+            reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise RecordError(f"the chat template cannot render the record: {reason}") from error
+
+
+class ChatRenderer:
+    """Renders conversations with one or several named templates."""
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any], origin: str) -> None:
+        """Compile the templates and try each.
+
+        Args:
+            sources: name -> template: `default`, and optionally `tool_use` for conversations with tools.
+            variables: template variables besides the conversation, such as `bos_token`.
+            origin: where the templates are from, for messages.
+
+        Raises:
+            DataError: a template is not Jinja, there is no default, or it does not render a question and an answer.
+        """
+        self.origin, self.sources = origin, dict(sources)
+        if "default" not in sources:
+            raise DataError(
+                f"data.chat_template: {origin} has templates named {', '.join(sorted(sources))} and none named "
+                "'default'. Set data.chat_template to a file with the one to use"
+            )
+        self._templates = {name: _compile(source, variables, origin) for name, source in sources.items()}
+        self.identity = repr((sorted(sources.items()), sorted(variables.items(), key=str)))
+        """Text that changes with everything that determines the rendered text."""
+        self._forms = self._try_forms()
+        self._written = {kind: self._try_part(kind) for kind in ("image", "audio")}
+
+    def frame(self) -> str:
+        """Return a user's message as the template writes it; empty if it rejects one alone."""
+        try:
+            return self._templates["default"].render([self._message(QUESTION, {})])[0]
+        except Exception:  # a template may raise anything
+            return ""
+
+    def written(self, kind: str) -> str | None:
+        """Return the template's text for a part of this kind; None if it has none."""
+        return self._written[kind]
+
+    def chat(self, conversation: Conversation, marks: Mapping[str, str]) -> Chat:
+        """Return a conversation as the template takes it. `marks`: kind -> text of media it does not know.
+
+        Raises RecordError if the template would leave something out.
+        """
+        name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
+        messages = [self._message(turn, marks) for turn in conversation.turns]
+        template = self._templates[name]
+        return Chat(template, template.fit(messages, bool(conversation.tools)), list(conversation.tools) or None)
+
+    def _message(self, turn: Turn, marks: Mapping[str, str]) -> dict[str, Any]:
+        content = {} if turn.typed is None else {"content": self._content(turn, marks)}
+        return {"role": turn.role, **content, **turn.fields}
+
+    def _content(self, turn: Turn, marks: Mapping[str, str]) -> str | list[dict[str, str]]:
+        takes_text, takes_parts = self._forms.get(turn.role, self._forms["user"])
+        media = [part.kind for part in turn.parts if part.kind != "text"]
+        knows_media = bool(media) and all(self._written[kind] is not None for kind in media)
+        if takes_text and not (takes_parts and (turn.typed or knows_media)):
+            return "".join(part.text if part.kind == "text" else marks[part.kind] for part in turn.parts)
+        return [
+            {"type": part.kind}
+            if part.kind != "text" and self._written[part.kind] is not None
+            else {"type": "text", "text": part.text if part.kind == "text" else marks[part.kind]}
+            for part in turn.parts
+        ]
+
+    def _try_forms(self) -> dict[str, tuple[bool, bool]]:
+        """Return role -> (True if a content may be text, True if it may be a list of parts)."""
+        choices = ({"user": user, "assistant": assistant} for user, assistant in ((0, 0), (1, 1), (1, 0), (0, 1)))
+        base = next((forms for forms in choices if self._takes(forms)), None)
+        if base is None:
+            try:
+                result = repr(self._render_words({"user": 0, "assistant": 0}))
+            except Exception as error:  # a template may raise anything
+                result = f"raises an error ({error})"
+            raise DataError(
+                f"data.chat_template: the template of {self.origin} does not write the words of a question and an "
+                f"answer, but {result}. {_OTHER_TEMPLATE}"
+            )
+        forms = {role: (self._takes(base | {role: 0}), self._takes(base | {role: 1})) for role in base}
+        # A template without a system role rejects both forms; a record with one then gets the template's error.
+        system = (self._takes(base | {"system": 0}), self._takes(base | {"system": 1}))
+        return forms | {"system": system if any(system) else forms["user"]}
+
+    def _render_words(self, forms: Mapping[str, int]) -> str:
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": words}] if forms[role] else words}
+            for role, words in _WORDS.items()
+            if role in forms
+        ]
+        return self._templates["default"].render(messages)[0]
+
+    def _takes(self, forms: Mapping[str, int]) -> bool:
+        """True if the template writes each word once, and no Python list."""
+        try:
+            text = self._render_words(forms)
+        except Exception:
+            return False
+        return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
+
+    def _try_part(self, kind: str) -> str | None:
+        if not self._forms["user"][1]:
+            return None
+        words = {"type": "text", "text": _WORDS["user"]}
+        try:
+            without, with_part = (
+                self._templates["default"].render([{"role": "user", "content": parts}])[0]
+                for parts in ([words], [{"type": kind}, words])
+            )
+        except Exception:
+            return None
+        if _shows_list(with_part) or with_part.count(_WORDS["user"]) != 1:
+            return None
+        first = common_prefix(without, with_part)
+        rest = common_prefix(without[first:][::-1], with_part[first:][::-1])
+        return with_part[first : len(with_part) - rest] or None
+
+
+def common_prefix(*texts: str) -> int:
+    """Return the length of the texts' common prefix."""
+    return len(os.path.commonprefix(texts))
+
+
+def _compile(source: str, variables: Mapping[str, Any], origin: str) -> CompiledTemplate:
+    try:
+        return CompiledTemplate(source, variables)
+    except Exception as error:  # deeply nested blocks raise SyntaxError
+        line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+        raise DataError(f"data.chat_template: the template of {origin} cannot be compiled: {line}{error}") from error
+
+
+def _shows_list(text: str) -> bool:
+    return "'type'" in text or '"type"' in text

@@ -22,7 +22,7 @@ import numpy as np
 
 from data.errors import DataError, RecordError
 from data.records.conversation import Conversation, Turn
-from data.text.chat_renderer import ANSWER, QUESTION, Chat, ChatRenderer, common_prefix
+from data.text.chat_renderer import ANSWER, QUESTION, Chat, ChatRenderer, Messages, common_prefix
 from data.text.placeholders import NOUNS, Placeholder, Places
 from data.text.special_text import SpecialText
 from data.text.templates import OWN, Encoded, MediaTokens, Vocabulary, encode_plain, media_identity, require_place
@@ -70,22 +70,16 @@ class JinjaTemplate:
     ) -> None:
         """
         Args:
-            tokenizer: the transformers tokenizer, with all placeholders in its vocabulary.
+            tokenizer: the fast transformers tokenizer, with all placeholders in its vocabulary.
             vocabulary: our tokenizer around it, for texts without roles.
             placeholders: resolved placeholders.
             is_own: True for our own format.
 
         Raises:
-            DataError: the tokenizer is not fast, or answers cannot be located.
+            DataError: answers cannot be located.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise DataError(
-                f"data.chat_template: {renderer.origin} is not a fast tokenizer, so it does not say which characters a "
-                "token has. Save it as one (tokenizer.json), or set data.chat_template=own"
-            )
         # Two copies: the option belongs to the object, and threads use both.
-        self._core, self._text_core = (_copy_core(backend, as_text) for as_text in (False, True))
+        self._core, self._text_core = (_copy_core(tokenizer.backend_tokenizer, text) for text in (False, True))
         self._renderer, self._vocabulary = renderer, vocabulary
         self._places = Places(placeholders)
         self._marks = {item.kind: item.mark for item in reversed(placeholders) if item.kind}
@@ -114,7 +108,7 @@ class JinjaTemplate:
     def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
         """See `templates.Template.prompt`."""
         chat, stand_ins = self._chat(conversation)
-        return self._encode(self._text(chat, prompt=True), [], conversation, media, stand_ins).tokens
+        return self._encode(self._text(chat, chat.messages, prompt=True), [], conversation, media, stand_ins).tokens
 
     def _chat(self, conversation: Conversation) -> tuple[Chat, dict[str, str]]:
         """Return the conversation for the template, and private character -> hidden special token."""
@@ -123,11 +117,11 @@ class JinjaTemplate:
         conversation, stand_ins = self._special_text.hide(conversation)
         return self._renderer.chat(conversation, self._marks), stand_ins
 
-    def _text(self, chat: Chat, end: int | None = None, *, prompt: bool = False) -> str:
-        return self._places.write(chat.text(end, prompt=prompt))
+    def _text(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
+        return self._places.write(chat.render(messages, prompt=prompt)[0])
 
     def _spans_of_blocks(self, chat: Chat, turns: Sequence[Turn]) -> tuple[str, list[_Span]]:
-        rendered, blocks = chat.text_and_blocks()
+        rendered, blocks = chat.render()
         text, spans, at = "", list[_Span](), 0
         for (first, end), number in zip(blocks, _messages_of_blocks(chat, blocks, turns), strict=True):
             text += self._places.write(rendered[at:first])
@@ -138,11 +132,11 @@ class JinjaTemplate:
         return text + self._places.write(rendered[at:]), spans
 
     def _spans_by_prefix(self, chat: Chat, turns: Sequence[Turn]) -> tuple[str, list[_Span]]:
-        text, spans = self._text(chat), list[_Span]()
+        text, spans = self._text(chat, chat.messages), list[_Span]()
         for at, message in enumerate(chat.messages):
             if message["role"] != "assistant" or not turns[at].has_loss:
                 continue
-            before = self._text(chat, at, prompt=True)
+            before = self._text(chat, chat.messages[:at], prompt=True)
             if not text.startswith(before) or (spans and len(before) < spans[-1].end):
                 raise RecordError(
                     f"the chat template of {self._renderer.origin} writes the messages before message {at} differently "
@@ -155,13 +149,13 @@ class JinjaTemplate:
     def _answer(self, chat: Chat, text: str, at: int, first: int) -> _Span:
         if at + 1 == len(chat.messages):
             return _Span(first, len(text), at)
-        with_answer = self._text(chat, at + 1)
+        with_answer = self._text(chat, chat.messages[: at + 1])
         if text.startswith(with_answer):
             return _Span(first, len(with_answer), at)
         # Vary the next message: text that stays equal may belong to the answer.
         following = chat.messages[at + 1]
         other = following | {"content": "b" if str(following.get("content"))[:1] == "a" else "a"}
-        limit = common_prefix(self._places.write(chat.text_with(at + 1, other)), text)
+        limit = common_prefix(self._text(chat, [*chat.messages[: at + 1], other]), text)
         return _Span(first, max(first, limit), at, is_exact=False)
 
     def _encode(
@@ -298,7 +292,7 @@ def _messages_of_blocks(chat: Chat, blocks: Sequence[tuple[int, int]], turns: Se
     numbers: list[int] = []
     before: list[int] = []
     for at in assistants:
-        firsts = [first for first, _ in chat.text_and_blocks(at + 1)[1]]
+        firsts = [first for first, _ in chat.render(chat.messages[: at + 1])[1]]
         kept = len(numbers)
         if len(firsts) <= kept:  # no block, or one that replaces an earlier message's
             moved = (number for number, (old, new) in enumerate(zip(before, firsts, strict=False)) if old != new)

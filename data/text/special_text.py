@@ -57,7 +57,7 @@ class SpecialText:
 def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]) -> tuple[str, ...]:
     """Make a transformers tokenizer read special tokens in texts, and return these tokens.
 
-    Raises DataError if one is unknown or `reserved` for media, the tokenizer is not fast or lacks grounding tokens.
+    Raises DataError if one is unknown or `reserved` for media, or the tokenizer lacks grounding tokens.
 
     Args:
         tokens: `data.special_tokens_in_text`: tokens, or "grounding" for those of boxes, points and references.
@@ -76,10 +76,8 @@ def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]
         if token in reserved:
             raise DataError(f"{key}: {token!r} stands for an image or audio. Mark its place by <image> or <audio>")
     admitted = tuple(sorted({token for token in tokens if added[token]}))
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if admitted and backend is None:
-        raise DataError(f"{key}: data.tokenizer is not a fast tokenizer. Save it as one (tokenizer.json)")
     if admitted:
+        backend: Any = tokenizer.backend_tokenizer
         content = json.loads(backend.to_str())
         for token in content["added_tokens"]:
             token["special"] = token["special"] and token["content"] not in admitted

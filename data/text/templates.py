@@ -89,7 +89,7 @@ OWN = "our own"
 
 
 class OwnTemplate:
-    """Our own format, tokenized piece by piece: for bytes, and for tokenizers that are not fast."""
+    """Our own format, tokenized piece by piece: for bytes."""
 
     name, is_own = OWN, True
     notes: tuple[str, ...] = ()

@@ -220,15 +220,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.places = place_texts(placeholders)
         begin, end = self._tokenizer.bos_token or "", self._tokenizer.eos_token
         self.own_source = own_chat_template(begin, roles, end, self.places)
-        if self._renderer is None and getattr(self._tokenizer, "backend_tokenizer", None) is None:
-            around = {
-                vocabulary[item.pad]: (self._special(item.start), self._special(item.end)) for item in placeholders
-            }
-            self.template = OwnTemplate(self, placeholders, around)
-        else:
-            renderer = self._renderer or ChatRenderer({"default": self.own_source}, {}, "our own format")
-            is_own = self._renderer is None
-            self.template = JinjaTemplate(renderer, self._tokenizer, self, placeholders, is_own=is_own)
+        renderer = self._renderer or ChatRenderer({"default": self.own_source}, {}, "our own format")
+        is_own = self._renderer is None
+        self.template = JinjaTemplate(renderer, self._tokenizer, self, placeholders, is_own=is_own)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -257,9 +251,6 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the Jinja template's text for an image or audio; None if it does not know the kind."""
         return self._renderer.written(kind) if self._renderer else None
 
-    def _special(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
-
 
 def _load(path: str | os.PathLike[str]) -> Any:
     """Load a folder's `transformers` tokenizer. Raises DataError on failure or without an EOS token."""
@@ -276,6 +267,11 @@ def _load(path: str | os.PathLike[str]) -> Any:
             reason = "its tokenizer.model is SentencePiece's, which is not installed"
             remedy = "pip install sentencepiece, or save the tokenizer as tokenizer.json"
         raise DataError(f"data.tokenizer: cannot load {str(path)!r}: {reason}. {remedy}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise DataError(
+            f"data.tokenizer: {str(path)!r} is not a fast tokenizer, so it does not say which characters a token has. "
+            "Save it as one (tokenizer.json)"
+        )
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn. Set eos_token in its config"

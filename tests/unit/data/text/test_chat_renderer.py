@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from data.errors import DataError, RecordError
-from data.text.chat_renderer import CompiledTemplate, ToolForms
+from data.text.chat_renderer import CompiledTemplate
 from data.text.placeholders import Placeholder
 from data.text.tokens import build_tokenizer
 from tests.unit.data.text.chat_templates import (
@@ -35,10 +35,6 @@ STRICT = """{%- for m in messages -%}
 USER = {"role": "user", "content": "q"}
 
 
-def forms(template) -> ToolForms:
-    return ToolForms(CompiledTemplate(unmarked(template), {}).render)
-
-
 def call(arguments):
     return {
         "role": "assistant",
@@ -47,7 +43,7 @@ def call(arguments):
 
 
 def given(template, message, has_tools=False):
-    return forms(template).fit([USER, message], has_tools)[1]
+    return CompiledTemplate(unmarked(template), {}).fit([USER, message], has_tools)[1]
 
 
 def test_arguments_are_given_as_the_template_takes_them():
