@@ -193,8 +193,7 @@ _UPRIGHT = struct.pack("9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
 def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> ImageHeader | None:
     # Image.open would raise for large images; data.bounds sets the limit instead.
     name, opened = next(
-        ((name, opened) for name, magic, opened in _FORMATS if head.startswith(magic)),
-        ("AVIF", _AVIF_FILE),
+        ((name, opened) for name, magic, opened in _FORMATS if head.startswith(magic)), ("AVIF", _AVIF_FILE)
     )
     if name in ("WEBP", "AVIF"):  # Pillow reads all of these
         file = io.BytesIO(read(0, size))

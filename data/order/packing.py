@@ -44,11 +44,7 @@ class Packing:
 
 
 def plan_in_packs(
-    first: int,
-    lengths: np.ndarray,
-    replicas: int,
-    packing: Packing,
-    documents: Sequence[np.ndarray] | None = None,
+    first: int, lengths: np.ndarray, replicas: int, packing: Packing, documents: Sequence[np.ndarray] | None = None
 ) -> StepPlan:
     """Return the plan of a step in packed rows. See `pack_step`.
 

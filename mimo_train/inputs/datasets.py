@@ -177,11 +177,7 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
 
 
 def build_dataset(
-    cfg: ConfigContainer,
-    tokenizer: Any,
-    *,
-    held_out: HeldOutSet | None = None,
-    shards: Sequence[Source] | None = None,
+    cfg: ConfigContainer, tokenizer: Any, *, held_out: HeldOutSet | None = None, shards: Sequence[Source] | None = None
 ) -> Samples:
     """Build the training samples, or those of a held-out set: in order and with their texts.
 

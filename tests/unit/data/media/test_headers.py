@@ -6,7 +6,7 @@ import struct
 import zlib
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
@@ -42,7 +42,7 @@ def damaged(draw) -> bytes:
 
 @given(raw=damaged())
 @settings(max_examples=400)
-def test_a_header_is_found_or_not_whatever_the_bytes_are(raw):
+def test_a_header_is_found_or_not_and_what_it_promises_is_decoded(raw):
     reads = []
 
     def read(offset: int, length: int) -> bytes:
@@ -54,18 +54,12 @@ def test_a_header_is_found_or_not_whatever_the_bytes_are(raw):
     assert header == parse_header_bytes(raw)
     if header is not None:
         assert header.height > 0 and header.width > 0 and 1 <= header.orientation <= 8
-
-
-@given(raw=damaged())
-@settings(max_examples=400)
-def test_a_image_has_the_size_that_its_header_promises_or_is_bad(raw):
-    header = parse_header_bytes(raw)
-    assume(header is None or header.height * header.width <= MOST_PIXELS)
-    try:
-        image = decode_image_file(raw)
-    except DecodeError:
-        return
-    assert header is not None and tuple(image.shape) == (3, header.height, header.width)
+    if header is None or header.height * header.width <= MOST_PIXELS:
+        try:
+            image = decode_image_file(raw)
+        except DecodeError:
+            return
+        assert header is not None and tuple(image.shape) == (3, header.height, header.width)
 
 
 @pytest.mark.parametrize(("kind", "mark", "behind"), [("JPEG", b"\xff\xc0\x00\x11\x08", 2), ("PNG", b"IHDR", 4)])
@@ -76,7 +70,10 @@ def test_a_image_without_any_pixel_has_no_header(kind, mark, behind):
     assert parse_header_bytes(raw[:at] + bytes(behind) + raw[at + behind :]) is None
 
 
-@pytest.mark.parametrize("raw", [b"\xff\xd8" + b"\xff" * 20_000, b"\xff\xd8" + b"\xff\x01" * 10_000])
+@pytest.mark.parametrize(
+    "raw",
+    [b"\xff\xd8" + b"\xff" * 3_000_000, b"\xff\xd8" + b"\xff\x01" * 10_000, b"\x89PNG\r\n\x1a\n" + bytes(3_000_000)],
+)
 def test_a_long_run_of_marker_bytes_ends(raw):
     assert parse_header_bytes(raw) is None
 

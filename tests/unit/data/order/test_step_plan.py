@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data.index.catalogue import open_catalogue
 from data.media.options import Bounds
 from data.order.order import GlobalOrder
-from data.order.step_plan import Padding, balanced_parts, equal_parts, plan_by_length, plan_in_order, spread_parts
+from data.order.step_plan import Padding, balanced_parts, plan_by_length, plan_in_order, spread_parts
 from data.pipeline import ShardDataset
 from data.records.members import NO_FIELDS, read_fields
 from data.samples.media_spec import Media
@@ -152,18 +152,6 @@ def test_equal_lengths_leave_samples_in_their_order():
 def test_a_step_of_bad_samples_has_rows_of_a_unit(replicas):
     plan = plan_by_length(0, np.zeros(8, dtype=int), 4, replicas, 64, Padding(8))
     assert plan.rows_of_length == {8: 8} and plan.tokens == 0
-
-
-def test_equal_parts():
-    assert equal_parts(6, 3) == [(0, 2), (2, 4), (4, 6)]
-
-
-def test_a_heavy_sample_stands_alone():
-    assert balanced_parts([1, 1, 9, 1], 3) == [(0, 2), (2, 3), (3, 4)]
-
-
-def test_nothing_to_do_is_divided_too():
-    assert balanced_parts([0, 0, 0], 2) == [(0, 3), (3, 3)]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))

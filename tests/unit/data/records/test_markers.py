@@ -31,23 +31,22 @@ def record(question: str, answer: str = "a", form: str = "conversations") -> dic
     return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
 
 
-def parts(question: str, media: dict[str, int], answer: str = "a", form: str = "conversations"):
-    raw = json.dumps(record(question, answer, form)).encode()
+def parts(question: str, media: dict[str, int], answer: str = "a"):
+    raw = json.dumps(record(question, answer)).encode()
     return parse_record(raw, "json", "k", media).turns[0].parts
 
 
-@pytest.mark.parametrize("form", ["conversations", "messages"])
 @pytest.mark.parametrize(("kind", "marker"), CASES)
-def test_they_are_places_of_media_where_they_stand(kind, marker, form):
+def test_they_are_places_of_media_where_they_stand(kind, marker):
     media = {"image": 0, "audio": 0, kind: 1}
     if kind == "video":
         # Its images, of which the sample has one.
         media, kind = {"image": 1}, "image"
         marker = marker.replace("<Video>", "<|video_pad|>")
-        raw = json.dumps(record(f"what is {marker}\nthis?", form=form)).encode()
+        raw = json.dumps(record(f"what is {marker}\nthis?", form="messages")).encode()
         found = parse_record(raw, "json", "k", media, visuals=[Visual("0.jpg", 0)]).turns[0].parts
     else:
-        found = parts(f"what is {marker}\nthis?", media, form=form)
+        found = parts(f"what is {marker}\nthis?", media)
     assert found == (Part("text", "what is "), Part(kind), Part("text", "this?"))
 
 
@@ -60,6 +59,8 @@ def test_words_between_two_markers_are_kept():
 
 def test_several_in_order_and_beside_ours():
     place = Part("image")
+    found = parts("<image>\nWhat is [IMG]?", {"image": 1}, answer="<Image></Image>")
+    assert found == (place, Part("text", "What is [IMG]?")), "our markers are enough"
     assert parts("<image_1><image_2>\nq", {"image": 2}) == (place, place, Part("text", "q"))
     assert parts("<image>\n[IMG]q", {"image": 2}) == (place, place, Part("text", "q"))
     two = "<|vision_start|><|image_pad|><|vision_end|>" * 2
@@ -75,11 +76,6 @@ def test_without_media_they_are_text(marker):
     else:
         with pytest.raises(RecordError, match="1 image placeholder, but the sample has 0"):
             parts(f"say {marker}", {"image": 0})
-
-
-def test_those_that_may_be_text_stay_text_where_our_markers_are_enough():
-    found = parts("<image>\nWhat is [IMG]?", {"image": 1}, answer="<Image></Image>")
-    assert found == (Part("image"), Part("text", "What is [IMG]?"))
 
 
 @pytest.mark.parametrize(

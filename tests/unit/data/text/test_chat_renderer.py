@@ -143,17 +143,9 @@ def test_choices_that_contradict_each_other(saved):
     for name, options, words in (
         ("bytes", {"chat_template": "x.jinja"}, r"data\.chat_template.*`bytes` has our own format only"),
         ("bytes", {"template_variables": {"a": 1}}, r"data\.template_variables: \['a'\].*takes none"),
-        (
-            saved(CHATML),
-            {"chat_template": "own", "template_variables": {"a": 1}},
-            r"data\.template_variables",
-        ),
+        (saved(CHATML), {"chat_template": "own", "template_variables": {"a": 1}}, r"data\.template_variables"),
         (saved(CHATML, plain=True), {"template_variables": {"a": 1}}, r"data\.template_variables.*has none"),
-        (
-            saved(CHATML, chat_template={"rag": "x", "tool_use": "y"}),
-            {},
-            "rag, tool_use and none named 'default'",
-        ),
+        (saved(CHATML, chat_template={"rag": "x", "tool_use": "y"}), {}, "rag, tool_use and none named 'default'"),
         ("bytes", {"placeholders": [Placeholder("<image>", mark="x")]}, "nothing writes 'x'"),
     ):
         with pytest.raises(DataError, match=words):
