@@ -42,8 +42,8 @@ def main() -> None:
 def start(folder: Path, shards: int, of_shard: int) -> None:
     """Build and open the catalogue of a folder."""
     from data.index.catalogue import open_catalogue
-    from data.index.folder_file import catalogue_path
-    from data.index.shards import find_shards
+    from data.index.find_shards import find_shards
+    from data.index.index_file import catalogue_path
 
     first = write_tar(
         folder / f"s-{0:06d}.tar", [(f"{n:09d}.json", chat("q", "a" * (n % 90))) for n in range(of_shard)]
@@ -71,9 +71,8 @@ def opened(folder: str) -> None:
     import numpy as np
 
     from data.index.catalogue import open_catalogue
-    from data.index.folder_file import catalogue_path
-    from data.index.index_file import load_file
-    from data.index.shards import find_shards
+    from data.index.find_shards import find_shards
+    from data.index.index_file import catalogue_path, load_file
     from data.pipeline import ShardDataset
     from data.text.tokens import build_tokenizer
 

@@ -28,8 +28,8 @@ from obstore.store import HTTPStore
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.storage.files import ShardVersion
+from data.storage.object_store import IN_FLIGHT_READS
 from data.storage.reader import RemoteReader
-from data.storage.stores import IN_FLIGHT_READS
 from data.storage.url import Url
 
 OBJECT = 1 << 30

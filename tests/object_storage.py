@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from data.storage.stores import _STORES
+from data.storage.object_store import _STORES
 
 BUCKET = "bucket"
 

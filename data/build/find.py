@@ -8,7 +8,7 @@ from pathlib import Path
 from data.build.samples import Columns
 from data.build.sources import ARROW, JSON, SEPARATORS, Source
 from data.errors import DataError
-from data.index.shard_names import refuse_compressed
+from data.index.find_shards import refuse_compressed
 from data.records.members import MEDIA, kind_of
 from data.text_format import listed
 

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from data.errors import DataError
-from data.index.folder_file import by_folder
-from data.index.index_file import STAMP, UNIT, IndexFile, Located, Part
+from data.index.index_file import STAMP, IndexFile, Located, by_folder
 from data.index.indexing import FolderIndex, Progress
-from data.index.shard_index import MEMBER, SAMPLE, Codes, Rows, ShardIndex
+from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex
 from data.storage.files import RETRIES, ShardVersion
 from data.storage.url import Place, Url, place_of
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a catalogue, of any shards.
+
+    Attributes:
+        samples: [rows] `SAMPLE`.
+        firsts: int64 [rows + 1], first of each sample's `members`.
+        members: [members] `MEMBER`; `code` indexes `names`.
+        names, kinds: extension and kind of each code.
+    """
+
+    samples: np.ndarray
+    firsts: np.ndarray
+    members: np.ndarray
+    names: list[str]
+    kinds: list[str]
 
 
 class Catalogue:
@@ -28,7 +46,6 @@ class Catalogue:
         self._shards, self.errors = shards, dict(errors)
         self._files, self._file, self._row = located.files, located.file, located.row
         self.counts, self._starts = np.zeros(len(shards), dtype=np.int64), np.zeros(len(shards), dtype=np.int64)
-        self._checked = np.zeros(len(shards), dtype=bool)
         for number, file in enumerate(self._files):
             of_file = self._file == number
             rows = file.table[self._row[of_file]]
@@ -55,39 +72,45 @@ class Catalogue:
         return stamps
 
     def index(self, shard: int) -> ShardIndex:
-        """Return the index of a shard. Raises DataError if its part is damaged, or its error in `errors`."""
+        """Return the index of a shard. Raises its error in `errors`."""
         if shard in self.errors:
             raise self.errors[shard]
-        self._check(shard)
-        file = self._files[self._file[shard]]
-        return _index_of(file.part(int(self._row[shard])), self._shards[shard], file)
+        part = self._files[self._file[shard]].part(int(self._row[shard]))
+        samples, members, keys = part.rows
+        ends = np.cumsum([(samples + 1) * SAMPLE.itemsize, members * MEMBER.itemsize, keys]).tolist()
+        return ShardIndex(
+            path=self._shards[shard],
+            version=part.version,
+            codes=Codes(*part.codes),
+            samples=np.frombuffer(part.body[: ends[0]], dtype=SAMPLE),
+            all_members=np.frombuffer(part.body[ends[0] : ends[1]], dtype=MEMBER),
+            packed_keys=bytes(part.body[ends[1] : ends[2]]),
+        )
 
     def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
-        """Return samples and members of many rows, of any shards. Raises DataError as `index`."""
-        for shard in np.unique(shards[~self._checked[shards]]).tolist():
-            self._check(shard)
-        of_shards = self._file[shards], self._row[shards], self._starts[shards], self.counts[shards]
-        return Rows(self._files, of_shards, rows)
-
-    def _check(self, shard: int) -> None:
-        if self._checked[shard]:
-            return
-        file, row = self._files[self._file[shard]], int(self._row[shard])
-        if file.is_small or file.is_part_intact(row):
-            fault = _part_fault(file.part(row), self._shards[shard], file)
-        else:
-            fault = "another checksum"
-        if fault:
-            try:
-                file.path.unlink(missing_ok=True)
-                remedy = "It was removed: start again, and it is built anew"
-            except OSError as error:
-                remedy = (
-                    f"It cannot be removed ({error.strerror}): remove it, or set data.cache_dir to a folder that can "
-                    "be written, and it is built anew"
-                )
-            raise DataError(f"{file.path}: the index is damaged where it has {self._shards[shard]} ({fault}). {remedy}")
-        self._checked[shard] = True
+        """Return samples and members of many rows, int64, of `shards`, int64."""
+        samples, counts = np.zeros(len(rows), dtype=SAMPLE), np.zeros(len(rows), dtype=np.int64)
+        names, kinds, of_files = list[str](), list[str](), []
+        for number, file in enumerate(self._files):
+            places = np.flatnonzero(self._file[shards] == number)
+            of_file = shards[places]
+            starts = self._starts[of_file] + rows[places] * SAMPLE.itemsize
+            samples[places] = _records(file, starts, SAMPLE)
+            firsts = samples["first_member"][places]
+            counts[places] = _records(file, starts + SAMPLE.itemsize, SAMPLE)["first_member"] - firsts
+            members_at = self._starts[of_file] + (self.counts[of_file] + 1) * SAMPLE.itemsize + firsts * MEMBER.itemsize
+            first_codes = np.cumsum([len(names), *(len(extensions) for extensions, *_ in file.codes)])
+            of_files.append((file, places, members_at, first_codes[file.table["codes"][self._row[of_file]]]))
+            for extensions, of_extensions, _ in file.codes:
+                names += extensions
+                kinds += of_extensions
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        members = np.zeros(int(ends[-1]), dtype=MEMBER)
+        for file, places, members_at, codes in of_files:
+            found = _records(file, _spread(members_at, counts[places], MEMBER.itemsize), MEMBER)
+            found["code"] += np.repeat(codes, counts[places]).astype(np.int32)
+            members[_spread(ends[places], counts[places])] = found
+        return Rows(samples, ends, members, names, kinds)
 
 
 def open_catalogue(
@@ -131,24 +154,14 @@ def open_index(
     return open_catalogue([place_of(shard)], cache_dir, retries).index(0)
 
 
-def _part_fault(part: Part, shard: Place, file: IndexFile) -> str:
-    samples, members, keys = part.rows
-    length = (samples + 1) * SAMPLE.itemsize + members * MEMBER.itemsize + keys
-    is_aligned = file.table["at"][file.row_of[part.name]] % UNIT == 0
-    if min(part.rows) < 0 or len(part.body) != length + -length % UNIT or len(part.codes) != 3 or not is_aligned:
-        return "rows of another length"
-    return _index_of(part, shard, file).fault()
+def _records(file: IndexFile, starts: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the records at byte offsets of a file, which are multiples of 8."""
+    words = file.bytes[: len(file.bytes) // 8 * 8].view("<i8")
+    return words[starts[:, None] // 8 + np.arange(dtype.itemsize // 8)].view(dtype).reshape(-1)
 
 
-def _index_of(part: Part, path: Place, file: IndexFile) -> ShardIndex:
-    samples, members, keys = part.rows
-    ends = np.cumsum([0, (samples + 1) * SAMPLE.itemsize, members * MEMBER.itemsize, keys]).tolist()
-    return ShardIndex(
-        path=path,
-        version=part.version,
-        codes=Codes(*part.codes),
-        samples=np.frombuffer(part.body[: ends[1]], dtype=SAMPLE),
-        all_members=np.frombuffer(part.body[ends[1] : ends[2]], dtype=MEMBER),
-        packed_keys=bytes(part.body[ends[2] : ends[3]]),
-        kept_in=file.path,
-    )
+def _spread(starts: np.ndarray, counts: np.ndarray, step: int = 1) -> np.ndarray:
+    """Return start, start + step, ..., `counts` numbers for each start, concatenated."""
+    ends = np.cumsum(counts)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return np.repeat(starts, counts) + step * within

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from braceexpand import braceexpand
+
 from data.errors import DataError
-from data.index.shard_names import expand_braces
 from data.records.members import read_fields
 
 FOLDER = ".nv-meta"
@@ -74,13 +75,13 @@ def energon_shards(folder: Path, split: str = "") -> list[Path]:
         raise DataError(f"{place}: no split {split!r}; it has {', '.join(map(str, parts)) or 'none'}")
     if single := [one for one in left_out if ".tar/" in str(one)]:
         raise DataError(f"{place}: exclude names the sample {single[0]}: only whole tars are left out")
-    without = {name for one in left_out for name in expand_braces(str(one))}
+    without = {name for one in left_out for name in braceexpand(str(one))}
     named = [
         name
         for part, own in parts.items()
         if part == split or not split
         for one in own
-        for name in expand_braces(str(one))
+        for name in braceexpand(str(one))
     ]
     found = [folder / name for name in dict.fromkeys(named) if name not in without]
     if not found:

@@ -1,40 +1,43 @@
-"""A file about the shards of one folder: a JSON line, JSON texts, a table of shards, and a mapped part for each.
+"""A file about the shards of one folder, such as its catalogue: a JSON line, JSON texts, a table, and parts of shards.
 
-Parts do not depend on their position, so they are copied when others change. Checksums cover everything before the
-parts (verified at opening), all parts together, and each part.
+Parts do not depend on their position, so they are copied when others change. Checksums cover the head and each part. A
+file is verified when it is opened, and damaged parts are made again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
-from data.storage.files import ShardVersion, cannot_write, open_file, replacing
+from data.storage.files import ShardVersion, file_lock, open_file, replacing
+from data.storage.url import Place, Url, place_of
 
 _log = logging.getLogger(__name__)
 
-CHECKED_AT_ONCE = 256 << 20
-"""Up to this size, all parts are verified when the file is opened; in larger files, each at its first use."""
-_VERSION = 10
+SAVE_SECONDS = 60.0
+"""Seconds of work between saves."""
+UNIT = 64
+"""Alignment of parts; bodies of a catalogue are padded to it."""
+STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("content", "S32"), ("tag", "<u8"), ("samples", "<i8")])
+"""A shard's version without its change time and with a hashed tag, and its samples."""
+_VERSION = 11
 _HEAD = 256  # bytes of the JSON line
-UNIT = 64  # alignment of parts; bodies of a catalogue are padded to it
 _SHARD = np.dtype(
     [("at", "<i8"), ("bytes", "<i8"), ("check", "<u8"), ("samples", "<i8"), ("members", "<i8"), ("keys", "<i8")]
     + [("codes", "<i8"), ("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("content", "S32")]
 )
-STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("content", "S32"), ("tag", "<u8"), ("samples", "<i8")])
-"""A shard's version without its change time and with a hashed tag, and its samples."""
 
 
 @dataclass(frozen=True)
@@ -53,33 +56,11 @@ class Part:
 class IndexFile:
     """An open file. `table`: [shards] of `_SHARD`, named by `names`; `bytes`: uint8, the whole file."""
 
-    def __init__(self, path: Path, content: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
-        """Open the file. Raises DataError, KeyError or TypeError if `table` and `texts` do not match."""
+    def __init__(self, path: Path, content: np.ndarray, table: np.ndarray, texts: dict[str, Any]) -> None:
         self.path, self.bytes, self.table = path, content, table
         self.names: list[str] = texts["names"]
         self._tags: dict[str, str] = texts["tags"]
-        self._begin, self._check = begin, texts["check"]
-        if not _are_texts(self.names) or len(self.names) != len(table) or len(set(self.names)) != len(table):
-            raise DataError(f"it has no names of {len(table)} shards")
-        if not isinstance(self._tags, dict) or not _are_texts([*self._tags.values()]):
-            raise DataError("it has tags that are no texts")
-        if not isinstance(texts["codes"], list) or not all(map(_are_texts, chain.from_iterable(texts["codes"]))):
-            raise DataError("it has codes that are no texts")
         self.codes: list[tuple[tuple[str, ...], ...]] = [tuple(map(tuple, codes)) for codes in texts["codes"]]
-        if not len(table):
-            return
-        at, lengths, size = table["at"], table["bytes"], len(content)
-        if at.min() < begin or lengths.min() < 0 or lengths.max() > size or (at > size - lengths).any():
-            raise DataError("it has a shard whose part is not in it")
-        if (at % 4).any() or (len(self.codes) and table["codes"].min() < 0) or table["codes"].max() >= len(self.codes):
-            raise DataError("it has a shard whose codes or part are not in it")
-        if table["size"].min() < 0 or not np.ascontiguousarray(table["content"]).tobytes().isascii():
-            raise DataError("it has a shard of an impossible version")
-
-    @property
-    def is_small(self) -> bool:
-        """True up to CHECKED_AT_ONCE."""
-        return len(self.bytes) <= CHECKED_AT_ONCE
 
     @cached_property
     def row_of(self) -> dict[str, int]:
@@ -121,11 +102,7 @@ class IndexFile:
         rows = int(entry["samples"]), int(entry["members"]), int(entry["keys"])
         return Part(self.names[row], self.version(row), self.body(row), rows, self.codes[int(entry["codes"])])
 
-    def is_intact(self) -> bool:
-        """True if the checksum of all parts together matches; much faster than one by one."""
-        return xxh3_64_intdigest(memoryview(self.bytes)[self._begin :]) == self._check
-
-    def is_part_intact(self, row: int) -> bool:
+    def is_intact(self, row: int) -> bool:
         """True if the checksum of a part matches."""
         return xxh3_64_intdigest(self.body(row)) == int(self.table["check"][row])
 
@@ -134,7 +111,7 @@ def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
     """Write or replace the file `what`. Raises DataError if it cannot be written."""
     parts = sorted(parts, key=lambda part: part.name)
     known: dict[tuple[tuple[str, ...], ...], int] = {}
-    table, all_parts, offset = np.zeros(len(parts), dtype=_SHARD), xxh3_64(), 0
+    table, offset = np.zeros(len(parts), dtype=_SHARD), 0
     for row, part in zip(table, parts, strict=True):
         version, length = part.version, len(part.body)
         row["at"], row["bytes"], row["check"] = offset, length, xxh3_64_intdigest(part.body)
@@ -142,17 +119,14 @@ def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
         row["codes"] = known.setdefault(part.codes, len(known))
         row["size"], row["mtime_ns"], row["ctime_ns"] = version.size, version.mtime_ns, version.ctime_ns
         row["content"] = version.content.encode()
-        all_parts.update(part.body)
         offset += length
     tags = {str(number): part.version.tag for number, part in enumerate(parts) if part.version.tag}
-    texts = {"names": [part.name for part in parts], "tags": tags, "codes": [*known], "check": all_parts.intdigest()}
-    text = json.dumps(texts).encode()
+    text = json.dumps({"names": [part.name for part in parts], "tags": tags, "codes": [*known]}).encode()
     text += b" " * (-len(text) % UNIT)
     gap = bytes(-table.nbytes % UNIT)
-    begin = _HEAD + len(text) + table.nbytes + len(gap)
-    table["at"] += begin
+    table["at"] += _HEAD + len(text) + table.nbytes + len(gap)
     before = text + table.tobytes() + gap
-    meta = {"version": _VERSION, "texts": len(text), "shards": len(parts), "bytes": begin + offset}
+    meta = {"version": _VERSION, "texts": len(text), "shards": len(parts), "bytes": _HEAD + len(before) + offset}
     line = json.dumps(meta | {"check": _head_check(meta, before)}).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,28 +136,26 @@ def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
             for part in parts:
                 file.write(part.body)
     except OSError as error:
-        raise cannot_write(what, path, error) from error
+        raise _cannot_write(what, path, error) from error
 
 
 def load_file(path: Path, what: str) -> IndexFile | None:
     """Open a file without reading its parts; None if it is missing, damaged, or of another version."""
     try:
         with open(open_file(path), "rb") as file:
-            head = file.read(_HEAD)
-            meta = json.loads(head)
+            meta = json.loads(file.read(_HEAD))
             if meta["version"] != _VERSION:
                 return None
-            if os.fstat(file.fileno()).st_size != meta["bytes"]:
-                raise DataError(f"expected {meta['bytes']} bytes")
             # Maps the file just read, even if another process has replaced it.
             content = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
         check, text_end = meta.pop("check"), _HEAD + meta["texts"]
         table_end = text_end + meta["shards"] * _SHARD.itemsize
-        begin = table_end + -(table_end - text_end) % UNIT
-        if check != _head_check(meta, memoryview(content)[_HEAD:begin]):
-            raise DataError("its checksum is wrong")
-        texts = json.loads(bytes(content[_HEAD:text_end]))
-        return IndexFile(path, content, content[text_end:table_end].view(_SHARD), texts, begin)
+        before = memoryview(content)[_HEAD : table_end + -(table_end - text_end) % UNIT]
+        if len(content) != meta["bytes"] or check != _head_check(meta, before):
+            raise DataError(f"wrong checksum, or {len(content)} of {meta['bytes']} bytes")
+        return IndexFile(
+            path, content, content[text_end:table_end].view(_SHARD), json.loads(bytes(content[_HEAD:text_end]))
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -191,12 +163,15 @@ def load_file(path: Path, what: str) -> IndexFile | None:
         return None
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 def _head_check(meta: Mapping[str, int], before: bytes | memoryview) -> int:
     return xxh3_64_intdigest(before, seed=xxh3_64_intdigest(json.dumps(meta, sort_keys=True).encode()))
+
+
+def _cannot_write(what: str, path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot write the {what} {path} ({error.strerror}). Set data.cache_dir to a folder that can be written, on a "
+        "disk with free space"
+    )
 
 
 @dataclass
@@ -223,15 +198,103 @@ class Located:
         """bool [shards]: True without a part."""
         return self.file < 0
 
-    def take(self, file: IndexFile, rows: np.ndarray, which: np.ndarray) -> None:
-        """Add a file's parts, at `rows` [shards], of the shards `which`, int64."""
-        if len(which):
-            self.file[which], self.row[which] = len(self.files), rows[which]
-            self.files.append(file)
-
     def add(self, other: Located, numbers: Sequence[int]) -> None:
         """Add the parts of other shards; `numbers` are their numbers here."""
-        of = np.asarray(numbers)
-        self.file[of] = np.where(other.missing, -1, other.file + len(self.files))
-        self.row[of] = other.row
+        self.file[numbers] = np.where(other.missing, -1, other.file + len(self.files))
+        self.row[numbers] = other.row
         self.files += other.files
+
+
+class FolderFile:
+    """The file about the shards of one folder: next to them, in `data.cache_dir`, or in the user's cache.
+
+    `located` has the shards' parts after `load`. `what` names the file in messages.
+    """
+
+    def __init__(
+        self, shards: Sequence[Place], cache_dir: str | os.PathLike[str] | None, suffix: str, what: str
+    ) -> None:
+        self._names = [shard.name for shard in shards]
+        self._folder = shards[0].parent
+        self.path = catalogue_path(shards[0], cache_dir, writable=True, suffix=suffix)
+        self._paths = list(dict.fromkeys([catalogue_path(shards[0], cache_dir, suffix=suffix), self.path]))
+        self._what = what
+        self.located = Located.none(len(shards))
+
+    def load(self, current: Callable[[IndexFile, np.ndarray, np.ndarray], np.ndarray]) -> None:
+        """Locate parts. `current`: (file, rows of all shards in it, candidate shards) -> current candidates."""
+        located = Located.none(len(self._names))
+        for file in self._files():
+            rows = file.rows_of(self._names)
+            shards = current(file, rows, np.flatnonzero(located.missing & (rows >= 0)))
+            intact = np.array([file.is_intact(row) for row in rows[shards].tolist()], dtype=bool)
+            for shard in shards[~intact].tolist():
+                _log.warning("%s: damaged (%s of %s), made again", file.path, self._what, self._names[shard])
+            shards = shards[intact]
+            located.file[shards], located.row[shards] = len(located.files), rows[shards]
+            located.files.append(file)
+        self.located = located
+
+    def save(self, parts: Mapping[str, Part], versions: Mapping[str, ShardVersion]) -> None:
+        """Save new parts, updated versions, and the existing parts of all existing shards. Raises DataError."""
+        kept, wanted = dict(parts), set(self._names)
+        for file in self._files():
+            for name, row in file.row_of.items():
+                if name in kept or not file.is_intact(row):
+                    continue
+                if name in wanted or (file.path == self.path and self._exists(name)):
+                    part = file.part(row)
+                    kept[name] = replace(part, version=versions[name]) if name in versions else part
+        write_file(self.path, [*kept.values()], self._what)
+
+    def lock(self, *, wait: bool = True) -> AbstractContextManager[None]:
+        """Hold the lock that keeps other processes from making the same parts. Raises Busy, DataError."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(self._what, self.path, error) from error
+        return file_lock(self.path.with_name(self.path.name + ".lock"), wait=wait)
+
+    def _files(self) -> list[IndexFile]:
+        return [file for path in self._paths if (file := load_file(path, self._what)) is not None]
+
+    def _exists(self, name: str) -> bool:
+        """True if another shard of the folder exists or may exist."""
+        return not isinstance(self._folder, Path) or (self._folder / name).exists()
+
+
+def by_folder(shards: Sequence[Place]) -> list[list[int]]:
+    """Group shard numbers by folder, in order of first occurrence."""
+    numbers: dict[str, list[int]] = {}
+    for number, shard in enumerate(shards):
+        numbers.setdefault(str(shard).rpartition("/")[0], []).append(number)
+    return [*numbers.values()]
+
+
+def catalogue_path(
+    shard: str | os.PathLike[str] | Url,
+    cache_dir: str | os.PathLike[str] | None = None,
+    writable: bool = False,
+    suffix: str = ".mimo-catalogue",
+) -> Path:
+    """Return the path of a folder's catalogue, or of another file about its shards. It is next to the shards, or in
+    `cache_dir` if given. URLs use the user's cache folder. With `writable`, so do folders without write permission."""
+    folder = place_of(shard).absolute().parent
+    if cache_dir is None and isinstance(folder, Path) and not (writable and not os.access(folder, os.W_OK)):
+        return folder / f"shards{suffix}"
+    kept = cache_folder(None) / "index" if cache_dir is None else cache_folder(cache_dir)
+    # The hash distinguishes folders with the same name.
+    return kept / f"{folder.name}.{hashlib.sha256(os.fsencode(str(folder))).hexdigest()[:12]}{suffix}"
+
+
+def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    """Return `cache_dir`, or the user's cache. Raises DataError without a home folder."""
+    try:
+        if cache_dir is not None:
+            return Path(cache_dir).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train"
+    except RuntimeError as error:
+        raise DataError(
+            f"data.cache_dir: {cache_dir or 'is empty'}, and this user has no home folder (HOME). Set it to a folder "
+            "that can be written"
+        ) from error

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.errors import DataError
-from data.index.index_file import IndexFile
 from data.records.members import NO_FIELDS, Arrangement, Fields, arrange, kind_of, unread
 from data.storage.files import ShardVersion
 from data.storage.url import Place
@@ -84,8 +80,6 @@ class ShardIndex:
     packed_keys: bytes
     fields: Fields = NO_FIELDS
     """`data.fields`, which may name the record and the media."""
-    kept_in: Path | None = None
-    """The catalogue file that it was read from."""
 
     def __len__(self) -> int:
         return len(self.samples) - 1
@@ -140,34 +134,6 @@ class ShardIndex:
             number for names, number in self._patterns().items() if arrange(names, self.fields).reason is not None
         )
 
-    def fault(self) -> str:
-        """Return why the rows, except keys, cannot belong to the shard; "" if they can."""
-        codes, records, reasons = self.codes, self.samples["record"][:-1], self.samples["reason"][:-1]
-        if len(codes.kinds) != len(codes.extensions) or not {*codes.kinds} <= {"image", "video", "audio", "other"}:
-            return "codes of unknown kinds"
-        firsts = self.samples["first_member"]
-        counts = np.diff(firsts)
-        if firsts.min() != 0 or firsts[0] or firsts.max() != len(self.all_members) or firsts[-1] != firsts.max():
-            return "samples whose members are not in it"
-        if len(self) and counts.min() < 0:
-            return "samples whose members are not in it"
-        if len(self) and (reasons.min() < 0 or reasons.max() > len(codes.reasons)):
-            return "samples that are bad for an unknown reason"
-        if (records < -1).any() or (records >= counts).any() or ((records < 0) & (reasons == 0)).any():
-            return "samples without their record"
-        if not len(self.all_members):
-            return ""
-        members, size = self.all_members, self.version.size
-        # Separately first, since their sum may overflow.
-        is_inside = all(0 <= members[name].min() and members[name].max() <= size for name in ("offset", "size"))
-        if not is_inside or (members["offset"] + members["size"]).max() > size:
-            return "members that are not in the shard"
-        if members["first"].min() < 0 or members["second"].min() < 0:
-            return "members with negative extents"
-        if members["code"].min() < 0 or members["code"].max() >= len(codes.extensions):
-            return "members of an unknown kind"
-        return ""
-
     def with_fields(self, fields: Fields) -> ShardIndex:
         """Return the same samples with other `data.fields`."""
         return self if fields == self.fields else replace(self, fields=fields)
@@ -201,23 +167,10 @@ class ShardIndex:
 
     @cached_property
     def _keys(self) -> tuple[list[int], bytes]:
-        unpacking = zlib.decompressobj()
-        try:
-            # Bound the decompression: all keys are in the shard's member names.
-            most = 0 if self.kept_in is None else 4 * len(self) + self.version.size + 1
-            raw = unpacking.decompress(self.packed_keys, most)
-        except zlib.error as error:
-            raise self._no_keys(str(error)) from error
-        lengths = np.frombuffer(raw[: len(raw) // 4 * 4][: 4 * len(self)], dtype="<u4").astype(np.int64)
-        if not unpacking.eof or len(lengths) != len(self) or lengths.sum() != len(raw) - 4 * len(self):
-            raise self._no_keys("of another length")
+        """(ends of the keys, all keys)."""
+        raw = zlib.decompress(self.packed_keys)
+        lengths = np.frombuffer(raw[: 4 * len(self)], dtype="<u4").astype(np.int64)
         return [0, *np.cumsum(lengths).tolist()], raw[4 * len(self) :]
-
-    def _no_keys(self, why: str) -> DataError:
-        return DataError(
-            f"{self.kept_in}: the index is damaged where it has the keys of {self.path} ({why}): remove it, and it is "
-            "built anew"
-        )
 
 
 def video_size(first: Any) -> tuple[Any, Any]:
@@ -229,68 +182,3 @@ def pack_keys(keys: list[str]) -> bytes:
     """Compress the keys of a shard: their UTF-8 lengths, uint32, and their bytes."""
     raw = [key.encode("utf-8", "surrogateescape") for key in keys]
     return zlib.compress(np.array([len(one) for one in raw], dtype="<u4").tobytes() + b"".join(raw))
-
-
-class Rows:
-    """Rows of a catalogue, many at once, of any shards.
-
-    Attributes:
-        samples: [rows] `SAMPLE`; `first_member` is relative to these rows.
-        firsts: int64 [rows + 1], first of each sample's `members`.
-        members: [members] `MEMBER`; `code` indexes `names`.
-        names, kinds: extension and kind of each code.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[IndexFile],
-        of_shards: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-        rows: np.ndarray,
-    ) -> None:
-        """Gather the rows.
-
-        Args:
-            of_shards: arrays over rows: file index, row in its table, first byte of the part, samples of the shard.
-            rows: int64, row in the shard.
-        """
-        self.names, self.kinds, bases = list[str](), list[str](), dict[tuple[int, int], int]()
-        counts, taken = np.zeros(len(rows), dtype=np.int64), []
-        file_of, table_rows, first_bytes, samples = of_shards
-        for number, file in enumerate(files):
-            which = np.flatnonzero(file_of == number)
-            if not len(which):
-                continue
-            words = file.bytes[: len(file.bytes) // 8 * 8].view("<i8")
-            starts = first_bytes[which] // 8
-            at = starts + rows[which] * (SAMPLE.itemsize // 8)
-            first = words[at]
-            counts[which] = words[at + SAMPLE.itemsize // 8] - first
-            members = starts + (samples[which] + 1) * (SAMPLE.itemsize // 8) + first * (MEMBER.itemsize // 8)
-            codes = file.table["codes"][table_rows[which]]
-            for code in np.unique(codes).tolist():
-                bases[number, code] = len(self.names)
-                extensions, kinds, _ = file.codes[code]
-                self.names += extensions
-                self.kinds += kinds
-            base = np.array([bases.get((number, code), 0) for code in range(len(file.codes))], dtype=np.int64)
-            taken.append((which, words, words[at + 1], members, base[codes]))
-        self.firsts = np.concatenate([[0], np.cumsum(counts)])
-        self.samples = np.zeros(len(rows), dtype=SAMPLE)
-        member_words = np.empty((int(self.firsts[-1]), MEMBER.itemsize // 8), dtype="<i8")
-        added = np.zeros(len(member_words), dtype=np.int32)
-        for which, words, reasons, members, base in taken:
-            self.samples.view("<i8").reshape(-1, SAMPLE.itemsize // 8)[which, 1] = reasons
-            to = _spread(self.firsts[which], counts[which])
-            sources = _spread(members, counts[which], MEMBER.itemsize // 8)
-            for column in range(member_words.shape[1]):
-                member_words[to, column] = words[sources + column]
-            added[to] = np.repeat(base, counts[which])
-        self.members = member_words.view(MEMBER).reshape(-1)
-        self.members["code"] += added
-
-
-def _spread(starts: np.ndarray, counts: np.ndarray, step: int = 1) -> np.ndarray:
-    """Return start, start + step, ..., `counts` numbers for each start, concatenated."""
-    ends = np.cumsum(counts)
-    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-    return np.repeat(starts, counts) + step * within

@@ -16,14 +16,12 @@ from typing import cast
 import numpy as np
 
 from data.errors import DataError
-from data.index.shards import find_shards
+from data.index.find_shards import Shards, find_shards
 from data.order.mixture import Phase, Phases, whole_weights
 from data.order.order import GlobalOrder, splitmix, splitmix_all
 from data.records.members import Fields
-from data.storage.url import Place, Url
+from data.storage.url import Place
 from data.text_format import plural
-
-Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
 
 
 @dataclass(frozen=True)

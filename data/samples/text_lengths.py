@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from data.errors import DataError, ShardError
-from data.index.folder_file import Busy, FolderFile, SaveTimer, by_folder
-from data.index.index_file import IndexFile, Part
+from data.index import index_file
+from data.index.index_file import FolderFile, IndexFile, Part, by_folder
 from data.processes import worker_processes
 from data.records.members import Fields
-from data.storage.files import ShardVersion
+from data.storage.files import Busy, ShardVersion
 from data.storage.url import Place
 from data.text_format import plural
 
@@ -132,7 +132,7 @@ class _Folder:
         self._dataset, self._shards = dataset, [dataset.shards[number] for number in numbers]
         self._numbers, self._stamps = np.array(numbers), stamps
         suffix = f".{key}.mimo-lengths"
-        self._file = FolderFile(self._shards, dataset.cache_dir, suffix, "text lengths", checks_all=True)
+        self._file = FolderFile(self._shards, dataset.cache_dir, suffix, "text lengths")
         self._is_loaded = False
 
     def missing(self) -> list[int]:
@@ -173,17 +173,17 @@ class _Folder:
             missing = {self._shards[at].name: at for at in np.flatnonzero(self._file.located.missing).tolist()}
             place_of = {int(self._numbers[at]): at for at in missing.values()}
             new: dict[str, Part] = {}
-            timer = SaveTimer()
+            saved = time.monotonic()
             try:
                 for number, (version, lengths) in count([*place_of]):
                     shard, samples = self._shards[place_of[number]], len(lengths) // 4
                     if replace(version, ctime_ns=0) != replace(self._dataset.version(number), ctime_ns=0):
                         raise ShardError(f"{shard}: the shard changed while its texts were counted. Start again.")
                     new[shard.name] = Part(shard.name, version, lengths, (samples, 0, 0))
-                    if timer.is_due():
-                        with timer.saving():
-                            self._file.save(new, {})
+                    if time.monotonic() - saved > index_file.SAVE_SECONDS:
+                        self._file.save(new, {})
                         new.clear()
+                        saved = time.monotonic()
                     yield Counted(shard, samples, True)
             finally:
                 if new:

@@ -7,6 +7,7 @@ invalid makes a sample bad.
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import secrets
@@ -21,7 +22,7 @@ from typing import BinaryIO
 
 from xxhash import xxh3_128
 
-from data.errors import DataError, ReadError, ShardError
+from data.errors import ReadError, ShardError
 
 _log = logging.getLogger(__name__)
 
@@ -98,14 +99,6 @@ def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def cannot_write(what: str, path: Path, error: OSError) -> DataError:
-    """Return the error for a file about shards, `what`, that cannot be written."""
-    change = "set data.cache_dir to a folder that can be written"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        change = "free space there, or set data.cache_dir to a folder on another disk"
-    return DataError(f"cannot write the {what} {path} ({error.strerror}): {change}")
 
 
 @dataclass(frozen=True)
@@ -210,6 +203,53 @@ class Reads:
 
 
 READS = Reads()
+
+
+class Busy(Exception):
+    """Another process has the lock."""
+
+
+@contextmanager
+def file_lock(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold a lock file, which is removed at the end; nothing where files cannot be locked (some network file systems).
+    Raises Busy if another process has it and `wait` is false."""
+    with READS.of(path):  # a run continues when the process with the lock does
+        fd = _locked(path, wait)
+    try:
+        yield
+    finally:
+        if fd is not None:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def _locked(path: Path, wait: bool) -> int | None:
+    """Return the descriptor of a locked file; None where files cannot be locked."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        except OSError:  # another user's, or the folder cannot be written
+            return None
+        is_mine = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_mine = os.path.samestat(os.stat(path), os.fstat(fd))
+        except BlockingIOError:
+            if not wait:
+                raise Busy from None
+            _log.warning("%s: waiting for the process that has this lock", path)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # its owner removes the file: try again
+        except FileNotFoundError:  # the owner removed it before
+            pass
+        except OSError:
+            path.unlink(missing_ok=True)
+            return None
+        finally:
+            if not is_mine:
+                os.close(fd)
+        if is_mine:
+            return fd
+
 
 _BEGINNING = b"version https://git-lfs.github.com/spec/"
 

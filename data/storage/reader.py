@@ -10,9 +10,9 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from data.storage.files import (
     sampled_blocks,
     version_hash,
 )
-from data.storage.stores import start_read, start_reads, store_of
+from data.storage.object_store import start_read, start_reads, store_of
 from data.storage.url import Changed, Place, Url
 
 AHEAD_BYTES = 512 << 20
@@ -37,10 +37,10 @@ AHEAD_BYTES = 512 << 20
 
 _OPEN_FILES = 128
 _STAT_AGAIN = 5.0  # seconds between checks that the path still is the open file
-_BLOCK, _BLOCKS_AHEAD = 1 << 20, 8
 _GAP, _LONGEST = 8 << 10, 8 << 20
 """Ranges with smaller gaps are read together, up to `_LONGEST` bytes. The gap spans headers and short records, so
 adjacent images share one read. Images are larger, so reading only records reads little else."""
+_LEAST_AHEAD, _MOST_AHEAD = 64 << 10, 8 << 20
 _FAR = 4 << 20  # bytes between headers above which the gap is not read
 
 Range = tuple[Url, int, int, ShardVersion]
@@ -60,7 +60,7 @@ class ShardReader:
         self.bytes_read: dict[str, int] = Counter()
         self._retries, self._clock = retries, clock
         self._lock = threading.Lock()
-        self._files: OrderedDict[Path, _File] = OrderedDict()
+        self._files: dict[Path, _File] = {}  # the most recently used last
         self._remote = RemoteReader(retries, cache=cache)
         self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version last seen there
 
@@ -92,30 +92,48 @@ class ShardReader:
         )
 
     def close(self) -> None:
-        """Close idle files, and forget announced ranges."""
-        self._close_files()
-        self._remote.close()
-
-    def _close_files(self) -> None:
+        """Close files, and forget announced ranges."""
         with self._lock:
-            self._shrink(0)
+            self._files.clear()
+        self._remote.close()
 
     def _read(self, path: Path, offset: int, size: int, version: ShardVersion | None) -> bytes:
         try:
-            with self._open(path, version) as fd:
-                raw = pread_all(fd, size, offset)
-                if version is not None:
-                    self._confirm(path, fd, version)
-                if len(raw) < size:
-                    raise ShardError(
-                        f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its "
-                        "index. Copy or write the shard again."
-                    )
-                return raw
+            file = self._open(path, version)
+            raw = pread_all(file.fd, size, offset)
+            if version is not None:
+                self._confirm(path, file.fd, version)
         except OSError:
             # Reopen the file at the next try, which a stale handle needs, with descriptors to spare.
-            self._close_files()
+            with self._lock:
+                self._files.clear()
             raise
+        if len(raw) < size:
+            raise ShardError(
+                f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its index. Copy "
+                "or write the shard again."
+            )
+        return raw
+
+    def _open(self, path: Path, version: ShardVersion | None) -> _File:
+        with self._lock:
+            file, now = self._files.pop(path, None), self._clock()
+            if file is not None and version is not None and now >= file.stat_again:
+                file.stat_again = now + _STAT_AGAIN
+                with suppress(FileNotFoundError):  # a removed file can still be read while it is open
+                    if not os.path.samestat(os.stat(path), os.fstat(file.fd)):
+                        file = None
+            if file is None:
+                file = _File(open_file(path), now + _STAT_AGAIN)
+                if version is not None:
+                    self._confirm(path, file.fd, version)
+                if hasattr(os, "posix_fadvise"):
+                    # Samples are read in random order, so read-ahead is wasted.
+                    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+            if len(self._files) >= _OPEN_FILES:
+                self._files.pop(next(iter(self._files)))
+            self._files[path] = file
+            return file
 
     def _confirm(self, path: Path, fd: int, version: ShardVersion) -> None:
         """Raise ShardError unless the open file still has the indexed content."""
@@ -135,67 +153,16 @@ class ShardReader:
             )
         self._confirmed[path] = (status.st_ino, now)
 
-    @contextmanager
-    def _open(self, path: Path, version: ShardVersion | None) -> Iterator[int]:
-        with self._lock:
-            file = self._files.get(path)
-            if file is not None and version is not None and self._clock() >= file.stat_again:
-                file.stat_again = self._clock() + _STAT_AGAIN
-                if self._is_replaced(path, file):
-                    del self._files[path]
-                    if not file.users:
-                        os.close(file.fd)
-                    file.is_orphan, file = True, None
-            if file is None:
-                file = self._opened(path, version)
-            self._files.move_to_end(path)
-            file.users += 1
-            self._shrink(_OPEN_FILES)
-        try:
-            yield file.fd
-        finally:
-            with self._lock:
-                file.users -= 1
-                if file.is_orphan and not file.users:
-                    os.close(file.fd)
-
-    def _opened(self, path: Path, version: ShardVersion | None) -> _File:
-        fd = open_file(path)
-        try:
-            if version is not None:
-                self._confirm(path, fd, version)
-            if hasattr(os, "posix_fadvise"):
-                # Samples are read in random order, so read-ahead is wasted.
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        except BaseException:
-            os.close(fd)
-            raise
-        file = self._files[path] = _File(fd, self._clock() + _STAT_AGAIN)
-        return file
-
-    def _is_replaced(self, path: Path, file: _File) -> bool:
-        """True if another file is at the path. A removed file can still be read while it is open."""
-        try:
-            return not os.path.samestat(os.stat(path), os.fstat(file.fd))
-        except FileNotFoundError:
-            return False
-
-    def _shrink(self, limit: int) -> None:
-        excess = len(self._files) - limit
-        if excess > 0:
-            idle = [path for path, file in self._files.items() if file.users == 0]
-            for path in idle[:excess]:
-                os.close(self._files.pop(path).fd)
-
 
 @dataclass
 class _File:
-    """An open shard. `is_orphan`: its path has another file, and its last user closes it."""
+    """An open shard, which is closed when nobody uses it any more."""
 
     fd: int
     stat_again: float
-    users: int = 0
-    is_orphan: bool = False
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 class RemoteReader:
@@ -274,31 +241,26 @@ def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
     """Group ranges that are read together: of one object, with small gaps."""
     run: list[Range] = []
     for item in sorted(ranges, key=lambda item: item[:3]):
-        if run and not _continues(run, item):
-            yield run
-            run = []
+        if run:
+            (url, first, _, version), (_, last, size, _) = run[0], run[-1]
+            gap, length = item[1] - last - size, item[1] + item[2] - first
+            if (url, version) != (item[0], item[3]) or not 0 <= gap <= _GAP or length > _LONGEST:
+                yield run
+                run = []
         run.append(item)
     if run:
         yield run
 
 
-def _continues(run: Sequence[Range], following: Range) -> bool:
-    (url, first, _, version), (_, last, size, _) = run[0], run[-1]
-    other_url, start, length, other = following
-    if (other_url, other) != (url, version):
-        return False
-    return 0 <= start - last - size <= _GAP and start + length - first <= _LONGEST
-
-
 class WholeObject:
-    """An object that is read sequentially, or in distant ranges, to build an index. Methods raise the errors of
-    `RemoteReader.read`."""
+    """An object that is read from its beginning to build an index. Methods raise the errors of `RemoteReader.read`."""
 
     def __init__(self, url: Url, retries: int = RETRIES) -> None:
         self._url, self._retries = url, retries
-        self._size, self._tag = url.seen or self._look()
-        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
-        self._last = 0
+        self._size, self._tag = (
+            url.seen or retrying(lambda: store_of(url).look(url), f"{url}: cannot look at it", retries).seen
+        )
+        self._start, self._block, self._ahead = 0, memoryview(b""), _LEAST_AHEAD
 
     def is_same(self, version: ShardVersion) -> bool:
         """True if this is the version of an index."""
@@ -308,46 +270,26 @@ class WholeObject:
         """Return the version. Its content hash equals that of a file with this content."""
         ranges = sampled_blocks(self._size)
         started = start_reads([(self._url, start, length, self._tag) for start, length in ranges])
-        blocks = [
-            self._retrying(length, start, future) for future, (start, length) in zip(started, ranges, strict=True)
-        ]
+        blocks = [self._read(start, length, [future]) for future, (start, length) in zip(started, ranges, strict=True)]
         return ShardVersion(self._size, 0, 0, version_hash(self._size, blocks), self._tag)
 
     def read(self, length: int, offset: int) -> bytes:
-        """Read `length` bytes at `offset`, or fewer at the end. Small reads use blocks that are read ahead."""
+        """Read `length` bytes at `offset`, or fewer at the end. Reads ahead, more and more, up to a distant offset."""
         length = max(min(length, self._size - offset), 0)
         if not length:
             return b""  # a damaged header may point anywhere
-        is_far, self._last = abs(offset - self._last) > _FAR, offset + length
-        if length > _BLOCK or is_far:
-            return bytes(self._retrying(length, offset))
-        first, last = offset // _BLOCK, (offset + length - 1) // _BLOCK
-        content = b"".join(bytes(self._block(number)) for number in range(first, last + 1))
-        start = offset - first * _BLOCK
-        return content[start : start + length]
+        end = self._start + len(self._block)
+        if not self._start <= offset <= offset + length <= end:
+            self._ahead = min(2 * self._ahead, _MOST_AHEAD) if 0 <= offset - end <= _FAR else _LEAST_AHEAD
+            size = min(max(length, self._ahead), self._size - offset)
+            self._start, self._block = offset, self._read(offset, size, [])
+        return bytes(self._block[offset - self._start :][:length])
 
-    def _look(self) -> tuple[int, str]:
-        meta = retrying(lambda: store_of(self._url).look(self._url), f"{self._url}: cannot look at it", self._retries)
-        return meta.size, meta.tag
-
-    def _block(self, number: int) -> memoryview:
-        end = -(-self._size // _BLOCK)
-        for ahead in range(number, min(number + 1 + _BLOCKS_AHEAD, end)):
-            if ahead not in self._blocks:
-                self._blocks[ahead] = start_read(self._url, ahead * _BLOCK, self._length(ahead), self._tag)
-        while len(self._blocks) > 2 * _BLOCKS_AHEAD:
-            self._blocks.popitem(last=False)
-        return self._retrying(self._length(number), number * _BLOCK, self._blocks.get(number))
-
-    def _length(self, block: int) -> int:
-        return min(_BLOCK, self._size - block * _BLOCK)
-
-    def _retrying(self, length: int, offset: int, started: Future[memoryview] | None = None) -> memoryview:
+    def _read(self, offset: int, length: int, started: list[Future[memoryview]]) -> memoryview:
         """Read a range, first from `started`."""
-        first = [started] if started is not None else []
 
         def once() -> memoryview:
-            future = first.pop() if first else start_read(self._url, offset, length, self._tag)
+            future = started.pop() if started else start_read(self._url, offset, length, self._tag)
             return _complete(self._url, future, length)
 
         return retrying(once, f"{self._url}: cannot read {length} bytes at byte {offset}", self._retries)

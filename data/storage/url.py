@@ -16,6 +16,11 @@ OBJECTS = ("s3", "gs", "az")
 WEB = ("http", "https")
 """Schemes of web servers, for reading."""
 
+EXTRA = "pip install 'mimo-train[remote]'"
+_REMEDIES = {
+    "hf": "download it first, for example `hf download REPO --repo-type dataset --local-dir DIR`, and name DIR",
+    "sftp": "mount it (sshfs) or copy it (rsync) first, and name the folder",
+}
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)
 _ENCODED = re.compile(r"[%?#\s]")
 """Characters that must be percent-encoded in a URL."""
@@ -87,6 +92,14 @@ class Url:
         return self
 
 
+def require_scheme(url: Url) -> None:
+    """Raise DataError for a URL without a client."""
+    if url.scheme not in OBJECTS + WEB:
+        known = ", ".join(f"{scheme}://" for scheme in OBJECTS + WEB)
+        remedy = _REMEDIES.get(url.scheme, "copy it to a local disk or to one of these first")
+        raise DataError(f"{url}: {url.scheme}:// is not supported ({known} are): {remedy}")
+
+
 def _decoded(url: str) -> str:
     """Return the percent-decoded path of a web server's URL. Raises DataError."""
     if re.search("[?#]|%2f", url, re.IGNORECASE):
@@ -111,6 +124,11 @@ class ObjectMeta:
     """The etag, or size and modification time; differs for every content."""
     modified: float
     """Seconds since the epoch, by the server's clock; 0 if unknown."""
+
+    @property
+    def seen(self) -> tuple[int, str]:
+        """`Url.seen`."""
+        return self.size, self.tag
 
 
 class Changed(OSError):

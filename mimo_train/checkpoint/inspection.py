@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from data.storage.stores import store_of
+from data.storage.object_store import store_of
 from data.storage.url import WEB, ObjectMeta, Place, Url
 from mimo_train.checkpoint import folders, object_folders
 from mimo_train.checkpoint.damage import damage_in

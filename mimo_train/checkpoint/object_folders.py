@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from data.storage.stores import store_of
+from data.storage.object_store import store_of
 from data.storage.url import ObjectMeta, Url
 from mimo_train.checkpoint.format.files import COMPLETE, PARTIAL, objects_in
 

@@ -76,7 +76,7 @@ def add(subparsers: Any) -> None:
 
 
 def _index(args: argparse.Namespace) -> int:
-    from data.index.shards import find_shards
+    from data.index.find_shards import find_shards
     from data.indexed.find import is_indexed
     from data.order.sources import found_shards
     from mimo_train.config.compose import is_config, load
@@ -187,7 +187,7 @@ def _verify_shards(args: argparse.Namespace) -> int:
 
     from data.errors import DataError
     from data.index.catalogue import open_catalogue
-    from data.index.shards import find_shards
+    from data.index.find_shards import find_shards
     from data.records.members import named_unread
     from data.samples.verify import check_sample
     from data.storage.reader import ShardReader

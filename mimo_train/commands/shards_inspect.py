@@ -96,7 +96,7 @@ def _inspect_shards(args: argparse.Namespace) -> int:
 def _indexes(args: argparse.Namespace) -> Iterator[tuple[Any, int, ShardIndex]]:
     """Yield (shard, its bytes, index of some or all of its samples)."""
     from data.index.catalogue import open_catalogue
-    from data.index.shards import find_shards
+    from data.index.find_shards import find_shards
 
     paths = find_shards(args.pattern)
     catalogue = open_catalogue(paths, args.cache_dir)

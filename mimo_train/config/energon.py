@@ -8,7 +8,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.index.energon import energon_fields, energon_part, read_metadataset
-from data.index.shard_names import split_commas
+from data.index.find_shards import split_commas
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, Fault
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.errors import DataError
-from data.storage.url import OBJECTS, Url, is_url, place_of
+from data.storage.url import EXTRA, OBJECTS, Url, is_url, place_of, require_scheme
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.keys import is_installed
 
@@ -30,8 +30,6 @@ def place_faults(key: str, text: str, *, written: bool = False) -> Iterator[Faul
     if written and place.scheme not in OBJECTS:
         yield Fault(key, f"is {text}: checkpoints are written to {schemes}, not to {place.scheme}://")
         return
-    from data.storage.stores import EXTRA, require_scheme  # imports asyncio
-
     try:
         require_scheme(place)
     except DataError as error:

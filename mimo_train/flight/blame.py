@@ -199,7 +199,7 @@ def _last_seen(rank: Rank) -> float:
 
 
 _OF_ANOTHER = ".lock"
-"""Suffix of the file that a rank reads while another process indexes its shards (`data.index.folder_file`)."""
+"""Suffix of the file that a rank reads while another process indexes its shards (`data.index.index_file`)."""
 
 
 def _stuck(verdict: Verdict) -> tuple[list[int], str] | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
-from data.index.folder_file import cache_folder
+from data.index.index_file import cache_folder
 from data.media.options import Bounds, colour_of
 from data.records.members import NO_FIELDS, Fields, read_fields
 from data.samples.frames import Sampling

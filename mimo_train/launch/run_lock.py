@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from data.storage.stores import read_range, store_of
+from data.storage.object_store import read_range, store_of
 from data.storage.url import Changed, Url
 from mimo_train.config.errors import UserError
 

@@ -11,7 +11,7 @@ import torch
 
 from data.errors import DataError
 from data.index.catalogue import open_index
-from data.index.folder_file import catalogue_path
+from data.index.index_file import catalogue_path
 from data.index.indexing import build_index
 from data.text.tokens import build_tokenizer
 from mimo_train.checkpoint import folders

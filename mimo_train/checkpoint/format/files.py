@@ -24,7 +24,7 @@ from xxhash import xxh3_128_hexdigest
 
 from data.errors import ReadError
 from data.storage.files import retrying
-from data.storage.stores import read_range, store_of
+from data.storage.object_store import read_range, store_of
 from data.storage.url import ObjectMeta, Place, Url
 from mimo_train.flight.recorder import RECORDER
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from data.storage.stores import read_range, start_read
+from data.storage.object_store import read_range, start_read
 from data.storage.url import WEB, ObjectMeta, Place, Url
 from data.text_format import listed
 from mimo_train.checkpoint.format.files import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from xxhash import xxh3_128
 
-from data.storage.stores import store_of
+from data.storage.object_store import store_of
 from data.storage.url import Place, Url
 from data.text_format import listed
 from mimo_train.checkpoint.format.files import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.storage.stores import store_of
+from data.storage.object_store import store_of
 from data.storage.url import Url
 from mimo_train.checkpoint import folders, inspection, object_folders
 from mimo_train.cli import main
@@ -40,14 +40,14 @@ def _train(cfg, values: dict[str, str], hurt=None) -> list[int]:
     Args:
         hurt: is called with the rank, the number of its upload, from 1 on, and of the block of that.
     """
-    from data.storage import objects
+    from data.storage import object_store
     from mimo_train.checkpoint.format import files as durable
     from mimo_train.logging.console import Console
     from mimo_train.training.pretrain import pretrain
 
     os.environ.update(values)
-    durable.IN_ONE, objects.PART = 0, 1 << 14  # tiny files in parts, as large ones are
-    upload, rank, uploads = objects.ObjectStore.upload, int(os.environ["RANK"]), []
+    durable.IN_ONE, object_store.PART = 0, 1 << 14  # tiny files in parts, as large ones are
+    upload, rank, uploads = object_store.ObjectStore.upload, int(os.environ["RANK"]), []
 
     def tell(self, text: str) -> None:
         if rank == 0:
@@ -58,13 +58,13 @@ def _train(cfg, values: dict[str, str], hurt=None) -> list[int]:
         for number, part in enumerate(parts):
             if hurt is not None:
                 hurt(rank, len(uploads), number)
-            yield from (part[at : at + objects.PART] for at in range(0, len(part), objects.PART))
+            yield from (part[at : at + object_store.PART] for at in range(0, len(part), object_store.PART))
 
     def uploaded(self, url, parts, size):
-        uploads.append(-(-size // objects.PART))
+        uploads.append(-(-size // object_store.PART))
         return upload(self, url, parts_of(parts), size)
 
-    Console.message, objects.ObjectStore.upload = tell, uploaded
+    Console.message, object_store.ObjectStore.upload = tell, uploaded
     assert pretrain(cfg) == 0
     return uploads
 
@@ -190,7 +190,7 @@ def told(run_dir: Path) -> list[str]:
 
 
 def content_of(url: Url) -> bytes:
-    from data.storage.stores import read_range
+    from data.storage.object_store import read_range
 
     return bytes(read_range(url, 0, 1 << 30))
 

@@ -8,7 +8,7 @@ import yaml
 
 from data.errors import DataError
 from data.index.energon import energon_fields, read_metadataset
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of

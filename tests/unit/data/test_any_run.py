@@ -22,8 +22,8 @@ from data.order.mixture import whole_weights
 from data.order.packing import Packing
 from data.pipeline import Batching, MixedOrder, Padding, Reader, ShardDataset, Source, StepLoader
 from data.samples.text_lengths import TextLengths
-from data.storage import stores
-from data.storage.objects import ObjectStore
+from data.storage import object_store
+from data.storage.object_store import ObjectStore
 from data.storage.url import Url
 from data.text.tokens import build_tokenizer
 from mimo_train.layout.batch import Batch
@@ -114,7 +114,7 @@ def shards(tmp_path_factory) -> Iterator[tuple[Path, Path]]:
     """(folder with `a-0.tar` and so on, which are in a bucket `s3://shards` in memory too; folder for indexes)."""
     folder, bucket = tmp_path_factory.mktemp("shards"), ObjectStore.__new__(ObjectStore)
     bucket._scheme, bucket._versions, bucket._store = "s3", {}, MemoryStore()
-    stores._STORES["s3", "shards"] = bucket
+    object_store._STORES["s3", "shards"] = bucket
     number = 0
     for source, size in SIZES.items():
         members = []
@@ -133,7 +133,7 @@ def shards(tmp_path_factory) -> Iterator[tuple[Path, Path]]:
                 path = write_tar(folder / f"{source}-{at}.tar", part)
                 bucket.put(Url.parse(f"s3://shards/{path.name}"), path.read_bytes())
     yield folder, tmp_path_factory.mktemp("indexes")
-    del stores._STORES["s3", "shards"]
+    del object_store._STORES["s3", "shards"]
 
 
 def colour_of(key: str) -> int:

@@ -11,7 +11,7 @@ from data.demo.make import ensure_demo, make_demo, make_text_demo
 from data.demo.samples import load_scans
 from data.errors import DataError
 from data.index.catalogue import open_index
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from data.pipeline import Batching, Reader, ShardDataset, StepLoader
 from data.text.tokens import build_tokenizer
 from mimo_train.cli import main

@@ -6,7 +6,7 @@ import pytest
 
 from data.errors import DataError, NotDownloaded
 from data.index.catalogue import open_index
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from tests.tars import write_tar

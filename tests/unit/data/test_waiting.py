@@ -10,7 +10,7 @@ import pytest
 
 import data.threads
 from data.pipeline import Batching, Reader, ShardDataset, StepLoader, WaitGivenUp
-from data.storage import stores
+from data.storage import object_store
 from data.text.tokens import build_tokenizer
 from data.threads import ReadingThreads, Wait, never, still_reading
 from tests.hang import HANG_SECONDS
@@ -28,7 +28,7 @@ def soon(monkeypatch):
 
 
 def test_a_server_that_stands_still_is_given_up_and_nobody_waits_for_the_threads(small, monkeypatch):
-    monkeypatch.setattr(stores, "IO", stores.IoThread(patience=HANG_SECONDS))
+    monkeypatch.setattr(object_store, "IO", object_store.IoThread(patience=HANG_SECONDS))
     names = ("a-000000.tar", "a-000001.tar")
     media = (images(),)
     with serving({name: (small / name).read_bytes() for name in names}) as server:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from data.storage.stores import store_of
+from data.storage.object_store import store_of
 from data.storage.url import Url
 from mimo_train.config.errors import UserError
 from mimo_train.launch import run_lock
@@ -42,7 +42,7 @@ def holds(root: Url) -> subprocess.Popen:
 
 
 def holder(root: Url) -> dict:
-    from data.storage.stores import read_range
+    from data.storage.object_store import read_range
 
     return json.loads(bytes(read_range(root / "lock", 0, 4096)))
 

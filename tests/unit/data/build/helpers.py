@@ -11,7 +11,7 @@ from data.build.build import Settings, build_shards
 from data.build.find import find_source
 from data.build.samples import Columns
 from data.index.catalogue import open_index
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from data.samples.verify import check_sample
 from data.storage.reader import ShardReader
 from tests.unit.data.helpers import encode_image

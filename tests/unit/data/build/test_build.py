@@ -13,7 +13,7 @@ import webdataset
 from data.build.build import Settings
 from data.build.samples import Columns
 from data.errors import DataError
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.build.helpers import (

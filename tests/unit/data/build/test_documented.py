@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from data.index.catalogue import open_index
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from mimo_train.cli import main
 from tests.indexed import texts, write_indexed
 from tests.tars import write_tar

@@ -12,7 +12,7 @@ import pytest
 from data.build.build import Settings
 from data.errors import DataError
 from data.index.catalogue import open_index
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from data.storage.files import pread_all
 from tests.tars import write_tar
 from tests.unit.data.build.helpers import (

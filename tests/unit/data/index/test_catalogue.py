@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from data.errors import DataError, ShardError
-from data.index import index_file
 from data.index.catalogue import open_catalogue, open_index
-from data.index.folder_file import FolderFile, catalogue_path
-from data.index.index_file import Part, load_file, write_file
+from data.index.find_shards import find_shards
+from data.index.index_file import FolderFile, Part, catalogue_path, load_file, write_file
 from data.index.indexing import build_index
 from data.index.shard_index import MEMBER, SAMPLE, pack_keys
-from data.index.shards import find_shards
 from data.storage.files import ShardVersion
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image
@@ -113,8 +111,7 @@ def test_after_a_kill_the_rest_is_built_and_the_file_is_that_of_one_go(folder, b
     with monkeypatch.context() as patch:
         patch.setattr("data.index.indexing.build_index", stopped)
         if is_killed:
-            patch.setattr("data.index.folder_file.SAVE_SECONDS", 0.0)
-            patch.setattr("data.index.folder_file.SAVE_SHARE", 1e9)
+            patch.setattr("data.index.index_file.SAVE_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             open_catalogue(shards)
     monkeypatch.undo()
@@ -165,31 +162,6 @@ def test_a_damaged_shard_leaves_the_others_in_the_file(folder, built):
     assert not [*folder.glob("*.lock")]
 
 
-def test_a_part_of_a_large_file_is_compared_when_it_is_used(folder, monkeypatch):
-    shards = find_shards(folder)
-    keys = open_catalogue(shards).index(3).key(1)
-    monkeypatch.setattr(index_file, "CHECKED_AT_ONCE", 0)
-    path = catalogue_path(shards[0])
-    content, at = bytearray(path.read_bytes()), int(load_file(path, "index").table["at"][3])
-    content[at + 20] ^= 1
-    path.write_bytes(content)
-    catalogue = open_catalogue(shards)
-    assert catalogue.index(2).key(0) == "20" and len(catalogue.rows(np.array([1]), np.array([0])).samples) == 1
-    for use in (lambda: catalogue.index(3), lambda: catalogue.rows(np.array([0, 3]), np.array([0, 0]))):
-        with pytest.raises(DataError, match=r"index is damaged where it has .*s-3\.tar.*start again"):
-            use()
-    assert open_catalogue(shards).index(3).key(1) == keys
-    path.write_bytes(content)
-    catalogue = open_catalogue(shards)
-
-    def denied(path, missing_ok=False):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr("pathlib.Path.unlink", denied)
-    with pytest.raises(DataError, match=r"s-3\.tar.*cannot be removed.*data\.cache_dir"):
-        catalogue.index(3)
-
-
 def test_a_user_without_a_home_folder_is_told_the_key(folder, monkeypatch):
     def nobody(number):
         raise KeyError(number)
@@ -219,7 +191,7 @@ def test_ten_thousand_shards_take_little_memory_of_their_own(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 12e6
     finally:
         tracemalloc.stop()
-    assert len(found.row_of) == 10_000 and found.is_part_intact(9_999) and found.version(5) == version
+    assert len(found.row_of) == 10_000 and found.is_intact(9_999) and found.version(5) == version
 
 
 def test_a_shard_of_large_numbers_is_told_as_it_is(tmp_path):
@@ -242,37 +214,6 @@ def test_a_start_looks_at_each_shard_once(folder, monkeypatch):
     assert catalogue.counts.tolist() == [1, 2, 3, 4, 5]
 
 
-def test_parts_are_compared_one_by_one_only_where_all_together_differ(folder, monkeypatch):
-    shards = find_shards(folder)
-    open_catalogue(shards)
-    path, compared = catalogue_path(shards[0]), []
-    one_by_one = index_file.IndexFile.is_part_intact
-    monkeypatch.setattr(
-        index_file.IndexFile, "is_part_intact", lambda own, at: compared.append(at) or one_by_one(own, at)
-    )
-    open_catalogue(shards)
-    assert not compared
-    content, at = bytearray(path.read_bytes()), int(load_file(path, "index").table["at"][3])
-    content[at + 20] ^= 1
-    path.write_bytes(content)
-    assert open_catalogue(shards).index(3).key(1) == "31"
-    assert {0, 1, 2, 3, 4} <= set(compared)
-
-
-def test_a_folder_with_what_is_no_file_names_it(tmp_path):
-    write_tar(tmp_path / "a.tar", [("a.txt", b"x")])
-    (tmp_path / "b.tar").symlink_to(tmp_path / "a.tar")
-    assert [place.name for place in find_shards(tmp_path)] == ["a.tar", "b.tar"]
-    os.mkfifo(tmp_path / "c.tar")
-    with pytest.raises(ShardError, match=r"c\.tar: is a FIFO"):
-        find_shards(tmp_path)
-    for target in ("gone.tar", "c.tar"):  # nowhere, and in a circle
-        (tmp_path / "c.tar").unlink()
-        (tmp_path / "c.tar").symlink_to(tmp_path / target)
-        with pytest.raises(DataError, match=r"c\.tar: cannot look at it"):
-            find_shards(tmp_path)
-
-
 @pytest.mark.parametrize("lost", [2, 3])
 def test_an_index_that_others_write_over_is_there_as_soon_as_one_attempt_succeeds(folder, built, monkeypatch, lost):
     """Each loses what was written before, as where files cannot be locked; the third attempt is the last."""
@@ -283,7 +224,7 @@ def test_an_index_that_others_write_over_is_there_as_soon_as_one_attempt_succeed
         if len(writes) > lost:
             write_file(path, *arguments)
 
-    monkeypatch.setattr("data.index.folder_file.write_file", write)
+    monkeypatch.setattr("data.index.index_file.write_file", write)
     if lost == 3:
         with pytest.raises(DataError, match="other processes write this index too"):
             open_catalogue(shards)

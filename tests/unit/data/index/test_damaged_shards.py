@@ -9,10 +9,10 @@ import tarfile
 import pytest
 
 from data.errors import DataError, ReadError, ShardError
-from data.index.catalogue import open_index
-from data.index.folder_file import catalogue_path
+from data.index.catalogue import open_catalogue, open_index
+from data.index.find_shards import find_shards
+from data.index.index_file import catalogue_path
 from data.index.indexing import build_index
-from data.index.shards import find_shards
 from data.storage import files
 from data.storage.files import ShardVersion
 from data.storage.reader import ShardReader
@@ -94,15 +94,12 @@ def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):
     (folder / "c.tar").mkdir()
     for name, kind in (("b.tar", "a FIFO"), ("c.tar", "a folder")):
         with pytest.raises(ShardError, match=rf"{name}: is {kind}, not a file"):
-            find_shards(f"{folder}/{name}*")
-        with pytest.raises(ShardError, match=rf"{name}: is {kind}, not a file"):
-            open_index(folder / name)
+            open_catalogue(find_shards(f"{folder}/{name}*"))
         with pytest.raises(ShardError, match=rf"{name}: is {kind}, not a file"):
             ShardReader().read(folder / name, 0, 1, "txt")
-    with pytest.raises(ShardError, match=r"b\.tar: is a FIFO"):
-        find_shards(folder)
-    with pytest.raises(ShardError, match="is a device"):
-        find_shards("/dev/null")
+    (folder / "d.tar").symlink_to(folder / "gone.tar")
+    with pytest.raises(DataError, match=r"d\.tar: cannot look at it"):
+        open_index(folder / "d.tar")
     os.mkfifo(catalogue_path(folder / "a.tar"))  # in the place of an index: it is built again
     assert open_index(folder / "a.tar").key(0) == "a" and catalogue_path(folder / "a.tar").is_file()
 

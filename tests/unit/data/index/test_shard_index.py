@@ -1,7 +1,6 @@
 import gzip
 import io
 import os
-import threading
 import wave
 
 import numpy as np
@@ -10,9 +9,9 @@ import webdataset
 
 from data.errors import DataError, ShardError
 from data.index.catalogue import open_index
-from data.index.folder_file import catalogue_path
+from data.index.find_shards import find_shards
+from data.index.index_file import catalogue_path
 from data.index.indexing import build_index
-from data.index.shards import find_shards
 from tests.disk_faults import disk_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import encode_image
@@ -108,7 +107,7 @@ def test_compressed_shards_beside_tars_are_never_left_out(shard, tmp_path):
     assert [*find_shards(str(shard.parent))] == [shard]  # which is what the other holds
     for name in ("y.tar.gz", "z.TGZ"):
         (tmp_path / name).write_bytes(gzip.compress(shard.read_bytes()))
-    with pytest.raises(ShardError, match=r"2 compressed tars, such as y\.tar\.gz, next to 1 shard would be left out"):
+    with pytest.raises(ShardError, match=r"2 compressed tars, such as y\.tar\.gz, would be left out"):
         find_shards(str(shard.parent))
     assert [*find_shards(str(shard.parent / "*.tar"))] == [shard]
 
@@ -168,24 +167,13 @@ def test_an_index_is_for_every_reader_of_the_shards(shard):
 
 def test_a_cache_that_cannot_be_written_is_named_with_its_key(shard, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(DataError, match=r"cannot write the index .*file.*set data\.cache_dir"):
+    with pytest.raises(DataError, match=r"cannot write the index .*file.*Set data\.cache_dir"):
         open_index(shard, tmp_path / "file" / "cache")
     full = tmp_path / "full"
     full.mkdir()
-    with disk_of("4k", full), pytest.raises(DataError, match=r"No space left .*: free space there, or set data\.cache"):
+    with disk_of("4k", full), pytest.raises(DataError, match=r"No space left .*Set data\.cache_dir .* free space"):
         (full / "file").write_bytes(bytes(4096))
         open_index(shard, full)
-
-
-def test_building_at_once_leaves_one_whole_index(shard):
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(open_index(shard).members(0))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8 and all(result == results[0] for result in results)
-    assert sorted(os.listdir(shard.parent)) == ["shards.mimo-catalogue", "x-000000.tar"]
 
 
 def test_samples_without_a_usable_record_are_bad(tmp_path):
@@ -211,6 +199,13 @@ def test_images_without_a_header_and_audio_are_measured(tmp_path):
     assert (broken.frames, broken.rate) == (0, 0)
 
 
+def test_media_keep_the_order_of_the_tar(tmp_path):
+    members = [("a.right.jpg", encode_image(8, 9)), ("a.left.jpg", encode_image(10, 11)), ("a.json", TEXT)]
+    index = build_index(write_tar(tmp_path / "s.tar", members))
+    assert [member.extension for member in index.members(0)] == ["right.jpg", "left.jpg", "json"]
+    assert [member.height for member in index.members(0)] == [8, 10, 0] and index.record(0) == 2
+
+
 def test_find_shards(tmp_path, monkeypatch):
     for number in range(3):
         write_tar(tmp_path / f"x-{number:06d}.tar", [("k.txt", b"x")])
@@ -229,13 +224,10 @@ def test_find_shards(tmp_path, monkeypatch):
         ("nowhere", "nowhere"),
         ("y-*.tar", "y-"),
         ("x-{000002..000003}.tar", "x-000003.tar"),
-        ("x-{3..1}.tar", "backwards"),
-    ]
-    + [
         ("", "empty"),
         ("empty", "no \\*.tar"),
         ("x-{000000.tar", "x-"),
-        ("x-{1}", "range"),
+        ("x-{1}", "no such file"),
     ],
 )
 def test_find_shards_names_the_key_and_what_was_sought(tmp_path, monkeypatch, pattern, named):

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from data.errors import DataError
-from data.index.shards import find_shards
+from data.index.find_shards import find_shards
 from data.storage import files
+from data.storage.object_store import read_range, store_of
 from data.storage.reader import WholeObject
-from data.storage.stores import read_range, store_of
 from data.storage.url import Url
 from tests.http_server import serving
 from tests.object_storage import environment
