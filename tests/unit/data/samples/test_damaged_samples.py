@@ -277,4 +277,4 @@ def test_a_fifo_among_the_shards_keeps_no_command_waiting(tmp_path, capsys):
         ["check", "gpt_tiny", *here],
     ):
         assert main(arguments) == 1
-        assert "b.tar: is a FIFO, not a file: a shard is a tar file" in capsys.readouterr().err
+        assert "b.tar: is a FIFO, not a file: a shard is a tar file" in "".join(capsys.readouterr())
