@@ -39,7 +39,7 @@ def measure(cfg: Any, rounds: int, sides: range) -> None:
     from megatron.core.utils import unwrap_model
 
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(cfg)
     parts = build_parts(run, *start_processes(run.cfg))

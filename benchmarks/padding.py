@@ -78,7 +78,7 @@ def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
     from mimo_train.parallel.device import to_device
     from mimo_train.training.data_setup import count_texts
     from mimo_train.training.step.batches import open_loader
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(cfgs[0])
     kind, device = start_processes(run.cfg)
@@ -136,7 +136,7 @@ def cut(batch: dict[str, Any], length: int) -> dict[str, Any]:
 def forward_backward(model: Any, batch: dict[str, Any]) -> None:
     """One microbatch, its loss summed over tokens."""
     from mimo_train.models.documents import documents_of
-    from mimo_train.training.step.mimo_step import MODEL_INPUTS
+    from mimo_train.training.step.forward_step import MODEL_INPUTS
 
     inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch}
     if "modality_inputs" in inputs:

@@ -55,7 +55,7 @@ def read_model(cfg) -> dict[str, float]:
     from mimo_train.hf.load import load_pretrained
     from mimo_train.layout.run import resolve
     from mimo_train.models.parameters import global_names
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(cfg)
     parts = build_parts(run, *start_processes(cfg), undrawn=parts_there(cfg))

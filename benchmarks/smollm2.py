@@ -151,7 +151,7 @@ class _Ours:
         from mimo_train.evaluation.generation.prompts import Prompts
         from mimo_train.evaluation.generation.source import open_source
         from mimo_train.layout.run import resolve
-        from mimo_train.training.step.startup import build_parts, start_processes
+        from mimo_train.training.step.pipeline import build_parts, start_processes
 
         source = open_source(run)
         resolved = resolve(source.cfg)

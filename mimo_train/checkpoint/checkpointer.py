@@ -37,8 +37,7 @@ from mimo_train.config.compose import to_dict
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.run import Run
-from mimo_train.models.initial_weights import load_start_weights
-from mimo_train.models.parameters import gathered
+from mimo_train.models.parameters import gathered, load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.collectives import agreed

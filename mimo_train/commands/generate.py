@@ -13,7 +13,7 @@ from mimo_train.evaluation.generation.options import Sampling
 if TYPE_CHECKING:
     from mimo_train.evaluation.generation.answers import Answer, Chat
     from mimo_train.evaluation.generation.source import Source
-    from mimo_train.training.step.startup import Parts
+    from mimo_train.training.step.pipeline import Parts
 
 KINDS = ("image", "video", "audio")
 """Kinds of media, which are options and commands of a conversation."""
@@ -189,7 +189,7 @@ def _parts_of_conversation(media: list[tuple[str, Path]], chat: bool, system: st
 
 def _build(source: "Source") -> "Parts":
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(source.cfg)
     return build_parts(run, *start_processes(run.cfg), undrawn=source.undrawn)

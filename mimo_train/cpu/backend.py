@@ -1,8 +1,8 @@
 """The CPU backend runs unmodified Megatron-Core 0.19.2 in CPU processes over gloo.
 
 Megatron-Core names CUDA devices, streams and the NCCL backend in its code (schedules.py:749, mimo/optimizer.py:65,
-clip_grads.py:174, bridge_communicator.py:199, ...). `StandIn` implements those calls on the CPU. Other CUDA calls raise
-`MissingStandIn` with their name and caller.
+clip_grads.py:174, bridge_communicator.py:199, ...). `CpuBackend` implements those calls on the CPU. Other CUDA calls
+raise `UnsupportedCudaCall` with their name and caller.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from torch.utils._device import _device_constructors
 CPU = torch.device("cpu")
 
 
-class MissingStandIn(RuntimeError):
+class UnsupportedCudaCall(RuntimeError):
     """A CPU run called a torch.cuda function that the CPU backend does not implement."""
 
 
-class StandIn:
+class CpuBackend:
     """All replacements in one place; made once per process, before Megatron-Core is used."""
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ def _missing(name: str) -> Callable[..., NoReturn]:
     @functools.wraps(getattr(torch.cuda, name))
     def call(*args: object, **kwargs: object) -> NoReturn:
         caller = sys._getframe(1)
-        raise MissingStandIn(
+        raise UnsupportedCudaCall(
             f"torch.cuda.{name} was called on a CPU run by {caller.f_code.co_filename}:{caller.f_lineno}; "
             "mimo_train/cpu/backend.py has no stand-in for it"
         )

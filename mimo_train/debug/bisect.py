@@ -20,7 +20,7 @@ from mimo_train.debug.nan_findings import are_finite, bad_gradients, bad_losses
 from mimo_train.models.parameters import layers_of, modules_of
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.pipeline import Pipeline
 
 FORWARD, LOSS, BACKWARD = "forward", "loss function", "backward"
 """Where a non-finite value can originate, in the order of a microbatch."""

@@ -18,7 +18,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.parameters import global_names, modules_of
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.pipeline import Pipeline
 
 NAMES = 3
 """Most parameter names in a message, for a module and rank."""

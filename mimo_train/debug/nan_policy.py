@@ -22,7 +22,7 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.pipeline import Pipeline
 from mimo_train.training.step.state import GlobalState, StepResult
 
 MOST_IN_A_ROW = 10

@@ -14,10 +14,10 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.models.parameters import modules_of
-from mimo_train.training.step import gpt_step, mimo_step
+from mimo_train.training.step import forward_step
 from mimo_train.training.step.forward_step import ForwardStepCallable, record_losses
 from mimo_train.training.step.losses import StepLosses
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.pipeline import Pipeline
 
 TOTAL = "loss"
 """Name of the loss that training minimises; a loss of the caller with this name replaces it."""
@@ -25,7 +25,7 @@ TOTAL = "loss"
 
 def is_default_step(step_func: ForwardStepCallable) -> bool:
     """True if the loss of `step_func`, as the schedule calls it, is the cross entropy of the learned tokens."""
-    return getattr(step_func, "func", step_func) in (gpt_step.forward_step, mimo_step.forward_step)
+    return getattr(step_func, "func", step_func) in (forward_step.gpt_forward_step, forward_step.mimo_forward_step)
 
 
 def writes_text(pipeline: Pipeline) -> bool:

@@ -23,7 +23,7 @@ from mimo_train.hf.joined import llava
 from mimo_train.hf.llava_limits import NoLlava
 from mimo_train.hf.peft import write_adapters
 from mimo_train.layout.run import resolve
-from mimo_train.training.step.startup import build_parts, start_processes
+from mimo_train.training.step.pipeline import build_parts, start_processes
 
 BASE = "base"
 """Folder next to the adapters with their base model, if no existing directory has it."""

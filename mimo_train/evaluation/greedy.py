@@ -22,8 +22,8 @@ from mimo_train.models.documents import documents_of
 from mimo_train.models.language_model import choose_logits, spread
 from mimo_train.parallel.context import gather_sequence, own_part
 from mimo_train.training.step.batches import WANTED, StepIterator
-from mimo_train.training.step.mimo_step import LEARNED, MODEL_INPUTS
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.forward_step import LEARNED, MODEL_INPUTS
+from mimo_train.training.step.pipeline import Pipeline
 
 
 class PredictStep:

@@ -28,7 +28,7 @@ from mimo_train.training.step.bad_samples import BadSampleReport
 from mimo_train.training.step.batches import StepIterator, open_loader
 from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.forward_step import ForwardStepCallable
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.pipeline import Pipeline
 
 _logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from mimo_train.config.parts import is_adapter
 from mimo_train.hf.directory import write_config, write_json
 from mimo_train.hf.documents import Document, Whole, Written, grown
 from mimo_train.hf.tensors import Planned, write_tensors
-from mimo_train.models.lora.adapters import adapted_layers
+from mimo_train.models.lora import adapted_layers
 from mimo_train.models.parameters import modules_of
 from mimo_train.models.transformer_config import DTYPES
 

@@ -15,7 +15,7 @@ from mimo_train.hf.fill import Cut, Reader
 from mimo_train.hf.matching import require_no_others
 from mimo_train.hf.parts import pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.models.lora.adapters import load_adapters, start_magnitudes
+from mimo_train.models.lora import load_adapters, start_magnitudes
 from mimo_train.models.parameters import global_names, modules_of
 from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.groups import RunGroups

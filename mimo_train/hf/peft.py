@@ -30,7 +30,7 @@ from mimo_train.config.pretrained.adapter import (
 )
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.layout.adapters import WHOLE, Linear
-from mimo_train.models.lora.linear import FusedRows
+from mimo_train.models.lora import FusedRows
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,16 @@ from mimo_train.cpu.grad_accumulation import InPlaceGradients
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
 from mimo_train.layout.ranks import RunLayout
-from mimo_train.models.dense_layer import compile_layers, require_compiler
-from mimo_train.models.encoder_module import EncoderModule
+from mimo_train.models.dense_layer import compile_layers
+from mimo_train.models.encoder_module import EncoderModule, Projector
 from mimo_train.models.fp8 import require_fp8
 from mimo_train.models.freeze import freeze, let_biases_learn, let_recomputed_layers_learn
 from mimo_train.models.heads import ModelHook
-from mimo_train.models.initial_weights import own_parts
 from mimo_train.models.language_model import SeededGPTModel
 from mimo_train.models.layers import language_layers, layer_spec, norm_class, projector_submodules
-from mimo_train.models.lora.adapters import freeze_base, start_magnitudes
+from mimo_train.models.lora import freeze_base, start_magnitudes
 from mimo_train.models.mimo import PlacedMimoModel
-from mimo_train.models.parameters import modules_of
-from mimo_train.models.projector import Projector
+from mimo_train.models.parameters import drawn_in_parts, modules_of
 from mimo_train.models.transformer_config import encoder_config, language_config, projector_config, resampler_config
 from mimo_train.parallel.groups import RunGroups
 
@@ -70,12 +68,11 @@ def build_model(
         wrapped GPT models.
 
     Raises:
-        UserError: fp8 or compiled layers are not possible here.
+        UserError: fp8 or compiled layers are not possible with these layers.
     """
     require_fp8(cfg, te)
-    require_compiler(cfg, device.type)
     language_specs = _language_specs(cfg, layout, groups, vocab_size, te, (LANGUAGE, "llm") not in undrawn)
-    with warnings.catch_warnings(), own_parts():
+    with warnings.catch_warnings(), drawn_in_parts():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
         if not cfg.encoders:
             chunks = [spec.module(**spec.params).to(device) for spec in language_specs]

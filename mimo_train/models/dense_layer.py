@@ -11,10 +11,7 @@ Shape suffixes: S sequence, B batch, H hidden size, G key heads, E queries of a 
 query heads, D head dimension.
 """
 
-import logging
-import math
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -223,35 +220,11 @@ def _does_nothing_else(config: TransformerConfig) -> bool:
     )
 
 
-_logger = logging.getLogger(__name__)
-
 BACKEND = "inductor"
 """Backend of torch.compile."""
 
-MANY = 16
-"""Graphs of a module that cause a warning: it has two functions, trained or not, of one row or several."""
-
 MOST = 256
 """Graphs of one function of all modules after which torch ends the run; 8 by default."""
-
-
-def require_compiler(cfg: ConfigContainer, kind: str) -> None:
-    """Reject a config whose compilation would fail in the first step. Raise UserError if layers are to be compiled, and
-    the device's compiler is not installed."""
-    if not compiled_modules(cfg) or BACKEND != "inductor":
-        return
-    why = "torch.compile needs triton, which is not installed" if not find_spec("triton") else ""
-    if kind == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-            why = ""
-        except (InvalidCxxCompiler, FileNotFoundError):
-            why = "torch.compile needs a C++ compiler, such as g++, on a CPU"
-    if why:
-        raise UserError(f"train.compile: is layers, and {why}: install it, or set train.compile=none")
 
 
 def compile_layers(chunks: Iterable[torch.nn.Module], cfg: ConfigContainer, name: str, kind: str) -> None:
@@ -266,7 +239,6 @@ def compile_layers(chunks: Iterable[torch.nn.Module], cfg: ConfigContainer, name
     if name not in compiled_modules(cfg):
         return
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST
-    compiler = _Compiler(f"modules.{name}", eager=kind == "cpu")
     layers: list[Any] = [part for chunk in chunks for part in chunk.modules() if hasattr(part, "_dense")]
     for layer in layers:
         if layer._dense is None:
@@ -274,39 +246,20 @@ def compile_layers(chunks: Iterable[torch.nn.Module], cfg: ConfigContainer, name
                 f"modules.{name}.compile: is layers, and its layers are not torch's in plain calls (they have "
                 f"{type(layer.self_attention.linear_qkv).__name__}): set it to none"
             )
-        layer._dense.compile(compiler)
+        layer._dense.compile(_compiled_on_cpu if kind == "cpu" else _compiled)
 
 
-class _Compiler:
-    """Compiles functions of the layers of one module, and counts the graphs (`graphs`)."""
+def _compiled(function: Callable) -> Callable:
+    # Texts and images have any length: sizes are symbolic from the start, so one graph serves all of them.
+    return torch.compile(function, dynamic=True, fullgraph=True, backend=BACKEND)
 
-    def __init__(self, key: str, *, eager: bool):
-        """`key` is the module's config key; `eager` is true if all other compiled code runs eagerly, see
-        `cpu.backend`."""
-        self._key, self._eager, self.graphs = key, eager, 0
 
-    def __call__(self, function: Callable) -> Callable:
-        # Texts and images have any length: sizes are symbolic from the start, so one graph serves all of them.
-        compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=self._backend)
-        if not self._eager:
-            return compiled
+def _compiled_on_cpu(function: Callable) -> Callable:
+    """Compile a function in a process whose other compiled code runs eagerly, see `cpu.backend`."""
+    compiled = _compiled(function)
 
-        def call(*tensors: torch.Tensor) -> Any:
-            with torch.compiler.set_stance("default"):
-                return compiled(*tensors)
+    def call(*tensors: torch.Tensor) -> Any:
+        with torch.compiler.set_stance("default"):
+            return compiled(*tensors)
 
-        return call
-
-    def _backend(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        from torch._dynamo.backends.registry import lookup_backend
-
-        self.graphs += 1
-        if self.graphs >= MANY and math.log2(self.graphs).is_integer():
-            _logger.warning(
-                "%s: its layers were compiled %d times, for inputs of different shapes or dtypes, and steps wait for "
-                "it. Set %s.compile=none if this continues",
-                self._key,
-                self.graphs,
-                self._key,
-            )
-        return lookup_backend(BACKEND)(graph, inputs)
+    return call

@@ -115,6 +115,7 @@ class RouterLosses:
     Attributes:
         active: True if there is such a loss; otherwise nothing else is used.
         numbers: number of values of this class in the step's message.
+        microbatches: number of microbatches of the step; set by the pipeline.
         learned_share: tokens that count / positions, of the step, 0-d; set by the data iterator.
     """
 
@@ -127,7 +128,7 @@ class RouterLosses:
         """
         kind = config.moe_router_load_balancing_type
         self.learned_share = torch.ones((), device=device)
-        self._config, self._per_layer, self._device, self._microbatches = config, per_layer, device, 1
+        self._config, self._per_layer, self._device, self.microbatches = config, per_layer, device, 1
         # Each data-parallel rank has a part of one balancing loss, or its own loss.
         self._parts = layout.dp if kind == "global_aux_loss" else 1
         self._tracked: list[_Tracked] = []
@@ -146,15 +147,9 @@ class RouterLosses:
         if self.active:
             config.moe_grad_scale_func = self._scale
 
-    def begin(self, num_microbatches: int) -> None:
-        """Start a step of `num_microbatches` microbatches."""
-        self._microbatches = num_microbatches
-
     def reduced(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the unweighted losses of the last step on every rank: means over microbatches, 0-d float64 on the
-        device.
-
-        Empty if there are no such losses.
+        device; empty if there are no such losses.
 
         Args:
             total: [numbers], sum over ranks of the results of `local_sums`.
@@ -166,7 +161,7 @@ class RouterLosses:
         """
         values: dict[str, torch.Tensor] = {}
         for tracked, layers in zip(self._tracked, total.chunk(len(self._tracked)), strict=True):
-            layers = layers[self._layers] / (tracked.copies * self._microbatches)
+            layers = layers[self._layers] / (tracked.copies * self.microbatches)
             values[tracked.name] = layers.mean()
             if self._per_layer:
                 of_layers = zip(self._layers, layers, strict=True)

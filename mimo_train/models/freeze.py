@@ -10,11 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import unwrap_model
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import PARTS
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.layout.ranks import RunLayout
 from mimo_train.models.parameters import global_names
+from mimo_train.parallel.bridge.shapes import Needs, StepShapes
+from mimo_train.parallel.groups import RunGroups
 
 
 def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup) -> None:
@@ -50,6 +56,92 @@ def release_steps(
     return steps
 
 
+class FreezeStages:
+    """Freezes parameters until their step (`modules.NAME.freeze_until`). Until then they require no gradient, and the
+    optimizer does not change them. The learning rate follows the run's steps: a part that is released late starts at
+    the rate of that step, without its own warm-up."""
+
+    def __init__(
+        self,
+        cfg: ConfigContainer,
+        releases: dict[torch.nn.Parameter, int],
+        release: Callable[[int], None],
+        shapes: StepShapes | None = None,
+        needs: "GradientNeeds | None" = None,
+    ):
+        """Freeze the parameters that the first step does not train. `apply` releases them, also in a resumed run.
+
+        Args:
+            releases: see `release_steps`.
+            release: called with a step of `freeze_until` when it is reached; `ModuleOptimizer.release`.
+            shapes: gets the gradient `needs` of every step.
+        """
+        self._release, self._shapes, self._needs = release, shapes, needs
+        self._steps = sorted({step for module in cfg.modules.values() for step in module.freeze_until.values()} - {0})
+        self._waiting: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter, step in releases.items():
+            parameter.requires_grad_(False)
+            self._waiting.setdefault(step, []).append(parameter)
+
+    def apply(self, step: int) -> None:
+        """Release the parameters that are trained from `step` on. Called at the start of every step, after loading.
+        `step` counts those of earlier jobs too."""
+        while self._steps and self._steps[0] <= step:
+            released = self._steps.pop(0)
+            for parameter in self._waiting.pop(released, []):
+                parameter.requires_grad_(True)
+            self._release(released)
+        if self._shapes is not None and self._needs is not None:
+            self._shapes.needs = self._needs.at(step)
+
+
+class GradientNeeds:
+    """The step from which each stage of each source module needs gradients; the same on every rank."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        modules: dict[str, list[MegatronModule]],
+        releases: dict[torch.nn.Parameter, int],
+        groups: RunGroups,
+    ):
+        """Find the needs of all stages. Collective over all ranks, before `FreezeStages` freezes anything.
+
+        Args:
+            modules: the chunks of the modules of this rank.
+            releases: the step from which a parameter is trained, if it is frozen at first.
+        """
+        local: dict[tuple[str, int, bool], int] = {}
+        sources = {edge.source for edge in layout.edges}
+        for name, chunks in modules.items():
+            for chunk in chunks if name in sources else ():
+                for parameter_name, parameter in unwrap_model(chunk).named_parameters():
+                    if parameter.requires_grad:
+                        place = name, groups.collections[name].pp.rank(), parameter_name.startswith("encoders.")
+                        step = releases.get(parameter, 0)
+                        local[place] = min(step, local.get(place, step))
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, local)
+        self._first_steps: dict[tuple[str, int, bool], int] = {}
+        for first_steps in everyone:
+            for place, step in first_steps.items():
+                self._first_steps[place] = min(step, self._first_steps.get(place, step))
+        self._stages = {name: layout.modules[name].pp for name in layout.modules if name in sources}
+
+    def at(self, step: int) -> dict[str, Needs]:
+        """Return the gradient needs of each source after `step` steps."""
+        trained = {place for place, first in self._first_steps.items() if first <= step}
+        return {
+            name: Needs(
+                stages=tuple(
+                    any((name, before, True) in trained for before in range(stage + 1)) for stage in range(stages)
+                ),
+                features=any(place[0] == name for place in trained),
+            )
+            for name, stages in self._stages.items()
+        }
+
+
 def _require_learning_biases(
     chunks: list[torch.nn.Module], steps: dict[torch.nn.Parameter, int], key: str, stages: dist.ProcessGroup
 ) -> None:
@@ -70,10 +162,10 @@ def _require_learning_biases(
                 continue
             if trained_from(module.weight) > trained_from(bias):
                 wrong.append((names[id(module.weight)], names[id(bias)]))
-    for weight, beside in chain(*_of_all_stages(wrong, stages)):
+    for weight, bias in chain(*_of_all_stages(wrong, stages)):
         raise UserError(
-            f"{key}: {weight} is frozen for longer than {beside}, to which Transformer Engine gives a gradient "
-            f"only together with it: freeze {beside} for as long, or leave {weight} out"
+            f"{key}: {weight} is frozen for longer than {bias}, to which Transformer Engine gives a gradient "
+            f"only together with it: freeze {bias} for as long, or leave {weight} out"
         )
 
 
@@ -120,11 +212,11 @@ def _biased(
     return product(weight=weight, bias=None, **options) + bias
 
 
-def _of_all_stages[Found](found: Found, stages: dist.ProcessGroup) -> list[Found]:
+def _of_all_stages[Value](value: Value, stages: dist.ProcessGroup) -> list[Value]:
     if stages.size() == 1:
-        return [found]
+        return [value]
     everyone: list[Any] = [None] * stages.size()
-    dist.all_gather_object(everyone, found, group=stages)
+    dist.all_gather_object(everyone, value, group=stages)
     return everyone
 
 

@@ -37,8 +37,7 @@ from mimo_train.models.dense_layer import DenseLayer
 from mimo_train.models.documents import attention_inside_documents
 from mimo_train.models.experts import expert_layer
 from mimo_train.models.fp8 import prepare_layer
-from mimo_train.models.lora.adapters import add_adapters
-from mimo_train.models.lora.linear import linear_classes
+from mimo_train.models.lora import add_adapters, linear_classes
 from mimo_train.models.norms import NormedAdd, ScaledAdd, TorchNorm
 from mimo_train.models.parameters import seed_for
 from mimo_train.models.rotary import RotaryAttention

@@ -19,8 +19,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.layout.adapters import adapted_linears, layers_name
 from mimo_train.layout.ranks import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.models.documents import documents_of_media
-from mimo_train.models.initial_weights import draw_by
-from mimo_train.models.parameters import seed_for
+from mimo_train.models.parameters import draw_by, seed_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtype of weights and activations by `train.precision`."""

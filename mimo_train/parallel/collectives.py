@@ -1,8 +1,7 @@
-"""Collectives: record each one, skip those of single-rank groups, and agree on errors.
+"""Collectives: record each one, and agree on errors.
 
 torch 2.11 has its own recorder of messages, but without point-to-point messages for gloo, and its file is a pickle.
-`Work` takes no attributes, so works are identified by `id`. Megatron-Core 0.19.2 also reduces over groups of one rank,
-12 times in a step of the demo with one process.
+`Work` takes no attributes, so works are identified by `id`.
 """
 
 from collections.abc import Callable, Iterator
@@ -89,10 +88,10 @@ def _waited(original: Callable) -> Callable:
     messages, recorder = _messages, RECORDER
 
     def wait(work: Any, *arguments: Any, **options: Any) -> Any:
-        known = messages.works.pop(id(work), None)
-        if known is None:
+        message = messages.works.pop(id(work), None)
+        if message is None:
             return original(work, *arguments, **options)
-        recorder.wait(*known)
+        recorder.wait(*message)
         try:
             return original(work, *arguments, **options)
         finally:
@@ -104,77 +103,18 @@ def _waited(original: Callable) -> Callable:
 def _bytes(arguments: tuple) -> int:
     first = arguments[0] if arguments else None
     if isinstance(first, list):
-        return sum(one.nbytes for one in first if isinstance(one, torch.Tensor))
+        return sum(tensor.nbytes for tensor in first if isinstance(tensor, torch.Tensor))
     return first.nbytes if isinstance(first, torch.Tensor) else 0
 
 
-_SAME_REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
-"""Reductions that return a single operand unchanged; `PREMUL_SUM` does not."""
-
-_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "barrier")
-"""Operations that write their result into their input tensors."""
-
-_INTO_FIRST = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter_tensor_coalesced",
-)
-"""Operations with outputs and inputs of equal sizes: one tensor each, or lists."""
-
-_has_single_rank: list[bool] = []
-
-
-class Done(dist.Work):
-    """The work of a completed operation."""
-
-    def wait(self, *_: Any, **__: Any) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-
-def return_at_once() -> None:
-    """Skip collectives on single-rank groups, in all process groups."""
-    if _has_single_rank:
-        return
-    _has_single_rank.append(True)
-    for name in (*_IN_PLACE, *_INTO_FIRST):
-        setattr(dist.ProcessGroup, name, _unless_alone(getattr(dist.ProcessGroup, name), copies=name in _INTO_FIRST))
-
-
-def _unless_alone(original: Callable, copies: bool) -> Callable:
-    def call(group: Any, *arguments: Any, **options: Any) -> Any:
-        if group.size() > 1 or not _is_same((*arguments, *options.values())):
-            return original(group, *arguments, **options)
-        if copies:
-            outputs, inputs = (each if isinstance(each, list) else [each] for each in arguments[:2])
-            for into, given in zip(outputs, inputs, strict=True):
-                if into.data_ptr() != given.data_ptr():
-                    into.copy_(given.view_as(into))
-        return Done()
-
-    return call
-
-
-def _is_same(arguments: tuple) -> bool:
-    """True if an operation with these options returns its input."""
-    operation = getattr(arguments[-1], "reduceOp", None) if arguments else None
-    # `in` would compare in the other direction: only the option's operation equals a member.
-    return operation is None or any(operation == same for same in _SAME_REDUCTIONS)
-
-
 @contextmanager
-def agreed(told: Any = None) -> Iterator[list[Any]]:
+def agreed(value: Any = None) -> Iterator[list[Any]]:
     """Run a block without collectives in which any rank may raise a UserError or DataError; then all ranks raise.
 
     Collective: one all-gather of objects. Other errors are bugs, and are raised at once.
 
     Args:
-        told: value that this rank sends with the same message.
+        value: value that this rank sends with the same message.
 
     Yields:
         A list that holds the values of all ranks after the block, in rank order.
@@ -183,24 +123,25 @@ def agreed(told: Any = None) -> Iterator[list[Any]]:
         UserError, DataError: a rank has raised one. The lowest such rank raises its own; the others raise a
             `PeersError` with its text.
     """
-    own: UserError | DataError | None = None
-    everyones: list[Any] = []
+    raised: UserError | DataError | None = None
+    values: list[Any] = []
     try:
-        yield everyones
+        yield values
     except (UserError, DataError) as error:
-        own = error
-    messages: list[tuple[tuple[str, str] | None, Any]] = [(None if own is None else (str(own), _kind(own)), told)]
+        raised = error
+    text = None
+    if raised is not None:
+        text = str(raised), raised.kind if isinstance(raised, PeersError) else type(raised).__name__
+    messages: list[tuple[tuple[str, str] | None, Any]] = [(text, value)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         messages *= dist.get_world_size()
         dist.all_gather_object(messages, messages[0])
-    everyones += [one for _, one in messages]
-    rank, first = next(((rank, text) for rank, (text, _) in enumerate(messages) if text is not None), (0, None))
-    if first is None:
+    values += [value for _, value in messages]
+    failed = [rank for rank, (text, _) in enumerate(messages) if text is not None]
+    if not failed:
         return
-    if own is not None and (len(messages) == 1 or rank == dist.get_rank()):
-        raise own
-    raise PeersError(*first) from own
-
-
-def _kind(error: UserError | DataError) -> str:
-    return error.kind if isinstance(error, PeersError) else type(error).__name__
+    if raised is not None and (len(messages) == 1 or failed[0] == dist.get_rank()):
+        raise raised
+    first, _ = messages[failed[0]]
+    assert first is not None
+    raise PeersError(*first) from raised

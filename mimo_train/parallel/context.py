@@ -24,7 +24,7 @@ def own_part(batch: dict[str, Any], cp_group: dist.ProcessGroup) -> dict[str, An
     return batch | get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=cp_group)
 
 
-def own_places(chosen_BS: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+def local_offsets(chosen_BS: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """Return the offsets in a context-parallel rank's part [B * C] where a mask is not 0: ascending int64 on the host.
     On the host their number is known without waiting for a device."""
     batch, length = chosen_BS.shape

@@ -19,9 +19,9 @@ import torch
 
 from data.text_format import plural
 from mimo_train.config.errors import UserError
-from mimo_train.cpu.backend import CPU, StandIn, keep_freed_memory
+from mimo_train.cpu.backend import CPU, CpuBackend, keep_freed_memory
 
-_stand_ins: list[StandIn] = []
+_cpu_backends: list[CpuBackend] = []
 """The process's CPU backend. It changes other modules for the whole process, so there is at most one."""
 
 
@@ -87,8 +87,8 @@ def install(kind: str, index: int = 0, *, cpu_kernels: bool = False) -> torch.de
     if kind == "cuda":
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
-    if not _stand_ins:
-        _stand_ins.append(StandIn())
+    if not _cpu_backends:
+        _cpu_backends.append(CpuBackend())
         if cpu_kernels:
             keep_freed_memory()
     return CPU
@@ -140,7 +140,7 @@ def init_process_group(kind: str, timeout_minutes: float, store: torch.distribut
     )
 
 
-def meeting() -> torch.distributed.Store:
+def rendezvous_store() -> torch.distributed.Store:
     """Return the store of the run's rendezvous."""
     return torch.distributed.distributed_c10d._get_default_store()
 
@@ -155,7 +155,7 @@ def get_rng_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "torch": host,
-        "device": host if _stand_ins else torch.cuda.get_rng_state(),
+        "device": host if _cpu_backends else torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
 
@@ -196,7 +196,7 @@ def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def current() -> torch.device:
     """Return the device of this process."""
-    return CPU if _stand_ins or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
+    return CPU if _cpu_backends or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
 
 
 def name(device: torch.device) -> str:

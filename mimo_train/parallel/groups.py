@@ -43,7 +43,7 @@ BRIDGE = "bridge"
 _BETWEEN_TWO = (STAGES, BRIDGE)
 
 
-class OwnGroups:
+class RankGroups:
     """Makes this rank's groups; `made` has the ranks of each, in order.
 
     Groups of the same ranks are shared only if owner and purpose are equal. NCCL runs the messages of a communicator in
@@ -103,21 +103,21 @@ def _named(name: str) -> Iterator[None]:
     original = distributed_c10d._process_group_name
     taken = {*distributed_c10d._world.pg_names.values()}
     names = (hashlib.sha256(f"{name}, {number}".encode()).hexdigest() for number in itertools.count())
-    own = distributed_c10d.GroupName(next(each for each in names if each not in taken))
-    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: own
+    unused = distributed_c10d.GroupName(next(name for name in names if name not in taken))
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: unused
     try:
         yield
     finally:
         distributed_c10d._process_group_name = original
 
 
-class OwnGrid(HyperCommGrid):
+class RankGrid(HyperCommGrid):
     """A grid of ranks with this rank's groups only. Megatron-Core 0.19.2's grid makes every group of an axis on every
     rank (`new_subgroups_by_enumeration`, hyper_comm_grid.py)."""
 
-    def __init__(self, shape: list[int], axes: list[str], rank_offset: int, name: str, own: OwnGroups):
+    def __init__(self, shape: list[int], axes: list[str], rank_offset: int, name: str, groups: RankGroups):
         super().__init__(shape, axes, rank_offset=rank_offset)
-        self._name, self._own = name, own
+        self._name, self._groups = name, groups
         self._of_axes: dict[frozenset[str], dist.ProcessGroup | None] = {}
 
     def create_pg(
@@ -127,7 +127,7 @@ class OwnGrid(HyperCommGrid):
         dims = [dims] if isinstance(dims, str) else dims
         rank = dist.get_rank()
         ranks = next((each for each in self.get_rank_enum(dims, view=view) if rank in each), None)
-        group = self._own.of(ranks, self._name, purpose, f"{self._name} {'-'.join(dims)}") if ranks else None
+        group = self._groups.of(ranks, self._name, purpose, f"{self._name} {'-'.join(dims)}") if ranks else None
         # Views have different axis names, except for the axes that they share.
         self._of_axes[frozenset(dims)] = group
         return group
@@ -165,19 +165,19 @@ class RunGroups:
 def build_groups(layout: RunLayout, timeout_minutes: float = RunConfig.timeout_minutes) -> RunGroups:
     """Make this rank's process groups of a run. Collective over the ranks of each group. Without `timeout_minutes`
     (`run.timeout_minutes`), gloo groups wait for 30 minutes, whatever the timeout of the rendezvous."""
-    own = OwnGroups(timedelta(minutes=timeout_minutes))
+    groups = RankGroups(timedelta(minutes=timeout_minutes))
     grids, collections = {}, {}
     for name, module in layout.modules.items():
-        grids[name] = grid = _build_grid(module, own)
+        grids[name] = grid = _build_grid(module, groups)
         if grid.is_current_rank_in_grid():
             # Only a language model shares weights between stages: Megatron-Core looks for them if there is a group. An
             # encoder gets a single-rank group, like cp. For None, Megatron-Core 0.19.2 uses the group in its global
             # state (finalize_model_grads.py:190), which on shared ranks is the language model's.
-            embedding = _embedding_groups(grid, own) if name == LANGUAGE else 2 * (grid.get_pg("cp"),)
+            embedding = _embedding_groups(grid, groups) if name == LANGUAGE else 2 * (grid.get_pg("cp"),)
             collections[name] = _collect(grid, *embedding)
-    bridges = dict(_bridges(layout, own))
+    bridges = dict(_bridges(layout, groups))
     _bridge_parallel_state(collections.get(LANGUAGE) or next(iter(collections.values())))
-    return RunGroups(grids, collections, bridges, tuple(own.made))
+    return RunGroups(grids, collections, bridges, tuple(groups.made))
 
 
 _BASE_GROUPS = (
@@ -200,9 +200,9 @@ _EXPERT_GROUPS = (
 )
 
 
-def _build_grid(module: ModuleLayout, own: OwnGroups) -> OwnGrid:
+def _build_grid(module: ModuleLayout, groups: RankGroups) -> RankGrid:
     sizes = [module.tp, module.cp, module.dp, module.pp]
-    grid = OwnGrid(sizes, ["tp", "cp", "dp", "pp"], module.first_rank, module.name, own)
+    grid = RankGrid(sizes, ["tp", "cp", "dp", "pp"], module.first_rank, module.name, groups)
     grid.register_view(
         EXPERT_VIEW,
         [module.etp, module.ep, module.expert_dp, module.pp],
@@ -216,18 +216,20 @@ def _build_grid(module: ModuleLayout, own: OwnGroups) -> OwnGrid:
     return grid
 
 
-def _embedding_groups(grid: HyperCommGrid, own: OwnGroups) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _embedding_groups(
+    grid: HyperCommGrid, groups: RankGroups
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the groups of the first and last stage (embedding weights) and of the first stage (position
     embeddings)."""
     rank = dist.get_rank()
     stages = next(stages for stages in grid.get_rank_enum("pp") if rank in stages)
     ends = sorted({stages[0], stages[-1]})
-    embedding = own.of(ends, LANGUAGE, EMBEDDING, "embedding weights") if rank in ends else None
-    position = own.of(stages[:1], LANGUAGE, EMBEDDING, "position embeddings") if rank == stages[0] else None
+    embedding = groups.of(ends, LANGUAGE, EMBEDDING, "embedding weights") if rank in ends else None
+    position = groups.of(stages[:1], LANGUAGE, EMBEDDING, "position embeddings") if rank == stages[0] else None
     return embedding, position
 
 
-def _bridges(layout: RunLayout, own: OwnGroups) -> Iterator[tuple[Edge, dist.ProcessGroup]]:
+def _bridges(layout: RunLayout, groups: RankGroups) -> Iterator[tuple[Edge, dist.ProcessGroup]]:
     """Yield the groups of the ranks of an edge: the source's last stage and the destination's first stage.
 
     Over gloo there are none: bridges use the world's group. Nothing else refers to that group, so a rank that fails
@@ -240,7 +242,7 @@ def _bridges(layout: RunLayout, own: OwnGroups) -> Iterator[tuple[Edge, dist.Pro
         if dist.get_rank() in ranks:
             name = f"{edge.source}->{edge.destination}"
             if device.backend_of_groups() == "nccl":
-                yield edge, own.of(ranks, name, BRIDGE, name)
+                yield edge, groups.of(ranks, name, BRIDGE, name)
 
 
 def _collect(

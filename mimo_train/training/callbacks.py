@@ -8,14 +8,21 @@
 takes objects. An error that a callback raises ends the run, on all ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.errors import ConfigError, Fault, UserError
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import CALLBACKS, load_code, unusable_code
+from mimo_train.debug.profiling import StepProfiler
+from mimo_train.debug.rerun import require_equal_replicas
+from mimo_train.parallel.groups import limit_waits
+from mimo_train.training.shutdown import is_due
 from mimo_train.training.step.state import GlobalState, StepResult
 
 
@@ -28,7 +35,10 @@ class Callback:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        _require_events(cls.__qualname__, vars(cls))
+        if unknown := sorted(name for name in vars(cls) if name.startswith("on_") and not hasattr(Callback, name)):
+            raise TypeError(
+                f"{cls.__qualname__}.{unknown[0]} is not a callback event: the events are {', '.join(EVENTS)}"
+            )
 
     def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
         """The run is built, or resumed from a checkpoint; no step has run yet.
@@ -65,37 +75,30 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """Calls the user's callbacks and those of every run; an event without listeners costs one look-up."""
+    """Calls the user's callbacks and those of every run."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()):
         """Add `callbacks`; see `add`."""
         self._callbacks: list[Callback] = []
-        self._listeners: dict[str, list[Callable]] = {event: [] for event in EVENTS}
         self.add(*callbacks)
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
 
     def add(self, *callbacks: Callback) -> None:
-        """Append callbacks; raises TypeError for other objects, or an `on_...` function that is not an event."""
+        """Append callbacks; raises TypeError for other objects."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks: {callback!r} is not an instance of {__name__}.Callback")
-            names = (name for name, value in vars(callback).items() if callable(value))
-            _require_events(type(callback).__qualname__, names)
-        for callback in callbacks:
             self._callbacks.append(callback)
-            for event in EVENTS:
-                if _overrides(callback, event):
-                    self._listeners[event].append(getattr(callback, event))
 
     def fire(self, event: str, state: GlobalState, *args: Any) -> None:
-        """Call every listener of `event`. An exception propagates, Python's own exit as an error. `on_failure` calls
-        every listener and adds exceptions as notes to the run's error."""
-        for listener in self._listeners[event]:
-            name = getattr(listener, "__qualname__", repr(listener))
+        """Call the method `event` of every callback. An exception propagates, Python's own exit as an error.
+        `on_failure` calls every callback and adds exceptions as notes to the run's error."""
+        for callback in self._callbacks:
+            name = f"{type(callback).__qualname__}.{event}"
             try:
-                listener(state, *args)
+                getattr(callback, event)(state, *args)
             except (Exception, SystemExit) as error:
                 if event == "on_failure":
                     args[0].add_note(f"{name} failed too: {type(error).__name__}: {error}")
@@ -119,7 +122,10 @@ def load_callbacks(entries: Iterable[str]) -> list[Callback]:
     faults: list[Fault] = []
     for entry in entries:
         try:
-            loaded.append(_load(entry))
+            listener = load_code(CALLBACKS, entry)
+            if not (isinstance(listener, type) and issubclass(listener, Callback)):
+                raise TypeError(f"{entry.partition(':')[2]} is not a subclass of {__name__}.Callback")
+            loaded.append(listener())
         except ConfigError as error:
             faults += error.faults
         except (Exception, SystemExit) as error:  # a user's code may raise anything
@@ -129,19 +135,53 @@ def load_callbacks(entries: Iterable[str]) -> list[Callback]:
     return loaded
 
 
-def _load(entry: str) -> Callback:
-    listener = load_code(CALLBACKS, entry)
-    if not (isinstance(listener, type) and issubclass(listener, Callback)):
-        raise TypeError(f"{entry.partition(':')[2]} is not a subclass of {__name__}.Callback")
-    return listener()
+class Profiling(Callback):
+    """Starts and stops the profilers of `profiling`."""
+
+    def __init__(self, profiler: StepProfiler):
+        self._profiler = profiler
+
+    def on_step_start(self, state: GlobalState) -> None:
+        self._profiler.before_step(state.train_state.step + 1)
+
+    def on_step_end(self, state: GlobalState, result: StepResult) -> None:
+        self._profiler.after_step(state.train_state.step)
 
 
-def _require_events(owner: str, names: Iterable[str]) -> None:
-    unknown = sorted(name for name in names if name.startswith("on_") and name not in EVENTS)
-    if unknown:
-        raise TypeError(f"{owner}.{unknown[0]} is not a callback event: the events are {', '.join(EVENTS)}")
+class StepChecks(Callback):
+    """Work between steps, before a save: the time limit of collectives after the first step, which compiles
+    (`run.step_timeout_minutes`); the comparison of data-parallel replicas; garbage collection.
+
+    With `train.manual_gc_interval` above 0, all ranks collect garbage after the same step, so that no rank waits for
+    another's collector in a step. Python's own collector is off until the loop ends. Objects alive at the start are
+    frozen, because they live for the full run.
+    """
+
+    def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], loop: ExitStack):
+        """Take a stack that turns Python's collector on again when the loop ends."""
+        self._minutes, self._model, self._loop = cfg.run.step_timeout_minutes, model, loop
+
+    def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
+        if state.cfg.train.manual_gc_interval < 1:
+            return
+        if gc.isenabled():
+            self._loop.callback(gc.enable)
+        self._loop.callback(gc.unfreeze)
+        gc.disable()
+        gc.collect()
+        gc.freeze()
+
+    def on_step_end(self, state: GlobalState, result: StepResult) -> None:
+        if self._minutes:
+            limit_waits(self._minutes)
+            self._minutes = 0.0
+        check_replicas_and_collect_garbage(state.cfg, self._model, state.train_state.step)
 
 
-def _overrides(callback: Callback, event: str) -> bool:
-    listener = getattr(callback, event)
-    return getattr(listener, "__func__", listener) is not getattr(Callback, event)
+def check_replicas_and_collect_garbage(cfg: ConfigContainer, model: list[MegatronModule], step: int) -> None:
+    """Compare data-parallel replicas before a save, with `train.rerun`, and collect garbage if due. Raises RuntimeError
+    if replicas differ."""
+    if cfg.train.rerun != "disabled" and is_due(cfg.checkpoint.save_interval, step):
+        require_equal_replicas(model, step)
+    if is_due(cfg.train.manual_gc_interval, step):
+        gc.collect()

@@ -15,7 +15,7 @@ from mimo_train.estimate.flops import Flops
 from mimo_train.logging.runtime import report_memory
 from mimo_train.logging.stopwatch import INTERVALS, Stopwatch
 from mimo_train.parallel import device as devices
-from mimo_train.training.step.bad_samples import BadSampleCount, EmptySteps
+from mimo_train.training.step.bad_samples import StepCounts
 from mimo_train.training.step.state import GlobalState
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
@@ -173,11 +173,10 @@ class Interval:
         state: GlobalState,
         stopwatch: Stopwatch,
         device: torch.device,
-        bad_samples: BadSampleCount,
-        empty_steps: EmptySteps,
+        counts: StepCounts,
     ):
         self._state, self._stopwatch, self._device = state, stopwatch, device
-        self._bad_samples, self._empty_steps = bad_samples, empty_steps
+        self._counts = counts
         self._of_logits: torch.Tensor
         self._memory_names = list(report_memory(None)) if "memory" in state.cfg.log.metrics else []
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
@@ -239,8 +238,8 @@ class Interval:
         rows = devices.tensor(before + local + after, torch.float64, self._device)
         if world > 1:
             dist.all_reduce(rows)
-        means = torch.stack([self._bad_samples.new, self._empty_steps.new, *(losses[name].double() for name in names)])
-        host = torch.cat([rows, self._of_logits, means]).tolist()
+        means = [losses[name].double().reshape(1) for name in names]
+        host = torch.cat([rows, self._of_logits, self._counts.new, *means]).tolist()
         table = [host[rank * columns : (rank + 1) * columns] for rank in range(world)]
         model, hardware, bad, empty, *values = host[world * columns :]
         self._flops[LANGUAGE] += Flops(model, hardware)
@@ -257,8 +256,7 @@ class Interval:
             memory={name: max(row[times + i] for row in table) for i, name in enumerate(self._memory_names)},
             losses=_without_empty_sources(dict(zip(names, values, strict=True))),
         )
-        self._bad_samples.settle(int(bad))
-        self._empty_steps.settle(int(empty))
+        self._counts.settle((bad, empty))
         self._reset()
         return numbers
 

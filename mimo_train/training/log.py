@@ -72,11 +72,9 @@ class StepLog:
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, parts = session.state, session.parts
         self._pipeline, self._optimizer, self._schedulers = parts.pipeline, session.optimizer, session.schedulers
-        self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
+        self._counts, self._callbacks = session.counts, callbacks
         self._step_flops = StepFlops(self._state.cfg, embedding_rows(self._state.cfg.llm, parts.tokenizer.vocab_size))
-        self._interval = Interval(
-            self._state, parts.stopwatch, parts.pipeline.device, session.bad_samples, session.empty_steps
-        )
+        self._interval = Interval(self._state, parts.stopwatch, parts.pipeline.device, session.counts)
         self._dataset = getattr(session.data, "dataset", None)  # a user's own iterator may have none
         self._totals: dict[str, Any] = {}
         self._shows_memory = True
@@ -120,12 +118,11 @@ class StepLog:
     def end_step(self, result: StepResult, data: StepIterator) -> None:
         """Record the step that just ended; write the log at logging steps, and raise as `write` does. A step of
         `train.skip_iters` only counts its bad samples."""
-        self._bad_samples.note(data)
+        is_empty = self._counts.note(data, result.tokens)
         if result.tokens is not None:
             self._history.append(time.perf_counter() - self._started)
             del self._history[: -self._state.cfg.log.throughput_window - 1]
             self.note(data, self._history[-1], result)
-            is_empty = self._empty_steps.note(result.tokens)
             add_step(self._totals, result.losses, result.skipped_iter, is_empty, result.of_sources)
             self._last = result
         # A log that was due at a skipped step is written with the last step that was made.
@@ -196,8 +193,7 @@ class StepLog:
                 f"step {state.train_state.step}: {empty} of the last {plural(numbers.steps, 'step')} had no token with "
                 "loss"
             )
-        self._bad_samples.require_budget()
-        self._empty_steps.require_budget()
+        self._counts.require_budget()
         layer_norms = grad_l2_norms(self._pipeline.model) if "grad_norms" in cfg.log.metrics else {}
         if not state.is_logging_rank:
             return show_memory

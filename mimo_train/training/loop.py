@@ -7,17 +7,16 @@ from mimo_train.debug.nan_policy import NanPolicy
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.logging import progress as progress_log
-from mimo_train.training.builtin_callbacks import GarbageCollection, Profiling, ReplicaComparison, StepTimeLimit
-from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.callbacks import Callbacks, Profiling, StepChecks
 from mimo_train.training.data_setup import nothing_left
 from mimo_train.training.evaluating import EvaluationHooks, Evaluator
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
 from mimo_train.training.shutdown import AgreedVotes, exit_reason
-from mimo_train.training.step.forward_step import ForwardStepCallable, forward_backward, prepare_forward_step_func
+from mimo_train.training.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.training.step.state import StepResult
-from mimo_train.training.train_step import train_step
+from mimo_train.training.train_step import forward_backward, train_step
 
 PASSED_OVER = StepResult()
 """Result of a step of `train.skip_iters`: its samples are consumed without a forward pass or an update."""
@@ -44,9 +43,7 @@ def train(
         events = Callbacks([Profiling(session.profiler), *(callbacks or ())])
         log, saver = StepLog(session, events), Saver(session, events)
         events.add(
-            StepTimeLimit(cfg.run.step_timeout_minutes),
-            ReplicaComparison(session.model),
-            GarbageCollection(cfg.train.manual_gc_interval, stack),
+            StepChecks(cfg, session.model, stack),
             saver,  # before the evaluator: an evaluation that fails or is stopped loses nothing
             Evaluator(session, forward_step, events, saver, evaluation_hooks),
         )

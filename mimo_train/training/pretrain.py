@@ -1,17 +1,24 @@
 """Entry points: `pretrain` and `finetune` drive the same loop; `SteppedRun` lets the caller make each step."""
 
+import gc
 import os
+import socket
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint.folder_changes import full_disk
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_run import RunConfig
 from mimo_train.config.user_code import FORWARD_STEP
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
@@ -21,13 +28,13 @@ from mimo_train.launch.restarts import stopped_code
 from mimo_train.layout.run import Run, require_config
 from mimo_train.logging.rank_log import show
 from mimo_train.models.heads import ModelHook
+from mimo_train.parallel import device
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.data_setup import CountingStopped
-from mimo_train.training.inprocess import with_restarts
 from mimo_train.training.loop import train
 from mimo_train.training.setup import Session, setup
 from mimo_train.training.shutdown import ExitVotes
-from mimo_train.training.step import gpt_step, mimo_step
+from mimo_train.training.step import forward_step
 from mimo_train.training.step.forward_step import ForwardStepCallable, load_forward_step, prepare_forward_step_func
 from mimo_train.training.step.state import GlobalState, StepResult
 from mimo_train.training.train_step import train_step
@@ -38,7 +45,7 @@ def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
     model alone. Raises ConfigError if `train.forward_step` cannot be used."""
     if cfg.train.forward_step:
         return load_forward_step(cfg.train.forward_step)
-    return mimo_step.forward_step if cfg.encoders else gpt_step.forward_step
+    return forward_step.mimo_forward_step if cfg.encoders else forward_step.gpt_forward_step
 
 
 def require_one_forward_step(cfg: ConfigContainer) -> None:
@@ -188,8 +195,7 @@ class SteppedRun:
                 session.data.advance()
                 result = train_step(session, self.step_func)
         progress.count(session.data.current.size, session.data.current.plan.tokens, result)
-        session.bad_samples.note(session.data)
-        session.empty_steps.note(result.tokens)
+        session.counts.note(session.data, result.tokens)
         return result
 
     def close(self) -> None:
@@ -198,3 +204,79 @@ class SteppedRun:
             self.session.close()
         finally:
             self._watch.close()
+
+
+def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> Callable[[], int]:
+    """Wrap `life`, which runs from the newest checkpoint to the end, so that it restarts after failures.
+
+    `life` receives the store for the rendezvous; None means the address in the environment. It restarts at most
+    `run.inprocess_restarts` times, if it raises on any rank or a rank's interpreter hangs for `run.timeout_minutes`. A
+    process that has died cannot restart from inside: then all processes end.
+    """
+    restarts = run.inprocess_restarts
+    if restarts == 0:
+        return partial(life, None)
+    from nvidia_resiliency_ext import inprocess
+
+    class Finalize(inprocess.finalize.Finalize):
+        """Clears the state that the failed attempt left in this process; its process groups are already destroyed."""
+
+        def __call__(self, frozen_state: inprocess.state.FrozenState) -> inprocess.state.FrozenState:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_global_memory_buffer()
+            for instance in gc.get_objects():
+                # Not isinstance, which reads `__class__`: some libraries' objects import modules then.
+                if issubclass(type(instance), DistributedDataParallel):
+                    # The garbage collector does not see the graph nodes, whose hooks hold the model.
+                    for node in instance.grad_accs:
+                        node.register_hook(print).hooks_dict_ref().clear()
+            return frozen_state
+
+    last_error: list[Exception] = []
+
+    def one_life(call_wrapper: inprocess.CallWrapper = None) -> int:
+        # The wrapper has just released the last attempt's error, and the objects in its frames.
+        gc.collect()
+        device.release_cached_memory()
+        # The wrapper's own connection is busy waiting for the status of other ranks.
+        meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"mimo_train/life_{call_wrapper.iteration}", meeting)
+        try:
+            return life(store)
+        except Exception as error:
+            if call_wrapper.iteration == restarts:
+                last_error.append(error)
+            else:
+                traceback.print_exc()
+            raise
+
+    def lives() -> int:
+        _be_reachable()
+        patience = timedelta(minutes=run.timeout_minutes)
+        wrapper = inprocess.Wrapper(
+            initialize=inprocess.initialize.RetryController(
+                max_iterations=restarts + 1, min_world_size=int(os.environ["WORLD_SIZE"])
+            ),
+            finalize=Finalize(),
+            soft_timeout=patience,
+            hard_timeout=1.5 * patience,
+            barrier_timeout=2 * patience,
+            completion_timeout=2 * patience,
+        )
+        try:
+            return wrapper(one_life)()
+        except inprocess.exception.RestartAbort:
+            if last_error:
+                raise last_error[0] from None
+            raise
+
+    return lives
+
+
+def _be_reachable() -> None:
+    """Set the rendezvous variables for a single process that torchrun did not start."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = str(listener.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        os.environ.setdefault(name, value)

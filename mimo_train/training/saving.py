@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.storage.url import Place
 from mimo_train.checkpoint.failed_save import SaveFailed
@@ -68,7 +69,8 @@ class Saver(Callback):
                 or weights are not finite; on every rank.
         """
         state, step, checkpoint = self._state, self._state.train_state.step, self._state.cfg.checkpoint
-        self._poll()
+        if self._in_flight is not None:  # the last step's message may say that it is complete or has failed
+            self._settle(self._checkpointer.poll)
         ending = exit_reason(state, votes)
         due = ending or ("save_interval" if is_due(checkpoint.save_interval, step) else None)
         non_persistent = due is None and is_due(checkpoint.non_persistent_interval, step)
@@ -117,26 +119,13 @@ class Saver(Callback):
             SaveFailed: see `save_and_decide_exit`.
         """
         self.finish(can_end=run_dir is None)
-        timer = self._state.timers("save-checkpoint", log_level=0)
-        began = time.perf_counter()
-        timer.start()
-        # A run that resumes here does not read these steps again.
-        self._session.bad_samples.settle()
-        self._session.empty_steps.settle()
-        try:
-            with RECORDER.during("save"):
-                folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
-        except SaveFailed as error:
-            if must_succeed or run_dir is not None:
-                raise
-            self._failed(error, self._state.train_state.step)
+        options = {"non_persistent": non_persistent, "run_dir": run_dir}
+        saved = self._timed(data, reason, self._checkpointer.save, options, must_succeed or run_dir is not None)
+        if saved is None:
             return None
-        finally:
-            timer.stop()
-            waited = timer.elapsed(reset=True, barrier=False)  # also of a failed save
-        if not non_persistent:
-            self._saved_step = self._state.train_state.step
-        self._report(self._facts(reason, began, waited), folder)
+        facts, folder = saved
+        assert folder is not None
+        self._report(facts, folder)
         return folder
 
     def save_apart(self, data: StepIterator, folder: Path, reason: str) -> Path:
@@ -161,39 +150,48 @@ class Saver(Callback):
                 self._state.console.message(
                     f"waited {waited:.2g} s for the previous checkpoint: saves take longer than the steps between them"
                 )
-        step, timer = self._state.train_state.step, self._state.timers("save-checkpoint", log_level=0)
-        began = time.perf_counter()
-        timer.start()
-        self._session.bad_samples.settle()
-        self._session.empty_steps.settle()
-        try:
-            with RECORDER.during("save"):
-                folder = self._checkpointer.begin(data, non_persistent=non_persistent)
-        except SaveFailed as error:
-            self._failed(error, step)
+        options = {"non_persistent": non_persistent}
+        saved = self._timed(data, reason, self._checkpointer.begin, options, must_succeed=False)
+        if saved is None:
             return
-        finally:
-            timer.stop()
-            waited = timer.elapsed(reset=True, barrier=False)
         if (lacking := self._checkpointer.lacking) and not self._reported_lacking:
             self._state.console.message(f"checkpoint.asynchronous=auto: saves block training, because {lacking}")
         self._reported_lacking = bool(lacking)
-        if not non_persistent:
-            self._saved_step = step
-        facts = self._facts(reason, began, waited)
+        facts, folder = saved
         if folder is None:
             self._in_flight = facts
         else:
             self._report(facts, folder)
 
-    def _facts(self, reason: str, began: float, waited: float) -> _Facts:
-        run = self._state.train_state
-        return _Facts(run.step, reason, began, waited, run.consumed_train_tokens, run.floating_point_operations_so_far)
-
-    def _poll(self) -> None:
-        """Report the save in flight if the last step's message says that it is complete or failed."""
-        if self._in_flight is not None:
-            self._settle(self._checkpointer.poll)
+    def _timed(
+        self,
+        data: StepIterator,
+        reason: str,
+        save: Callable[..., Place | None],
+        options: dict[str, Any],
+        must_succeed: bool,
+    ) -> tuple[_Facts, Place | None] | None:
+        """Call a save of the checkpointer under the timer `save-checkpoint`. Return its facts and its result; None if
+        it failed and the run continues."""
+        state, run = self._state, self._state.train_state
+        timer, began = state.timers("save-checkpoint", log_level=0), time.perf_counter()
+        timer.start()
+        self._session.counts.settle()  # a run that resumes here does not read these steps again
+        try:
+            with RECORDER.during("save"):
+                folder = save(data, **options)
+        except SaveFailed as error:
+            if must_succeed:
+                raise
+            self._failed(error, run.step)
+            return None
+        finally:
+            timer.stop()
+            waited = timer.elapsed(reset=True, barrier=False)  # also of a failed save
+        if not options["non_persistent"]:
+            self._saved_step = run.step
+        tokens, flops = run.consumed_train_tokens, run.floating_point_operations_so_far
+        return _Facts(run.step, reason, began, waited, tokens, flops), folder
 
     def _settle(self, outcome: Callable[[], Place | None], *, can_end: bool = True) -> None:
         facts = self._in_flight

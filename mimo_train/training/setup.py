@@ -36,15 +36,15 @@ from mimo_train.logging import progress
 from mimo_train.logging.console import Console
 from mimo_train.logging.metrics_log import build_metrics_log
 from mimo_train.logging.rank_log import show
+from mimo_train.models.freeze import FreezeStages, GradientNeeds
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.language_model import TrainedLogits
 from mimo_train.models.layers import use_transformer_engine
 from mimo_train.models.parameters import modules_of
 from mimo_train.optim.factory import build_optimizer
 from mimo_train.optim.module_optimizer import ModuleOptimizer
-from mimo_train.optim.schedules import FreezeStages, GradientNeeds, ModuleSchedulers
+from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel import device as devices
-from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.run_identity import (
     LONGEST_SIGHT,
@@ -55,11 +55,11 @@ from mimo_train.parallel.run_identity import (
 )
 from mimo_train.training.data_setup import DataEnd, count_texts, data_end, make_demo_shards, with_steps
 from mimo_train.training.shutdown import ExitVotes
-from mimo_train.training.step.bad_samples import BadSampleCount, BadSampleReport, EmptySteps
+from mimo_train.training.step.bad_samples import BadSampleReport, StepCounts
 from mimo_train.training.step.batches import StepIterator, open_loader
 from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.losses import StepLosses
-from mimo_train.training.step.startup import Parts, build_parts, start_processes
+from mimo_train.training.step.pipeline import Parts, build_parts, start_processes
 from mimo_train.training.step.state import GlobalState, TrainState
 
 
@@ -81,8 +81,7 @@ class Session:
     data: StepIterator
     held_out_sets: tuple[HeldOut, ...]
     checkpointer: Checkpointer
-    bad_samples: BadSampleCount
-    empty_steps: EmptySteps
+    counts: StepCounts
     opened: ExitStack
     """The training and held-out data, and on rank 0 the locks of `run.dir` and `checkpoint.dir`."""
 
@@ -167,7 +166,7 @@ def _build(
     optimizer = build_optimizer(cfg, pipeline.model, groups)
     optimizer.attach(pipeline.model[0].config)
     needs = GradientNeeds(run.layout, modules_of(pipeline.model), optimizer.releases, groups)
-    freeze_stages = FreezeStages(cfg, optimizer, partial(_announce_needs, pipeline.shapes, needs))
+    freeze_stages = FreezeStages(cfg, optimizer.releases, optimizer.release, pipeline.shapes, needs)
     schedulers = ModuleSchedulers(cfg, optimizer)
 
     # Samples
@@ -202,7 +201,7 @@ def _build(
     RECORDER.to("loop")
 
     # Data from the step at which the run resumes, and held-out data
-    votes.meet(devices.meeting)
+    votes.meet(devices.rendezvous_store())
     dataset.set_phases(mixing.phases)
     with agreed():
         stops = data_end(run, dataset, train_state)
@@ -247,8 +246,7 @@ def _build(
         data=data,
         held_out_sets=held_out_sets,
         checkpointer=checkpointer,
-        bad_samples=BadSampleCount(train_state, dataset, report, device),
-        empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, device),
+        counts=StepCounts(train_state, dataset, report, cfg.train.max_empty_steps, device),
         opened=opened,
     )
 
@@ -321,7 +319,3 @@ def _open_log(
         changes = checkpointer.otherwise
         console.message(f"warning: results will differ from the original run from this step on: {changes}")
     return replace(state, metrics=metrics, console=console)
-
-
-def _announce_needs(shapes: StepShapes, needs: GradientNeeds, step: int) -> None:
-    shapes.needs = needs.at(step)

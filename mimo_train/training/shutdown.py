@@ -110,10 +110,10 @@ class ExitVotes:
         """Take the sums over ranks of `numbers`. Raises StepsDiffer as `agreed_votes` does."""
         self.agreed = agreed_votes(sums)
 
-    def meet(self, rendezvous: Callable[[], dist.Store]) -> None:
-        """Let a signal to one rank end waits on all ranks; `rendezvous` returns the run's store."""
+    def meet(self, store: dist.Store) -> None:
+        """Let a signal to one rank end waits on all ranks; `store` is that of the run's rendezvous."""
         if self._ends_waits:
-            self._flag = StopFlag(rendezvous())
+            self._flag = StopFlag(store)
             self._signal.tell_by(self._flag.set)
 
     @property

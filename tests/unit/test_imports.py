@@ -147,7 +147,7 @@ def test_each_part_has_a_level():
         ("mimo_train/parallel/a.py", "from mimo_train import training", "training is not below parallel"),
         (
             "mimo_train/models/a.py",
-            "from ..training.step.schedule import Pipeline",
+            "from ..training.step.pipeline import Pipeline",
             "training.step is not below models",
         ),
         ("mimo_train/models/a.py", "def f():\n    import mimo_train.optim.adam", "optim is not below models"),

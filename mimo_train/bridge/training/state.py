@@ -12,8 +12,9 @@ from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
-from mimo_train.training.step.forward_step import ForwardStepCallable, forward_backward
+from mimo_train.training.step.forward_step import ForwardStepCallable
 from mimo_train.training.step.state import GlobalState, StepResult, TrainState
+from mimo_train.training.train_step import forward_backward
 
 __all__ = ["GlobalState", "SessionState", "TrainState", "session_of"]
 
@@ -87,10 +88,8 @@ class SessionState(GlobalState):
         progress.consumed_train_tokens += session.data.current.plan.tokens
         progress.skipped_iters += result.skipped_iter
         self.count_samples()
-        session.bad_samples.note(session.data)
-        self.step_is_empty = session.empty_steps.note(result.tokens)
-        session.bad_samples.require_budget()
-        session.empty_steps.require_budget()
+        self.step_is_empty = session.counts.note(session.data, result.tokens)
+        session.counts.require_budget()
 
     def count_samples(self) -> None:
         """Set the number of consumed samples to the position of the data, overriding the caller's count."""

@@ -26,7 +26,7 @@ from mimo_train.layout.run import resolve
 from mimo_train.logging import progress
 from mimo_train.models.parameters import overlapping_chunks
 from mimo_train.training import loop
-from mimo_train.training.builtin_callbacks import collect_when_due, compare_replicas
+from mimo_train.training.callbacks import check_replicas_and_collect_garbage
 from mimo_train.training.data_setup import decided_by
 from mimo_train.training.evaluating import EvaluationHooks
 from mimo_train.training.log import is_logging_step
@@ -174,7 +174,6 @@ def post_training_step_callbacks(
     """
     if isinstance(straggler_timer, StragglerTimer) and is_logging_step(config, iteration, config.train.iters):
         straggler_timer.report()
-    compare_replicas(config, model, iteration)
     if iteration == config.profiling.steps[1]:
         if prof is not None:
             prof.stop()
@@ -182,7 +181,7 @@ def post_training_step_callbacks(
             nsys_nvtx_context.__exit__(None, None, None)
         if "memory_history" in config.profiling.record and records(config.profiling):
             write_memory_snapshot(folder_of_rank(Path(config.run.dir)), iteration)
-    collect_when_due(config.train.manual_gc_interval, iteration)
+    check_replicas_and_collect_garbage(config, model, iteration)
 
 
 def should_disable_forward_pre_hook(

@@ -17,7 +17,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.generation.prompts import Prompt
 from mimo_train.models.parameters import modules_of
 from mimo_train.parallel.device import to_device
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.pipeline import Pipeline
 
 
 class Decoder:

@@ -19,7 +19,7 @@ from mimo_train.config.schema_run import PlacementConfig
 
 if TYPE_CHECKING:
     from data.text.tokens import Tokenizer
-    from mimo_train.training.step.schedule import Pipeline
+    from mimo_train.training.step.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
     from mimo_train.checkpoint.store import load_base, load_checkpoint
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained
-    from mimo_train.models.initial_weights import load_start_weights
+    from mimo_train.models.parameters import load_start_weights
 
     if LEFT_OUT in folders.read_record(folder, "config"):
         # The checkpoint has only trained weights: load the others as the run did at its start.
@@ -74,7 +74,7 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
 
 
 def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
-    from mimo_train.models.lora.adapters import merge_lora
+    from mimo_train.models.lora import merge_lora
 
     load_model(folder, cfg, pipeline, tokenizer)
     merge_lora(pipeline.model)
@@ -83,7 +83,7 @@ def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: 
 def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained, load_start_adapters
-    from mimo_train.models.lora.adapters import merge_lora
+    from mimo_train.models.lora import merge_lora
 
     rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
     load_pretrained(cfg, pipeline.model, pipeline.groups, rows)

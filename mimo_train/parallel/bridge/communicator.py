@@ -45,7 +45,7 @@ class TimedP2PCommunicator(P2PCommunicator):
 
     def _communicate(self, *arguments: Any, **options: Any) -> Received:
         # Every send and receive starts here. It also completes here, unless communication overlaps computation.
-        self._tell(options)
+        self._record(options)
         if self._rows is not None and self._rows.are_planned and (options["recv_prev"] or options["recv_next"]):
             assert not (options["recv_prev"] and options["recv_next"]), "each direction is received apart"
             options["tensor_shape"] = self._rows.next(forward=options["recv_prev"])
@@ -55,8 +55,8 @@ class TimedP2PCommunicator(P2PCommunicator):
             handles = {name: _TimedHandle(handle, self._watch) for name, handle in handles.items()}
         return previous, following, handles
 
-    def _tell(self, options: dict[str, Any]) -> None:
-        """Tell the flight recorder the place, direction and microbatch of this exchange."""
+    def _record(self, options: dict[str, Any]) -> None:
+        """Note in the flight recorder the place, direction and microbatch of this exchange."""
         if RECORDER.step != self._step:
             self._step, self._counts = RECORDER.step, {FORWARD: 0, BACKWARD: 0}
         forward = options.get("recv_prev") or options.get("tensor_send_next") is not None
@@ -174,15 +174,15 @@ class ModuleStages(TimedP2PCommunicator):
             tensor_shape=tensor_shape,
             **options,
         )
-        return (empty if recv_prev else None, empty if recv_next else None, handles) if empty is not None else (
-            previous, following, handles
-        )  # fmt: skip
+        if empty is not None:
+            previous, following = (empty, None) if recv_prev else (None, empty)
+        return previous, following, handles
 
     def _next_shape(self, forward: bool) -> tuple[int, ...]:
         """Return the shape of the next activation (forward) or of the next gradient (backward)."""
         if self._module.name == LANGUAGE:
             return self._texts.next(forward)
-        microbatch = self._turns.forward() if forward else self._turns.backward()
+        microbatch = self._turns.next(FORWARD if forward else BACKWARD)
         first, last = self._shapes.spans(self._module, microbatch)[self._replica]
         rows = sum(self._shapes.loads[self._module.name][microbatch][first:last])
         # Two dimensions are sent as three, the last of size 1 (multimodule_communicator.py, _prepare_tensor_for_comm).

@@ -20,20 +20,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
-from data.order.step_plan import Span
 from mimo_train.flight.file_format import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.placement import Edge
 from mimo_train.layout.run import Run
-from mimo_train.parallel.bridge.shapes import (
-    Part,
-    StepShapes,
-    Turns,
-    giving_replicas,
-    parts_of,
-    routes,
-    taking_replicas,
-)
+from mimo_train.parallel.bridge.shapes import Part, StepShapes, Turns, parts_of, replica_ranks, routes
 
 Watch = Callable[[str], AbstractContextManager]
 """A function that times a `with` block by name (see `mimo_train.logging.stopwatch`)."""
@@ -45,7 +36,8 @@ def not_timed(name: str) -> AbstractContextManager:
 
 
 class Bridge:
-    """The routes of feature rows along one edge, and the exchange itself.
+    """The routes of feature rows along one edge, and the exchange itself. `FORWARD` is from the source to the
+    destination, `BACKWARD` from the destination to the source.
 
     Args:
         edge: source and destination module.
@@ -69,50 +61,36 @@ class Bridge:
         group: dist.ProcessGroup | None,
         watch: Watch = not_timed,
     ):
-        self._group = group
-        self.source, self._shapes, self._watch = run.layout.modules[edge.source], shapes, watch
+        self.source, self.destination = run.layout.modules[edge.source], run.layout.modules[edge.destination]
+        self._name, self._shapes, self._group, self._watch = f"{edge.source}->{edge.destination}", shapes, group, watch
         self._hidden, self._dtype, self._device = hidden_size, dtype, device
-        self._name = f"{edge.source}->{edge.destination}"
         self._rank = rank = dist.get_rank()
-        self.destination = run.layout.modules[edge.destination]
-        giving, taking = giving_replicas(self.source), taking_replicas(self.destination)
-        self._source_replica, self._destination_replica = _replica_of(giving), _replica_of(taking)
-        forward, backward = routes(giving, taking), routes(taking, giving)
-        self._forward_to = [to for sender, to in forward if sender == rank]
-        self._forward_from = [sender for sender, to in forward if to == rank]
-        self._backward_to = [to for sender, to in backward if sender == rank]
-        self._backward_from = [sender for sender, to in backward if to == rank]
         self._turns = Turns(shapes)
         self.while_waiting: Callable[[], None] | None = None
+        # By direction: the replica of each sending rank, and the ranks that this rank sends to or receives from.
+        senders = {
+            FORWARD: replica_ranks(self.source, self.source.pp - 1),
+            BACKWARD: replica_ranks(self.destination, 0),
+        }
+        self._replica = {
+            direction: {member: replica for replica, members in enumerate(ranks) for member in members}
+            for direction, ranks in senders.items()
+        }
+        self._sends_to: dict[int, list[int]] = {}
+        self._receives_from: dict[int, list[int]] = {}
+        for direction, opposite in ((FORWARD, BACKWARD), (BACKWARD, FORWARD)):
+            pairs = routes(senders[direction], senders[opposite])
+            self._sends_to[direction] = [receiver for sender, receiver in pairs if sender == rank]
+            self._receives_from[direction] = [sender for sender, receiver in pairs if receiver == rank]
 
-    def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
-        RECORDER.at(self._name, FORWARD, microbatch)
-        peers = self._spans_of_destination(self._forward_to, microbatch)
-        return self._give(features, self._source_span(microbatch), peers, microbatch)
-
-    def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        RECORDER.at(self._name, FORWARD, microbatch)
-        peers = self._spans_of_source(self._forward_from, microbatch)
-        return self._take(self._destination_span(microbatch), peers, microbatch)
-
-    def _give_backward(self, gradient: torch.Tensor | None, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
-        RECORDER.at(self._name, BACKWARD, microbatch)
-        peers = self._spans_of_source(self._backward_to, microbatch)
-        return self._give(gradient, self._destination_span(microbatch), peers, microbatch)
-
-    def _take_backward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        RECORDER.at(self._name, BACKWARD, microbatch)
-        peers = self._spans_of_destination(self._backward_from, microbatch)
-        return self._take(self._source_span(microbatch), peers, microbatch)
-
-    def _give(
-        self, rows: torch.Tensor | None, own: Span, peers: Sequence[tuple[int, int, int]], microbatch: int
+    def _rows_to_send(
+        self, direction: int, rows: torch.Tensor | None, microbatch: int
     ) -> list[tuple[torch.Tensor, Part]]:
-        count, parts = parts_of(self._counts(microbatch), own, peers)
+        """Return the part of `rows` for each receiver. None are zeros: nothing in the destination depends on them."""
+        count, parts = self._parts(direction, self._sends_to[direction], direction, microbatch)
         if not parts:
             return []
         if rows is None:
-            # Nothing in the destination depends on these features.
             rows = torch.zeros(count, self._hidden, dtype=self._dtype, device=self._device)
         assert rows.shape == (count, self._hidden), (
             f"{self.source.name}: features are {tuple(rows.shape)}, the data index says {(count, self._hidden)}"
@@ -120,28 +98,43 @@ class Bridge:
         rows = rows.detach().to(self._dtype).contiguous()
         return [(rows[part.first : part.last], part) for part in parts]
 
-    def _take(
-        self, own: Span, peers: Sequence[tuple[int, int, int]], microbatch: int
-    ) -> tuple[torch.Tensor, list[Part]]:
-        count, parts = parts_of(self._counts(microbatch), own, peers)
+    def _rows_to_receive(self, direction: int, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
+        """Return an empty tensor for the rows, and the part of it for each sender."""
+        opposite = BACKWARD if direction == FORWARD else FORWARD
+        count, parts = self._parts(direction, self._receives_from[direction], opposite, microbatch)
         return torch.empty(count, self._hidden, dtype=self._dtype, device=self._device), parts
 
+    def _parts(self, direction: int, peers: list[int], side: int, microbatch: int) -> tuple[int, list[Part]]:
+        """Return the number of this rank's rows, and the rows it exchanges with each peer. `side` is the direction in
+        which this rank sends."""
+        RECORDER.at(self._name, direction, microbatch)
+        spans = {
+            FORWARD: self._shapes.spans(self.source, microbatch),
+            BACKWARD: self._shapes.taken(self.source.name, self.destination, microbatch),
+        }
+        other_side = BACKWARD if side == FORWARD else FORWARD
+        peer_spans = [(peer, *spans[other_side][self._replica[other_side][peer]]) for peer in peers]
+        own_span = spans[side][self._replica[side][self._rank]]
+        return parts_of(self._shapes.counts[self.source.name][microbatch], own_span, peer_spans)
+
     def _exchange(
-        self, given: list[tuple[torch.Tensor, Part]], taken: torch.Tensor | None = None, parts: Sequence[Part] = ()
+        self,
+        sent: list[tuple[torch.Tensor, Part]],
+        received: torch.Tensor | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
-        """Send the parts in `given` and fill `taken`, in one batch. Copy the parts that stay on this rank."""
+        """Send the parts in `sent` and fill `received`, in one batch. Copy the parts that stay on this rank."""
         operations = [
-            dist.P2POp(dist.isend, rows, part.peer, self._group) for rows, part in given if part.peer != self._rank
+            dist.P2POp(dist.isend, rows, part.peer, self._group) for rows, part in sent if part.peer != self._rank
         ]
-        own = next((rows for rows, part in given if part.peer == self._rank), None)
         for part in parts:
-            assert taken is not None, "there are parts, and no room for them"
-            room = taken[part.first : part.last]
+            assert received is not None, "there are parts, and no tensor for them"
+            rows = received[part.first : part.last]
             if part.peer == self._rank:
-                assert own is not None, f"rank {self._rank} takes from itself what it does not give"
-                room.copy_(own)
+                (local,) = [rows for rows, part in sent if part.peer == self._rank]
+                rows.copy_(local)
             else:
-                operations.append(dist.P2POp(dist.irecv, room, part.peer, self._group))
+                operations.append(dist.P2POp(dist.irecv, rows, part.peer, self._group))
         works = dist.batch_isend_irecv(operations) if operations else ()
         if self.while_waiting:
             # Called even if this rank exchanges nothing: the function may be collective over a replica's ranks.
@@ -150,26 +143,6 @@ class Bridge:
             with self._watch("bridge_wait"):
                 for work in works:
                     work.wait()
-
-    def _counts(self, microbatch: int) -> list[int]:
-        return self._shapes.counts[self.source.name][microbatch]
-
-    def _source_span(self, microbatch: int) -> Span:
-        return self._shapes.spans(self.source, microbatch)[self._source_replica[self._rank]]
-
-    def _destination_span(self, microbatch: int) -> Span:
-        return self._taken(microbatch)[self._destination_replica[self._rank]]
-
-    def _spans_of_source(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
-        spans = self._shapes.spans(self.source, microbatch)
-        return [(rank, *spans[self._source_replica[rank]]) for rank in ranks]
-
-    def _spans_of_destination(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
-        spans = self._taken(microbatch)
-        return [(rank, *spans[self._destination_replica[rank]]) for rank in ranks]
-
-    def _taken(self, microbatch: int) -> list[Span]:
-        return self._shapes.taken(self.source.name, self.destination, microbatch)
 
 
 class DisjointBridge(Bridge):
@@ -192,48 +165,46 @@ class DisjointBridge(Bridge):
 
     def send_forward(self, features: torch.Tensor) -> None:
         """Send this rank's features [rows, hidden] of the next microbatch."""
-        self._exchange(self._give_forward(features, self._turns.forward()))
+        self._exchange(self._rows_to_send(FORWARD, features, self._turns.next(FORWARD)))
 
     def recv_forward(self) -> torch.Tensor:
         """Receive the features of this rank's samples of the next microbatch, [rows, hidden], ready for autograd."""
-        features, parts = self._take_forward(self._turns.forward())
-        self._exchange([], features, parts)
-        return features.requires_grad_()
+        return self._receive_forward([])
 
     def send_backward(self, gradient: torch.Tensor | None) -> None:
         """Send the gradient of the oldest received features without one; None means zeros."""
-        self._exchange(self._next_given_backward(gradient))
+        self._exchange(self._gradient_to_send(gradient))
 
     def recv_backward(self) -> torch.Tensor | None:
-        """Receive the gradient [rows, hidden] of the oldest sent features without one."""
-        gradient, parts = self._next_taken_backward()
-        self._exchange([], gradient, parts)
-        return gradient
+        """Receive the gradient [rows, hidden] of the oldest sent features without one. None if nothing of the source
+        needs a gradient: the schedule then skips its backward pass."""
+        return self._receive_backward([])
 
     def send_forward_recv_backward(self, features: torch.Tensor) -> torch.Tensor | None:
         """Combine `send_forward` and `recv_backward` in one batch."""
-        given = self._give_forward(features, self._turns.forward())
-        gradient, parts = self._next_taken_backward()
-        self._exchange(given, gradient, parts)
-        return gradient
-
-    def _next_given_backward(self, gradient: torch.Tensor | None) -> list[tuple[torch.Tensor, Part]]:
-        if not self._shapes.features_need_gradient(self.source.name):
-            return []
-        return self._give_backward(gradient, self._turns.backward())
-
-    def _next_taken_backward(self) -> tuple[torch.Tensor | None, list[Part]]:
-        """Return None if nothing of the source needs a gradient: the schedule then skips its backward pass."""
-        if not self._shapes.features_need_gradient(self.source.name):
-            return None, []
-        return self._take_backward(self._turns.backward())
+        return self._receive_backward(self._rows_to_send(FORWARD, features, self._turns.next(FORWARD)))
 
     def send_backward_recv_forward(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """Combine `send_backward` and `recv_forward` in one batch."""
-        given = self._next_given_backward(gradient)
-        features, parts = self._take_forward(self._turns.forward())
-        self._exchange(given, features, parts)
+        return self._receive_forward(self._gradient_to_send(gradient))
+
+    def _gradient_to_send(self, gradient: torch.Tensor | None) -> list[tuple[torch.Tensor, Part]]:
+        if not self._shapes.features_need_gradient(self.source.name):
+            return []
+        return self._rows_to_send(BACKWARD, gradient, self._turns.next(BACKWARD))
+
+    def _receive_forward(self, sent: list[tuple[torch.Tensor, Part]]) -> torch.Tensor:
+        features, parts = self._rows_to_receive(FORWARD, self._turns.next(FORWARD))
+        self._exchange(sent, features, parts)
         return features.requires_grad_()
+
+    def _receive_backward(self, sent: list[tuple[torch.Tensor, Part]]) -> torch.Tensor | None:
+        if not self._shapes.features_need_gradient(self.source.name):
+            self._exchange(sent)
+            return None
+        gradient, parts = self._rows_to_receive(BACKWARD, self._turns.next(BACKWARD))
+        self._exchange(sent, gradient, parts)
+        return gradient
 
 
 class SharedBridge(Bridge):
@@ -243,33 +214,22 @@ class SharedBridge(Bridge):
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """Redistribute the next microbatch's features [rows, hidden] from this rank's source samples to its destination
         samples."""
-        return _Redistribute.apply(features, self, self._turns.forward())
+        return _Redistribute.apply(features, self, self._turns.next(FORWARD))
 
-    def to_destination(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
-        """Exchange features without autograd."""
-        given = self._give_forward(features, microbatch)
-        taken, parts = self._take_forward(microbatch)
-        self._exchange(given, taken, parts)
-        return taken
-
-    def to_source(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
-        """Exchange gradients in the backward pass."""
-        given = self._give_backward(gradient, microbatch)
-        taken, parts = self._take_backward(microbatch)
-        self._exchange(given, taken, parts)
-        return taken
+    def redistribute(self, direction: int, rows: torch.Tensor, microbatch: int) -> torch.Tensor:
+        """Exchange features (forward) or gradients (backward) without autograd."""
+        sent = self._rows_to_send(direction, rows, microbatch)
+        received, parts = self._rows_to_receive(direction, microbatch)
+        self._exchange(sent, received, parts)
+        return received
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: torch.Tensor, bridge: SharedBridge, microbatch: int) -> torch.Tensor:
         ctx.bridge, ctx.microbatch = bridge, microbatch
-        return bridge.to_destination(features, microbatch)
+        return bridge.redistribute(FORWARD, features, microbatch)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.bridge.to_source(gradient, ctx.microbatch), None, None
-
-
-def _replica_of(replicas: Sequence[range]) -> dict[int, int]:
-    return {rank: replica for replica, members in enumerate(replicas) for rank in members}
+        return ctx.bridge.redistribute(BACKWARD, gradient, ctx.microbatch), None, None

@@ -1,6 +1,5 @@
 """Sizes of a step's messages: rows and load of every sample, the replica that holds it, and the text rows of every
-microbatch. Every rank knows them before the step runs, so no message has to announce the size of the next one. Imports
-no torch."""
+microbatch. Every rank knows them before the step runs, so no message has to announce the size of the next one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,11 +63,9 @@ class StepShapes:
     def taken(self, source: str, destination: ModuleLayout, microbatch: int) -> list[Span]:
         """Return the samples [first, last) of a microbatch whose features each data-parallel rank of a destination
         needs."""
-        return (
-            self._taken[microbatch]
-            if self._taken
-            else equal_parts(len(self.counts[source][microbatch]), destination.dp)
-        )
+        if self._taken:
+            return self._taken[microbatch]
+        return equal_parts(len(self.counts[source][microbatch]), destination.dp)
 
     def features_need_gradient(self, name: str) -> bool:
         """True if the destination sends a gradient to this source."""
@@ -90,27 +87,19 @@ class StepShapes:
 
 
 class Turns:
-    """The next microbatch forward and backward, in order as in 1F1B. Restarts at every step."""
+    """Counts the microbatches of a step in each direction, in order as in 1F1B. Restarts at every step."""
 
     def __init__(self, shapes: StepShapes):
-        self._shapes = shapes
-        self._step, self._forward, self._backward = -1, 0, 0
+        self._shapes, self._step = shapes, -1
+        self._next: dict[int, int] = {}
 
-    def forward(self) -> int:
-        """Return the number of the next microbatch forward."""
-        self._restart_if_new_step()
-        self._forward += 1
-        return self._forward - 1
-
-    def backward(self) -> int:
-        """Return the number of the next microbatch backward."""
-        self._restart_if_new_step()
-        self._backward += 1
-        return self._backward - 1
-
-    def _restart_if_new_step(self) -> None:
+    def next(self, direction: int) -> int:
+        """Return the number of the next microbatch in a direction."""
         if self._step != self._shapes.step:
-            self._step, self._forward, self._backward = self._shapes.step, 0, 0
+            self._step, self._next = self._shapes.step, {}
+        microbatch = self._next.get(direction, 0)
+        self._next[direction] = microbatch + 1
+        return microbatch
 
 
 @dataclass(frozen=True)
@@ -149,17 +138,8 @@ def features_width(run: Run, source: str, width: int) -> int:
     return width * (1 + len(run.cfg.modules[source].encoder.deepstack))
 
 
-def giving_replicas(module: ModuleLayout) -> list[range]:
-    """Return the ranks of each replica of a module's last stage, which holds its features."""
-    return _replicas(module, module.pp - 1)
-
-
-def taking_replicas(module: ModuleLayout) -> list[range]:
-    """Return the ranks of each replica of a module's first stage, which receives features."""
-    return _replicas(module, 0)
-
-
-def _replicas(module: ModuleLayout, stage: int) -> list[range]:
+def replica_ranks(module: ModuleLayout, stage: int) -> list[range]:
+    """Return the ranks of each replica of a module's stage."""
     ranks, width = module.stage_ranks(stage), module.tp * module.cp
     return [ranks[replica * width : (replica + 1) * width] for replica in range(module.dp)]
 
@@ -168,8 +148,8 @@ def routes(sources: Sequence[range], destinations: Sequence[range]) -> list[tupl
     """Return (sending rank, receiving rank) pairs, one per receiving rank and source replica. All ranks of a replica
     hold the same rows. A rank on both sides sends to itself. Otherwise the ranks of the source replica take turns."""
     return [
-        (taking if taking in replica else replica[index % len(replica)], taking)
-        for taking_replica in destinations
-        for index, taking in enumerate(taking_replica)
+        (receiver if receiver in replica else replica[index % len(replica)], receiver)
+        for receivers in destinations
+        for index, receiver in enumerate(receivers)
         for replica in sources
     ]

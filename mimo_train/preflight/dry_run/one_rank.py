@@ -120,7 +120,7 @@ def _install(device: str, counts: Counts) -> Any:
 def choose_layers(cfg: ConfigContainer) -> None:
     """Use torch layers without fp8: Transformer Engine's need a GPU."""
     from mimo_train.training import setup as setting_up
-    from mimo_train.training.step import startup
+    from mimo_train.training.step import pipeline as startup
 
     setting_up.use_transformer_engine = startup.use_transformer_engine = lambda kind: False
     cfg.train.fp8 = "none"

@@ -31,7 +31,7 @@ from mimo_train.models.parameters import modules_of
 from mimo_train.parallel import device as devices
 from mimo_train.preflight.dry_run import fake_world
 from mimo_train.preflight.plan.costs import LayerCost, Profile
-from mimo_train.training.step.startup import build_parts, start_processes
+from mimo_train.training.step.pipeline import build_parts, start_processes
 
 _WARM_UP, _TIMED = 2, 5
 """Calls that are not timed, and timed calls, of which the median counts."""

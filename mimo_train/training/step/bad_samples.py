@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,34 +95,53 @@ _MOST_WAITING = 64
 """Steps whose flags are kept until the next count."""
 
 
-class BadSampleCount:
-    """Counts bad samples on the device without waiting for it; `settle` moves the count to the host.
+class StepCounts:
+    """Counts bad samples and empty steps, on the device without waiting for it; `settle` moves counts to the host.
 
-    A sample counts once: `TrainState.bad_rows` has its row, over epochs and resumes. `new` is the number of flags not
-    yet settled, 0-d float64 on the device; the same on every rank.
+    A sample counts once: `TrainState.bad_rows` has its row, over epochs and resumes. An empty step has no token with
+    loss. `new` has the numbers of bad samples and of empty steps that are not settled: [2], float64 on the device, the
+    same on every rank.
     """
 
-    def __init__(self, train_state: TrainState, dataset: Samples, report: BadSampleReport, device: torch.device):
+    def __init__(
+        self,
+        train_state: TrainState,
+        dataset: Samples,
+        report: BadSampleReport,
+        max_empty_steps: int,
+        device: torch.device,
+    ):
+        """`max_empty_steps` is `train.max_empty_steps`."""
         self._train_state, self._dataset, self._report = train_state, dataset, report
-        self._rows = set(train_state.bad_rows)
+        self._rows, self._max_empty_steps = set(train_state.bad_rows), max_empty_steps
         self._waiting: list[tuple[int, torch.Tensor]] = []
-        self.new = torch.zeros((), dtype=torch.float64, device=device)
+        self.new = torch.zeros(2, dtype=torch.float64, device=device)
         report.adopt(dataset.bad_samples, "train")
 
-    def note(self, data: StepIterator) -> None:
-        """Count the bad samples of the current step, after it is done or skipped. Collective at times, by `settle`."""
-        self.new += torch.count_nonzero(data.bad)
+    def note(self, data: StepIterator, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Count the current step, after it is done or skipped. Collective at times, by `settle`.
+
+        Args:
+            tokens: tokens with loss over all ranks, 0-d on the device; None if the step was skipped.
+
+        Returns:
+            1 if the step is empty, else 0; 0-d float64 on the device.
+        """
+        empty = torch.zeros_like(self.new[1]) if tokens is None else (tokens == 0).double()
+        self.new += torch.stack([torch.count_nonzero(data.bad).double(), empty])
         self._waiting.append((data.current.first_sample, data.bad.clone()))
         if len(self._waiting) >= _MOST_WAITING:
             self.settle()
+        return empty
 
-    def settle(self, new: int | None = None) -> None:
-        """Add the `new` bad samples to `TrainState.bad_samples` and report them. Collective over all ranks. Waits for
+    def settle(self, new: Sequence[float] | None = None) -> None:
+        """Add the `new` numbers to the train state, and report the bad samples. Collective over all ranks. Waits for
         the device if `new` is None."""
-        count = int(self.new) if new is None else new
+        bad_samples, empty_steps = self.new.tolist() if new is None else new
         waiting, self._waiting = self._waiting, []
         self.new.zero_()
-        if not count:  # on every rank alike
+        self._train_state.empty_steps += int(empty_steps)
+        if not bad_samples:  # on every rank alike
             return
         for first, flags in waiting:
             for place in flags.nonzero().flatten().tolist():
@@ -134,44 +153,15 @@ class BadSampleCount:
         self._report(self._dataset.bad_samples, "train")
 
     def require_budget(self) -> None:
-        """Raise TooManyBadSamples on every rank if `TrainState.bad_samples` exceeds `data.max_bad_samples`."""
-        allowed, latest = self._dataset.allowed_bad_samples, self._dataset.bad_samples.latest
-        require_budget(self._train_state.bad_samples, allowed, latest)
-
-
-class EmptySteps:
-    """Counts empty steps on the device without waiting for it; `settle` moves the count to the host.
-
-    `new` is the number not yet in `TrainState.empty_steps`, 0-d float64 on the device; the same on every rank.
-    """
-
-    def __init__(self, train_state: TrainState, allowed: int, device: torch.device):
-        """`allowed` is `train.max_empty_steps`."""
-        self._train_state, self._allowed = train_state, allowed
-        self.new = torch.zeros((), dtype=torch.float64, device=device)
-
-    def note(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Count a step by its tokens with loss over all ranks, None if no step was made. Returns 1 if it is empty, else
-        0; 0-d float64 on the device."""
-        if tokens is None:
-            return torch.zeros_like(self.new)
-        empty = (tokens == 0).double()
-        self.new += empty
-        return empty
-
-    def settle(self, new: int | None = None) -> None:
-        """Add the new empty steps to `TrainState.empty_steps`. Waits for the device unless `new` is their number."""
-        self._train_state.empty_steps += int(self.new) if new is None else new
-        self.new.zero_()
-
-    def require_budget(self) -> None:
-        """Raise UserError on every rank if `TrainState.empty_steps` exceeds `train.max_empty_steps`."""
-        state = self._train_state
-        if state.empty_steps <= self._allowed:
+        """Raise TooManyBadSamples or UserError on every rank if there are more bad samples than `data.max_bad_samples`
+        or more empty steps than `train.max_empty_steps`."""
+        state, dataset = self._train_state, self._dataset
+        require_budget(state.bad_samples, dataset.allowed_bad_samples, dataset.bad_samples.latest)
+        if state.empty_steps <= self._max_empty_steps:
             return
         raise UserError(
             f"train.max_empty_steps: {state.empty_steps} of {plural(state.step, 'step')} had no token with loss, "
-            f"{self._allowed} allowed; {plural(state.bad_samples, 'bad sample')} so far. Answers are empty, or cut by "
-            "data.sequence_length (`mimo-train check` counts the tokens with loss), or every sample of a step is bad: "
-            "mend the data, or raise train.max_empty_steps"
+            f"{self._max_empty_steps} allowed; {plural(state.bad_samples, 'bad sample')} so far. Answers are empty, or "
+            "cut by data.sequence_length (`mimo-train check` counts the tokens with loss), or every sample of a step "
+            "is bad: mend the data, or raise train.max_empty_steps"
         )

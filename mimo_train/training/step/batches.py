@@ -28,10 +28,10 @@ from mimo_train.flight.file_format import FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
-from mimo_train.parallel.context import own_places
+from mimo_train.parallel.context import local_offsets
 from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.training.step.pipeline import Pipeline
 
 WANTED = "wanted"
 """[B, S], nonzero where logits are wanted."""
@@ -266,7 +266,7 @@ class StepIterator:
             return microbatch
         language = self._pipeline.groups.collections[LANGUAGE]
         mask = microbatch.get(WANTED, microbatch["loss_mask"])
-        learned = own_places(mask, language.cp.rank(), language.cp.size())
+        learned = local_offsets(mask, language.cp.rank(), language.cp.size())
         # No layer takes an empty batch; the loss at this position is multiplied by 0.
         learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
         return microbatch | {"learned": learned}

@@ -1,19 +1,24 @@
-"""Forward steps: the accepted signatures, how the state is passed to them, and a pass over microbatches."""
+"""Forward steps: those of a `MimoModel` and of a plain GPT, and the accepted signatures of a user's."""
 
 import inspect
 import re
-import types
-import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from mimo_train.config.errors import ConfigError
+import torch
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from data.pipeline import Microbatch
+from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.config.schema_mix import source_names
 from mimo_train.config.user_code import FORWARD_STEP, load_code, unusable_code
-from mimo_train.optim.module_optimizer import ModuleOptimizer
-from mimo_train.training.step.batches import StepIterator
-from mimo_train.training.step.losses import StepLosses
-from mimo_train.training.step.schedule import Pipeline
+from mimo_train.models.documents import documents_of
+from mimo_train.models.language_model import choose_logits
+from mimo_train.parallel.context import own_part
+from mimo_train.training.step.losses import StepLosses, masked_token_loss
 from mimo_train.training.step.state import GlobalState
 
 ForwardStepCallable = Callable[..., tuple[Any, Callable | None]]
@@ -27,7 +32,94 @@ ACCEPTED_FORMS = (
 )
 """Signatures of a forward step. It returns (output, loss function), or (output, None) before the last stage."""
 
-_STATE_NAMES = ("state", "global_state")
+MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs", "documents")
+"""Keys of a microbatch that the model takes."""
+SOURCES, LEARNED = "sources", "learned"
+
+
+def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
+    """Return the next microbatch of this rank; None at the end, or without an iterator.
+
+    Returns:
+        On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], the ends of the `documents` of
+            a packed row, and in a mixture sources [batch, sequence], which the model does not take. On encoder ranks:
+            modality_inputs {module: {encoder: inputs} or None}. Ranks with both have all.
+    """
+    batch = next(data_iterator, None) if data_iterator is not None else None
+    if batch is None:
+        return None
+    return Microbatch({key: batch[key] for key in (*MODEL_INPUTS, SOURCES) if key in batch})
+
+
+def mimo_forward_step(
+    state: GlobalState, data_iterator: Iterator[dict[str, Any]] | None, model: MimoModel
+) -> tuple[torch.Tensor | dict[str, torch.Tensor], Callable | None]:
+    """Run one forward pass of this rank's modules. Encoders return features; only the language model returns a loss.
+
+    Returns:
+        (loss per token, loss function) at the language model's last stage, else (features by module, None).
+
+    Raises:
+        TypeError: the last stage returned features by module instead of losses: modules and layout disagree.
+    """
+    batch = _next(data_iterator)
+    inputs = {"input_ids": None} | {key: batch[key] for key in MODEL_INPUTS if key in batch}
+    mimo_model = unwrap_model(model)
+    if LEARNED in batch:
+        choose_logits(mimo_model.language_model, batch[LEARNED])
+    output, loss_mask = model(**inputs)
+    if not (mimo_model.role.has_language_module and mimo_model.role.is_last_stage("language")):
+        return output, None
+    if isinstance(output, dict):
+        raise TypeError(
+            f"the language model's last stage returned features of {', '.join(output)} instead of a loss tensor: "
+            "check that modules and modules.*.layout describe the same ranks"
+        )
+    if SOURCES not in batch:
+        return output, partial(masked_token_loss, loss_mask)
+    cp_group = unwrap_model(mimo_model.language_model).pg_collection.cp
+    sources = own_part({SOURCES: batch[SOURCES]}, cp_group)[SOURCES]
+    names = source_names(state.cfg.data.mix)
+    return output, partial(masked_token_loss, loss_mask, sources=sources, names=names)
+
+
+def gpt_forward_step(
+    state: GlobalState,
+    data_iterator: Iterator[dict[str, Any]],
+    model: MegatronModule,
+    return_schedule_plan: bool = False,
+) -> tuple[Any, Callable]:
+    """Run one forward pass of this rank's stage of a plain GPT.
+
+    Args:
+        return_schedule_plan: return the layers' plan instead of running them. Megatron-Core requests it to overlap the
+            experts' communication with another microbatch.
+
+    Returns:
+        (loss per token [batch, sequence] or the stage's activations, loss function); the schedule calls the loss
+            function at the last stage only.
+    """
+    batch = _next(data_iterator)
+    texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask", SOURCES) if key in batch}
+    cp_group = unwrap_model(model).pg_collection.cp
+    inputs = own_part(texts, cp_group)
+    loss_mask, sources = inputs.pop("loss_mask"), inputs.pop(SOURCES, None)
+    inputs |= {"attention_mask": None, "packed_seq_params": documents_of(batch, cp_group.size())}
+    if return_schedule_plan:
+        output = unwrap_model(model).build_schedule_plan(**inputs)
+    else:
+        if LEARNED in batch:
+            choose_logits(model, batch[LEARNED])
+        output = model(**inputs)
+    names = source_names(state.cfg.data.mix)
+    return output, partial(masked_token_loss, loss_mask, sources=sources, names=names)
+
+
+def _next(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any]:
+    batch = next(data_iterator, None) if data_iterator is not None else None
+    if batch is None:
+        raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
+    return batch
 
 
 def load_forward_step(entry: str) -> ForwardStepCallable:
@@ -46,7 +138,7 @@ def load_forward_step(entry: str) -> ForwardStepCallable:
 
 def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: GlobalState) -> ForwardStepCallable:
     """Return the forward step as the schedule calls it, with the state itself bound if its signature has one."""
-    return maybe_inject_state(forward_step_func, state, needs_global_state_injection(forward_step_func))
+    return maybe_inject_state(forward_step_func, state)
 
 
 def needs_global_state_injection(forward_step_func: ForwardStepCallable) -> bool:
@@ -67,18 +159,35 @@ def maybe_inject_state(
     Raises:
         TypeError: the parameter of the state is between the data iterator and the model.
     """
-    if needs_injection is False:
-        return forward_step_func
-    name, parameters = _state_parameter(forward_step_func), list(inspect.signature(forward_step_func).parameters)
-    if name is None and needs_injection is None:
-        return forward_step_func
-    place = parameters.index(name) if name is not None else 0
+    name = None if needs_injection is False else _state_parameter(forward_step_func)
+    if name is None:
+        return partial(forward_step_func, state) if needs_injection else forward_step_func
+    place = [*inspect.signature(forward_step_func).parameters].index(name)
     if place == 1:
         raise TypeError(
             f"forward step {_name(forward_step_func)} takes the state as its second argument. Give it one of the forms "
             f"{'; '.join(ACCEPTED_FORMS)}"
         )
-    return partial(forward_step_func, **{name: state}) if place and name else partial(forward_step_func, state)
+    return partial(forward_step_func, **{name: state}) if place else partial(forward_step_func, state)
+
+
+def _state_parameter(function: ForwardStepCallable) -> str | None:
+    """Return the name of the state's parameter, if there is one that the caller has not bound."""
+    parameters = [*inspect.signature(function).parameters.values()]
+    bound = function.keywords if isinstance(function, partial) else {}
+    for parameter in parameters:
+        annotation = parameter.annotation
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        names = set(re.findall(r"\w+(?![\w.])", text))  # without the modules before them
+        if parameter.name not in bound and "GlobalState" in names <= _STATE_ANNOTATION:
+            return parameter.name
+    first = parameters[0] if parameters else None
+    is_named = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return first.name if first is not None and is_named and first.name in ("state", "global_state") else None
+
+
+_STATE_ANNOTATION = {"GlobalState", "None", "Optional", "Union", "ForwardRef"}
+"""Words of an annotation that takes the state or None."""
 
 
 def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) -> ForwardStepCallable:
@@ -97,61 +206,6 @@ def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) ->
         return output, None if loss_func is None else losses.wrap(loss_func)
 
     return step
-
-
-def forward_backward(
-    pipeline: Pipeline,
-    optimizer: ModuleOptimizer,
-    losses: StepLosses,
-    forward_step: ForwardStepCallable,
-    data: StepIterator,
-    num_microbatches: int,
-) -> None:
-    """Run the next `num_microbatches` of `data` forward and backward, from gradients of zero. Collective. `losses` then
-    has only their losses; `forward_step` is a prepared one."""
-    optimizer.zero_grad()
-    for chunk in pipeline.model:
-        chunk.zero_grad_buffer()
-    losses.begin()
-    with pipeline.stopwatch("forward_backward"):
-        pipeline.run(record_losses(forward_step, losses), data, num_microbatches=num_microbatches)
-
-
-def _state_parameter(function: ForwardStepCallable) -> str | None:
-    """Return the name of the state's parameter, if there is one that the caller has not bound."""
-    parameters = [*inspect.signature(function).parameters.values()]
-    bound = function.keywords if isinstance(function, partial) else {}
-    hints = _hints(function)
-    for parameter in parameters:
-        if parameter.name not in bound and _is_state(hints.get(parameter.name, parameter.annotation)):
-            return parameter.name
-    first = parameters[0] if parameters else None
-    named = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    return first.name if first is not None and named and first.name in _STATE_NAMES else None
-
-
-def _hints(function: ForwardStepCallable) -> dict[str, Any]:
-    """Return the resolved annotations, of `__call__` for a functor; empty if one cannot be resolved."""
-    target = function.func if isinstance(function, partial) else function
-    if not inspect.isroutine(target):
-        target = type(target).__call__
-    try:
-        return typing.get_type_hints(target)
-    except (NameError, TypeError, AttributeError):
-        return {}
-
-
-def _is_state(annotation: Any) -> bool:
-    """True if an annotation is `GlobalState` or `GlobalState | None`, also as a string that cannot be resolved."""
-    if isinstance(annotation, typing.ForwardRef):
-        annotation = annotation.__forward_arg__
-    if isinstance(annotation, str):
-        members = re.sub(r"^(?:\w+\.)*(?:Optional|Union)\[(.*)\]$", r"\1", annotation.strip(" '\""))
-        names = [member.strip(" '\"").rpartition(".")[2] for member in re.split(r"[|,]", members)]
-        return GlobalState.__name__ in names
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return any(map(_is_state, typing.get_args(annotation)))
-    return isinstance(annotation, type) and issubclass(annotation, GlobalState)
 
 
 def _name(function: Any) -> str:

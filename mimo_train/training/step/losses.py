@@ -1,13 +1,15 @@
-"""Losses of a microbatch: the values a loss function may return, their weights, and their sums over a step.
+"""Losses of a microbatch: the values a loss function may return, their weights, their sums over a step, and the
+division by its tokens.
 
 Shape suffixes: B batch, S sequence.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
@@ -36,39 +38,46 @@ OF_SOURCE = "loss/"
 
 
 def masked_token_loss(
-    loss_mask_BS: torch.Tensor,
-    output_tensor_BS: torch.Tensor,
-    sources_BS: torch.Tensor | None = None,
-    names: Sequence[str] = (),
+    loss_mask: torch.Tensor,
+    output_tensor: torch.Tensor,
     *,
+    sources: torch.Tensor | None = None,
+    names: Sequence[str] = (),
     non_loss_data: bool = False,
 ) -> Any:
-    """Sum the losses of the tokens that count.
+    """Sum the losses of the tokens that count. All tensors are [B, S].
 
     Args:
-        loss_mask_BS: 1 where a token is learned from, else 0.
-        output_tensor_BS: loss per token, in nats.
-        sources_BS: index into `names` of each token's source; None without a mixture.
-        non_loss_data: return {"losses": loss per token, "loss_mask": `loss_mask_BS`} instead, for a
+        loss_mask: 1 where a token is learned from, else 0.
+        output_tensor: loss per token, in nats.
+        sources: index into `names` of each token's source; None without a mixture.
+        non_loss_data: return {"losses": loss per token, "loss_mask": `loss_mask`} instead, for a
             `process_non_loss_data_func`.
 
     Returns:
         (sum of losses, number of tokens as int, {"lm loss": [sum, number]}), with `loss/NAME` of every source. The
-            optimizer step divides by the tokens of the global batch.
+            step divides gradients by the tokens of the global batch, see `divide_gradients`.
     """
     if non_loss_data:
-        return {"losses": output_tensor_BS.detach(), "loss_mask": loss_mask_BS}
-    loss_mask = loss_mask_BS.reshape(-1).float()
-    loss = torch.sum(output_tensor_BS.reshape(-1).float() * loss_mask)
-    num_tokens = loss_mask.sum()
+        return {"losses": output_tensor.detach(), "loss_mask": loss_mask}
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(output_tensor.reshape(-1).float() * mask)
+    num_tokens = mask.sum()
     report = {"lm loss": torch.stack([loss.detach(), num_tokens])}
-    if sources_BS is not None:
-        losses = torch.stack([output_tensor_BS.detach().reshape(-1).float() * loss_mask, loss_mask])
-        # Sums instead of a scatter, whose order of summation is not fixed on CUDA.
-        of_sources = [sources_BS.reshape(-1) == number for number in range(len(names))]
-        sums = [(losses * of_source).sum(1) for of_source in of_sources]
-        report |= {f"{OF_SOURCE}{name}": pair for name, pair in zip(names, sums, strict=True)}
+    if sources is not None:
+        losses = torch.stack([output_tensor.detach().reshape(-1).float() * mask, mask])
+        for number, name in enumerate(names):
+            # A sum instead of a scatter, whose order of summation is not fixed on CUDA.
+            report[f"{OF_SOURCE}{name}"] = (losses * (sources.reshape(-1) == number)).sum(1)
     return loss, num_tokens.to(torch.int), report
+
+
+def divide_gradients(chunks: Iterable[DistributedDataParallel], tokens: torch.Tensor) -> None:
+    """Divide the gradients of a step's loss sums by the tokens of the global batch: the sum over ranks of
+    `StepLosses.local_tokens`, [1]. Every loss is then a mean over these tokens, at any layout."""
+    factor = 1.0 / tokens.clamp(min=1).to(torch.float32)
+    for chunk in chunks:
+        chunk.scale_gradients(factor)
 
 
 def weighted_sum(
@@ -93,23 +102,24 @@ def weighted_sum(
     """
     reports = {name: _sum_and_count(loss) for name, loss in losses.items()}
     pairs = {name: torch.stack(part).detach() for name, part in reports.items()}
-    own_tokens = next(iter(pairs.values()))[1].to(torch.int)
+    local_tokens = next(iter(pairs.values()))[1].to(torch.int)
     counts = torch.stack([pair[1] for pair in pairs.values()])
     if cp_group is not None and len(counts) > 1:
         dist.all_reduce(counts, group=cp_group)
     parts = zip(reports.items(), counts.clamp(min=1).unbind(), strict=True)
     means = torch.stack([weights.get(name, 1.0) * total / count for (name, (total, _)), count in parts])
-    return counts[0] * means.sum(), own_tokens, pairs
+    return counts[0] * means.sum(), local_tokens, pairs
 
 
 class StepLosses:
     """Named losses of a step: normalises what loss functions return, keeps the reports, and takes means over ranks.
 
-    The one message of a step sums `local_sums` over ranks (`reduce_metrics`); `reduced` reads the sums. The language
+    The one message of a step sums `local_sums` and `local_tokens` over ranks; `reduced` reads the sums. The language
     model's last stage adds to them, one rank of each tensor-parallel group.
 
     Attributes:
         reports: {name: [sum, count]} of every microbatch of the current step, on ranks of the last stage.
+        numbers: length of the longest `local_sums`.
     """
 
     def __init__(
@@ -131,21 +141,19 @@ class StepLosses:
             validate: called with the loss sum of every microbatch and its number of tokens.
         """
         self.reports: list[dict[str, torch.Tensor]] = []
-        self._weights, self._validate = dict(weights), validate
+        self._num_tokens: list[torch.Tensor] = []
+        self._weights, self._validate, self._needs_tokens = dict(weights), validate, needs_tokens
         language = groups.collections.get(LANGUAGE)
         self._adds = language is not None and language.tp.rank() == 0
         # Context-parallel ranks have parts of a mean; one of them counts it.
         self._counts_mean = int(language is not None and language.cp.rank() == 0)
         self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
-        self._checked: tuple[str, ...] | None = None
-        self._needs_tokens = needs_tokens
         self._of_sources = {f"{OF_SOURCE}{name}" for name in sources}
         self.numbers = 2 * (MAX_LOSSES + len(sources))
-        """Length of the longest `local_sums`."""
 
     def begin(self) -> None:
         """Start a step."""
-        self.reports = []
+        self.reports, self._num_tokens = [], []
 
     def wrap(self, loss_func: Callable) -> Callable:
         """Return the loss function in the schedule's form: always (sum, number of tokens, report)."""
@@ -154,22 +162,32 @@ class StepLosses:
             if non_loss_data:
                 return loss_func(output_tensor, non_loss_data=True)
             loss, num_tokens, report = self._normalise(loss_func(output_tensor))
-            self._require_weighted(report)
+            if not self.reports:
+                self._require_names(report)
             self._validate(loss, num_tokens)
             self.reports.append(report)
+            self._num_tokens.append(num_tokens)
             return loss, num_tokens, report
 
         return normalised
+
+    def local_tokens(self) -> torch.Tensor | None:
+        """Return the tokens that this rank counts in the step, [1]; None if another rank counts them."""
+        if not self._num_tokens or not self._adds:
+            return None
+        return torch.stack(self._num_tokens).sum().reshape(1)
 
     def local_sums(self) -> torch.Tensor | None:
         """Return what this rank adds to the step: [sum, count, sum, count, ...], names in sorted order."""
         if not self.reports or not self._adds:
             return None
         names = sorted(self.reports[0])
-        if any(sorted(report) != names for report in self.reports):
-            raise UserError(
-                "the loss function reports other names for other microbatches. Report all names in each, with count 0"
-            )
+        for report in self.reports:
+            if sorted(report) != names:
+                raise UserError(
+                    "the loss function reports other names for other microbatches. Report all names in each, with "
+                    "count 0"
+                )
         sums = torch.cat([report[name] for report in self.reports for name in names])
         return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
 
@@ -188,40 +206,40 @@ class StepLosses:
 
     def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         if isinstance(result, dict) and result:
-            if self._needs_tokens and _is_mean(next(iter(result.values()))):
+            first = next(iter(result.values()))
+            if self._needs_tokens and not isinstance(first, (tuple, list)) and torch.as_tensor(first).numel() == 1:
                 raise UserError(_NO_TOKENS)
             return weighted_sum(result, self._weights, self._cp_group)
-        if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[-1], dict):
-            if self._weights:
-                raise UserError(
-                    f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
-                    "itself: let it return {name: loss}, or remove the weights"
+        if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[-1], dict)):
+            kinds = ", ".join(type(item).__name__ for item in result) if isinstance(result, tuple) else ""
+            raise TypeError(
+                f"the loss function returned {f'({kinds})' if kinds else type(result).__name__}: it must return one of "
+                f"{'; '.join(ACCEPTED_RETURNS)}"
+            )
+        if self._weights:
+            raise UserError(
+                f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
+                "itself: let it return {name: loss}, or remove the weights"
+            )
+        loss = _one_number("the loss", result[0])
+        if len(result) == 3:
+            num_tokens = _one_number("num_tokens", torch.as_tensor(result[1], device=loss.device))
+            if num_tokens.is_floating_point():
+                raise TypeError(
+                    f"the loss function returned num_tokens of type {num_tokens.dtype}, expected whole numbers. "
+                    "Return num_tokens.to(torch.int)"
                 )
-            loss = _one_number("the loss", result[0])
-            if len(result) == 3:
-                num_tokens = _one_number("num_tokens", torch.as_tensor(result[1], device=loss.device))
-                if num_tokens.is_floating_point():
-                    raise TypeError(
-                        f"the loss function returned num_tokens of type {num_tokens.dtype}, expected whole numbers. "
-                        "Return num_tokens.to(torch.int)"
-                    )
-                report = result[2] or {UNNAMED: (loss, num_tokens)}
-                return loss, num_tokens, {name: _pair(value) for name, value in report.items()}
-            if self._needs_tokens:
-                raise UserError(_NO_TOKENS)
-            # A mean counts as one token, so that the sum over microbatches and ranks is divided by their number.
-            count = torch.full((), self._counts_mean, dtype=torch.int, device=loss.device)
-            report = result[1] or {UNNAMED: loss}
-            return loss, count, {name: _pair(value, self._counts_mean) for name, value in report.items()}
-        raise TypeError(
-            f"the loss function returned {_shape_of(result)}: it must return one of {'; '.join(ACCEPTED_RETURNS)}"
-        )
+            report = result[2] or {UNNAMED: (loss, num_tokens)}
+            return loss, num_tokens, {name: _pair(value) for name, value in report.items()}
+        if self._needs_tokens:
+            raise UserError(_NO_TOKENS)
+        # A mean counts as one token, so that the sum over microbatches and ranks is divided by their number.
+        count = torch.full((), self._counts_mean, dtype=torch.int, device=loss.device)
+        report = result[1] or {UNNAMED: loss}
+        return loss, count, {name: _pair(value, self._counts_mean) for name, value in report.items()}
 
-    def _require_weighted(self, report: dict[str, torch.Tensor]) -> None:
-        if tuple(report) == self._checked:
-            return
-        unknown = sorted(self._weights.keys() - report.keys())
-        if unknown:
+    def _require_names(self, report: dict[str, torch.Tensor]) -> None:
+        if unknown := sorted(self._weights.keys() - report.keys()):
             raise UserError(
                 f"train.loss_weights.{unknown[0]}: no such loss; the forward step returns {', '.join(report)}"
             )
@@ -229,7 +247,6 @@ class StepLosses:
             raise UserError(
                 f"the loss function reports {number} losses, expected at most {MAX_LOSSES}. Report sums of some"
             )
-        self._checked = tuple(report)
 
 
 _NO_TOKENS = (
@@ -250,12 +267,8 @@ def _one_number(what: str, value: Any) -> torch.Tensor:
     return value.sum() if value.dim() else value
 
 
-def _is_mean(value: Any) -> bool:
-    return not isinstance(value, (tuple, list)) and torch.as_tensor(value).numel() == 1
-
-
 def _pair(value: Any, count: int = 1) -> torch.Tensor:
-    """[sum, count] in fp32 of a reported value; `count` is the count of a scalar."""
+    """Return [sum, count] in fp32 of a reported value; `count` is the count of a scalar."""
     if isinstance(value, torch.Tensor) and value.shape == (2,) and value.dtype == torch.float32:
         return value.detach()
     return torch.stack(_sum_and_count(value, count)).detach()
@@ -273,9 +286,3 @@ def _sum_and_count(value: Any, count: int = 1) -> tuple[torch.Tensor, torch.Tens
         raise TypeError(f"a named loss is a scalar or a pair (sum, count), got a tensor of shape {tuple(value.shape)}")
     value = value.float().reshape(())
     return value, torch.full_like(value, count)
-
-
-def _shape_of(result: Any) -> str:
-    if isinstance(result, tuple):
-        return f"({', '.join(type(item).__name__ for item in result)})"
-    return type(result).__name__

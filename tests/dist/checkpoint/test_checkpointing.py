@@ -137,14 +137,13 @@ def _asked_for_and_due(cfg) -> list[str]:
     """Folders saved where a step asks for a checkpoint that is due at the same step."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import checkpoint_and_decide_exit, save_checkpoint_and_time, train_step
-    from mimo_train.training.step.forward_step import prepare_forward_step_func
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step, prepare_forward_step_func
 
     callback = Saves()
     run = setup(cfg, callbacks=[callback])
     state, saved = run.state, (run.state, run.model, run.optimizer, run.scheduler, 0.0, run.checkpointing_context)
     run.train_data_iterator.advance()
-    step_func = prepare_forward_step_func(forward_step, state)
+    step_func = prepare_forward_step_func(mimo_forward_step, state)
     train_step(step_func, run.train_data_iterator, run.model, run.optimizer, run.scheduler, state)
     for state.train_state.step in (1, 2):
         save_checkpoint_and_time(*saved, train_data_iterator=run.train_data_iterator)

@@ -59,7 +59,7 @@ def linears_and_places(cfg) -> tuple:
 
 def _split_weights(cfg, chunk) -> dict:
     """The weights of our linear layers by transformers' names, as arrays, which go from one process to another."""
-    from mimo_train.models.lora.linear import FusedRows
+    from mimo_train.models.lora import FusedRows
     from mimo_train.models.parameters import global_names
 
     found, where = linears_and_places(cfg)
@@ -75,7 +75,7 @@ def _written(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
     import torch
 
     from mimo_train.hf.peft import write_adapter
-    from mimo_train.models.lora.adapters import merge_lora, whole_adapters
+    from mimo_train.models.lora import merge_lora, whole_adapters
 
     results = []
     for (cfg, chunk), folder in zip(_models(cfgs), folders, strict=True):
@@ -92,7 +92,7 @@ def _written(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
 
 def _models(cfgs: list):
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     runs = [resolve(cfg) for cfg in cfgs]
     place = start_processes(cfgs[0])
@@ -103,7 +103,7 @@ def _models(cfgs: list):
 def _merged(cfgs: list, folders: list[Path]) -> list[tuple[dict, dict]]:
     """Weights before and after merging the adapter of each folder."""
     from mimo_train.hf.peft import read_adapter
-    from mimo_train.models.lora.adapters import load_adapters, merge_lora
+    from mimo_train.models.lora import load_adapters, merge_lora
 
     results, adapters = [], []
     for cfg, folder in zip(cfgs, folders, strict=True):

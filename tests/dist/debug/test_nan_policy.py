@@ -242,9 +242,9 @@ def test_bisect_goes_with_communication_that_overlaps(digits, tmp_path):
 
 def _bad_loss(state, data_iterator, model):
     """The default forward step, but the loss of every microbatch is infinite."""
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step
 
-    output, loss_func = forward_step(state, data_iterator, model)
+    output, loss_func = mimo_forward_step(state, data_iterator, model)
     if loss_func is None:
         return output, None
 
@@ -284,8 +284,8 @@ def test_bisect_runs_microbatches_alone_in_any_schedule(layout, prose, tmp_path)
 
 def _transient(cfg) -> str:
     from mimo_train.debug.nan_policy import NanPolicy, NonFiniteStep
-    from mimo_train.training.step.forward_step import forward_backward
     from mimo_train.training.step.state import StepResult
+    from mimo_train.training.train_step import forward_backward
     from tests.dist.steps import Steps
 
     steps = Steps(cfg)

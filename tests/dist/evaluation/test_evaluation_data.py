@@ -25,9 +25,9 @@ class Evaluations(Callback):
 
 def _forward_step(state, data_iterator, model):
     """The shipped step, with a loss function that knows the other pattern: number of learned tokens as data."""
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step
 
-    output, loss_func = forward_step(state, data_iterator, model)
+    output, loss_func = mimo_forward_step(state, data_iterator, model)
     if loss_func is None:
         return output, None
 

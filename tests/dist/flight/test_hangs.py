@@ -109,7 +109,7 @@ def leaves_messages_out(cfg) -> int:
 def leaves_a_sum_out(cfg) -> int:
     """Rank 1 does not take part in the sum at the end of step 3."""
     if os.environ["RANK"] == "1":
-        import mimo_train.parallel.metric_reduction as step_sum
+        import mimo_train.training.train_step as step_sum
 
         all_reduce = step_sum.dist.all_reduce
 
@@ -182,11 +182,10 @@ def makes_its_own_steps(cfg) -> None:
     inside of its third."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train_step
-    from mimo_train.training.step.forward_step import prepare_forward_step_func
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step, prepare_forward_step_func
 
     run = setup(cfg)
-    step = prepare_forward_step_func(forward_step, run.state)
+    step = prepare_forward_step_func(mimo_forward_step, run.state)
     is_last = os.environ["RANK"] == "1"
     while True:
         done = run.state.train_state.step

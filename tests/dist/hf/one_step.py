@@ -56,7 +56,7 @@ def ours(cfg, save: str) -> dict[str, Any]:
 
 
 def _logits(iterator, model):
-    from mimo_train.training.step.mimo_step import get_batch
+    from mimo_train.training.step.forward_step import get_batch
 
     batch = get_batch(iterator) | {"labels": None, "loss_mask": None}
     batch.setdefault("input_ids", None)

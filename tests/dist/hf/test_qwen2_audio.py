@@ -148,7 +148,7 @@ def _ours(cfg, clips: list[bytes], prompts: list[list[int]]) -> list[tuple[int, 
     from mimo_train.evaluation.generation.source import on_one_process
     from mimo_train.hf.load import load_pretrained
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(on_one_process(cfg))
     parts = build_parts(run, *start_processes(run.cfg))

@@ -1,6 +1,6 @@
 """Layers that are compiled: the numbers of those that are not, in few graphs."""
 
-import logging
+import shutil
 
 import pytest
 
@@ -20,44 +20,18 @@ RUNS = {
 }
 
 
-def _curves(cfg, backend: str) -> tuple[list[tuple], list[int]]:
-    """(curve of four steps, graphs of each module of this rank)."""
-    compilers = []
-    init = dense_layer._Compiler.__init__
+def _curves(cfg, backend: str) -> tuple[list[tuple], int]:
+    """(curve of four steps, number of compiled graphs)."""
+    from torch._dynamo.backends.registry import lookup_backend
 
-    def noted(self, *arguments, **options):
-        init(self, *arguments, **options)
-        compilers.append(self)
+    graphs = []
 
-    dense_layer._Compiler.__init__, dense_layer.BACKEND = noted, backend
-    return Steps(cfg).train(4), [one.graphs for one in compilers]
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend(backend)(graph, inputs)
 
-
-def test_graphs_that_do_not_end_are_said(monkeypatch, caplog):
-    monkeypatch.setattr(dense_layer, "BACKEND", "eager")
-    compiler = dense_layer._Compiler("modules.images", eager=False)
-    graph = dense_layer.torch.fx.symbolic_trace(lambda x: x + 1)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(64):
-            compiler._backend(graph, [])
-    said = [record.getMessage() for record in caplog.records]
-    assert [text.split("compiled ")[1].split(" times")[0] for text in said] == ["16", "32", "64"]
-    assert "set modules.images.compile=none" in said[0]
-
-
-def test_a_machine_without_a_compiler_is_refused(monkeypatch, prose, tmp_path):
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    def absent():
-        raise InvalidCxxCompiler
-
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", absent)
-    cfg = config("gpt_tiny", tmp_path, prose)
-    dense_layer.require_compiler(cfg, "cpu")
-    cfg.train.compile = "layers"
-    with pytest.raises(UserError, match=r"train\.compile: is layers, and torch\.compile needs a C\+\+ compiler"):
-        dense_layer.require_compiler(cfg, "cpu")
+    dense_layer.BACKEND = counting
+    return Steps(cfg).train(4), len(graphs)
 
 
 def _of_tensor_parallel(cfg) -> str:
@@ -106,25 +80,23 @@ def test_the_numbers_are_those_of_layers_that_are_not_compiled(name, digits, pro
     demo, ranks = ("vlm_digits", 1) if layout == ONE else ("gpt_tiny", 2)
     shards = digits if demo == "vlm_digits" else prose
     cfg = config(demo, tmp_path / "run", shards, layout, *others)
-    plain = [curve for curve, graphs in run_ranks(_curves, ranks, cfg, "none") if graphs == []]
+    plain = [curve for curve, graphs in run_ranks(_curves, ranks, cfg, "none") if not graphs]
     cfg.train.compile = "layers"
     found = run_ranks(_curves, ranks, cfg, "aot_eager")
     assert len(plain) == ranks
     assert max(largest_difference(whole(plain), whole([curve for curve, _ in found]))) < 1e-5
     for _, graphs in found:
-        # In front of attention and behind it, recomputed or not, of one row, several, or as many as there are tokens in
-        # one: for all layers, and not more with each length.
-        assert graphs and all(2 <= number <= 8 for number in graphs), graphs
+        # For each module in front of attention and behind it, recomputed or not, of one row, several, or as many as
+        # there are tokens in one: for all layers, and not more with each length.
+        assert 2 <= graphs <= (16 if demo == "vlm_digits" else 8)
 
 
 def test_the_compiler_of_a_run_gives_these_numbers_too(prose, tmp_path):
     cfg = config("gpt_tiny", tmp_path / "run", prose)
     ((plain, _),) = run_ranks(_curves, 1, cfg, "none")
     cfg.train.compile = "layers"
-    try:
-        dense_layer.require_compiler(cfg, "cpu")
-    except UserError as error:
-        pytest.skip(str(error))
+    if not shutil.which("g++"):
+        pytest.skip("no C++ compiler")
     ((found, graphs),) = run_ranks(_curves, 1, cfg, "inductor")
     assert max(largest_difference(whole([plain]), whole([found]))) < 1e-5
-    assert len(graphs) == 1 and 2 <= graphs[0] <= 8
+    assert 2 <= graphs <= 8

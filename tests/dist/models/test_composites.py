@@ -167,7 +167,7 @@ def predicted(pipeline, iterator) -> np.ndarray | None:
     import torch
 
     from mimo_train.parallel.context import gather_sequence
-    from mimo_train.training.step.mimo_step import MODEL_INPUTS
+    from mimo_train.training.step.forward_step import MODEL_INPUTS
 
     def predict(iterator, model):
         batch = next(iterator)

@@ -36,7 +36,7 @@ def build(cfg):
     from mimo_train.models.build import build_model
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.training.step.schedule import Pipeline
+    from mimo_train.training.step.pipeline import Pipeline
 
     device = devices.install("cpu")
     devices.init_process_group("cpu", 1.0)
@@ -45,14 +45,6 @@ def build(cfg):
     model_parallel_cuda_manual_seed(1, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
     model = build_model(cfg, run.layout, groups, vocab_size=260, special_token_ids={}, device=device, te=False)
     return Pipeline(run, groups, model, device), model
-
-
-def divide_gradients(pipeline) -> None:
-    """What a step does after backward: divide by the tokens of the global batch."""
-    from mimo_train.parallel.metric_reduction import reduce_metrics
-
-    tokens = reduce_metrics({"tokens": (1, pipeline.local_tokens())}, pipeline.device)["tokens"]
-    pipeline.divide_gradients(tokens)
 
 
 def initial_weights(cfg) -> dict[str, list]:
@@ -153,7 +145,9 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from mimo_train.training.step.losses import masked_token_loss
+    from mimo_train.training.step.forward_step import record_losses
+    from mimo_train.training.step.losses import StepLosses, divide_gradients, masked_token_loss
+    from mimo_train.training.train_step import reduce_metrics
 
     pipeline, model = build(cfg)
     (chunk,), llm, length = model, cfg.language.llm, cfg.data.sequence_length
@@ -174,8 +168,10 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
 
     pipeline.router_losses.learned_share = torch.tensor(1 / learned)
     chunk.zero_grad_buffer()
-    pipeline.run(step, iter(batches))
-    divide_gradients(pipeline)
+    losses_of_step = StepLosses({}, pipeline.groups)
+    pipeline.run(record_losses(step, losses_of_step), iter(batches))
+    tokens = reduce_metrics({"tokens": (1, losses_of_step.local_tokens())}, pipeline.device)["tokens"]
+    divide_gradients(pipeline.chunks, tokens)
     losses_of_routers = pipeline.router_losses
     values = {name: value.item() for name, value in losses_of_routers.reduced(losses_of_routers.local_sums()).items()}
     routers = [layer.mlp.router.weight for layer in chunk.module.decoder.layers]

@@ -27,7 +27,7 @@ LAYOUTS = {
 def initial_weights(cfg) -> list[tuple]:
     """What this rank has: (module, name, flat values of a box, its span) of each box."""
     from mimo_train.checkpoint.local_shards import held_tensors
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     parts = build_parts(resolve(cfg), *start_processes(cfg))
     return list(_boxes(held_tensors(parts.pipeline.model)))

@@ -40,7 +40,7 @@ def _features(cfg, media: torch.Tensor) -> list:
     from mimo_train.hf.load import load_pretrained
     from mimo_train.layout.run import resolve
     from mimo_train.models.parameters import modules_of
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(cfg)
     parts = build_parts(run, *start_processes(run.cfg))

@@ -181,9 +181,10 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.models.build import build_model
     from mimo_train.models.parameters import global_names
     from mimo_train.parallel.context import own_part
-    from mimo_train.parallel.metric_reduction import reduce_metrics
-    from mimo_train.training.step.losses import masked_token_loss
-    from mimo_train.training.step.schedule import Pipeline
+    from mimo_train.training.step.forward_step import record_losses
+    from mimo_train.training.step.losses import StepLosses, divide_gradients, masked_token_loss
+    from mimo_train.training.step.pipeline import Pipeline
+    from mimo_train.training.train_step import reduce_metrics
 
     spec, _ = _map(folder)
     if spec.num_experts:
@@ -221,8 +222,9 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     logits = pipeline.run(predict, iter(batches), forward_only=True, collect_non_loss_data=True)
     states.close()
     chunk.zero_grad_buffer()
-    reports = pipeline.run(learn, iter(batches))
-    pipeline.divide_gradients(reduce_metrics({"tokens": (1, pipeline.local_tokens())}, device)["tokens"])
+    losses = StepLosses({}, pipeline.groups)
+    reports = pipeline.run(record_losses(learn, losses), iter(batches))
+    divide_gradients(pipeline.chunks, reduce_metrics({"tokens": (1, losses.local_tokens())}, device)["tokens"])
     total, count = sum(report["lm loss"] for report in reports) if reports else (None, None)
     expected = module_parameters(
         cfg, "language", PADDED, tp=layout.tp, stage=language.pp.rank(), stages=language.pp.size()

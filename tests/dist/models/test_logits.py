@@ -78,11 +78,11 @@ def test_places_of_a_pass_that_failed_are_not_those_of_the_next(digits, tmp_path
 def _train_all(cfg) -> int:
     """With a forward step of a user's own, which knows nothing of `train.logits`."""
     from mimo_train.training.pretrain import pretrain
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step
 
     def own(state, data_iterator, model):
         batch = next(data_iterator)
-        return forward_step(state, iter([{key: value for key, value in batch.items() if key != "learned"}]), model)
+        return mimo_forward_step(state, iter([{key: value for key, value in batch.items() if key != "learned"}]), model)
 
     return pretrain(cfg, forward_step_func=own)
 

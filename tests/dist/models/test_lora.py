@@ -187,7 +187,7 @@ def test_adapters_come_back_on_another_tensor_parallel_size(tiny, tmp_path):
 
 def _evaluated(cfg, merge: bool) -> tuple[float, int]:
     """Loss of the next step, and adapters that are not zero."""
-    from mimo_train.models.lora.adapters import merge_lora
+    from mimo_train.models.lora import merge_lora
 
     run = Steps(cfg)
     if merge:

@@ -145,7 +145,7 @@ def _of_a_run(cfg: Any, found: dict[str, set[str]]) -> None:
     import torch
 
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(cfg)
     _recorded(run.cfg.llm, found["llm"])

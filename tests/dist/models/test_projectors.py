@@ -189,8 +189,8 @@ def _errors(spec, weights, layout, pgs, place, rows, expected) -> dict[str, floa
     from mimo_train.estimate.parameters import projector_parameters
     from mimo_train.hf.fill import Cut, Reader
     from mimo_train.hf.tensors import TensorFolder
+    from mimo_train.models.encoder_module import Projector
     from mimo_train.models.layers import norm_class, projector_submodules
-    from mimo_train.models.projector import Projector
     from mimo_train.models.transformer_config import projector_config, resampler_config
 
     llm = LlmSpec(hidden_size=LANGUAGE_WIDTH, num_attention_heads=2)

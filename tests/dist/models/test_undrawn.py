@@ -52,7 +52,7 @@ def _built(cfg) -> tuple[int, int, dict[str, int]]:
     """Numbers that are drawn where everything is, and where what directories have is not; parameters of a run by
     name."""
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(cfg)
     place, counts = start_processes(cfg), []

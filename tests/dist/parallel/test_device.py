@@ -81,7 +81,7 @@ def _call_without_stand_in() -> str:
     device.install("cpu")
     try:
         torch.cuda.mem_get_info()
-    except backend.MissingStandIn as error:
+    except backend.UnsupportedCudaCall as error:
         return str(error)
     return "no error"
 
@@ -152,7 +152,7 @@ def _said_at_the_start(cfg) -> str:
 
     import torch
 
-    from mimo_train.training.step.startup import start_processes
+    from mimo_train.training.step.pipeline import start_processes
 
     torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
     os.environ["LOCAL_WORLD_SIZE"] = "2"

@@ -20,7 +20,7 @@ def _start(cfgs, folder):
     from mimo_train.parallel import run_identity
     from mimo_train.parallel.collectives import agreed
     from mimo_train.training.setup import setup
-    from mimo_train.training.step.startup import start_processes
+    from mimo_train.training.step.pipeline import start_processes
 
     start_processes(cfgs[0])
     rank, said = dist.get_rank(), []

@@ -22,11 +22,11 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from mimo_train.parallel.metric_reduction import reduce_metrics
     from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
     from mimo_train.training.step.forward_step import record_losses
-    from mimo_train.training.train_step import local_metrics
+    from mimo_train.training.step.losses import divide_gradients
+    from mimo_train.training.train_step import local_metrics, reduce_metrics
     from tests.dist.steps import Steps
 
     copies = {getattr(torch.Tensor, name): name for name in HOST_COPIES}
@@ -72,7 +72,8 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
             losses.begin()
             before = counts["waits"], counts["host copies"]
             run.pipeline.run(bare_step, data)
-            run.pipeline.divide_gradients(reduce_metrics(local_metrics(run.session), run.pipeline.device)["tokens"])
+            sums = reduce_metrics(local_metrics(run.session), run.pipeline.device)
+            divide_gradients(run.pipeline.chunks, sums["tokens"])
             counts["waits of microbatches"] += counts["waits"] - before[0] + counts["host copies"] - before[1]
             run.optimizer.step()
         bare = Counter(counts)

@@ -87,7 +87,7 @@ def _samples_and_timers(cfg) -> str:
     from mimo_train.bridge.training.train import train
     from mimo_train.config.errors import UserError
     from mimo_train.dataset import open_dataset
-    from mimo_train.training.step import mimo_step
+    from mimo_train.training.step import forward_step as mimo_step
     from mimo_train.training.step.state import GlobalState
 
     run, dataset, steps = setup(cfg), open_dataset(cfg), []
@@ -118,7 +118,7 @@ def _samples_and_timers(cfg) -> str:
         with pytest.raises(KeyError, match="tokens: not in this microbatch. It has sample_numbers, input_ids, .*"):
             batch["tokens"]
         with state.straggler_timer:
-            return mimo_step.forward_step(state, iter([batch]), model)
+            return mimo_step.mimo_forward_step(state, iter([batch]), model)
 
     train(forward_step, run.model, run.optimizer, run.scheduler, data, None, run.state, run.checkpointing_context)
     with pytest.raises(StopIteration, match=r"call advance\(\)"):

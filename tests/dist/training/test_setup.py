@@ -17,11 +17,10 @@ def _losses(cfg) -> tuple[list[float], object]:
     """Of three steps of a run, which stays open."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train_step
-    from mimo_train.training.step.forward_step import prepare_forward_step_func
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step, prepare_forward_step_func
 
     run, losses = setup(cfg), []
-    step = prepare_forward_step_func(forward_step, run.state)
+    step = prepare_forward_step_func(mimo_forward_step, run.state)
     for _ in range(3):
         result = train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
         losses += [float(value) for value in result[0].values()]

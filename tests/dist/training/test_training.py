@@ -69,8 +69,7 @@ def _train_frozen(cfg) -> dict[str, float]:
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train_step
     from mimo_train.models.parameters import modules_of
-    from mimo_train.training.step.forward_step import prepare_forward_step_func
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step, prepare_forward_step_func
 
     run = setup(cfg)
     named = {
@@ -79,7 +78,7 @@ def _train_frozen(cfg) -> dict[str, float]:
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
     }
-    step = prepare_forward_step_func(forward_step, run.state)
+    step = prepare_forward_step_func(mimo_forward_step, run.state)
     for _ in range(3):
         train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
         run.state.train_state.step += 1

@@ -23,7 +23,7 @@ from mimo_train.hf.peft import (
     write_adapters,
 )
 from mimo_train.layout.adapters import WHOLE, adapted_linears, linears
-from mimo_train.models.lora.linear import FusedRows
+from mimo_train.models.lora import FusedRows
 
 SPEC = LlmSpec(num_layers=2, hidden_size=12, num_attention_heads=6, num_query_groups=2, ffn_hidden_size=10)
 LINEARS = linears(LANGUAGE, ModuleConfig(llm=SPEC), 12)

@@ -9,7 +9,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import layers
 
 from encoders.initial_weights import Normal
-from mimo_train.models.initial_weights import draw_by, own_parts
+from mimo_train.models.parameters import draw_by, drawn_in_parts
 
 ROWS, COLUMNS = 24, 80
 
@@ -32,14 +32,14 @@ def _initialised(rank: int, ranks: int, dim: int, stride: int, dtype: torch.dtyp
 def test_a_rank_gets_the_bits_that_megatron_core_cuts(ranks, dim, stride, dtype, monkeypatch):
     for rank in range(ranks):
         cut = _initialised(rank, ranks, dim, stride, dtype)
-        with own_parts(), monkeypatch.context() as inside:
+        with drawn_in_parts(), monkeypatch.context() as inside:
             inside.setattr(torch, "split", None)  # what Megatron-Core cuts by
             assert torch.equal(_initialised(rank, ranks, dim, stride, dtype), cut)
         assert cut.isfinite().all()
 
 
 def test_what_is_not_ours_goes_its_way():
-    with own_parts():
+    with drawn_in_parts():
         weight = _initialised(1, 2, 1, 1, torch.float32, lambda whole: whole.copy_(torch.arange(80.0).expand(24, 80)))
     assert torch.equal(weight, torch.arange(40.0, 80.0).expand(24, 40))
 
@@ -48,7 +48,7 @@ def test_what_is_not_ours_goes_its_way():
 def test_layers_of_transformer_engine_leave_what_is_loaded_as_it_was(drawn):
     config = SimpleNamespace(perform_initialization=drawn)
     weight = torch.full((4, 8), math.nan)
-    with own_parts():
+    with drawn_in_parts():
         method = transformer_engine.condition_init_method(config, Normal(0.02))
         transformer_engine._initialize_affine_weight_cpu(weight, 8, 8, 4, 0, method, rank=1, world_size=2)
     assert weight.isfinite().all() == drawn
@@ -57,7 +57,7 @@ def test_layers_of_transformer_engine_leave_what_is_loaded_as_it_was(drawn):
 
 def test_nothing_of_megatron_core_stays_changed():
     before = layers._initialize_affine_weight_cpu, transformer_engine.condition_init_method
-    with pytest.raises(RuntimeError), own_parts():
+    with pytest.raises(RuntimeError), drawn_in_parts():
         assert layers._initialize_affine_weight_cpu is not before[0]
         assert transformer_engine._initialize_affine_weight_cpu is layers._initialize_affine_weight_cpu
         raise RuntimeError

@@ -11,10 +11,10 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.models.attention import SdpaAttention, WindowAttention
+from mimo_train.models.encoder_module import resampler
 from mimo_train.models.layers import layer_spec, mlp_submodules
-from mimo_train.models.lora.linear import LoraColumnParallelLinear
+from mimo_train.models.lora import LoraColumnParallelLinear
 from mimo_train.models.norms import TorchNorm
-from mimo_train.models.projector import resampler
 from mimo_train.models.rotary import AxisRotaryEmbedding
 
 

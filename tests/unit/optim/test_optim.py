@@ -12,9 +12,10 @@ from mimo_train.bridge.training.train import (
     should_disable_forward_pre_hook,
 )
 from mimo_train.layout.run import config_faults
+from mimo_train.models.freeze import FreezeStages
 from mimo_train.optim.adam import GroupStepAdamW
 from mimo_train.optim.factory import _grad_scaler
-from mimo_train.optim.schedules import FreezeStages, ModuleSchedulers, module_optim
+from mimo_train.optim.schedules import ModuleSchedulers, module_optim
 from tests.unit.configs import changed, load
 
 
@@ -104,7 +105,7 @@ def staged(*steps: int) -> tuple[list[torch.nn.Parameter], Released, FreezeStage
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in steps]
     optimizer = Released({each: step for each, step in zip(parameters, steps, strict=True) if step})
     cfg = changed({"modules.images.freeze_until": {"encoder": 3, "projector": 5}})
-    return parameters, optimizer, FreezeStages(cfg, optimizer)
+    return parameters, optimizer, FreezeStages(cfg, optimizer.releases, optimizer.release)
 
 
 def test_parameters_are_released_at_their_step():

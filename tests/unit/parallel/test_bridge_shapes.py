@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimo_train.layout.ranks import ModuleLayout
-from mimo_train.parallel.bridge.shapes import StepShapes, Turns, giving_replicas, parts_of, routes, taking_replicas
+from mimo_train.parallel.bridge.shapes import StepShapes, Turns, parts_of, replica_ranks, routes
 
 
 def module(name: str, tp: int, dp: int, first_rank: int) -> ModuleLayout:
@@ -58,7 +58,7 @@ def test_every_row_arrives_once_and_in_order(sizes, counts):
 def test_every_taking_rank_has_one_source_in_each_replica(source_tp, dest_tp):
     source = module("images", source_tp, 2, 0)
     dest = module("language", dest_tp, 3, source.size)
-    giving, taking = giving_replicas(source), taking_replicas(dest)
+    giving, taking = replica_ranks(source, source.pp - 1), replica_ranks(dest, 0)
     for sender, receiver, pairs in ((source, dest, routes(giving, taking)), (dest, source, routes(taking, giving))):
         for rank in receiver.ranks:
             sources = [giving for giving, taking in pairs if taking == rank]
@@ -70,7 +70,7 @@ def test_every_step_starts_with_its_first_microbatch():
     shapes = StepShapes()
     turns = Turns(shapes)
     shapes.begin({"images": [[3], [4]]}, {"images": [[3], [4]]})
-    assert [turns.forward(), turns.forward(), turns.backward()] == [0, 1, 0]
+    assert [turns.next(1), turns.next(1), turns.next(2)] == [0, 1, 0]
     shapes.begin({"images": [[1]]}, {"images": [[5]]})
     assert shapes.counts == {"images": [[1]]} and shapes.loads == {"images": [[5]]}
-    assert [turns.forward(), turns.backward()] == [0, 0]
+    assert [turns.next(1), turns.next(2)] == [0, 0]

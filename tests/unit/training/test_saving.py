@@ -47,7 +47,7 @@ def test_a_save_waits_for_the_one_before_and_says_so(monkeypatch):
         run_dir=Path("run"),
     )
     counts = SimpleNamespace(settle=list)
-    session = SimpleNamespace(state=state, checkpointer=Slow(calls, clock), bad_samples=counts, empty_steps=counts)
+    session = SimpleNamespace(state=state, checkpointer=Slow(calls, clock), counts=counts)
     saver, votes = Saver(session, Callbacks()), SimpleNamespace(signalled=False, out_of_time=False)
     for step in (1, 2, 3):
         state.train_state.step = step
@@ -92,7 +92,7 @@ def test_what_a_failed_save_took_is_not_told_of_the_next_one():
         is_logging_rank=False,
     )
     counts, checkpointer = SimpleNamespace(settle=list), SimpleNamespace(save=save)
-    session = SimpleNamespace(state=state, checkpointer=checkpointer, bad_samples=counts, empty_steps=counts)
+    session = SimpleNamespace(state=state, checkpointer=checkpointer, counts=counts)
     saver = Saver(session, Callbacks())
     facts = []
     saver._report = lambda of_save, folder: facts.append(of_save)

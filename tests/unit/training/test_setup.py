@@ -82,7 +82,7 @@ def test_a_new_run_without_a_step_is_a_fault_and_one_that_goes_on_is_told_which_
 
 
 def test_without_restarts_nothing_is_wrapped():
-    from mimo_train.training.inprocess import with_restarts
+    from mimo_train.training.pretrain import with_restarts
 
     assert with_restarts(lambda store: ("lived", store), load("vlm_digits").run)() == ("lived", None)
 

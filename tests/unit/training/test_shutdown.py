@@ -9,22 +9,22 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mimo_train.launch import exit_signal
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.layout.run import config_faults
-from mimo_train.training import shutdown
-from mimo_train.training.builtin_callbacks import GarbageCollection
-from mimo_train.training.callbacks import Callbacks
+from mimo_train.training import shutdown, train_step
+from mimo_train.training.callbacks import Callbacks, StepChecks
 from mimo_train.training.shutdown import AgreedVotes, ExitVotes, StepsDiffer, StopFlag, agreed_votes
-from mimo_train.training.step.state import GlobalState, StepResult, TrainState
+from mimo_train.training.step.state import GlobalState, StepResult
 from tests.hang import HANG_SECONDS
-from tests.unit.configs import changed
+from tests.unit.configs import changed, load
 
 
 @pytest.fixture
@@ -132,14 +132,14 @@ def test_a_wait_is_given_up_for_any_vote_of_this_rank_and_for_a_signal_to_anothe
 
     store = Store()
     peer = ExitVotes(ExitSignal(), 0, time.time(), ends_waits=True)
-    peer.meet(lambda: store)
+    peer.meet(store)
     assert not peer.gives_up() and peer.local() == (False, False)
     with ExitSignal() as listening:
         signalled = ExitVotes(listening, 0, time.time(), ends_waits=True)
         assert not signalled.gives_up()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signalled.gives_up(), "before ranks have met"
-        signalled.meet(lambda: store)
+        signalled.meet(store)
     assert peer.gives_up() and peer.local() == (True, False), "who has given up votes"
     assert peer.before_a_step() == (True, False)
 
@@ -194,10 +194,6 @@ class Cycle:
         Cycle.alive -= 1
 
 
-def at(step: int) -> GlobalState:
-    return GlobalState(SimpleNamespace(), TrainState(step=step))
-
-
 @pytest.fixture
 def no_cycles():
     gc.collect()
@@ -208,31 +204,24 @@ def no_cycles():
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_garbage_is_collected_at_its_interval_and_python_gets_its_collector_back(no_cycles, was_on):
+@pytest.mark.parametrize("interval", [3, 0])
+def test_garbage_is_collected_at_its_interval_and_python_gets_its_collector_back(no_cycles, was_on, interval):
+    """Without an interval Python decides."""
     gc.enable() if was_on else gc.disable()
-    left = []
+    cfg, remaining = load("gpt_tiny", f"train.manual_gc_interval={interval}"), []
     with pytest.raises(KeyError), ExitStack() as loop:
-        events = Callbacks([GarbageCollection(3, loop)])
-        events.fire("on_train_start", None, [])
-        assert not gc.isenabled()
-        for step in range(1, 7):
+        events = Callbacks([StepChecks(cfg, [], loop)])
+        state = SimpleNamespace(cfg=cfg, train_state=SimpleNamespace(step=0))
+        events.fire("on_train_start", state, [])
+        assert gc.isenabled() is (was_on and not interval)
+        for state.train_state.step in range(1, 7):
             Cycle()
-            events.fire("on_step_end", at(step), StepResult())
-            left.append(Cycle.alive)
+            events.fire("on_step_end", state, StepResult())
+            remaining.append(Cycle.alive)
         raise KeyError
-    assert left == [1, 2, 0, 1, 2, 0]
+    assert remaining == ([1, 2, 0, 1, 2, 0] if interval else [1, 2, 3, 4, 5, 6])
     assert gc.isenabled() is was_on
-    assert gc.get_freeze_count() == 0
-
-
-def test_without_an_interval_python_decides(no_cycles):
-    with ExitStack() as loop:
-        events = Callbacks([GarbageCollection(0, loop)])
-        events.fire("on_train_start", None, [])
-        assert gc.isenabled()
-        Cycle()
-        events.fire("on_step_end", at(1), StepResult())
-        assert Cycle.alive == 1
+    assert not interval or gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize(
@@ -317,3 +306,30 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch, opened):
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_step_that_asks_to_exit_receives_the_votes_first(monkeypatch):
+    """Or ranks at different steps would save together."""
+    sums = {"tokens": torch.ones(1), "votes": torch.tensor([0.0, 0, 2, 3, 5]), "save": torch.zeros(2)}
+    for name, result in (
+        ("forward_backward", None),
+        ("local_metrics", {}),
+        ("reduce_metrics", sums | {"bad samples": torch.zeros(1)}),
+        ("divide_gradients", None),
+    ):
+        monkeypatch.setattr(train_step, name, lambda *arguments, result=result: result)
+    session = SimpleNamespace(
+        data=SimpleNamespace(current=SimpleNamespace(microbatches=[1]), receive=lambda *arguments: None),
+        parts=SimpleNamespace(pipeline=SimpleNamespace(device="cpu", chunks=[]), stopwatch=lambda name: nullcontext()),
+        rerun=SimpleNamespace(runs=lambda data: [None], verdict=lambda: (True, True, 16)),
+        votes=ExitVotes(ExitSignal(), 0, 0),
+        checkpointer=SimpleNamespace(receive=lambda status: seen.append(status)),
+        optimizer=None,
+        losses=None,
+    )
+    seen: list = []
+    with pytest.raises(StepsDiffer):
+        train_step.train_step(session, None)
+    sums["votes"][2:] = torch.tensor([2.0, 2, 2])
+    result = train_step.train_step(session, None)
+    assert (result.should_checkpoint, result.should_exit, result.exit_code, seen) == (True, True, 16, [[0.0, 0.0]])

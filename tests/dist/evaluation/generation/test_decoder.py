@@ -54,7 +54,7 @@ def compared(cfg, images: int) -> tuple[float, list[int], list[int], int]:
     from mimo_train.evaluation.generation.source import on_one_process
     from mimo_train.evaluation.greedy import PredictStep
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     run = resolve(on_one_process(cfg))
     parts = build_parts(run, *start_processes(run.cfg))

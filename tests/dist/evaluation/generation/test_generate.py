@@ -54,7 +54,7 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     from mimo_train.evaluation.generation.source import open_source
     from mimo_train.inputs.datasets import media_of
     from mimo_train.layout.run import resolve
-    from mimo_train.training.step.startup import build_parts, start_processes
+    from mimo_train.training.step.pipeline import build_parts, start_processes
 
     source = open_source(Path(folder))
     run = resolve(source.cfg)

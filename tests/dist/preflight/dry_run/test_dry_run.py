@@ -107,10 +107,10 @@ def test_attention_inside_documents_and_images_is_counted_by_kernel_as_one_by_on
 
 
 def _mixed_devices() -> None:
-    from mimo_train.training.step import gpt_step
+    from mimo_train.training.step import forward_step
 
-    original = gpt_step.masked_token_loss
-    gpt_step.masked_token_loss = lambda mask, *args, **kwargs: original(mask.cpu(), *args, **kwargs)
+    original = forward_step.masked_token_loss
+    forward_step.masked_token_loss = lambda mask, *args, **kwargs: original(mask.cpu(), *args, **kwargs)
 
 
 def _mixed_dtypes() -> None:

@@ -21,8 +21,8 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
     from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.parallel.metric_reduction import reduce_metrics
     from mimo_train.training.step.losses import StepLosses, masked_token_loss
+    from mimo_train.training.train_step import reduce_metrics
 
     device.install("cpu")
     device.init_process_group("cpu", 1)
@@ -78,8 +78,8 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
     from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.parallel.metric_reduction import reduce_metrics
     from mimo_train.training.step.losses import StepLosses
+    from mimo_train.training.train_step import reduce_metrics
 
     device.install("cpu")
     device.init_process_group("cpu", 1)
@@ -137,9 +137,9 @@ def test_losses_with_axes_without_names_and_of_many_names(returns, losses, total
 
 def _nameless(state, data_iterator, model):
     """The shipped step, whose loss has an axis and no name."""
-    from mimo_train.training.step.mimo_step import forward_step
+    from mimo_train.training.step.forward_step import mimo_forward_step
 
-    output, loss_func = forward_step(state, data_iterator, model)
+    output, loss_func = mimo_forward_step(state, data_iterator, model)
 
     def nameless(output_tensor):
         loss, num_tokens, _ = loss_func(output_tensor)
@@ -166,9 +166,9 @@ def test_a_loss_with_an_axis_and_without_a_name_trains_several_modules(digits, t
 
 def _named_as_the_norm(state, data_iterator, model):
     """The shipped step of a GPT, whose loss has the name of another number of the log."""
-    from mimo_train.training.step.gpt_step import forward_step
+    from mimo_train.training.step.forward_step import gpt_forward_step
 
-    output, loss_func = forward_step(state, data_iterator, model)
+    output, loss_func = gpt_forward_step(state, data_iterator, model)
     return output, lambda losses: (*loss_func(losses)[:2], {"grad_norm": losses.mean()})
 
 
@@ -220,7 +220,7 @@ def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
 
     from mimo_train.training.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
-    from mimo_train.training.step.gpt_step import forward_step as gpt_step
+    from mimo_train.training.step.forward_step import gpt_forward_step
     from mimo_train.training.step.losses import masked_token_loss
     from mimo_train.training.step.state import GlobalState
 
@@ -238,7 +238,7 @@ def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
         return {"lm loss": (total, count), "square": ((output.float() ** 2 * mask).sum(), count)}
 
     def forward_step(state: GlobalState, data_iterator, model):
-        output, token_loss = gpt_step(state, data_iterator, model)
+        output, token_loss = gpt_forward_step(state, data_iterator, model)
         return output, partial(loss_func, *token_loss.args)
 
     pretrain(cfg, forward_step, callbacks=[Notes()])

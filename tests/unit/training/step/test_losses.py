@@ -7,8 +7,8 @@ import torch
 
 from mimo_train.config.errors import UserError
 from mimo_train.training.interval import add_step
-from mimo_train.training.step import mimo_step
-from mimo_train.training.step.losses import StepLosses
+from mimo_train.training.step import forward_step
+from mimo_train.training.step.losses import StepLosses, masked_token_loss
 
 ONE, PAIR = torch.tensor(2.0, requires_grad=True), torch.tensor([6.0, 3.0])
 RETURNS = {
@@ -63,15 +63,15 @@ def model(output, *, last: bool = True, language: bool = True):
 def test_a_microbatch_holds_what_the_model_takes_and_nothing_else():
     microbatch = {"input_ids": 1, "labels": 2, "loss_mask": 3, "position_ids": 4, "sample_numbers": 5, "texts": []}
     microbatch["modality_inputs"] = {"images": {"images": {"pixels": 6}}}
-    batch = mimo_step.get_batch(iter([microbatch]))
+    batch = forward_step.get_batch(iter([microbatch]))
     assert batch == {key: value for key, value in microbatch.items() if key not in ("sample_numbers", "texts")}
     with pytest.raises(KeyError, match="attention_mask: not in this microbatch. It has input_ids, .*causal"):
         batch["attention_mask"]
-    assert mimo_step.get_batch(iter([])) is None
+    assert forward_step.get_batch(iter([])) is None
 
 
 def test_the_loss_is_a_sum_with_its_number_of_tokens():
-    total, tokens, report = mimo_step.loss_func(torch.tensor([[1.0, 0, 1]]), torch.tensor([[2.0, 50, 3]]))
+    total, tokens, report = masked_token_loss(torch.tensor([[1.0, 0, 1]]), torch.tensor([[2.0, 50, 3]]))
     assert (float(total), int(tokens)) == (5.0, 2) and tokens.dtype == torch.int
     assert report["lm loss"].tolist() == [5.0, 2.0]
 
@@ -79,20 +79,20 @@ def test_the_loss_is_a_sum_with_its_number_of_tokens():
 def test_only_the_last_stage_of_the_language_model_has_a_loss():
     features = {"images": torch.zeros(2, 3)}
     for stage in (model(features, language=False), model(features, last=False)):
-        assert mimo_step.forward_step(None, iter([{"modality_inputs": {}}]), stage) == (features, None)
+        assert forward_step.mimo_forward_step(None, iter([{"modality_inputs": {}}]), stage) == (features, None)
         assert stage.inputs["input_ids"] is None
     mask = torch.tensor([[1.0, 1]])
     batch = {"input_ids": torch.zeros(1, 2), "loss_mask": mask}
-    output, loss_func = mimo_step.forward_step(None, iter([batch]), model(torch.tensor([[2.0, 4]])))
+    output, loss_func = forward_step.mimo_forward_step(None, iter([batch]), model(torch.tensor([[2.0, 4]])))
     assert float(loss_func(output)[0]) == 6.0
 
 
 def test_features_at_the_last_stage_are_a_clear_error():
     stage = model({"images": torch.zeros(1), "audio": torch.zeros(1)})
     with pytest.raises(TypeError, match=r"features of images, audio instead of a loss.*modules\.\*\.layout"):
-        mimo_step.forward_step(None, iter([{}]), stage)
+        forward_step.mimo_forward_step(None, iter([{}]), stage)
 
 
 def test_data_that_ends_early_is_named():
     with pytest.raises(ValueError, match=r"data ended before train\.iters"):
-        mimo_step.forward_step(None, iter([]), model(None))
+        forward_step.mimo_forward_step(None, iter([]), model(None))

@@ -1,1 +1,0 @@
-"""Low-rank adapters next to linear layers (LoRA, rsLoRA, DoRA)."""
