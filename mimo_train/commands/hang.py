@@ -23,14 +23,11 @@ def add(commands: Any) -> None:
 
 
 def _hang(args: argparse.Namespace) -> int:
+    from mimo_train.flight.blame import kept_report, look, report
     from mimo_train.flight.read import newest_start
-    from mimo_train.flight.report import kept_report, look, report
 
     folder = newest_start(args.run_dir)
     verdict = look(folder)
-    found = kept_report(folder, verdict)
-    if found is not None:
-        print(found)
-        return 3
-    print(report(args.run_dir, verdict))
-    return 3 if verdict.blamed else 0
+    kept = kept_report(folder, verdict)
+    print(kept or report(args.run_dir, verdict))
+    return 3 if kept or verdict.blamed else 0

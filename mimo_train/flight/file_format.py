@@ -1,49 +1,97 @@
-"""File format of a rank: a header, the open phases, the last message of every channel, and a ring of events.
+"""File of a rank: a header, the open phases, the last message of every channel, and a ring of events.
 
-All numbers are little-endian. Times are seconds of the machine's monotonic clock; the header holds the offset to Unix
-time. A *channel* is one direction between two ranks of a group, or all collectives of a group.
+Times are seconds of the machine's monotonic clock; the header holds the offset to Unix time. A *channel* is one
+direction between two ranks of a group, or all collectives of a group.
 """
 
 import struct
+from ctypes import Structure, c_char, c_double, c_int32, c_uint8, c_uint16, c_uint32, c_uint64, sizeof
 
 FOLDER = "flight"
 """Folder in `run.dir`, with a subfolder for each start of the run."""
 REPORT = "report.txt"
 """Report of a hang, next to the ranks' files."""
 
-MAGIC = b"MIMOFLY2"
-
-HEAD = struct.Struct("<8sIIQQQd64s")
-"""magic, rank, world size, process id, its start time (clock ticks since boot), launcher's process id, Unix time minus
-monotonic time, host."""
-LIVE = struct.Struct("<QdQdI")
-"""Heartbeats, time of the last one, signs of progress, time of the last one, last step begun."""
-EVENT = struct.Struct("<QdBBHbxiHiIQI")
-"""number, time, kind, what (phase or operation), place, direction, microbatch, group, peer, number in its channel,
-bytes, step."""
-SLOT = struct.Struct("<HbBiIHiIdQ")
-"""A channel: group, direction (0: collective), operation, peer, number of the last message, phase, microbatch, step,
-time, bytes."""
-
-STEP = struct.Struct("<I")
-"""The last field of LIVE."""
-
-HEAD_AT, QUEUED_AT, LIVE_AT, DEPTH_AT, FRAMES_AT = 0, 152, 160, 248, 256
-STEP_AT = LIVE_AT + LIVE.size - STEP.size
-"""The byte at QUEUED_AT is 1 if the host runs ahead of a device and does not wait for its messages."""
+MAGIC = b"MIMOFLY3"
 MAX_DEPTH = 16
-EVENT_SIZE = 48
-SLOT_SIZE = 40
-MAX_SLOTS = 512
-SLOTS_AT = FRAMES_AT + MAX_DEPTH * EVENT_SIZE
+MAX_CHANNELS = 512
 RING = 1024
-RING_AT = SLOTS_AT + MAX_SLOTS * SLOT_SIZE
-NOTES_AT = RING_AT + RING * EVENT_SIZE
 NOTE_SIZE = 512
 READING, ERROR = 0, 1
 """Notes: the files that threads are reading; the error that ends the rank."""
-SIZE = NOTES_AT + 2 * NOTE_SIZE
-assert EVENT.size <= EVENT_SIZE and SLOT.size <= SLOT_SIZE
+
+
+class Event(Structure):
+    """A phase that began, or a message that was issued or awaited."""
+
+    _fields_ = (
+        ("number", c_uint64),
+        ("at", c_double),
+        ("nbytes", c_uint64),
+        ("message", c_uint32),  # its number in its channel, counted from 1
+        ("step", c_uint32),
+        ("group", c_int32),
+        ("peer", c_int32),  # -1: a collective
+        ("microbatch", c_int32),
+        ("place", c_uint16),  # an edge or module of the graph
+        ("kind", c_uint8),
+        ("what", c_uint8),  # phase or operation
+        ("direction", c_uint8),
+    )
+
+
+class Last(Structure):
+    """The last message that a rank issued in a channel."""
+
+    _fields_ = (
+        ("number", c_uint32),
+        ("step", c_uint32),
+        ("group", c_int32),
+        ("peer", c_int32),
+        ("operation", c_uint8),
+        ("phase", c_uint8),
+        ("direction", c_uint8),  # 0: collectives
+    )
+
+
+class Record(Structure):
+    """The whole file."""
+
+    _fields_ = (
+        ("magic", c_char * 8),
+        ("rank", c_uint32),
+        ("world_size", c_uint32),
+        ("pid", c_uint64),
+        ("start", c_uint64),  # of the process, in clock ticks since boot
+        ("launcher", c_uint64),  # its process id; 0 without one
+        ("offset", c_double),  # Unix time minus monotonic time
+        ("hostname", c_char * 64),
+        ("beats", c_uint64),
+        ("beat_at", c_double),
+        ("events", c_uint64),  # signs of progress
+        ("progressed_at", c_double),
+        ("step", c_uint32),
+        ("queued", c_uint8),  # 1: the host runs ahead of a device and does not wait for its messages
+        ("depth", c_uint8),
+        ("stack", Event * MAX_DEPTH),
+        ("channels", Last * MAX_CHANNELS),
+        ("ring", Event * RING),
+        ("notes", c_char * NOTE_SIZE * 2),
+    )
+
+
+def packer(fields: type[Structure]) -> struct.Struct:
+    """Return what stores all fields of a structure at once, six times as fast as ctypes."""
+    return struct.Struct("".join(kind._type_ for _, kind in fields._fields_))  # type: ignore[union-attr, misc]
+
+
+SIZE, EVENT_SIZE, LAST_SIZE = sizeof(Record), sizeof(Event), sizeof(Last)
+STACK_AT, CHANNELS_AT, RING_AT, NOTES_AT = (
+    Record.stack.offset,
+    Record.channels.offset,
+    Record.ring.offset,
+    Record.notes.offset,
+)
 
 ENTER, WAIT, ISSUE = 1, 2, 3
 """Kinds of events: a phase begins, a wait for a message begins, a message is issued."""

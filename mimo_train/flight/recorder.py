@@ -4,6 +4,7 @@ Each process has one recorder, `RECORDER`, because phases, messages and places c
 or if the file cannot be created, it writes into plain memory, so callers need no checks.
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -17,49 +18,38 @@ from typing import IO
 
 from mimo_train.flight.file_format import (
     CALLER,
-    DEPTH_AT,
+    CHANNELS_AT,
     ENTER,
-    EVENT,
     EVENT_SIZE,
     FOLDER,
-    FRAMES_AT,
-    HEAD,
-    HEAD_AT,
     ISSUE,
-    LIVE,
-    LIVE_AT,
+    LAST_SIZE,
     MAGIC,
+    MAX_CHANNELS,
     MAX_DEPTH,
-    MAX_SLOTS,
     NOTE_SIZE,
     NOTES_AT,
     NUMBER_OF,
-    QUEUED_AT,
-    REPORT,
     RING,
     RING_AT,
     SIZE,
-    SLOT,
-    SLOT_SIZE,
-    SLOTS_AT,
-    STEP,
-    STEP_AT,
+    STACK_AT,
     WAIT,
+    Event,
+    Last,
+    Record,
+    packer,
 )
 from mimo_train.flight.read import process
 
 KEPT_STARTS = 2
 """Number of newest starts whose files are kept."""
 
-_now, _event, _slot = time.monotonic, EVENT.pack_into, SLOT.pack_into
+_now, _event, _last = time.monotonic, packer(Event).pack_into, packer(Last).pack_into
 
 
 class Channel:
-    """One direction between two ranks of a group, or the collectives of a group.
-
-    Attributes:
-        issued: messages so far.
-    """
+    """One direction between two ranks of a group, or the collectives of a group; `issued` counts its messages."""
 
     __slots__ = ("at", "direction", "group", "issued", "peer")
 
@@ -71,6 +61,7 @@ class Recorder:
     """Record what this rank is doing. Only one thread at a time may call methods outside `other threads` below.
 
     Attributes:
+        record: what is in the file.
         step: the last step that began, counted from 1; 0 before.
         folder: folder of this start; None while nothing is recorded.
         in_use: True after `open`, even if the file could not be created.
@@ -78,17 +69,10 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._map: mmap.mmap | bytearray = bytearray(SIZE)
-        self._names: IO[str] | None = None
-        self._clear()
         self.folder: Path | None = None
-        self.rank, self.opened, self.in_use = 0, 0.0, False
-
-    def _clear(self) -> None:
-        self.step = self._events = self._ticks = self._depth = self._phase = self._beats = 0
-        self._place, self._direction, self._microbatch = 0, 0, -1
-        self._places: dict[str, int] = {}
-        self._slots = 0
+        self._names: IO[str] | None = None
+        self.rank, self.opened = 0, 0.0
+        self.close()
 
     def open(self, run_dir: Path, rank: int, world_size: int, launcher: int = 0) -> Path | None:
         """Start recording into a file of `run_dir`. A file that cannot be created is no error: the run reports a bad
@@ -102,26 +86,22 @@ class Recorder:
         folder = run_dir / FOLDER / _start_name()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if rank == 0:
-                _remove_left(folder, world_size)
             # Create a new file instead of truncating: a process that still maps the old one would die of SIGBUS.
             with suppress(FileNotFoundError):
                 _file(folder, rank).unlink()
             with open(_file(folder, rank), "x+b") as file:
-                file.truncate(SIZE)
-                os.posix_fallocate(file.fileno(), 0, SIZE)  # storing into a hole is also fatal on a full disk
-                self._map = mmap.mmap(file.fileno(), SIZE)
+                os.posix_fallocate(file.fileno(), 0, SIZE)  # storing into a hole is fatal on a full disk
+                self.record = Record.from_buffer(mmap.mmap(file.fileno(), SIZE))
             self._names = open(_file(folder, rank).with_suffix(".names"), "w", buffering=1, encoding="utf-8")
             self.opened = os.fstat(self._names.fileno()).st_mtime
         except OSError:
-            self._map = bytearray(SIZE)
+            self.record = Record()
         else:
             self.folder = folder
-        self._clear()
-        self.rank, this = rank, process(os.getpid())
-        start, offset = this.start if this else 0, time.time() - _now()
-        host = socket.gethostname().encode()[:63]
-        HEAD.pack_into(self._map, HEAD_AT, MAGIC, rank, world_size, os.getpid(), start, launcher, offset, host)
+        self.rank, this, record = rank, process(os.getpid()), self.record
+        record.magic, record.rank, record.world_size, record.launcher = MAGIC, rank, world_size, launcher
+        record.pid, record.start, record.offset = os.getpid(), this.start if this else 0, time.time() - _now()
+        record.hostname = socket.gethostname().encode()[:63]
         self.to("start")
         self.beat(_now())
         return self.folder
@@ -131,7 +111,11 @@ class Recorder:
         if self._names is not None:
             self._names.close()
         # Leave the map to the garbage collector: another thread may be about to write into it.
-        self._map, self._names, self.folder, self.in_use = bytearray(SIZE), None, None, False
+        self.record, self._names, self.folder, self.in_use = Record(), None, None, False
+        self.step = self._events = self._ticks = self._depth = self._phase = 0
+        self._place, self._direction, self._microbatch = 0, 0, -1
+        self._places: dict[str, int] = {}
+        self._channels = 0
 
     def discard(self) -> None:
         """Close and remove the file: another run uses the folder, and this start has done nothing in it."""
@@ -159,11 +143,11 @@ class Recorder:
         """End the innermost phase, or the wait for a message."""
         self._events += 1
         self._depth = depth = max(0, self._depth - 1)
-        self._map[DEPTH_AT] = min(depth, MAX_DEPTH)
+        self.record.depth = min(depth, MAX_DEPTH)
         if 0 < depth <= MAX_DEPTH:
-            at = FRAMES_AT + (depth - 1) * EVENT_SIZE
-            if self._map[at + 16] == ENTER:
-                self._phase = self._map[at + 17]
+            event = self.record.stack[depth - 1]
+            if event.kind == ENTER:
+                self._phase = event.what
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -181,17 +165,16 @@ class Recorder:
         depth = self._depth
         if depth < MAX_DEPTH:
             _event(
-                self._map, FRAMES_AT + depth * EVENT_SIZE, events, _now(), kind, what, self._place, self._direction,
-                self._microbatch, group, peer, number, 0, self.step,
+                self.record, STACK_AT + depth * EVENT_SIZE, events, _now(), 0, number, self.step, group, peer,
+                self._microbatch, self._place, kind, what, self._direction,
             )  # fmt: skip
         self._depth = depth = depth + 1
-        self._map[DEPTH_AT] = min(depth, MAX_DEPTH)
+        self.record.depth = min(depth, MAX_DEPTH)
 
     def begin_step(self, step: int) -> None:
         """Record that step `step`, counted from 1, begins."""
         self.step, self._place, self._direction, self._microbatch = step, 0, 0, -1
-        # Do not wait for the next heartbeat: the rank may end before it.
-        STEP.pack_into(self._map, STEP_AT, step)
+        self.record.step = step  # do not wait for the next heartbeat: the rank may end before it
 
     def at(self, place: str, direction: int, microbatch: int) -> None:
         """Set where later messages belong.
@@ -209,18 +192,18 @@ class Recorder:
 
     def queued(self) -> None:
         """Record that messages are queued on a device: the host waits only for the device."""
-        self._map[QUEUED_AT] = 1
+        self.record.queued = 1
 
     @property
     def spins(self) -> bool:
         """True if waiting for device messages takes CPU time. False in the first step, which may compile."""
-        return bool(self._map[QUEUED_AT]) and self.step > 1
+        return bool(self.record.queued) and self.step > 1
 
     @property
     def rests(self) -> bool:
         """True if the program that makes the steps is between two calls and waits for no message."""
-        kind, what = self._map[FRAMES_AT + 16 : FRAMES_AT + 18]
-        return self._depth == 1 and (kind, what) == (ENTER, NUMBER_OF[CALLER])
+        phase = self.record.stack[0]
+        return self._depth == 1 and (phase.kind, phase.what) == (ENTER, NUMBER_OF[CALLER])
 
     # -- messages
 
@@ -230,27 +213,27 @@ class Recorder:
 
     def channel(self, group: int, peer: int, direction: int) -> Channel:
         """Return a new channel without messages; `peer` is -1 for collectives."""
-        self._slots += 1
-        return Channel(self._slots - 1, group, peer, direction)
+        self._channels += 1
+        return Channel(self._channels - 1, group, peer, direction)
 
     def forget_messages(self) -> None:
         """Restart message numbers at 1 because process groups are rebuilt."""
-        self._slots, end = 0, RING_AT + RING * EVENT_SIZE
-        self._map[SLOTS_AT:end] = bytes(end - SLOTS_AT)
+        self._channels = 0
+        ctypes.memset(ctypes.byref(self.record, CHANNELS_AT), 0, NOTES_AT - CHANNELS_AT)
 
     def issue(self, channel: Channel, operation: int, nbytes: int) -> int:
         """Record that a message is about to be issued; return its number in the channel, counted from 1."""
         channel.issued = number = channel.issued + 1
         self._events = events = self._events + 1
-        now, buffer, microbatch = _now(), self._map, self._microbatch
-        if channel.at < MAX_SLOTS:
-            _slot(
-                buffer, SLOTS_AT + channel.at * SLOT_SIZE, channel.group, channel.direction, operation, channel.peer,
-                number, self._phase, microbatch, self.step, now, nbytes,
+        record, group, peer = self.record, channel.group, channel.peer
+        if channel.at < MAX_CHANNELS:
+            _last(
+                record, CHANNELS_AT + channel.at * LAST_SIZE, number, self.step, group, peer, operation, self._phase,
+                channel.direction,
             )  # fmt: skip
         _event(
-            buffer, RING_AT + events % RING * EVENT_SIZE, events, now, ISSUE, operation, self._place, self._direction,
-            microbatch, channel.group, channel.peer, number, nbytes, self.step,
+            record, RING_AT + events % RING * EVENT_SIZE, events, _now(), nbytes, number, self.step, group, peer,
+            self._microbatch, self._place, ISSUE, operation, self._direction,
         )  # fmt: skip
         return number
 
@@ -271,14 +254,13 @@ class Recorder:
 
     def beat(self, progressed: float) -> None:
         """Write a heartbeat with the time of the last progress."""
-        self._beats += 1
-        LIVE.pack_into(self._map, LIVE_AT, self._beats, _now(), self.events, progressed, self.step)
+        record = self.record
+        record.events, record.progressed_at, record.beat_at = self.events, progressed, _now()
+        record.beats += 1
 
     def note(self, which: int, text: str) -> None:
         """Write one of the notes, truncated to its size."""
-        raw = text.encode(errors="replace")[: NOTE_SIZE - 1]
-        at = NOTES_AT + which * NOTE_SIZE
-        self._map[at : at + NOTE_SIZE] = raw + bytes(NOTE_SIZE - len(raw))
+        self.record.notes[which].value = text.encode(errors="replace")[: NOTE_SIZE - 1]
 
     def stack_file(self) -> Path | None:
         """Return the file for this rank's stacks when a run hangs."""
@@ -308,34 +290,19 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.bin"
 
 
-def _remove_left(folder: Path, world_size: int) -> None:
-    """Remove files of an earlier start of the same name that this start does not overwrite."""
-    (folder / REPORT).unlink(missing_ok=True)
-    for file in folder.glob("rank_*.*"):
-        number = file.stem.removeprefix("rank_")
-        if number.isdecimal() and int(number) >= world_size:
-            file.unlink(missing_ok=True)
-
-
 def _start_name() -> str:
-    """Return a name that all ranks of this start share: address, port, the launcher's run id, and the attempt.
+    """Return a name that all ranks of this start share: address, port, the launcher's run id, attempt, and job.
 
-    A process without a launcher uses its host and process id. The name is new at each start, with two exceptions. On
-    several nodes of plain torchrun the run id is always "none", and ranks without torchrun or scheduler share nothing
-    new.
+    A process without a launcher uses its host and process id. The name is new at each start of our launcher and of
+    schedulers. Other starts may share a folder: readers ignore files that are older than their own.
     """
-    job = [name] if (name := scheduled_job()) else []
     port = os.environ.get("MASTER_PORT", "")
     if not port or os.environ.get("WORLD_SIZE", "1") == "1":
         parts = [socket.gethostname(), str(os.getpid())]
     else:
-        parts = [os.environ.get("MASTER_ADDR", ""), port, os.environ.get("TORCHELASTIC_RUN_ID", "")]
-        parts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        # torchrun makes a folder with a random name for each start, and subfolders for attempt and rank.
-        errors = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-        if parts[2] == "none" and os.environ.get("GROUP_WORLD_SIZE") == "1" and len(errors.parts) > 3:
-            parts.append(errors.parts[-4])
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join([*parts, *job]))[-120:]
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        parts = [os.environ.get("MASTER_ADDR", ""), port, *(os.environ.get(name, "") for name in names)]
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join(filter(None, [*parts, scheduled_job()])))[-120:]
 
 
 def scheduled_job() -> str:

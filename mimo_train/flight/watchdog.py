@@ -6,25 +6,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mimo_train.flight.blame import Verdict
+from data.storage.files import READS
+from mimo_train.flight.blame import ENDED, look, report
 from mimo_train.flight.file_format import READING, REPORT
-from mimo_train.flight.read import (
-    ALIVE,
-    Rank,
-    descendants,
-    kill_session,
-    process,
-    read_ranks,
-    runs,
-    state_of,
-    storage_bytes,
-)
+from mimo_train.flight.read import CLOCKS, Rank, descendants, process, runs, storage_bytes
 from mimo_train.flight.recorder import Recorder
-from mimo_train.flight.report import ENDED, PAUSE, look, report
 
 HANG_CODE = 18
 """Exit code of a run that was ended because it hung."""
@@ -42,42 +31,6 @@ STORED = 2**20
 """Bytes from or to storage that count as work: more than this thread's own file takes."""
 LAUNCHER = "MIMO_LAUNCHER"
 """Environment variable with the launcher's process id and start time."""
-
-
-class Signs:
-    """Detect that this process works although the recorder has no event.
-
-    Signs are: the main thread moves in its Python code, storage is read or written, a child process (a compiler)
-    computes, or this process computes itself, if waiting costs no CPU time.
-
-    Args:
-        spins: True if a wait takes CPU time now, as a wait for a GPU does.
-    """
-
-    def __init__(self, spins: Callable[[], bool]):
-        self._spins = spins
-        self._seen: tuple[object, int, int] | None = None
-
-    def begin(self) -> None:
-        """Forget the last look after an event. Looking costs more than a heartbeat."""
-        self._seen = None
-
-    def work(self) -> bool:
-        """True if there was a sign of work since the last call."""
-        before, now = self._seen, self._look()
-        self._seen = now
-        if before is None:
-            return False
-        computed = now[2] - before[2] > BUSY * BEAT * os.sysconf("SC_CLK_TCK")
-        return now[0] != before[0] or now[1] - before[1] > STORED or computed
-
-    def _look(self) -> tuple[object, int, int]:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        place = (id(frame), frame.f_lasti) if frame is not None else None
-        own = os.getpid()
-        counted = [*descendants(own)] + ([] if self._spins() else [own])
-        ticks = sum(found.ticks for pid in counted if (found := process(pid)) is not None)
-        return place, storage_bytes(own), ticks
 
 
 class Watch:
@@ -101,10 +54,11 @@ class Watch:
         launched: bool = True,
     ):
         self._recorder, self._run_dir, self._seconds, self._ends = recorder, run_dir, hang_seconds, ends
-        self._grace, self._signs = grace_seconds, Signs(lambda: recorder.spins)
+        self._grace = grace_seconds
         self._parent, self._launcher = (os.getppid(), handed_down()) if launched else (0, None)
         self._gone_since: float | None = None
         self._events = self._last_event = self._progress = -1.0
+        self._activity: tuple[object, int, int] | None = None
         self._stacks_of, self._next_look = -1.0, 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="flight")
@@ -124,17 +78,13 @@ class Watch:
 
     def _look(self) -> None:
         now, recorder = time.monotonic(), self._recorder
-        from data.storage.files import (
-            READS,  # not at the top: the launcher imports this module, and `data` may be another package there
-        )
-
         events = recorder.events + READS.count
         if events != self._events:
             self._events, self._last_event, self._progress = events, now, now
-            self._signs.begin()
+            self._activity = None
         elif recorder.rests:
             self._progress = now  # the caller may pause for any time
-        elif self._signs.work() and now - self._last_event < UNSEEN * self._seconds:
+        elif self._works() and now - self._last_event < UNSEEN * self._seconds:
             self._progress = now
         recorder.note(READING, READS.longest())
         recorder.beat(self._progress)
@@ -142,6 +92,22 @@ class Watch:
         hangs = 0 < self._seconds <= now - self._progress and now >= self._next_look
         if hangs and recorder.folder is not None:
             self._report_hang(recorder.folder)
+
+    def _works(self) -> bool:
+        """True if this process has worked since the last call although the recorder has no event.
+
+        Signs are: the main thread moves in its Python code, storage is read or written, a child process (a compiler)
+        computes, or this process computes itself, unless waiting for a GPU takes CPU time.
+        """
+        frame, pid = sys._current_frames().get(threading.main_thread().ident or 0), os.getpid()
+        place = (id(frame), frame.f_lasti) if frame is not None else None
+        pids = [*descendants(pid)] + ([] if self._recorder.spins else [pid])
+        ticks = sum(current.ticks for pid in pids if (current := process(pid)) is not None)
+        before, self._activity = self._activity, (place, storage_bytes(pid), ticks)
+        if before is None:
+            return False
+        computed = ticks - before[2] > BUSY * BEAT * os.sysconf("SC_CLK_TCK")
+        return place != before[0] or self._activity[1] - before[1] > STORED or computed
 
     def _end_without_launcher(self, now: float) -> None:
         """Save and end without a launcher: the run that replaces this one must not find it still running."""
@@ -158,37 +124,44 @@ class Watch:
             os.kill(os.getpid(), signal.SIGTERM)
         elif now - self._gone_since > self._grace:
             say(f"rank {self._recorder.rank}: did not end within {self._grace:g} s: ending it")
-            kill_session(os.getpid())
+            # With its children, if torchrun has made it a session of its own.
+            (os.killpg if os.getpgid(0) == os.getpid() else os.kill)(os.getpid(), signal.SIGKILL)
 
     def _report_hang(self, folder: Path) -> None:
         """Report and end the run if the ranks to blame have not moved for long enough either."""
         if self._stacks_of != self._events:
             self._stacks_of = self._events
-            self._write_stacks()
+            with suppress(OSError), open(self._recorder.stack_file() or os.devnull, "w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
             self._sleep(FOR_STACKS)
-        written = folder / REPORT
+        written, now = folder / REPORT, time.monotonic()
         if self._recorder.rank >= LOOKERS and self._is_looked_after(folder):
             if self._is_reported(written):
                 self._leave()
-            self._next_look = time.monotonic() + 2 * BEAT
+            self._next_look = now + 2 * BEAT
             return
         verdict = look(folder, self._sleep, self._recorder.opened, self._beat)
-        left = self._until_hang(verdict)
-        if left > 0:
-            # A rank that is waited for works, or began to hang later than this rank began to wait for it.
-            self._next_look = time.monotonic() + max(left, 2 * BEAT)
+        ages = [
+            max(rank.now, rank.beat_at) - rank.progressed_at
+            for number in verdict.blamed
+            if (rank := verdict.ranks.get(number)) is not None
+        ]
+        # A rank that is waited for works, or began to hang later than this rank began to wait for it.
+        remaining = self._seconds - min(ages, default=self._seconds) if verdict.blamed else self._seconds / 4
+        if remaining > 0:
+            self._next_look = time.monotonic() + max(remaining, 2 * BEAT)
             return
         self._next_look = time.monotonic() + self._seconds
-        if self._is_first(written):
-            text = report(self._run_dir, verdict)
-            with suppress(OSError):
-                written.write_text(f"{text}\n{ENDED}\n" if self._ends else f"{text}\n")
-            what = f"no progress for {self._seconds:g} s (run.hang_report_seconds)"
-            say(f"{what}{f'; {ENDED}' if self._ends else ''}\n{text}")
-            if self._ends:
-                _end(HANG_CODE)
-        else:
+        if not self._is_first(written):
             self._leave()
+            return
+        text = report(self._run_dir, verdict)
+        with suppress(OSError):
+            written.write_text(f"{text}\n{ENDED}\n" if self._ends else f"{text}\n")
+        ends = f"; {ENDED}" if self._ends else ""
+        say(f"no progress for {self._seconds:g} s (run.hang_report_seconds){ends}\n{text}")
+        if self._ends:
+            _end(HANG_CODE)
 
     def _is_first(self, written: Path) -> bool:
         """True if this rank is the first to reach a verdict; it reports."""
@@ -217,13 +190,11 @@ class Watch:
             self._sleep(3.0)
             _end(HANG_CODE)
 
-    def _is_looked_after(self, folder: Path) -> bool:
+    @staticmethod
+    def _is_looked_after(folder: Path) -> bool:
         """True if one of the first ranks lives and looks: thousands of readers would overload a file server."""
-        since = self._recorder.opened
-        first = read_ranks(folder, LOOKERS, since, self._beat)
-        self._sleep(PAUSE)
-        second = read_ranks(folder, LOOKERS, since, self._beat)
-        return any(state_of(first.get(n, rank), rank) == ALIVE for n, rank in second.items())
+        first = (Rank.read(folder / f"rank_{number:05d}.bin") for number in range(LOOKERS))
+        return any(rank is not None and rank.seen_at > time.time() - 2 * CLOCKS for rank in first)
 
     def _sleep(self, seconds: float) -> None:
         """Wait with heartbeats: other ranks must not take this rank for dead."""
@@ -234,22 +205,6 @@ class Watch:
 
     def _beat(self) -> None:
         self._recorder.beat(self._progress)
-
-    def _until_hang(self, verdict: Verdict) -> float:
-        """Return the seconds until the ranks to blame have made no progress for long enough; 0 if they already have."""
-        if not verdict.blamed:
-            return self._seconds / 4
-        known = [verdict.ranks[number] for number in verdict.blamed if number in verdict.ranks]
-        return max((self._seconds - self._age(rank) for rank in known), default=0.0)
-
-    def _age(self, rank: Rank) -> float:
-        return max(rank.now, rank.beat_at) - rank.progressed_at
-
-    def _write_stacks(self) -> None:
-        path = self._recorder.stack_file()
-        if path is not None:
-            with suppress(OSError), open(path, "w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
 
 
 def handed_down() -> tuple[int, int] | None:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mimo_train.flight.blame import PAUSE, report
 from mimo_train.flight.file_format import BACKWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.flight.report import PAUSE, report
 from mimo_train.flight.watchdog import FOR_STACKS, HANG_CODE
 from tests.dist.flight.hangs import REPORT_AFTER, HangingRun, endless, hangs_now
 from tests.dist.ranks import run_ranks

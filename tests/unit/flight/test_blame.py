@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mimo_train.config.errors import UserError
-from mimo_train.flight.file_format import BACKWARD, ERROR, FOLDER, FORWARD, HEAD, HEAD_AT, OPERATIONS, RECEIVE, SEND
+from mimo_train.flight.blame import look, report
+from mimo_train.flight.file_format import BACKWARD, ERROR, FOLDER, FORWARD, MAGIC, OPERATIONS, RECEIVE, SEND
 from mimo_train.flight.read import newest_start, process, read_ranks
 from mimo_train.flight.recorder import KEPT_STARTS, Recorder, remove_old_starts
-from mimo_train.flight.report import look, report
 
 SUM, SENDS, TAKES = (OPERATIONS.index(name) for name in ("allreduce", "send", "recv"))
 
@@ -69,9 +69,7 @@ def died(ranks: Ranks, *numbers: int) -> None:
         found = process(child.pid)
     assert found is not None
     for number in numbers:
-        fields = [*HEAD.unpack_from(ranks[number]._map, HEAD_AT)]
-        fields[3:5] = child.pid, found.start
-        HEAD.pack_into(ranks[number]._map, HEAD_AT, *fields)
+        ranks[number].record.pid, ranks[number].record.start = child.pid, found.start
 
 
 def test_who_has_not_called_a_collective_keeps_the_others_waiting(tmp_path):
@@ -81,7 +79,7 @@ def test_who_has_not_called_a_collective_keeps_the_others_waiting(tmp_path):
     ranks[1].enter("data_wait")
     ranks[1].note(0, "shards/000003.tar")
     verdict = ranks.verdict()
-    assert verdict.blamed == [1] and "ranks 0, 2 wait for it" in verdict.why
+    assert verdict.blamed == [1] and "ranks 0, 2 wait for it" in verdict.reason
     assert [edge.on for edge in verdict.waits[0]] == [1]
     text = report(tmp_path, verdict)
     assert "step 7, loop > data_wait" in text and "reads shards/000003.tar" in text
@@ -97,7 +95,7 @@ def test_edges_are_followed_over_groups_and_messages(tmp_path):
     ranks[1].enter("forward_backward")
     verdict = ranks.verdict()
     assert {rank: [edge.on for edge in edges] for rank, edges in verdict.waits.items()} == {3: [2], 2: [0], 0: [1]}
-    assert verdict.blamed == [1] and "ranks 0, 2, 3 wait for it" in verdict.why
+    assert verdict.blamed == [1] and "ranks 0, 2, 3 wait for it" in verdict.reason
     assert "images->language, microbatch 1, backward, in recv #1 from rank 1" in report(tmp_path, verdict)
 
 
@@ -116,7 +114,7 @@ def test_of_a_circle_the_furthest_has_left_something_out(tmp_path):
     ranks[1].at("images->language", BACKWARD, 0)
     ranks.message(1, TAKES, 0)
     verdict = ranks.verdict()
-    assert verdict.blamed == [1] and "wait for each other" in verdict.why
+    assert verdict.blamed == [1] and "wait for each other" in verdict.reason
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -129,7 +127,8 @@ def test_the_odd_one_out_of_a_collective_is_blamed(tmp_path, size):
     died(ranks, *range(size))
     verdict = ranks.verdict()
     assert verdict.blamed == [1]
-    assert "collective #1 of language dp" in verdict.why and "allreduce of 408 bytes in step 7 on rank 1" in verdict.why
+    assert "collective #1 of language dp" in verdict.reason
+    assert "allreduce of 408 bytes in step 7 on rank 1" in verdict.reason
 
 
 def test_ranks_that_never_began(tmp_path):
@@ -137,7 +136,7 @@ def test_ranks_that_never_began(tmp_path):
     for rank in (0, 1):
         ranks[rank].to("join")
     verdict = ranks.verdict()
-    assert verdict.blamed == [2] and "never began" in verdict.why
+    assert verdict.blamed == [2] and "never began" in verdict.reason
     assert "rank 2: has not begun" in report(tmp_path, verdict)
 
 
@@ -163,7 +162,7 @@ def test_of_a_dead_run_the_one_with_an_error_is_blamed(tmp_path):
     ranks[1].note(ERROR, "RuntimeError: out of memory")
     died(ranks, 0, 1, 2)
     verdict = ranks.verdict()
-    assert verdict.blamed == [1] and "out of memory" in verdict.why
+    assert verdict.blamed == [1] and "out of memory" in verdict.reason
 
 
 def test_a_run_that_has_ended_has_nobody_to_blame(tmp_path):
@@ -183,7 +182,7 @@ def test_a_folder_without_files_is_told(tmp_path):
 def test_a_file_that_is_cut_short_is_left_out(tmp_path):
     ranks = Ranks(tmp_path, 2)
     folder = newest_start(tmp_path)
-    (folder / "rank_00001.bin").write_bytes(b"MIMOFLY2")
+    (folder / "rank_00001.bin").write_bytes(MAGIC)
     assert list(read_ranks(folder)) == [0]
     assert ranks.all  # they map their files until here
 

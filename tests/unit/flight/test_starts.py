@@ -8,21 +8,19 @@ import time
 import pytest
 
 from mimo_train.flight import watchdog
-from mimo_train.flight.file_format import HEAD, HEAD_AT, LIVE, LIVE_AT, REPORT
+from mimo_train.flight.blame import look
+from mimo_train.flight.file_format import REPORT
 from mimo_train.flight.read import process, read_ranks
 from mimo_train.flight.recorder import Recorder, _start_name
-from mimo_train.flight.report import look
 
 
 @pytest.fixture(autouse=True)
 def torchrun(monkeypatch):
     """What plain torchrun sets on several nodes, the same at each start."""
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     given = {
         "MASTER_ADDR": "node",
         "MASTER_PORT": "29500",
         "WORLD_SIZE": "8",
-        "GROUP_WORLD_SIZE": "2",
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
@@ -38,28 +36,11 @@ def earlier_start(run_dir, size: int, ago: float = 60.0) -> list[Recorder]:
     ranks = [Recorder() for _ in range(size)]
     for number, recorder in enumerate(ranks):
         folder = recorder.open(run_dir, number, size)
-        fields = [*HEAD.unpack_from(recorder._map, HEAD_AT)]
-        fields[3:5] = child.pid, found.start
-        HEAD.pack_into(recorder._map, HEAD_AT, *fields)
-        live = [*LIVE.unpack_from(recorder._map, LIVE_AT)]
-        live[1] -= ago
-        LIVE.pack_into(recorder._map, LIVE_AT, *live)
+        recorder.record.pid, recorder.record.start = child.pid, found.start
+        recorder.record.beat_at -= ago
     (folder / REPORT).write_text("of the start before")
     os.utime(folder / REPORT, (time.time() - ago, time.time() - ago))
     return ranks
-
-
-def test_each_start_on_one_node_has_a_name_of_its_own_the_same_on_its_ranks(monkeypatch):
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    names = set()
-    for start in ("none_x1", "none_x2"):
-        of_start = set()
-        for rank in range(3):
-            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"torchelastic_a/{start}/attempt_0/{rank}/error.json")
-            of_start.add(_start_name())
-        assert len(of_start) == 1
-        names |= of_start
-    assert len(names) == 2
 
 
 def test_the_run_id_is_in_the_name_however_long_it_is(monkeypatch):
@@ -68,14 +49,6 @@ def test_the_run_id_is_in_the_name_however_long_it_is(monkeypatch):
     before = _start_name()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
     assert _start_name() != before and len(before) == 120
-
-
-def test_the_first_rank_removes_what_an_earlier_start_has_left(tmp_path):
-    before = earlier_start(tmp_path, 3)
-    folder = Recorder().open(tmp_path, 0, 2)
-    assert folder == before[0].folder
-    assert not (folder / REPORT).exists()
-    assert sorted(file.name for file in folder.glob("*.bin")) == ["rank_00000.bin", "rank_00001.bin"]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

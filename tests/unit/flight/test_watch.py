@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from mimo_train.flight.blame import ENDED
 from mimo_train.flight.read import process, runs
-from mimo_train.flight.report import ENDED
 from mimo_train.flight.watchdog import HANG_CODE
 from tests.hang import HANG_SECONDS
 
