@@ -267,9 +267,9 @@ def open_sides(
 ) -> Iterator[list[Side]]:
     """The reference (see `train_reference`) and ours (see `train_ours`), each past its first steps."""
     if case.demo:
-        from data.demo.make import ensure_demo
+        from data.demo.make import make_demo
 
-        ensure_demo(folder, case.demo)
+        make_demo(folder, case.demo)
 
     def side(name: str, run: Callable[..., None]) -> Side:
         options = {"processes": case.processes, "device": case.device}

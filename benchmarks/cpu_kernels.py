@@ -25,7 +25,7 @@ from benchmarks.against_transformers import (
     train_reference,
 )
 from benchmarks.turns import ALL_THREADS, Block, Side, take_turns
-from data.demo.make import ensure_demo
+from data.demo.make import make_demo
 
 
 def without_attention() -> None:
@@ -94,7 +94,7 @@ def main() -> int:
     off = replace(case, changes=(*case.changes, "run.cpu_kernels=false"))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
-        ensure_demo(folder, case.demo)
+        make_demo(folder, case.demo)
 
         def side(name: str, run: Callable[..., None], case=case) -> Side:
             options = {"processes": case.processes, "device": case.device}

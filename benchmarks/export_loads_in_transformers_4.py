@@ -158,14 +158,14 @@ def compare(name: str, run: Path, folder: Path, environment: Path) -> str:
 
 def make_all(work: Path) -> dict[str, tuple[Path, Path]]:
     """Every run and the directory that it was exported to, by what it is."""
-    from data.demo.make import make_demo, make_text_demo
+    from data.demo.make import make_demo
     from tests.dist.hf.models import make_llava
     from tests.dist.models.composites import SAMPLES
     from tests.dist.models.composites import make as make_composite
     from tests.dist.ranks import run_ranks
 
     prose, digits = (
-        make_text_demo(work / "prose"),
+        make_demo(work / "prose", "text"),
         make_demo(work / "digits", train_samples=96, held_out_samples=16, shards=1),
     )
     found = {}

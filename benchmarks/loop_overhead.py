@@ -230,15 +230,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="steps of a block (default: 4)")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     args = parser.parse_args()
-    from data.demo.make import ensure_demo
+    from data.demo.make import make_demo
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     name, demo, changes = RUNS[processes]
     scratch = Path(tempfile.gettempdir()) / f"loop_overhead_{os.getppid() if processes > 1 else os.getpid()}"
-    places = (f"run.dir={scratch}/run", f"data.shards={scratch}/train", "data.validation_shards=", f"data.demo={demo}")
-    cfg = load(name, (*places, "run.device=cpu", *changes, *args.overrides))
+    shards = (f"data.shards={scratch}/demo/train", "data.validation_shards=", f"data.demo={demo}")
+    cfg = load(name, (f"run.dir={scratch}/run", *shards, "run.device=cpu", *changes, *args.overrides))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        ensure_demo(scratch, demo)
+        make_demo(scratch / "demo", demo)
     blocks = measure(cfg, args.pairs, args.steps)
     for rank in range(processes):
         dist.barrier()

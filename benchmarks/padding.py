@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.demo.make import ensure_demo
+from data.demo.make import make_demo
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
 
@@ -50,7 +50,7 @@ def main() -> None:
             make_texts(Path(folder), args.mean)
             overrides = [*GPT, f"data.shards={folder}", *overrides]
         else:
-            ensure_demo(Path(folder) / "demo", load(args.config).data.demo)
+            make_demo(Path(folder) / "demo", load(args.config).data.demo)
             overrides = [f"data.shards={folder}/demo/train", *overrides]
         overrides += ["data.demo=", "data.validation_shards=", f"run.dir={folder}/run", "data.workers=0"]
         overrides += ["checkpoint.resume=never", "log.tensorboard=false", "train.eval_interval=0", "run.device=cpu"]

@@ -172,9 +172,9 @@ def open_dataset(
             raise UserError(f"split: {split!r} does not exist. Choose one of {', '.join(['train', *names])}")
         held_out = names[split]
     if cfg.data.demo:
-        from data.demo.make import ensure_demo
+        from data.demo.make import make_demo
 
-        ensure_demo(Path(cfg.data.shards).parent, cfg.data.demo)
+        make_demo(Path(cfg.data.shards).parent, cfg.data.demo)
     tokenizer = tokenizer_of(cfg)
     samples = build_dataset(cfg, tokenizer, held_out=held_out)
     length = len(samples)

@@ -28,10 +28,10 @@ FIXED = (
 def demos(*, folder: str, samples: int) -> dict[str, str]:
     """Writes the demo shards of both models; returns the folders of their training shards."""
     require(*NEEDED, "scikit-learn")
-    from data.demo.make import make_demo, make_text_demo
+    from data.demo.make import make_demo
 
     digits = make_demo(Path(folder) / "digits", train_samples=samples, held_out_samples=8, shards=2)
-    return {"vlm_digits": f"{digits}/train", "gpt_tiny": f"{make_text_demo(Path(folder) / 'prose')}/train"}
+    return {"vlm_digits": f"{digits}/train", "gpt_tiny": f"{make_demo(Path(folder) / 'prose', 'text')}/train"}
 
 
 def curve(

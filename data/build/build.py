@@ -1,35 +1,33 @@
 """Build shards from a dataset: JSON, CSV, Hugging Face datasets, output of img2dataset, tars, folders of files.
 
-All rows are checked and spooled before a shard is written. The plan depends only on source and settings, so a killed
-build rereads its source and writes the missing shards.
+All rows are checked and spooled before a shard is written. The shards depend only on source and settings. They are
+written into a temporary folder, which is renamed when it is complete.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
+import pickle
 import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128
 
-from data.build.media_values import FileRange
+from data.build.media_values import FileRange, size_of
 from data.build.sources import Source
 from data.errors import DataError, NothingToLearn, RecordError, ShardError, UnknownRecord
 from data.order.order import GlobalOrder
 from data.processes import worker_processes
 from data.records.members import READABLE
 from data.samples.bad_samples import allowed_of
-from data.storage.files import replacing
+from data.storage.files import Busy, file_lock
 from data.storage.write import tar_bytes, write_shard
 from data.text_format import listed, plural
 
@@ -38,8 +36,7 @@ LEFT_OUT = "left_out.jsonl"
 """File next to the shards with a line for each omitted row."""
 SUMMARY = "build.json"
 """File next to the shards with their source and settings."""
-_WORK, _SETTINGS, _PLAN = ".build", "settings.json", "plan"
-_VERSION = 4
+_SPOOLS = "spools"
 _LONGEST_REASON = 10000  # characters
 
 Progress = Callable[[str, int, int | None], None]
@@ -105,111 +102,63 @@ def build_shards(
     """Write the shards `to/train/train-000000.tar`, ..., and `to/held_out/held_out-000000.tar`, ... if any.
 
     Raises:
-        DataError: the source or some rows are unusable, or `to` has shards, or work from another source or settings.
+        DataError: the source or some rows are unusable, or `to` is not empty.
         OSError: a file cannot be read or written.
     """
-    notes, existed = source.notes(), to.exists()
-    with _work_folder(source, to, settings) as work:
-        parts = _read_parts(source, work, workers, progress)
-        faults = [fault for part in parts for fault in part.faults]
-        samples = sum(len(part.samples) for part in parts)
-        if error := _error(source, settings, samples, faults, sum(part.unknown for part in parts)):
-            shutil.rmtree(work)
-            if not existed:
-                to.rmdir()
-            raise DataError(error)
-        shards = _plan_shards(to, [part.samples for part in parts], settings)
-        _require_same_plan(to, work, shards, len(parts))
-        _write_shards(shards, work, workers, progress)
-        counts: Counter[str] = Counter()
-        for shard in shards:
-            counts[shard.path.parent.name] += len(shard.samples)
-        built = Built(
-            dict(counts),
-            dict(Counter(shard.path.parent.name for shard in shards)),
-            {kind: sum(part.media[kind] for part in parts) for kind in READABLE},
-            len(faults),
-            [*notes, *_notes(parts)],
-        )
-        if faults:
-            with replacing(to / LEFT_OUT) as file:
-                file.writelines(json.dumps({"reason": fault}).encode() + b"\n" for fault in faults)
-        with replacing(to / SUMMARY) as file:
-            file.write(json.dumps({"source": str(source)} | asdict(settings) | asdict(built), indent=1).encode())
-        (work / _SETTINGS).unlink()  # first: shards without it belong to a finished build
-        shutil.rmtree(work)
+    to = to.resolve()
+    if to.exists() and any(to.iterdir()):
+        raise DataError(f"{to} is not empty: choose another folder, or remove it")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    work = to.parent / f".{to.name}.building"
+    try:
+        with file_lock(work.with_suffix(".lock"), wait=False):
+            shutil.rmtree(work, ignore_errors=True)  # of a killed build
+            try:
+                (work / _SPOOLS).mkdir(parents=True)
+                built = _build(source, work, settings, workers, progress)
+                shutil.rmtree(work / _SPOOLS)
+                work.rename(to)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except Busy as error:
+        raise DataError(f"{to}: another process builds shards there. Wait for it, or choose another folder") from error
     return built
 
 
-@contextmanager
-def _work_folder(source: Source, to: Path, settings: Settings) -> Iterator[Path]:
-    """Yield the folder for the spools, locked against other processes."""
-    work = to / _WORK
-    if not (work / _SETTINGS).exists():
-        for part in ("train", "held_out"):
-            if any((to / part).glob("*.tar")):
-                raise DataError(f"{to / part} holds shards already: choose another folder, or move them")
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends
-        except BlockingIOError as error:
-            raise DataError(
-                f"{to}: another process builds shards there: wait for it, or choose another folder"
-            ) from error
-        files = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in source.parts]
-        recorded = {"version": _VERSION, "source": repr(source), "files": files} | asdict(settings)
-        now = json.loads(json.dumps(recorded))
-        if (work / _SETTINGS).exists():
-            before = json.loads((work / _SETTINGS).read_bytes())
-            changed = [
-                f"{name} ({str(before.get(name))[:60]}, now {str(value)[:60]})"
-                for name, value in now.items()
-                if before.get(name) != value
-            ]
-            if changed:
-                raise DataError(
-                    f"{to} holds shards that were begun with another {', '.join(changed)}: go on with the same, or "
-                    f"remove {work} and the shards"
-                )
-        else:
-            with replacing(work / _SETTINGS) as file:
-                file.write(json.dumps(now).encode())
-        for folder in (work, to / "train", to / "held_out"):
-            for leftover in folder.glob(".*.tmp"):  # from a killed process
-                leftover.unlink()
-        yield work
-
-
-def _require_same_plan(to: Path, work: Path, shards: Sequence[_Shard], parts: int) -> None:
-    """Record what every shard holds, or raise DataError if the shards of a killed build hold something else."""
-    digest = xxh3_128()
+def _build(source: Source, to: Path, settings: Settings, workers: int, progress: Progress) -> Built:
+    notes, spools = source.notes(), to / _SPOOLS
+    parts = _read_parts(source, spools, workers, progress)
+    faults = [fault for part in parts for fault in part.faults]
+    samples = sum(len(part.samples) for part in parts)
+    if error := _error(source, settings, samples, faults, sum(part.unknown for part in parts)):
+        raise DataError(error)
+    shards = _plan_shards(to, [part.samples for part in parts], settings)
+    _write_shards(shards, spools, workers, progress)
+    counts: Counter[str] = Counter()
     for shard in shards:
-        digest.update(shard.samples.tobytes())
-    for number in range(parts):
-        with open(_spool(work, number), "rb") as spool:
-            while block := spool.read(2**22):
-                digest.update(block)
-    plan = digest.hexdigest()
-    if not (work / _PLAN).exists():
-        with replacing(work / _PLAN) as file:
-            file.write(plan.encode())
-    elif (work / _PLAN).read_text() != plan:
-        raise DataError(
-            f"{to} holds shards that were begun with other samples: a file that the source names has changed. Remove "
-            f"{work} and the shards, and start again"
-        )
+        counts[shard.path.parent.name] += len(shard.samples)
+    built = Built(
+        dict(counts),
+        dict(Counter(shard.path.parent.name for shard in shards)),
+        {kind: sum(part.media[kind] for part in parts) for kind in READABLE},
+        len(faults),
+        [*notes, *_notes(parts)],
+    )
+    if faults:
+        (to / LEFT_OUT).write_text("".join(json.dumps({"reason": fault}) + "\n" for fault in faults))
+    (to / SUMMARY).write_text(json.dumps({"source": str(source)} | asdict(settings) | asdict(built), indent=1))
+    return built
 
 
-def _read_parts(source: Source, work: Path, workers: int, progress: Progress) -> list[_Part]:
+def _read_parts(source: Source, spools: Path, workers: int, progress: Progress) -> list[_Part]:
     step, parts = "reading rows", dict[int, _Part]()
     numbers = range(len(source.parts))
     progress(step, 0, None)
     if workers == 1 or len(numbers) == 1:
         for number in numbers:
-            parts[number] = _read_part(source, work, number, lambda rows: progress(step, rows, None))
+            parts[number] = _read_part(source, spools, number, lambda rows: progress(step, rows, None))
     else:
-        for number, part in _in_processes(partial(_read_part, source, work), numbers, workers):
+        for number, part in _in_processes(partial(_read_part, source, spools), numbers, workers):
             parts[number] = part
             progress(step, len(part.samples), None)
     return [parts[number] for number in numbers]
@@ -223,11 +172,11 @@ def _in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], workers: int)
             yield futures[future], future.result()
 
 
-def _read_part(source: Source, work: Path, number: int, progress: Callable[[int], None] = lambda _: None) -> _Part:
+def _read_part(source: Source, spools: Path, number: int, progress: Callable[[int], None] = lambda _: None) -> _Part:
     """Read a part of the source and spool its samples. Raises DataError."""
     samples, part = array("q"), _Part(np.empty(0), [], 0, {}, Counter(), Counter())
     offset, unknown = 0, 0
-    with open(_spool(work, number), "wb") as spool:
+    with open(_spool(spools, number), "wb") as spool:
         try:
             for seen, row in enumerate(source.rows(source.parts[number]), 1):
                 if seen % 1000 == 0:
@@ -243,8 +192,9 @@ def _read_part(source: Source, work: Path, number: int, progress: Callable[[int]
                     unknown += isinstance(error, UnknownRecord)
                     continue
                 if sample is not None:
-                    raw, size = _packed(sample.members)
+                    raw = pickle.dumps(sample.members)
                     spool.write(raw)
+                    size = sum(tar_bytes(size_of(content)) for _, content in sample.members)
                     samples.extend((offset, len(raw), size))
                     offset += len(raw)
                     part.notes.update(sample.notes)
@@ -254,42 +204,19 @@ def _read_part(source: Source, work: Path, number: int, progress: Callable[[int]
     return part._replace(samples=np.array(samples, dtype=np.int64).reshape(-1, 3), unknown=unknown)
 
 
-def _spool(work: Path, number: int) -> Path:
-    return work / f"part-{number:06d}"
+def _spool(spools: Path, number: int) -> Path:
+    return spools / f"part-{number:06d}"
 
 
-def _packed(members: Sequence[tuple[str, bytes | FileRange]]) -> tuple[bytes, int]:
-    """Return (spooled sample, its bytes in a shard).
-
-    The spooled form is a 4-byte length, a JSON description of each member, and the members that are not in files. The
-    description is extension and size, and path and offset in a file.
-    """
-    described, contents, size = list[tuple[Any, ...]](), list[bytes](), 0
+def _contents(members: Sequence[tuple[str, bytes | FileRange]]) -> list[tuple[str, bytes]]:
+    """Return the members with their bytes. Raises DataError for a file that has changed."""
+    contents = []
     for extension, content in members:
-        if isinstance(content, FileRange):
-            described.append((extension, content.size, content.path, content.offset))
-        else:
-            described.append((extension, len(content)))
-            contents.append(content)
-        size += tar_bytes(described[-1][1])
-    head = json.dumps(described).encode()
-    return b"".join((len(head).to_bytes(4, "big"), head, *contents)), size
-
-
-def _unpacked(raw: bytes) -> list[tuple[str, bytes]]:
-    at = 4 + int.from_bytes(raw[:4], "big")
-    members = []
-    for extension, size, *place in json.loads(raw[4:at]):
-        if place:
-            path, offset = place
-            content = FileRange(path, offset, size).read()
-            if len(content) != size:
-                raise DataError(f"{path} changed while shards were built of it: remove what was built, and start again")
-        else:
-            content = raw[at : at + size]
-            at += size
-        members.append((extension, content))
-    return members
+        raw = content.read() if isinstance(content, FileRange) else content
+        if isinstance(content, FileRange) and len(raw) != content.size:
+            raise DataError(f"{content.path} changed while shards were built of it: start again")
+        contents.append((extension, raw))
+    return contents
 
 
 def _error(source: Source, settings: Settings, samples: int, faults: Sequence[str], unknown: int) -> str:
@@ -334,22 +261,21 @@ def _plan_shards(to: Path, parts: Sequence[np.ndarray], settings: Settings) -> l
     return shards
 
 
-def _write_shards(shards: Sequence[_Shard], work: Path, workers: int, progress: Progress) -> None:
-    missing = [shard for shard in shards if not shard.path.exists()]
+def _write_shards(shards: Sequence[_Shard], spools: Path, workers: int, progress: Progress) -> None:
     step, total = "writing samples", sum(len(shard.samples) for shard in shards)
-    progress(step, total - sum(len(shard.samples) for shard in missing), total)
-    if workers == 1 or len(missing) < 2:
-        for shard in missing:
-            _write_shard(work, shard)
+    progress(step, 0, total)
+    if workers == 1 or len(shards) == 1:
+        for shard in shards:
+            _write_shard(spools, shard)
             progress(step, len(shard.samples), total)
         return
-    for shard, _ in _in_processes(partial(_write_shard, work), missing, workers):
+    for shard, _ in _in_processes(partial(_write_shard, spools), shards, workers):
         progress(step, len(shard.samples), total)
 
 
-def _write_shard(work: Path, shard: _Shard) -> None:
-    spooled = (FileRange(str(_spool(work, part)), offset, size) for part, offset, size in shard.samples.tolist())
-    write_shard(shard.path, (_unpacked(sample.read()) for sample in spooled))
+def _write_shard(spools: Path, shard: _Shard) -> None:
+    spooled = (FileRange(str(_spool(spools, part)), offset, size) for part, offset, size in shard.samples.tolist())
+    write_shard(shard.path, (_contents(pickle.loads(sample.read())) for sample in spooled))
 
 
 def _notes(parts: Sequence[_Part]) -> list[str]:

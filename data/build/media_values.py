@@ -70,6 +70,11 @@ class FileRange(NamedTuple):
             return file.read() if self.offset is None else pread_all(file.fileno(), self.size, self.offset)
 
 
+def size_of(content: bytes | FileRange) -> int:
+    """Return the number of bytes."""
+    return content.size if isinstance(content, FileRange) else len(content)
+
+
 class MediaItem(NamedTuple):
     """An image, video or audio item of a row."""
 

@@ -222,12 +222,12 @@ def _verify_shards(args: argparse.Namespace) -> int:
 
 
 def _make_demo(args: argparse.Namespace) -> int:
-    from data.demo.make import ensure_demo
+    from data.demo.make import make_demo
 
     given = {"train_samples": args.samples, "held_out_samples": args.held_out, "seed": args.seed}
     parameters = {name: value for name, value in given.items() if value is not None}
     if args.kind == "text" and parameters:
         raise UserError("--samples, --held-out and --seed belong to the other demos; the text demo has a fixed size")
-    out = ensure_demo(args.out, args.kind, **parameters)
+    out = make_demo(args.out, args.kind, **parameters)
     print(f"{out}: the shards are in {out / 'train'} and {out / 'held_out'}")
     return 0

@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     build = commands.add_parser(
         "build",
         help="make shards of a LLaVA JSON, a CSV, a Hugging Face dataset, img2dataset's output, tars or folders",
-        description="Make shuffled WebDataset shards. Run the same command again to continue a build that was stopped.",
+        description="Make shuffled WebDataset shards. The folder appears when all are complete.",
     )
     build.add_argument(
         "source",

@@ -36,13 +36,13 @@ def make_demo_shards(run: Run) -> None:
     data = run.cfg.data
     if not data.demo:
         return
-    from data.demo.make import ensure_demo
+    from data.demo.make import make_demo
 
     folder = Path(data.shards).parent
     with agreed():
         try:
             if is_first_of_node(run.layout, dist.get_rank()):
-                ensure_demo(folder, data.demo)
+                make_demo(folder, data.demo)
         except OSError as error:
             raise DataError(
                 f"data.demo: cannot make the {data.demo} demo in {folder} ({error}): free space there, or set "

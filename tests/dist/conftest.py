@@ -16,6 +16,6 @@ def digits(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def prose(tmp_path_factory) -> Path:
     """The prose demo."""
-    from data.demo.make import make_text_demo
+    from data.demo.make import make_demo
 
-    return make_text_demo(tmp_path_factory.mktemp("prose"))
+    return make_demo(tmp_path_factory.mktemp("prose"), "text")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.demo.make import make_demo, make_mixed_demo, make_text_demo
+from data.demo.make import make_demo
 from tests.dist.layout_tables import MODELS, Row
 from tests.dist.parameters import largest_change, parameters_of
 from tests.dist.runs import RATE, STEPS, Bounds, config, curve, largest_difference, train_on_ranks
@@ -37,9 +37,9 @@ def make_demos(folder: Path) -> dict[str, Path]:
     return {
         "digits": digits,
         "sizes": stretch_images(digits, folder / "sizes"),
-        "mixed": make_mixed_demo(folder / "mixed", train_samples=320, held_out_samples=16, shards=2),
+        "mixed": make_demo(folder / "mixed", "mixed", train_samples=320, held_out_samples=16, shards=2),
         "sparse": make_demo(folder / "sparse", **sizes, text_only_fraction=0.7),
-        "prose": make_text_demo(folder / "prose"),
+        "prose": make_demo(folder / "prose", "text"),
     }
 
 

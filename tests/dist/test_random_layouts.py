@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
-from data.demo.make import make_demo, make_text_demo
+from data.demo.make import make_demo
 from mimo_train.layout.run import config_faults, resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
@@ -38,7 +38,7 @@ def demos(tmp_path_factory):
     """The samples of the shipped runs; most have no image."""
     folder = tmp_path_factory.mktemp("demos")
     images = make_demo(folder / "sparse", train_samples=480, held_out_samples=40, shards=2, text_only_fraction=0.7)
-    return {"vlm_digits": images, "gpt_tiny": make_text_demo(folder / "prose")}
+    return {"vlm_digits": images, "gpt_tiny": make_demo(folder / "prose", "text")}
 
 
 @pytest.fixture(scope="module")

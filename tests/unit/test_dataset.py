@@ -159,7 +159,7 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
             write_tar(folder / part / "a.tar", samples(part, 4))
         (folder / MARKER).touch()
 
-    monkeypatch.setattr("data.demo.make.ensure_demo", make_demo)
+    monkeypatch.setattr("data.demo.make.make_demo", make_demo)
     (example,) = [block for block in blocks(DOCS / "data.md", "python") if "open_dataset" in block]
     exec(example, {})
     assert "[[" in capsys.readouterr().out

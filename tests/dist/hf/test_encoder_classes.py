@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.demo.make import make_mixed_demo
+from data.demo.make import make_demo
 from mimo_train.config.compose import load
 from tests.dist.hf.one_step import BOUND, difference, ours, overrides, together
 from tests.dist.hf.test_export import command
@@ -58,7 +58,7 @@ CLASSES = {
 def exported(digits, tmp_path_factory) -> dict[str, tuple[str, list[str], float]]:
     """By case: the class that loads its directory, tensors missing or left over, and the difference of features."""
     root = tmp_path_factory.mktemp("classes")
-    make_mixed_demo(root / "mixed", train_samples=16, held_out_samples=4, shards=1)
+    make_demo(root / "mixed", "mixed", train_samples=16, held_out_samples=4, shards=1)
     cfgs = {}
     for name, keys in RUNS.items():
         demo, shards = ("mixed_tiny", root / "mixed") if name == "dinov3" else ("vlm_digits", digits)

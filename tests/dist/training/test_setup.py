@@ -174,7 +174,7 @@ def _refused_on_a_full_disk(cfg) -> str:
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    make.ensure_demo = full
+    make.make_demo = full
     return _refused(cfg)
 
 

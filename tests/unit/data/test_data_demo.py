@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.demo import make as demo
-from data.demo.make import ensure_demo, make_demo, make_text_demo
+from data.demo.make import make_demo
 from data.demo.samples import load_scans
 from data.errors import DataError
 from data.index.catalogue import open_index
@@ -127,7 +127,7 @@ def test_equal_parameters_give_equal_bytes(tmp_path):
     small = {"train_samples": 40, "held_out_samples": 8, "shards": 2}
     first, second = make_demo(tmp_path / "a", **small), make_demo(tmp_path / "b", **small)
     names = sorted(path.relative_to(first) for path in first.rglob("*.tar"))
-    assert [str(name) for name in names] == [
+    assert list(map(str, names)) == [
         "held_out/held_out-000000.tar",
         "train/train-000000.tar",
         "train/train-000001.tar",
@@ -138,71 +138,34 @@ def test_equal_parameters_give_equal_bytes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]  # nothing left behind
 
 
-def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
+def test_a_demo_is_made_once_and_complete(tmp_path, monkeypatch):
     out, small = tmp_path / "d", {"train_samples": 20, "held_out_samples": 5, "shards": 2}
-    ensure_demo(out, **small)
-    shard = out / "train" / "train-000001.tar"
-    whole, times = shard.read_bytes(), shard.stat().st_mtime_ns
-    assert ensure_demo(out, **small) == out and shard.stat().st_mtime_ns == times
-    with pytest.raises(DataError, match=r"seed=0 \(wanted 3\)"):
-        ensure_demo(out, **small, seed=3)
-    for damage in (shard.unlink, (out / "demo.json").unlink, lambda: shard.write_bytes(whole[:-1])):
-        damage()
-        ensure_demo(out, **small)
-        assert shard.read_bytes() == whole
-    with monkeypatch.context() as patch:
+    (tmp_path / ".d.making" / "train").mkdir(parents=True)  # of a killed process
+    (tmp_path / ".d.making" / "train" / "train-000009.tar").write_bytes(b"torn")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(demo, "write_shard", lambda path, samples: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            make_demo(out, **small)
-    assert ensure_demo(out, **small) and shard.read_bytes() == whole
-    with pytest.raises(DataError, match="unknown demo"):
-        ensure_demo(out, "cats")
-    with pytest.raises(DataError, match="train_samples=0"):
-        make_demo(out, train_samples=0)
-    with pytest.raises(DataError, match="shards=0"):
-        make_text_demo(out, shards=0)
-    with pytest.raises(DataError, match=r"text_only_fraction.*1\.5"):
-        make_demo(out, text_only_fraction=1.5)
-
-
-def test_what_a_killed_process_left_beside_the_demo_goes(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(demo.shutil, "rmtree", lambda *_, **__: None)  # as killed: nothing is cleared away
-        patch.setattr(demo, "write_shard", lambda path, samples: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            ensure_demo(tmp_path / "d", "text")
-    (tmp_path / ".d.mine").mkdir()
-    assert len([*tmp_path.glob(".d.*")]) == 3
-    ensure_demo(tmp_path / "d", "text")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".d.lock", ".d.mine", "d"]
-
-
-def test_a_demo_leaves_the_shards_of_others(tmp_path):
-    """Also those with the names of its own."""
-    small = {"train_samples": 20, "held_out_samples": 5, "shards": 2}
-    for name in ("train/mine.tar", "held_out/precious.tar", "train/train-000001.tar"):
-        theirs = tmp_path / name.replace("/", "_") / name
-        theirs.parent.mkdir(parents=True)
-        theirs.write_bytes(b"theirs")
-        out = theirs.parents[1]
-        with pytest.raises(DataError, match=rf"would remove .*{theirs.name}.*another folder"):
-            ensure_demo(out, **small)
-        assert [path for path in tmp_path.joinpath(name.replace("/", "_")).rglob("*") if path.is_file()] == [theirs]
-        assert theirs.read_bytes() == b"theirs"
-    out = ensure_demo(tmp_path / "demo", **small)
-    (out / "train" / "mine.tar").write_bytes(b"theirs")
-    (out / "train" / "train-000000.tar").unlink()
-    marker = (out / "demo.json").read_bytes()
-    with pytest.raises(DataError, match=r"mine\.tar"):
-        ensure_demo(out, **small)
-    assert (out / "demo.json").read_bytes() == marker
-    (out / "train" / "mine.tar").unlink()
-    make_demo(out, **small | {"shards": 1})
-    assert sorted(path.name for path in out.rglob("*.tar")) == ["held_out-000000.tar", "train-000000.tar"]
+        make_demo(out, **small)
+    assert not out.exists()
+    make_demo(out, **small)
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")}
+    assert make_demo(out, **small) == out and {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")} == times
+    assert len(times) == 3 and [path.name for path in tmp_path.iterdir()] == ["d"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.tar").write_bytes(b"theirs")
+    for folder, kind, changed, words in (
+        (out, "digits", {"seed": 3}, r"seed=0 \(wanted 3\)"),
+        (tmp_path / "mine", "digits", {}, "is not empty and holds no demo"),
+        (out, "cats", {}, "unknown demo"),
+        (out, "digits", {"train_samples": 0}, "train_samples=0"),
+        (out, "text", {"shards": 0}, "shards=0"),
+        (out, "digits", {"text_only_fraction": 1.5}, r"text_only_fraction.*1\.5"),
+    ):
+        with pytest.raises(DataError, match=words):
+            make_demo(folder, kind, **({} if kind == "text" else small) | changed)
 
 
 def test_text_demo(tmp_path):
-    out = make_text_demo(tmp_path / "t", shards=2)
+    out = make_demo(tmp_path / "t", "text", shards=2)
     tokenizer = build_tokenizer("bytes")
     parts = {
         part: ShardDataset(out / part, tokenizer=tokenizer, sequence_length=256, shuffle=False)

@@ -47,10 +47,10 @@ def test_a_saved_tokenizer_has_the_placeholders_too(two_encoders, tmp_path):
 
 
 def test_check_takes_two_encoders_of_one_kind(two_encoders, capsys, tmp_path, monkeypatch):
-    from data.demo.make import ensure_demo
+    from data.demo.make import make_demo
 
     monkeypatch.chdir(tmp_path)
-    ensure_demo("demo", train_samples=40, held_out_samples=4, shards=1)
+    make_demo("demo", train_samples=40, held_out_samples=4, shards=1)
     two_encoders.data.shards, two_encoders.data.validation_shards, two_encoders.data.demo = "demo/train", "", ""
     assert config_faults(two_encoders) == []
     report = check(two_encoders)

@@ -134,7 +134,7 @@ def test_files_that_cannot_be_read_are_named(media, tmp_path):
     with pytest.raises(DataError, match="hold out fewer"):
         build(file, out / "1", Settings(held_out=4), media)
     build(file, out / "2", media=media)
-    with pytest.raises(DataError, match="holds shards already"):
+    with pytest.raises(DataError, match="is not empty"):
         build(file, out / "2", media=media)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty holds nothing .* it has nothing"):

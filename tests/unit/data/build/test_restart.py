@@ -84,20 +84,18 @@ build_shards(find_source(Path(sys.argv[1]), Columns()), Path(sys.argv[2]), Setti
 """
 
 
-def test_a_build_that_is_killed_goes_on_to_the_same_shards(tmp_path):
+def test_a_build_that_is_killed_leaves_nothing_and_gives_the_same_shards_again(tmp_path):
     source, out = many(tmp_path), tmp_path / "killed"
     build(source, tmp_path / "whole", Settings(per_shard=5))
     for after in (3, 9):  # while the source is read, and while shards are written
         command = [sys.executable, "-c", KILLED, str(source), str(out), str(after)]
         assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == -signal.SIGKILL
-    kept = {path: path.stat().st_mtime_ns for path in (out / "train").glob("*.tar")}
-    assert len(kept) > 2
-    (out / "train" / ".train-000007.tar.0.tmp").write_bytes(b"torn")
-    with pytest.raises(DataError, match=r"begun with another per_shard \(5, now 6\)"):
-        build(source, out, Settings(per_shard=6))
+        assert not out.exists() and (tmp_path / ".killed.building").exists()
     build(source, out, Settings(per_shard=5))
     assert contents(out) == contents(tmp_path / "whole")
-    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "many", "whole"]
+    with pytest.raises(DataError, match="killed is not empty"):
+        build(source, out, Settings(per_shard=6))
 
 
 def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypatch):
@@ -112,33 +110,7 @@ def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypat
     monkeypatch.setattr(module, "_write_shards", change)
     with pytest.raises(DataError, match=r"two.png changed while shards were built"):
         build(file, tmp_path / "out", media=media)
-    assert not list((tmp_path / "out").rglob("*.tar"))
-    os.utime(file, (1, 1))
-    with pytest.raises(DataError, match="begun with another files"):
-        build(file, tmp_path / "out", media=media)
-
-
-def test_a_repaired_file_is_not_mixed_into_the_shards_of_a_killed_build(tmp_path, monkeypatch):
-    from data.build import build as module
-
-    folder, write_shards = tmp_path / "files", module._write_shards
-    folder.mkdir()
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(f"cap {number}")
-        (folder / f"{number}.png").write_bytes(image(number + 1))
-    (folder / "3.txt").write_bytes(b"\xff")
-
-    def killed(shards, *others):
-        write_shards(shards[:2], *others)
-        raise KeyboardInterrupt
-
-    settings = Settings(per_shard=2, skip_bad=True, max_bad=2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "_write_shards", killed)
-        build(folder, tmp_path / "out", settings)
-    (folder / "3.txt").write_text("cap 3")
-    with pytest.raises(DataError, match="begun with other samples: a file that the source names has changed"):
-        build(folder, tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_whose_names_differ_in_case_alone_are_named(tmp_path):
