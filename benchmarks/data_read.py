@@ -142,7 +142,7 @@ def dataset(folder: Path) -> ShardDataset:
         module="images",
         kind="image",
         placeholder="<image>",
-        num_tokens=lambda *_: 64,
+        sequence_tokens=lambda *_: 64,
         size=lambda *_: (SIDE, SIDE),
         resize=Resize("bicubic"),
     )

@@ -111,7 +111,7 @@ def collate_packed(
         starts = np.repeat([0, *of_sample[:-1]], np.diff(of_sample, prepend=0))
         on_one = np.arange(length) - starts
         positions[:, begin:end] = on_one if sample.positions is None else sample.positions[:, :length]
-        ends += [begin + one for one in of_sample]
+        ends += [begin + end_in_sample for end_in_sample in of_sample]
     assert end <= row_length, (end, row_length)
     return {
         "input_ids": torch.from_numpy(input_ids)[None],

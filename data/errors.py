@@ -70,11 +70,11 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, MissingLibrary):
         raise error
     lines = str(error).strip().splitlines()
-    said = lines[0] if lines else type(error).__name__
+    reason = lines[0] if lines else type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is torch's RuntimeError
         raise MemoryShortage(
-            f"{said}: memory ran out over one sample: give the machine more, use fewer data.workers, or lower "
+            f"{reason}: memory ran out over one sample: give the machine more, use fewer data.workers, or lower "
             "data.bounds"
         ) from error
-    known = isinstance(error, (SampleError, RuntimeError)) and not isinstance(error, RecursionError)
-    return said if known or not lines else f"{type(error).__name__}: {said}"
+    is_plain = isinstance(error, (SampleError, RuntimeError)) and not isinstance(error, RecursionError)
+    return reason if is_plain or not lines else f"{type(error).__name__}: {reason}"

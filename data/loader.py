@@ -50,9 +50,9 @@ class StepLoader:
         gives_up: GivesUp = never,
     ) -> None:
         assert consumed_samples >= 0 and workers >= 0, (consumed_samples, workers)
-        known = {LANGUAGE, *(item.module for item in dataset.modules)}
+        modules = {LANGUAGE, *(item.module for item in dataset.modules)}
         names = [reader.module for reader in readers]
-        assert len(set(names)) == len(names) and known.issuperset(names), (names, known)
+        assert len(set(names)) == len(names) and modules.issuperset(names), (names, modules)
         self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
         if self._language and batching.padding is None:
             batching = replace(batching, replicas=self._language.dp_size)
@@ -128,37 +128,37 @@ class StepLoader:
         length = self._dataset.sequence_length
         plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
         text = self._dataset.read_text
-        own = self._own(plan, samples)
+        numbers_read = self._numbers_read(plan, samples)
         if self._dataset.is_remote:
-            self._expect(own)  # before a thread can read it: late announcements are read twice
+            self._expect(numbers_read)  # before a thread can read it: late announcements are read twice
         return _Step(
             plan,
             samples,
-            own,
-            texts=[self._submit(text, numbers.get(LANGUAGE, ())) for numbers in own],
+            numbers_read,
+            texts=[self._submit(text, numbers.get(LANGUAGE, ())) for numbers in numbers_read],
             media=[
                 {
                     module: self._submit(partial(self._read_media, module), of_module)
                     for module, of_module in numbers.items()
                     if module != LANGUAGE
                 }
-                for numbers in own
+                for numbers in numbers_read
             ],
         )
 
-    def _expect(self, own: Sequence[dict[str, list[int]]]) -> None:
+    def _expect(self, numbers_read: Sequence[dict[str, list[int]]]) -> None:
         """Start all reads of a step, since a reading thread waits for one at a time."""
         # Some modules need only sizes, and features of others may be known already.
         without = {LANGUAGE, *self._sizes_only, *self._dataset.lookups}
         with suppress(DataError):  # the read itself will raise it
             self._dataset.expect_samples(
                 (number, () if module in without else (module,), module == LANGUAGE)
-                for of_microbatch in own
+                for of_microbatch in numbers_read
                 for module, numbers in of_microbatch.items()
                 for number in numbers
             )
 
-    def _own(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
+    def _numbers_read(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
         """Return the sample numbers that this rank reads: microbatch -> module -> numbers."""
         order = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
         spans = {reader.module: self._spans(reader, plan, samples, order) for reader in self._readers}
@@ -191,38 +191,38 @@ class StepLoader:
         return work(number)
 
     def _assemble(self, step: _Step) -> StepBatch:
-        plan, found = step.plan, dict[int, BadSample]()
+        plan, bad_samples = step.plan, dict[int, BadSample]()
         microbatches = []
-        for at, own in enumerate(step.own):
+        for at, numbers in enumerate(step.numbers):
             texts = step.texts[at]()
             media = {module: results() for module, results in step.media[at].items()}
             of_media = [read.bad for reads in media.values() for read in reads]
             for bad_sample in (*(bad_sample for _, bad_sample in texts), *of_media):
                 if bad_sample is not None:
-                    found.setdefault(bad_sample.number, bad_sample)
-            microbatches.append(self._microbatch(plan, at, own, texts, media, found))
+                    bad_samples.setdefault(bad_sample.number, bad_sample)
+            microbatches.append(self._microbatch(plan, at, numbers, texts, media, bad_samples))
         bad = np.zeros(plan.size, dtype=bool)
-        for number in sorted(found):
+        for number in sorted(bad_samples):
             bad[number - plan.first] = True
-            self._dataset.bad_samples.record(found[number])
+            self._dataset.bad_samples.record(bad_samples[number])
         order = [plan.places(at) for at in range(len(plan.shares))]
         samples = step.samples
         tokens, loads, pairs = (
             {module: [values[places].tolist() for places in order] for module, values in of.items()}
             for of in (samples.tokens, samples.loads, samples.pairs)
         )
-        return StepBatch(plan, microbatches, step.own, tokens, loads, pairs, bad)
+        return StepBatch(plan, microbatches, step.numbers, tokens, loads, pairs, bad)
 
     def _microbatch(
         self,
         plan: StepPlan,
         at: int,
-        own: dict[str, list[int]],
+        numbers_read: dict[str, list[int]],
         texts: list[tuple[TextSample, BadSample | None]],
         media: dict[str, list],
         bad: Container[int],
     ) -> Microbatch:
-        numbers = own[LANGUAGE] if LANGUAGE in own else next(iter(own.values()), [])
+        numbers = numbers_read[LANGUAGE] if LANGUAGE in numbers_read else next(iter(numbers_read.values()), [])
         batch = Microbatch(sample_numbers=torch.tensor(numbers, dtype=torch.int64))
         if self._language:
             samples = [self._planned(plan, *read) for read in texts]
@@ -320,6 +320,6 @@ class _Step:
 
     plan: StepPlan
     samples: StepSamples
-    own: list[dict[str, list[int]]]
+    numbers: list[dict[str, list[int]]]
     texts: list[Callable[[], list[Any]]]
     media: list[dict[str, Callable[[], list[Any]]]]

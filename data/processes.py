@@ -20,12 +20,12 @@ from data.errors import DataError
 
 @contextmanager
 def worker_processes(
-    number: int, begin: Callable[..., Any] | None = None, *given: Any
+    number: int, begin: Callable[..., Any] | None = None, *arguments: Any
 ) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of `number` processes. When the block ends or raises, pending jobs are cancelled. Each process calls
     `begin(*given)` first. All jobs must be at module level. Raises DataError if a process was killed."""
     # No fork: this process may have threads that hold locks.
-    with ProcessPoolExecutor(number, get_context("spawn"), _begin, (begin, given)) as pool:
+    with ProcessPoolExecutor(number, get_context("spawn"), _begin, (begin, arguments)) as pool:
         try:
             yield pool
         except BrokenProcessPool as error:
@@ -37,13 +37,13 @@ def worker_processes(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin(begin: Callable[..., Any] | None, given: tuple[Any, ...]) -> None:
+def _begin(begin: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
     # The parent handles Ctrl-C and a closed terminal, and ends this process.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end_with_parent", daemon=True).start()
     if begin is not None:
-        begin(*given)
+        begin(*arguments)
 
 
 def _end_with_parent() -> None:

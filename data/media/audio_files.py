@@ -25,9 +25,6 @@ _CAF_SAMPLES = re.compile(r"^data : (\d+)", re.MULTILINE)
 _UNKNOWN_CAF = 1 << 63
 _SHORTER_RF64 = "does not match value from 'ds64' chunk"
 """Patterns in libsndfile 1.2's log for files with fewer samples than their header says; it reads them as shorter."""
-_UNSUPPORTED = {"SDS": (), "XI": (), "AIFF": ("DWVW_12", "DWVW_16", "DWVW_24")}
-"""Formats and subtypes (none: all) that libsndfile 1.2 reads incorrectly. It gives wrong numbers (SDS), an invented
-rate (XI), or nothing from memory (DWVW)."""
 _MP3_TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
 """Starts of tags, which may follow or separate the frames of an MP3 file."""
 _MP3_SIDE_INFO = 64  # bytes of the first frame in which its Xing or Info header starts
@@ -85,9 +82,8 @@ def mono_blocks(raw: bytes, bounds: Bounds = BOUNDS) -> Iterator[tuple[np.ndarra
             if container := _container_to_decode(file, raw):
                 yield from _decoded_blocks(raw, container)
                 return
-            excess = bounds.excess("seconds", file.frames / file.samplerate)
-            if fault := excess or _unsupported(file.format, file.subtype):
-                raise DecodeError(fault)
+            if excess := bounds.excess("seconds", file.frames / file.samplerate):
+                raise DecodeError(excess)
             frames = 0
             # Not integers: libsndfile would read floats in [-1, 1] as zeros and ones.
             while len(block := file.read(min(_BLOCK, file.frames), dtype="float32", always_2d=True)):
@@ -95,13 +91,6 @@ def mono_blocks(raw: bytes, bounds: Bounds = BOUNDS) -> Iterator[tuple[np.ndarra
                 yield block.mean(axis=1), file.samplerate
             if frames < file.frames:
                 raise DecodeError(f"only {frames} of {file.frames} samples of {len(raw)} bytes of audio can be read")
-
-
-def _unsupported(form: str, subtype: str) -> str | None:
-    subtypes = _UNSUPPORTED.get(form)
-    if subtypes is None or (subtypes and subtype not in subtypes):
-        return None
-    return f"{form} with {subtype} is not read right by libsndfile: convert it, for example to FLAC"
 
 
 def _is_cut_off(file: Any, raw: bytes) -> bool:

@@ -55,7 +55,7 @@ class Resize:
     rounded: bool = True
     """True to round pixels to uint8; else float32 from 0 to 255."""
 
-    def whole(self, height: int, width: int) -> tuple[int, int]:
+    def uncropped(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) of an image before its centre is cropped."""
         shortest = min(height, width)
         return self.shortest_edge * height // shortest, self.shortest_edge * width // shortest
@@ -64,7 +64,7 @@ class Resize:
         """Return the largest (height, width) during resizing: before cropping, or padded to a square if not `cut`."""
         if self.tile and not cut:
             return max(height, width), max(height, width)
-        return self.whole(height, width) if self.shortest_edge else (height, width)
+        return self.uncropped(height, width) if self.shortest_edge else (height, width)
 
 
 STRETCHED = Resize()

@@ -83,9 +83,9 @@ def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
 def _packets(file: Any, header: VideoHeader) -> _Packets:
     stream = file.streams.video[0]
     # A Matroska file is as long as its longest track.
-    taken = [stream] if header.container == "mov" else [*file.streams.video, *file.streams.audio]
+    streams = [stream] if header.container == "mov" else [*file.streams.video, *file.streams.audio]
     shown, keys, ends, longest = [], [], [Fraction(0)], Fraction(0)
-    for packet in file.demux(taken):
+    for packet in file.demux(streams):
         if packet.pts is None or packet.is_discard:
             continue
         ends.append((packet.pts + (packet.duration or 0)) * packet.time_base)

@@ -48,13 +48,13 @@ def whole_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
     exact = [weight if isinstance(weight, int | Fraction) else Fraction(str(weight)) for weight in weights]
     assert exact and min(exact) >= 0 and sum(exact) > 0, weights
     scale = math.lcm(*(Fraction(weight).denominator for weight in exact))
-    whole = [int(weight * scale) for weight in exact]
-    if sum(whole) > _LARGEST_SUM:
-        total = sum(whole)
-        whole = [-(-weight * _LARGEST_SUM // total) for weight in whole]
-        whole[whole.index(max(whole))] -= sum(whole) - _LARGEST_SUM
-    common = math.gcd(*whole)
-    return tuple(weight // common for weight in whole)
+    integers = [int(weight * scale) for weight in exact]
+    if sum(integers) > _LARGEST_SUM:
+        total = sum(integers)
+        integers = [-(-weight * _LARGEST_SUM // total) for weight in integers]
+        integers[integers.index(max(integers))] -= sum(integers) - _LARGEST_SUM
+    common = math.gcd(*integers)
+    return tuple(weight // common for weight in integers)
 
 
 class Mixture:
@@ -78,8 +78,8 @@ class Mixture:
         base = self._before(cycle, block)
         if not rest:
             return list(base)
-        own = np.bincount(self._pattern(cycle, block)[0][:rest], minlength=len(base))
-        return [before + int(count) for before, count in zip(base, own, strict=True)]
+        added = np.bincount(self._pattern(cycle, block)[0][:rest], minlength=len(base))
+        return [before + int(count) for before, count in zip(base, added, strict=True)]
 
     def item(self, place: int) -> tuple[int, int]:
         """Return (source, item of the source) at a place."""
@@ -99,9 +99,9 @@ class Mixture:
             cycle, block, _ = self._at(first)
             pattern, numbers = self._pattern(cycle, block)
             rest = places[of_block] - first
-            own = pattern[rest]
-            sources[of_block] = own
-            items[of_block] = np.asarray(self._before(cycle, block), dtype=np.int64)[own] + numbers[rest]
+            of_place = pattern[rest]
+            sources[of_block] = of_place
+            items[of_block] = np.asarray(self._before(cycle, block), dtype=np.int64)[of_place] + numbers[rest]
         return sources, items
 
     def _at(self, place: int) -> tuple[int, int, int]:
@@ -145,8 +145,8 @@ class Phases:
     def counts(self, places: int) -> list[int]:
         """Return the items of each source in the first `places` places."""
         at = self._at(places)
-        own = self._mixtures[at].counts(places - self._starts[at])
-        return [before + count for before, count in zip(self._before[at], own, strict=True)]
+        added = self._mixtures[at].counts(places - self._starts[at])
+        return [before + count for before, count in zip(self._before[at], added, strict=True)]
 
     def item(self, place: int) -> tuple[int, int]:
         """Return (source, item of the source) at a place."""
@@ -161,9 +161,9 @@ class Phases:
         sources, items = np.empty_like(places), np.empty_like(places)
         for at in np.unique(phases).tolist():
             of_phase = phases == at
-            own, numbers = self._mixtures[at].items(places[of_phase] - self._starts[at])
-            sources[of_phase] = own
-            items[of_phase] = np.asarray(self._before[at], dtype=np.int64)[own] + numbers
+            of_place, numbers = self._mixtures[at].items(places[of_phase] - self._starts[at])
+            sources[of_phase] = of_place
+            items[of_phase] = np.asarray(self._before[at], dtype=np.int64)[of_place] + numbers
         return sources, items
 
     def places_of(self, source: int, items: int) -> int | None:
@@ -201,11 +201,11 @@ def _pattern(counts: tuple[int, ...], variant: int, rounds: int) -> tuple[np.nda
         at = place[turn % 2 : size - 1 : 2]
         swap = (wanted[left] > wanted[right]) & (closes[left] > at) & (opens[right] <= at)
         left[swap], right[swap] = right[swap], left[swap]  # views of `item`; the right side is copied first
-    own = sources[item]
+    sources = sources[item]
     numbers = np.empty(size, dtype=np.int64)
-    by_source = np.argsort(own, kind="stable")
+    by_source = np.argsort(sources, kind="stable")
     numbers[by_source] = place - np.repeat(np.cumsum(counts) - counts, counts)
-    return own, numbers
+    return sources, numbers
 
 
 @lru_cache(maxsize=4)
@@ -219,13 +219,13 @@ def _by_due(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     by_opening = np.argsort(opens, kind="stable")
     waiting = list(zip(opens[by_opening].tolist(), (closes * size + np.arange(size))[by_opening].tolist(), strict=True))
     heap: list[int] = []
-    taken, following = [], 0
+    by_due, following = [], 0
     for place in range(size):
         while following < size and waiting[following][0] <= place:
             heapq.heappush(heap, waiting[following][1])
             following += 1
-        taken.append(heapq.heappop(heap) % size)
-    return sources[taken], opens[taken], closes[taken]
+        by_due.append(heapq.heappop(heap) % size)
+    return sources[by_due], opens[by_due], closes[by_due]
 
 
 _Node = int | tuple["_Node", "_Node", int, int]
@@ -237,9 +237,9 @@ def _tree(weights: Sequence[int]) -> _Node:
     heap: list[tuple[int, int, _Node]] = [(weight, at, at) for at, weight in enumerate(weights) if weight]
     heapq.heapify(heap)
     while len(heap) > 1:
-        light, at, one = heapq.heappop(heap)
-        heavy, _, other = heapq.heappop(heap)
-        heapq.heappush(heap, (light + heavy, at, (one, other, light, light + heavy)))
+        light, at, lighter = heapq.heappop(heap)
+        heavy, _, heavier = heapq.heappop(heap)
+        heapq.heappush(heap, (light + heavy, at, (lighter, heavier, light, light + heavy)))
     return heap[0][2]
 
 
@@ -249,6 +249,6 @@ def _count(node: _Node, places: int, counts: list[int]) -> None:
         counts[node] += places
         return
     left, right, light, both = node
-    own = (2 * places * light + both) // (2 * both)
-    _count(left, own, counts)
-    _count(right, places - own, counts)
+    left_places = (2 * places * light + both) // (2 * both)
+    _count(left, left_places, counts)
+    _count(right, places - left_places, counts)

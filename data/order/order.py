@@ -93,14 +93,14 @@ def _permuted(values: np.ndarray, size: int, keys: tuple[int, ...]) -> np.ndarra
     low_bits, low_mask, high_mask = map(np.uint64, _split(size))
     walking = np.arange(len(values)) if size > 1 else np.arange(0)
     while len(walking):
-        own = values[walking]
-        high, low = own >> low_bits, own & low_mask
+        current = values[walking]
+        high, low = current >> low_bits, current & low_mask
         for turn in range(0, _ROUNDS, 2):
             high ^= splitmix_all(low + np.uint64(keys[turn])) & high_mask
             low ^= splitmix_all(high + np.uint64(keys[turn + 1])) & low_mask
-        own = high << low_bits | low
-        values[walking] = own
-        walking = walking[own >= np.uint64(size)]
+        current = high << low_bits | low
+        values[walking] = current
+        walking = walking[current >= np.uint64(size)]
     return values.astype(np.int64)
 
 

@@ -75,17 +75,17 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
     budget, multiple = packing.budget, packing.microbatches
     assert 0 < int(lengths.max()) <= budget and min(ranks, multiple) > 0, (lengths.max(), packing, ranks)
     tokens = lengths.tolist()
-    own = [
+    of_ranks = [
         sorted(places, key=tokens.__getitem__, reverse=True)
         for places in balance_ranks(lengths, squares, ranks, packing.pair)
     ]
     # Samples longer than half a pack never share one.
     least = max(
         max(-(-sum(of_rank) // budget), sum(2 * length > budget for length in of_rank))
-        for of_rank in ([tokens[place] for place in places] for places in own)
+        for of_rank in ([tokens[place] for place in places] for places in of_ranks)
     )
     count = multiple * -(-least // multiple)
-    while (packs := _all_spread(tokens, own, count, budget)) is None:
+    while (packs := _all_spread(tokens, of_ranks, count, budget)) is None:
         count += multiple
     work = whole_work(lengths, squares, packing.pair).tolist()
     for of_rank in packs:
@@ -94,16 +94,16 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
 
 
 def _all_spread(
-    tokens: Sequence[int], own: Sequence[Sequence[int]], count: int, budget: int
+    tokens: Sequence[int], of_ranks: Sequence[Sequence[int]], count: int, budget: int
 ) -> list[list[Pack]] | None:
     """Return `count` packs for each rank, whose samples are `own`, longest first; None if one does not fit."""
-    found = []
-    for places in own:
+    spread = []
+    for places in of_ranks:
         packs = _spread(tokens, places, count, budget)
         if packs is None:
             return None
-        found.append(packs)
-    return found
+        spread.append(packs)
+    return spread
 
 
 def _spread(tokens: Sequence[int], places: Sequence[int], count: int, budget: int) -> list[Pack] | None:
@@ -147,9 +147,9 @@ def balance_ranks(lengths: np.ndarray, squares: np.ndarray, ranks: int, pair: fl
         return [places]
     tokens, attention = _parts(lengths, ranks), _parts(squares, ranks)
     if int(attention.max()) <= _EVEN * _MEAN:
-        own = _largest_first(tokens + attention, ranks)
-        if _even_out(own, np.stack([tokens, attention])):
-            return own
+        of_ranks = _largest_first(tokens + attention, ranks)
+        if _even_out(of_ranks, np.stack([tokens, attention])):
+            return of_ranks
     return _largest_first(_parts(whole_work(lengths, squares, pair), ranks), ranks)
 
 
@@ -165,47 +165,47 @@ def _parts(quantity: np.ndarray, ranks: int) -> np.ndarray:
 
 def _largest_first(parts: np.ndarray, ranks: int) -> list[list[int]]:
     least = [(0, rank) for rank in range(ranks)]
-    own: list[list[int]] = [[] for _ in range(ranks)]
+    of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     order = np.argsort(-parts, kind="stable")
     for place, part in zip(order.tolist(), parts[order].tolist(), strict=True):
         load, rank = least[0]
-        own[rank].append(place)
+        of_ranks[rank].append(place)
         heapq.heapreplace(least, (load + part, rank))
-    return own
+    return of_ranks
 
 
-def _even_out(own: list[list[int]], parts: np.ndarray) -> bool:
+def _even_out(of_ranks: list[list[int]], parts: np.ndarray) -> bool:
     """Let the busiest rank exchange samples until it is balanced. Return True on success.
 
     An exchange swaps a sample for another rank's or for none, and must leave both with less than the busiest had.
 
     Args:
-        own: samples of each rank; changed in place.
+        of_ranks: samples of each rank; changed in place.
         parts: int64 [quantities, samples]; a rank's load is its largest quantity.
     """
-    ranks, none = len(own), parts.shape[1]
+    ranks, none = len(of_ranks), parts.shape[1]
     parts = np.concatenate([parts, np.zeros_like(parts[:, :1])], axis=1)
-    loads = np.stack([parts[:, places].sum(axis=1) for places in own], axis=1)
+    loads = np.stack([parts[:, places].sum(axis=1) for places in of_ranks], axis=1)
     for _ in range(2 * ranks):
         busiest = int(loads.max(axis=0).argmax())
         most = int(loads[:, busiest].max())
         if most <= _EVEN * _MEAN:
             return True
-        given = [*own[busiest], none]
+        sources = [*of_ranks[busiest], none]
         for rank in np.argsort(loads[loads[:, busiest].argmax()], kind="stable")[:_PARTNERS].tolist():
-            taken = [*own[rank], none]
-            less = parts[:, given, None] - parts[:, None, taken]
+            targets = [*of_ranks[rank], none]
+            less = parts[:, sources, None] - parts[:, None, targets]
             then = np.maximum(loads[:, busiest, None, None] - less, loads[:, rank, None, None] + less).max(axis=0)
             best = int(then.argmin())
             if then.flat[best] < most:
                 break
         else:
             return False
-        giving, taking = divmod(best, len(taken))
+        giving, taking = divmod(best, len(targets))
         loads[:, busiest] -= less[:, giving, taking]
         loads[:, rank] += less[:, giving, taking]
-        own[busiest] = _exchanged(given, giving, taken[taking])
-        own[rank] = _exchanged(taken, taking, given[giving])
+        of_ranks[busiest] = _exchanged(sources, giving, targets[taking])
+        of_ranks[rank] = _exchanged(targets, taking, sources[giving])
     return False
 
 

@@ -79,7 +79,9 @@ class MixedOrder:
         self._places = Phases(phases or [(0, whole_weights([part.size for part in parts]))], seed)
         # The first source has the same order as without the others.
         seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(len(parts))]
-        self._orders = [GlobalOrder(part.size, own, shuffle, block) for part, own in zip(parts, seeds, strict=True)]
+        self._orders = [
+            GlobalOrder(part.size, part_seed, shuffle, block) for part, part_seed in zip(parts, seeds, strict=True)
+        ]
 
     @property
     def phases(self) -> list[Phase]:
@@ -118,15 +120,18 @@ class MixedOrder:
 
     def exhausted(self) -> tuple[int, int] | None:
         """Return (first source to repeat a sample, sample numbers before that); None if no source ever repeats."""
-        found = [(self._places.places_of(at, part.size + 1), at) for at, part in enumerate(self.parts)]
-        ends = [(end - 1, at) for end, at in found if end is not None]
+        ends = [
+            (end - 1, at)
+            for at, part in enumerate(self.parts)
+            if (end := self._places.places_of(at, part.size + 1)) is not None
+        ]
         return min(ends)[::-1] if ends else None
 
 
 def sources_of(shards: Shards | Sequence[Source]) -> tuple[Source, ...]:
     """Return sources unchanged, and shards as one unnamed source."""
     if not isinstance(shards, str | os.PathLike):
-        sources = [one for one in shards if isinstance(one, Source)]
+        sources = [item for item in shards if isinstance(item, Source)]
         if sources:
             assert len(sources) == len(shards), "sources, or shards"
             return tuple(sources)
@@ -178,8 +183,8 @@ def parts_of(
                 raise DataError(
                     f"data.validation_fraction: {held_fraction:g} holds out none {of_rows} of {source.key}. Raise it"
                 )
-            why = f": data.validation_fraction {held_fraction:g} holds out all of them. Lower it" if rows else ""
-            raise DataError(f"{source.key}: no sample is left {of_rows}{why}")
+            cause = f": data.validation_fraction {held_fraction:g} holds out all of them. Lower it" if rows else ""
+            raise DataError(f"{source.key}: no sample is left {of_rows}{cause}")
         parts.append(part)
         begin, first = end, first + rows
     return parts

@@ -52,38 +52,26 @@ class StepPlan:
     def lengths_in_row(self, numbers: np.ndarray, row_length: int) -> list[int]:
         """Return the tokens of each sample in a packed row, and of its trailing padding, if any."""
         assert self.lengths is not None, "packs follow from lengths"
-        found = self.lengths[numbers - self.first].tolist()
-        rest = row_length - sum(found)
-        return [*found, rest] if rest else found
+        lengths = self.lengths[numbers - self.first].tolist()
+        rest = row_length - sum(lengths)
+        return [*lengths, rest] if rest else lengths
 
     def rows(self, microbatch: int, replica: int) -> int:
         """Return the number of rows of a share."""
         return 1 if self.packed else len(self.shares[microbatch][replica].places)
 
     @cached_property
-    def rows_of_length(self) -> dict[int, int]:
-        """Row length -> number of rows, over all data-parallel ranks."""
-        found: Counter[int] = Counter()
-        for microbatch, of_ranks in enumerate(self.shares):
-            for replica, share in enumerate(of_ranks):
-                found[share.length] += self.rows(microbatch, replica)
-        return dict(found)
-
-    @cached_property
     def texts_of_length(self) -> dict[int, int]:
         """Length -> number of separate attention texts: rows, or in packed rows documents and trailing padding."""
-        found: Counter[int] = Counter()
-        for of_rank in self.texts_of_ranks():
-            found.update(of_rank)
-        return dict(found)
+        return dict(sum(self.texts_of_ranks(), Counter()))
 
     def texts_of_ranks(self) -> list[Counter[int]]:
         """Return `texts_of_length` of each data-parallel rank of the language model."""
-        found = [Counter[int]() for _ in self.shares[0]]
+        of_ranks = [Counter[int]() for _ in self.shares[0]]
         for microbatch in range(len(self.shares)):
-            for replica, texts in enumerate(found):
+            for replica, texts in enumerate(of_ranks):
                 texts.update(self.texts_of(microbatch, replica))
-        return found
+        return of_ranks
 
     def texts_of(self, microbatch: int, replica: int) -> Counter[int]:
         """Return `texts_of_length` of one share."""
@@ -103,7 +91,8 @@ class StepPlan:
     @cached_property
     def positions(self) -> int:
         """The positions of all rows, padding included: the language model's work."""
-        return sum(length * rows for length, rows in self.rows_of_length.items())
+        rows = (share for of_ranks in self.shares for share in of_ranks)
+        return sum(share.length * (1 if self.packed else len(share.places)) for share in rows)
 
     @property
     def tokens(self) -> int:
@@ -197,7 +186,7 @@ def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]
     """Return microbatch -> rank -> span: `balanced_parts` of `loads` (microbatch -> sample -> load). The rank with the
     least so far gets the largest part, so that totals are similar."""
     so_far = [0] * parts
-    found = []
+    spread = []
     for of_samples in loads:
         spans = balanced_parts(of_samples, parts) if of_samples else [(0, 0)] * parts
         work = [sum(of_samples[first:last]) for first, last in spans]
@@ -206,17 +195,17 @@ def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]
         for rank, part in zip(sorted(range(parts), key=so_far.__getitem__), largest_first, strict=True):
             of_ranks[rank] = spans[part]
             so_far[rank] += work[part]
-        found.append(of_ranks)
-    return found
+        spread.append(of_ranks)
+    return spread
 
 
 def _filled(loads: Sequence[int], capacity: int) -> list[Span]:
     spans, first, load = [], 0, 0
-    for sample, own in enumerate(loads):
-        if load + own > capacity:
+    for sample, of_sample in enumerate(loads):
+        if load + of_sample > capacity:
             spans.append((first, sample))
             first, load = sample, 0
-        load += own
+        load += of_sample
     if first < len(loads):
         spans.append((first, len(loads)))
     return spans

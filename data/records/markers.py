@@ -56,24 +56,24 @@ _UNKNOWN = re.compile(r"<\|?(?:image|audio|video|speech|sound)(?:[ _-]?\d+)?\|?>
 _USERS = ("human", "user")
 
 
-def require_no_marker(text: str, where: str, taken: Mapping[str, str], *, has_media: bool = False) -> None:
+def require_no_marker(text: str, where: str, allowed: Mapping[str, str], *, has_media: bool = False) -> None:
     """Raise RecordError for a marker that would be trained as text.
 
     Args:
         where: start of the error message.
-        taken: markers that stand for media in this text.
+        allowed: markers that stand for media in this text.
         has_media: True to reject special tokens of other families too.
     """
-    if marker := unknown_marker(text, taken) or (special_marker(text) if has_media else None):
+    if marker := unknown_marker(text, allowed) or (special_marker(text) if has_media else None):
         raise RecordError(
             f"{where}: {marker} marks the place of an image, audio or video, and nothing takes it there. Remove it, or "
             "write the text as a typed part of a message, which is literal"
         )
 
 
-def unknown_marker(text: str, taken: Mapping[str, str]) -> str | None:
+def unknown_marker(text: str, allowed: Mapping[str, str]) -> str | None:
     """Return the first unknown media marker in a text; None if there is none."""
-    return next((marker for marker in _UNKNOWN.findall(text) if marker not in taken), None) if "<" in text else None
+    return next((marker for marker in _UNKNOWN.findall(text) if marker not in allowed), None) if "<" in text else None
 
 
 def special_marker(text: str) -> str | None:

@@ -82,8 +82,8 @@ class BadSamples:
     def take(self) -> list[BadSample]:
         """Return those found since the last call."""
         with self._lock:
-            taken, self._new = self._new, []
-        return taken
+            new, self._new = self._new, []
+        return new
 
     def record(self, bad: BadSample) -> None:
         """Count a new one of any epoch. Raises TooManyBadSamples."""

@@ -29,8 +29,8 @@ class Sampling:
     def counts(self, milliseconds: np.ndarray) -> np.ndarray:
         """Return `count` of many lengths, int64."""
         # Bounded before the conversion to int64. 0.3 a second for 10 seconds must be 3, not 2.9999.
-        found = np.minimum(milliseconds * self.frames_per_second / 1000, self.max_frames)
-        return np.maximum((found + _ROUNDING).astype(np.int64), 1)
+        counts = np.minimum(milliseconds * self.frames_per_second / 1000, self.max_frames)
+        return np.maximum((counts + _ROUNDING).astype(np.int64), 1)
 
 
 SAMPLING = Sampling()
@@ -38,14 +38,14 @@ SAMPLING = Sampling()
 
 def images_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
     """Return the image members, with each video once for every frame, or once without a readable header."""
-    found: list[Member] = []
+    images: list[Member] = []
     for member in members:
         if member.kind == "image" or (member.kind == "video" and not member.milliseconds):
-            found.append(member)
+            images.append(member)
         elif member.kind == "video":
             count = sampling.count(member.milliseconds)
-            found += [member._replace(frame=Frame(number, count)) for number in range(count)]
-    return found
+            images += [member._replace(frame=Frame(number, count)) for number in range(count)]
+    return images
 
 
 def places_of(images: Sequence[Member]) -> tuple[Visual, ...]:

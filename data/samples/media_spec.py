@@ -1,4 +1,8 @@
-"""An encoder module's requirements on the images, videos or audio of a sample."""
+"""An encoder module's requirements on the images, videos or audio of a sample: their sizes, and the tokens they become.
+
+`Media.sequence_tokens` is the number of tokens of an image in the language model. A run sets it from the specs of its
+encoder and projector (`encoders.base.num_tokens`); `sample_meta` calls it for every sample, by the size in the index.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ class Media:
     module: str
     kind: str  # "image" | "audio"
     placeholder: str
-    num_tokens: Callable[[int, int], int]
-    """Sequence tokens of one image or audio item."""
+    sequence_tokens: Callable[[int, int], int]
+    """Tokens of one image or audio item in the sequence of the language model."""
     size: Callable[[int, int], tuple[int, int]]
     """The encoder's input: (height, width), or (samples, samples per second)."""
     inner_tokens: Callable[[int, int], int] | None = None

@@ -126,7 +126,7 @@ class SampleTable:
                 return f": {excess}"
             try:
                 media.size(*extent)
-                tokens = media.num_tokens(*extent)
+                tokens = media.sequence_tokens(*extent)
             except Exception as error:  # an EncoderError, or any error of a user's encoder
                 reason = error if isinstance(error, ValueError) else reason_of(error)
                 return f" of {(first, second)}: module {media.module} cannot take it: {reason}"
@@ -274,11 +274,11 @@ def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Seq
 def _probes(kind: str) -> list[tuple[int, int]]:
     probes = []
     for number in range(_PROBES):
-        one, two = (splitmix(2 * number + at) / 2**64 for at in range(2))
+        first, second = (splitmix(2 * number + at) / 2**64 for at in range(2))
         if kind == "image":
-            probes.append((int(8192**one), int(8192**two)))
+            probes.append((int(8192**first), int(8192**second)))
         else:
-            probes.append((int(3e7**one), _RATES[int(two * len(_RATES))]))
+            probes.append((int(3e7**first), _RATES[int(second * len(_RATES))]))
     return probes
 
 

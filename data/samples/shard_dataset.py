@@ -95,8 +95,8 @@ class ShardDataset(Samples):
     ) -> None:
         assert sequence_length > 0, sequence_length
         self.sources = sources_of(shards)
-        found = [found_shards(source) for source in self.sources]
-        self.shards = [shard for of_source in found for shard in of_source]
+        shards_of_sources = [found_shards(source) for source in self.sources]
+        self.shards = [shard for of_source in shards_of_sources for shard in of_source]
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text, self.lookups, self.lengths = blind, keep_text, {}, None
         self.text_fingerprint = tokenizer.fingerprint
@@ -113,8 +113,8 @@ class ShardDataset(Samples):
         """Return the index data of a sample, without reading a member."""
         self.version = lru_cache(_RECENT)(lambda shard: self.catalogue.version(shard))
         """Return the indexed version of a shard."""
-        read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
-        self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
+        read_as = [f"{self.text_fingerprint} {of_source} {sampling} {skip_null}" for of_source in self._fields]
+        self._lengths_keys = [lengths_key(key, sequence_length, bounds, self.modules) for key in read_as]
         self.is_remote = any(isinstance(shard, Url) for shard in self.shards)
         self.catalogue = open_catalogue(self.shards, cache_dir, read_retries)
         counts = self.catalogue.counts.tolist()
@@ -124,7 +124,7 @@ class ShardDataset(Samples):
             raise DataError(
                 f"data.shards: no sample in {plural(len(self.shards), 'shard')}, for example {self.shards[0]}"
             )
-        self._source_ends = np.cumsum([len(paths) for paths in found])
+        self._source_ends = np.cumsum([len(paths) for paths in shards_of_sources])
         sizes, contents = self.catalogue.contents()
         of_shards = self._source_ends.tolist(), counts, contents
         self.order = order_of(self.sources, *of_shards, seed, shuffle, shuffle_block, held_fraction, only_held)
@@ -153,7 +153,11 @@ class ShardDataset(Samples):
         lengths = None if self.lengths is None else self.lengths[rows].astype(np.int64)
         shards = np.searchsorted(self._ends, rows, side="right")
         sources = np.searchsorted(self._source_ends, shards, side="right")
-        fields = [(own, np.flatnonzero(sources == at)) for at, own in enumerate(self._fields) if own != NO_FIELDS]
+        fields = [
+            (of_source, np.flatnonzero(sources == at))
+            for at, of_source in enumerate(self._fields)
+            if of_source != NO_FIELDS
+        ]
         return self._table.step(self.catalogue.rows(shards, rows - self._begins[shards]), lengths, fields)
 
     def fields_of(self, shard: int) -> Fields:

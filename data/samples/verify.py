@@ -106,14 +106,14 @@ def shared_media(trained: ShardDataset, held_out: ShardDataset, first: int) -> S
         rows = np.searchsorted(index.samples["first_member"], alike, side="right") - 1
         for row in np.unique(rows[_are_trained(trained, begin + rows)]).tolist():
             for member in index.members(row):
-                own = [one for one in of_size.get(_size(member), ()) if one[0] not in shared]
-                if not own:
+                alike_items = [item for item in of_size.get(_size(member), ()) if item[0] not in shared]
+                if not alike_items:
                     continue
                 if read == _MOST_READ:
                     return Shared(len(shared), first, False)
                 read += 1
                 content = _digest(trained, shard, member)
-                for number, at, other in own:
+                for number, at, other in alike_items:
                     if (at, other.offset) not in digests:
                         digests[at, other.offset] = _digest(held_out, at, other)
                     if digests[at, other.offset] == content:

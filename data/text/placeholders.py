@@ -1,7 +1,8 @@
 """Placeholders: tokens that image or audio features replace, and their positions.
 
-A record's `<image>` becomes `start`, one `pad` for each feature, and `end`. A chat template that knows media writes a
-`mark` there: the pad or another token, perhaps between start and end.
+A record's `<image>` becomes `start`, one `pad` for each feature, and `end`; `samples.media_spec` has the number of
+features. A chat template that knows media writes a `mark` there: the pad or another token, perhaps between start and
+end.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ class Places:
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
         """Return (kind, first character, end) of each media text in the output of `write`."""
-        found = ((kind, re.finditer(re.escape(place), text)) for kind, place in self._texts.items())
-        places = [(kind, *match.span()) for kind, matches in found for match in matches]
+        matches_of_kind = ((kind, re.finditer(re.escape(place), text)) for kind, place in self._texts.items())
+        places = [(kind, *match.span()) for kind, matches in matches_of_kind for match in matches]
         return sorted(places, key=lambda place: place[1])
 
 

@@ -66,10 +66,10 @@ def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
     tokens = [tokens] if isinstance(tokens, str) else [*tokens]
     if GROUNDING in tokens and GROUNDING not in added:
-        known = sorted(token for token in added if _GROUNDING.fullmatch(token))
-        if not known:
+        grounding = sorted(token for token in added if _GROUNDING.fullmatch(token))
+        if not grounding:
             raise DataError(f"{key}: data.tokenizer has no special tokens for grounding. List the tokens of your texts")
-        tokens = [*(token for token in tokens if token != GROUNDING), *known]
+        tokens = [*(token for token in tokens if token != GROUNDING), *grounding]
     for token in tokens:
         if token not in added:
             raise DataError(f"{key}: {token!r} is not a special token of data.tokenizer. Remove it")

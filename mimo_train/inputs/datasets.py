@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
     """Return the placeholder of each encoder module's features. The first module of a kind has the kind's, such as
     `<image>`; further ones have their name in it, such as `<image:details>`."""
-    taken: dict[str, str] = {}
+    placeholders: dict[str, str] = {}
     for name, module in cfg.encoders.items():
-        own = module.encoder.placeholder
-        taken[name] = f"{own[:-1]}:{name}>" if own in taken.values() else own
-    return taken
+        placeholder = module.encoder.placeholder
+        placeholders[name] = f"{placeholder[:-1]}:{name}>" if placeholder in placeholders.values() else placeholder
+    return placeholders
 
 
 def media_of(cfg: ConfigContainer) -> list[Media]:
@@ -46,7 +46,7 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             module=name,
             kind=module.encoder.kind,
             placeholder=placeholders[name],
-            num_tokens=partial(num_tokens, module.encoder, module.projector),
+            sequence_tokens=partial(num_tokens, module.encoder, module.projector),
             size=partial(module.encoder.input_size, merge=module.projector.merge),
             inner_tokens=partial(module.encoder.inner_tokens, merge=module.projector.merge),
             pairs=partial(module.encoder.attention_pairs, merge=module.projector.merge),
@@ -88,10 +88,10 @@ def has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer:
     if not directory.has_tokenizer or Path(cfg.data.tokenizer).resolve() == source.resolve():
         return False
     try:
-        own = build_tokenizer(str(source), [])
+        theirs = build_tokenizer(str(source), [])
     except DataError:  # it cannot be read
         return False
-    return own.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
+    return theirs.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
 
 
 def bounds_of(cfg: ConfigContainer) -> Bounds:
@@ -109,10 +109,10 @@ def fields_of(cfg: ConfigContainer, source: Source) -> Fields:
     return _fields(cfg.data.fields, "data.fields") if source.fields is None else source.fields
 
 
-def _fields(given: Mapping[str, Any], key: str) -> Fields:
+def _fields(fields: Mapping[str, Any], key: str) -> Fields:
     """Return the fields of a config; none if they have faults."""
     try:
-        return read_fields(given, key)
+        return read_fields(fields, key)
     except DataError:
         return NO_FIELDS
 
@@ -146,11 +146,11 @@ def training_sources(cfg: ConfigContainer) -> list[Source]:
     data = cfg.data
     if not data.mix:
         return [Source("", data.shards)]
-    found = []
-    for at, (name, one) in enumerate(zip(source_names(data.mix), data.mix, strict=True)):
-        fields = _fields(one.fields, f"data.mix[{at}].fields") if one.fields else None
-        found.append(Source(name, one.shards, f"data.mix[{at}].shards", one.weight, fields))
-    return found
+    sources = []
+    for at, (name, source) in enumerate(zip(source_names(data.mix), data.mix, strict=True)):
+        fields = _fields(source.fields, f"data.mix[{at}].fields") if source.fields else None
+        sources.append(Source(name, source.shards, f"data.mix[{at}].shards", source.weight, fields))
+    return sources
 
 
 def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
@@ -158,22 +158,22 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
     from data.order.sources import Source
 
     data, key = cfg.data, cfg.data.held_out_by
-    found = []
+    sets = []
     if data.validation_shards:
         unnamed = "data.validation_shards"
-        found.append(HeldOutSet("", unnamed, Source("", data.validation_shards, unnamed)))
+        sets.append(HeldOutSet("", unnamed, Source("", data.validation_shards, unnamed)))
     if key:
         # The weight, which may be 0, is for training only.
-        sources = [replace(one, weight=None) for one in training_sources(cfg)]
-        found += [HeldOutSet(one.name, key, one, data.held_out_share) for one in sources]
-    for name, one in data.validation.items():
-        own = f"data.validation.{name}"
-        fields = _fields(one.fields, f"{own}.fields") if one.fields else None
-        found.append(HeldOutSet(name, f"{own}.shards", Source("", one.shards, f"{own}.shards", fields=fields)))
+        sources = [replace(item, weight=None) for item in training_sources(cfg)]
+        sets += [HeldOutSet(item.name, key, item, data.held_out_share) for item in sources]
+    for name, item in data.validation.items():
+        prefix = f"data.validation.{name}"
+        fields = _fields(item.fields, f"{prefix}.fields") if item.fields else None
+        sets.append(HeldOutSet(name, f"{prefix}.shards", Source("", item.shards, f"{prefix}.shards", fields=fields)))
     if data.test_shards:
         test = Source("", data.test_shards, "data.test_shards")
-        found.append(HeldOutSet("", "data.test_shards", test, is_test=True))
-    return found
+        sets.append(HeldOutSet("", "data.test_shards", test, is_test=True))
+    return sets
 
 
 def build_dataset(

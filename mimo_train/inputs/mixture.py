@@ -34,13 +34,13 @@ class Mixing:
         data = self.cfg.data
         if not data.mix:
             return (1,)
-        given = {
+        weights = {
             name: size if source.weight is None else source.weight
             for name, source, size in zip(source_names(data.mix), data.mix, self.sizes, strict=True)
         }
         for change in data.mix_schedule:
-            given |= change.weights if change.after_step <= step else {}
-        return whole_weights(list(given.values()))
+            weights |= change.weights if change.after_step <= step else {}
+        return whole_weights(list(weights.values()))
 
     def record(self) -> dict[str, Any]:
         """Return the entry of a checkpoint's record; empty without a mixture."""

@@ -53,8 +53,8 @@ def token_dataset(
             f"{', '.join(cfg.encoders)}: build shards of the texts (docs/data.md#texts)"
         )
     if named := next((source.key for source in sources if source.fields is not None), None):
-        own = f"{named.removesuffix('.shards')}.fields"
-        raise DataError(f"{own}: is for records, and {named} is of .bin and .idx files: leave it out")
+        own_key = f"{named.removesuffix('.shards')}.fields"
+        raise DataError(f"{own_key}: is for records, and {named} is of .bin and .idx files: leave it out")
     if data.fields:
         raise DataError(
             f"data.fields: is for records, and {key} is of .bin and .idx files: leave it out; sources and held-out "

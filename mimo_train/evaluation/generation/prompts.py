@@ -135,9 +135,12 @@ class Prompts:
         readers = [(item, extents[item.module]) for item in self._modules if item.module in extents]
         return Medium(
             kind,
-            [(self._places[item.module], item.num_tokens(*extent)) for item, extent in readers],
+            [(self._places[item.module], item.sequence_tokens(*extent)) for item, extent in readers],
             inputs,
-            {item.module: (item.num_tokens(*ext), item.grid(*ext) if item.grid else None) for item, ext in readers},
+            {
+                item.module: (item.sequence_tokens(*ext), item.grid(*ext) if item.grid else None)
+                for item, ext in readers
+            },
             {item.module: item.size(*extent) for item, extent in readers if item.canvas},
         )
 

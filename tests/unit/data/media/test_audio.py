@@ -1,7 +1,6 @@
 """Audio files of every format are read as they were written, to their end, and the index has the same length."""
 
 import io
-import struct
 import sys
 
 import numpy as np
@@ -22,10 +21,10 @@ av = pytest.importorskip("av")
 STEPS = {"PCM_S8": 1 / 64, "PCM_U8": 1 / 64, "ULAW": 0.02, "ALAW": 0.02, "DPCM_8": 0.02}
 LOSSY = ("VORBIS", "OPUS", "MPEG_LAYER_III", "MS_ADPCM", "IMA_ADPCM", "GSM610", "NMS_ADPCM_16", "NMS_ADPCM_24")
 LOSSY += ("NMS_ADPCM_32", "G721_32", "G723_24", "G723_40")
-REFUSED = {"SDS": "", "XI": "", "AIFF": "DWVW"}
-"""What is not read right: of a format, subtypes that begin so."""
-UNWRITTEN = [("AIFF", "DWVW_12"), ("WAV", "MPEG_LAYER_III"), ("MP3", "MPEG_LAYER_I"), ("MP3", "MPEG_LAYER_II")]
+UNWRITTEN = [("WAV", "MPEG_LAYER_III"), ("MP3", "MPEG_LAYER_I"), ("MP3", "MPEG_LAYER_II")]
 """That libsndfile names and does not write."""
+WRONG = ("SDS", "XI")
+"""Formats that libsndfile does not read right; their extensions are no audio."""
 NO_HEADER = ("RAW", "SD2")
 """Formats that say nowhere in the file what they are."""
 TONE = 0.5 * np.sin(np.arange(8000) * (2 * np.pi * 440 / 8000))
@@ -37,8 +36,9 @@ def subtypes():
     return [
         pytest.param(kind, subtype, id=f"{kind}-{subtype}")
         for kind in soundfile.available_formats()
+        if kind not in WRONG
         for subtype in soundfile.available_subtypes(kind)
-        if soundfile.check_format(kind, subtype) and (kind, subtype) not in UNWRITTEN
+        if soundfile.check_format(kind, subtype) and (kind, subtype) not in UNWRITTEN and "DWVW" not in subtype
     ]
 
 
@@ -49,17 +49,13 @@ def sound(wave, kind="WAV", subtype=None, rate=8000) -> bytes:
 
 
 @pytest.mark.parametrize(("kind", "subtype"), subtypes())
-def test_every_subtype_of_every_format_is_read_as_it_was_written_or_refused(kind, subtype, tmp_path):
+def test_every_subtype_of_every_format_is_read_as_it_was_written(kind, subtype, tmp_path):
     # A file: some are not written into memory.
     soundfile.write(tmp_path / "file", TONE, 8000, format=kind, subtype=subtype)
     raw = (tmp_path / "file").read_bytes()
     if kind in NO_HEADER:
         assert parse_audio_header(raw) is None
         with pytest.raises(DecodeError, match="bytes of audio: Format not recognised"):
-            decode_audio(raw, 8000)
-        return
-    if kind in REFUSED and subtype.startswith(REFUSED[kind]):
-        with pytest.raises(DecodeError, match=f"{kind} with {subtype} is not read right by libsndfile: convert it"):
             decode_audio(raw, 8000)
         return
     frames, rate = parse_audio_header(raw)
@@ -71,27 +67,6 @@ def test_every_subtype_of_every_format_is_read_as_it_was_written_or_refused(kind
         assert np.argmax(np.abs(np.fft.rfft(wave[:8000]))) == 440
     else:
         assert np.abs(wave[:8000] - TONE).max() <= STEPS.get(subtype, 1 / 16000)
-
-
-def test_a_subtype_that_libsndfile_does_not_write_is_refused_by_name():
-    raw = bytearray(sound(TONE, "AIFF", "DWVW_16"))
-    at = raw.index(b"COMM") + 14
-    raw[at : at + 2] = struct.pack(">H", 12)
-    with pytest.raises(DecodeError, match="AIFF with DWVW_12 is not read right"):
-        decode_audio(bytes(raw), 8000)
-
-
-@pytest.mark.parametrize(("kind", "subtype"), [("SDS", "PCM_24"), ("XI", "DPCM_16"), ("AIFF", "DWVW_16")])
-def test_what_is_refused_is_not_read_right_still(kind, subtype, tmp_path):
-    """Else it need not be refused any more."""
-    soundfile.write(tmp_path / "file", TONE, 8000, format=kind, subtype=subtype)
-    try:
-        with soundfile.SoundFile(io.BytesIO((tmp_path / "file").read_bytes())) as file:
-            wave = file.read(8000)
-            assert (file.samplerate == 44100) == (kind == "XI")  # which says nothing of its rate
-    except soundfile.LibsndfileError:
-        return
-    assert kind == "XI" or len(wave) != len(TONE) or np.abs(wave - TONE).max() > 0.1
 
 
 def test_whole_numbers_and_floats_of_one_recording_are_equal():

@@ -83,7 +83,7 @@ def test_the_arrays_of_a_step_are_those_of_its_samples(tmp_path, fields):
         meta = data.meta(number)
         for media in MEDIA:
             extents, tokens = meta.extents(media), meta.tokens[media.module]
-            assert tokens == [media.num_tokens(*extent) for extent in extents]
+            assert tokens == [media.sequence_tokens(*extent) for extent in extents]
             loads = [media.inner_tokens(*extent) for extent in extents] if media.inner_tokens else tokens
             pairs = [media.pairs(*extent) for extent in extents] if media.pairs else [load**2 for load in loads]
             arrays = [of[media.module][place] for of in (found.tokens, found.loads, found.pairs)]
@@ -120,7 +120,7 @@ def test_microbatches_hold_similar_lengths_and_every_sample_once(lengths, replic
         assert len(own) == 12 // replicas and own.max() <= share.length <= 100
         assert share.length % unit == 0 or share.length == 100
         assert equal or share.length - own.max() < unit or share.length == unit
-    assert not equal or len(plan.rows_of_length) == 1
+    assert not equal or len({share.length for share in shares}) == 1
     # Which samples make a microbatch does not depend on the replicas.
     alone = plan_by_length(7, lengths, 12, 1, 100, Padding(unit))
     for at in range(4):
@@ -145,13 +145,13 @@ def test_equal_lengths_leave_samples_in_their_order():
     plan, in_order = plan_by_length(0, np.full(24, 40), 6, 2, 40, Padding()), plan_in_order(0, 24, 6, 2, 40)
     for at in range(4):
         assert plan.places(at).tolist() == in_order.places(at).tolist()
-    assert plan.rows_of_length == in_order.rows_of_length == {40: 24}
+    assert plan.texts_of_length == in_order.texts_of_length == {40: 24}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_step_of_bad_samples_has_rows_of_a_unit(replicas):
     plan = plan_by_length(0, np.zeros(8, dtype=int), 4, replicas, 64, Padding(8))
-    assert plan.rows_of_length == {8: 8} and plan.tokens == 0
+    assert plan.texts_of_length == {8: 8} and plan.tokens == 0
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))

@@ -136,7 +136,7 @@ def test_whatever_a_decoder_or_an_encoder_raises_is_a_bad_sample(dataset, monkey
             with pytest.raises(type(error)) as caught:
                 data.read_text(0)
             assert "a-000000.tar, key '0000'" in caught.value.__notes__[-1]
-    media = replace(images(), num_tokens=fails)
+    media = replace(images(), sequence_tokens=fails)
     assert "module images cannot take it" in SampleTable([media], 24, BOUNDS).tokens_of(data.meta(0).members)[1]
 
 
