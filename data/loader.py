@@ -22,7 +22,7 @@ from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch, S
 from data.order.step_plan import Share, Span, StepPlan, spread_parts
 from data.samples.bad_samples import BadSample
 from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
-from data.threads import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
+from data.workers import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
 
 _STEPS_AHEAD = 2
 _TOGETHER = 4  # maximum samples of a task
@@ -34,7 +34,7 @@ class StepLoader:
     readers: one for each module that this rank reads; may be empty (such a rank gets only numbers and counts).
     workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to return, None = endless.
     gives_up: polled while `next` waits for samples. If it returns True, `next` raises WaitGivenUp without waiting for
-    threads, see `data.threads`. `next` raises a worker's error unchanged: TooManyBadSamples, ShardError, ...
+    threads, see `data.workers`. `next` raises a worker's error unchanged: TooManyBadSamples, ShardError, ...
     With `Batching.padding` the dataset requires lengths (`TextLengths.serve`).
     """
 

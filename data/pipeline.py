@@ -12,7 +12,7 @@ from data.samples.bad_samples import BadSample, BadSamples, require_budget
 from data.samples.media_spec import Media
 from data.samples.protocol import MEDIA, Lookup, MicrobatchMedia, SampleMedia, Samples
 from data.samples.shard_dataset import ShardDataset
-from data.threads import GivesUp, WaitGivenUp, never
+from data.workers import GivesUp, WaitGivenUp, never
 
 __all__ = [
     "MEDIA",

@@ -24,12 +24,12 @@ from data.build.media_values import FileRange, size_of
 from data.build.sources import Source
 from data.errors import DataError, NothingToLearn, RecordError, ShardError, UnknownRecord
 from data.order.order import GlobalOrder
-from data.processes import worker_processes
 from data.records.members import READABLE
 from data.samples.bad_samples import allowed_of
 from data.storage.files import Busy, file_lock
 from data.storage.write import tar_bytes, write_shard
 from data.text_format import listed, plural
+from data.workers import worker_processes
 
 SHOWN_FAULTS = 5
 LEFT_OUT = "left_out.jsonl"

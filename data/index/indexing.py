@@ -23,12 +23,12 @@ from data.index.find_shards import refuse_compressed
 from data.index.index_file import UNIT, FolderFile, IndexFile, Located, Part
 from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex, pack_keys
 from data.media.headers import parse_audio_header, parse_header, parse_video_header
-from data.processes import worker_processes
 from data.records.members import arrange, kind_of
 from data.storage.files import READS, RETRIES, ShardVersion, open_file, pread_all, require_file, retrying
 from data.storage.reader import WholeObject
 from data.storage.tar import ReadRange, walk_tar
 from data.storage.url import Place, Url, place_of
+from data.workers import worker_processes
 
 _log = logging.getLogger(__name__)
 

@@ -147,15 +147,9 @@ def _is_mp3_length_known(raw: bytes) -> bool:
 
 
 def _decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, int]]:
-    try:
-        import av
-    except ImportError as error:
-        raise MissingLibrary(
-            f"PyAV, which decodes {container} files without a length in their header, is not installed: pip install "
-            "'mimo-train[video]'"
-        ) from error
+    av = import_av(f"{container} files without a length in their header")
     damage: DecodeError | None = None
-    with av.open(io.BytesIO(raw), format=container, io_open=_open_no_other_file) as file:
+    with av.open(io.BytesIO(raw), format=container, io_open=open_no_other_file) as file:
         for packet in file.demux(audio=0):
             try:
                 frames = packet.decode()
@@ -176,5 +170,17 @@ def _decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, in
         raise damage
 
 
-def _open_no_other_file(url: str, flags: int, options: Any) -> Any:
+def import_av(what: str) -> Any:
+    """Return PyAV, which decodes `what`. Raises MissingLibrary."""
+    try:
+        import av
+    except ImportError as error:
+        raise MissingLibrary(
+            f"PyAV, which decodes {what}, is not installed: pip install 'mimo-train[video]'"
+        ) from error
+    return av
+
+
+def open_no_other_file(url: str, flags: int, options: Any) -> Any:
+    """Raise DecodeError, as PyAV's `io_open`: media files must not refer to other files."""
     raise DecodeError("it refers to another file")

@@ -24,8 +24,8 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from data.errors import DecodeError, MissingLibrary
-from data.media.audio_files import parse_audio_header
+from data.errors import MissingLibrary
+from data.media.audio_files import import_av, open_no_other_file, parse_audio_header
 from data.media.options import BOUNDS
 
 ReadAt = Callable[[int, int], bytes]
@@ -118,7 +118,7 @@ def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
     container = "matroska" if magic.startswith(_EBML) else "mov" if magic[4:] in _MOVIE_BOXES else ""
     if not container or not (_segment_is_complete if container == "matroska" else _boxes_are_complete)(read, size):
         return None
-    av = import_av()
+    av = import_av("videos")
     try:
         # Set the container: by itself, libavformat may take a file for a list of other files to open. Skip frames: it
         # would decode the first ones of some codecs, which takes three times as long.
@@ -145,15 +145,6 @@ def parse_video_header_bytes(raw: bytes) -> VideoHeader | None:
     return parse_video_header(_reader_of(raw), len(raw))
 
 
-def import_av() -> Any:
-    """Return PyAV. Raises MissingLibrary."""
-    try:
-        import av
-    except ImportError as error:
-        raise MissingLibrary("PyAV, which decodes videos, is not installed: pip install 'mimo-train[video]'") from error
-    return av
-
-
 def import_heif() -> Any:
     """Return pillow-heif. Raises MissingLibrary."""
     try:
@@ -163,11 +154,6 @@ def import_heif() -> Any:
             "pillow-heif, which decodes HEIC, is not installed: pip install 'mimo-train[heic]'"
         ) from error
     return pillow_heif
-
-
-def open_no_other_file(url: str, flags: int, options: Any) -> Any:
-    """Raise DecodeError, as PyAV's `io_open`: media files must not refer to other files."""
-    raise DecodeError("it refers to another file")
 
 
 def is_heic(head: bytes) -> bool:

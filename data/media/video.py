@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from data.errors import DecodeError, reason_of
-from data.media.headers import VideoHeader, import_av, open_no_other_file, parse_video_header_bytes
+from data.media.audio_files import import_av, open_no_other_file
+from data.media.headers import VideoHeader, parse_video_header_bytes
 from data.media.options import BOUNDS, Bounds
 
 _CODED_MORE = 1 << 20  # pixels that are coded around those of a frame
@@ -48,7 +49,7 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     excess = bounds.excess_of_extent("image", header.height, header.width)
     if excess := excess or bounds.excess("seconds", header.milliseconds / 1000):
         raise DecodeError(excess)
-    av = import_av()
+    av = import_av("videos")
     decoder = None
     try:
         with _opened(av, raw, header) as file:

@@ -22,8 +22,7 @@ from data.order.step import StepSamples
 from data.records.conversation import Visual
 from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
-from data.samples.frames import SAMPLING, Sampling, images_of, places_of
-from data.samples.media_spec import Media
+from data.samples.media_spec import SAMPLING, Media, Sampling, images_of, places_of
 from data.text.placeholders import Place
 from data.text.templates import MediaTokens
 from data.text_format import SampleKey, shown

@@ -35,8 +35,7 @@ from data.records.conversation import Conversation
 from data.records.members import NO_FIELDS, Fields
 from data.records.records import parse_fields, parse_record
 from data.samples.bad_samples import BadSample, BadSamples, allowed_of
-from data.samples.frames import SAMPLING, Sampling
-from data.samples.media_spec import Media
+from data.samples.media_spec import SAMPLING, Media, Sampling
 from data.samples.protocol import Samples
 from data.samples.sample_meta import SampleMeta, SampleTable, lengths_key
 from data.storage.file_cache import FileCache

@@ -20,11 +20,11 @@ import numpy as np
 from data.errors import DataError, ShardError
 from data.index import index_file
 from data.index.index_file import FolderFile, IndexFile, Part, by_folder
-from data.processes import worker_processes
 from data.records.members import Fields
 from data.storage.files import Busy, ShardVersion
 from data.storage.url import Place
 from data.text_format import plural
+from data.workers import worker_processes
 
 if TYPE_CHECKING:
     from data.samples.shard_dataset import ShardDataset

@@ -14,7 +14,7 @@ from data.media.video import decode_video
 from data.order.sources import MixedOrder
 from data.records.conversation import KINDS
 from data.records.records import parse_record
-from data.samples.frames import SAMPLING, images_of, places_of
+from data.samples.media_spec import SAMPLING, images_of, places_of
 from data.samples.sample_meta import other_members
 from data.samples.shard_dataset import ShardDataset
 from data.storage.files import ShardVersion

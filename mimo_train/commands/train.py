@@ -84,7 +84,7 @@ def main(run: "Run") -> int:
 
 
 def _still_reading() -> bool:
-    from data.threads import still_reading
+    from data.workers import still_reading
 
     return still_reading()
 

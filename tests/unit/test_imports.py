@@ -196,7 +196,7 @@ LIGHT = (
     "data/order/*.py",
     "data/storage/*.py",
     "data/indexed/split.py",
-    "data/samples/frames.py",
+    "data/samples/media_spec.py",
     "encoders/**/spec.py",
     "encoders/**/weights.py",
     "encoders/registry.py",

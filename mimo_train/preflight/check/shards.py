@@ -22,8 +22,15 @@ from data.storage.reader import ShardReader
 from data.text_format import plural, shown
 from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.inputs.datasets import HeldOutSet, build_dataset, fields_of, held_out_sets, shard_dataset, without_split
-from mimo_train.inputs.token_inputs import require_none_for_tokens
+from mimo_train.inputs.datasets import (
+    HeldOutSet,
+    build_dataset,
+    fields_of,
+    held_out_sets,
+    require_none_for_tokens,
+    shard_dataset,
+    without_split,
+)
 from mimo_train.preflight.check.report import Report, fault_of, spread
 
 if TYPE_CHECKING:

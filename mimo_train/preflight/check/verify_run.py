@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from data.errors import DataError
 from data.order.sources import Source
-from data.processes import worker_processes
 from data.records.members import named_unread
 from data.samples.bad_samples import allowed_of
 from data.text_format import plural, shown
+from data.workers import worker_processes
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema import ConfigContainer

@@ -13,7 +13,7 @@ from data.build.find import find_source
 from data.build.samples import Columns
 from data.media.headers import parse_video_header_bytes
 from data.media.video import decode_video
-from data.samples.frames import Sampling
+from data.samples.media_spec import Sampling
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.tars import write_tar

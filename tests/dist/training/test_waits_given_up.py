@@ -54,7 +54,7 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
     of them has waited in that step for long enough to look whether to go on, it leaves a file, at which the ranks
     `signalled` signal themselves."""
     from data.samples.shard_dataset import ShardDataset
-    from data.threads import LOOK_SECONDS, Wait, WaitGivenUp
+    from data.workers import LOOK_SECONDS, Wait, WaitGivenUp
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data.demo.make import DEMOS
-from data.samples.frames import SAMPLING
+from data.samples.media_spec import SAMPLING
 from mimo_train.config.keys import rules_of, shown
 from mimo_train.config.schema_data import DataConfig
 from mimo_train.layout.run import config_faults

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from data.errors import DataError
-from data.processes import worker_processes
+from data.workers import worker_processes
 from tests.hang import HANG_SECONDS
 
 STARTS_TWO = """
 import time
-from data.processes import worker_processes
+from data.workers import worker_processes
 
 if __name__ == "__main__":
     with worker_processes(2) as pool:

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 
 import pytest
 
-import data.threads
+import data.workers
 from data.pipeline import Batching, Reader, ShardDataset, StepLoader, WaitGivenUp
 from data.storage import object_store
 from data.text.tokens import build_tokenizer
-from data.threads import ReadingThreads, Wait, never, still_reading
+from data.workers import ReadingThreads, Wait, never, still_reading
 from tests.hang import HANG_SECONDS
 from tests.http_server import serving
 from tests.unit.data.helpers import images
@@ -24,7 +24,7 @@ READERS = [Reader("language", 0, 1), Reader("images", 0, 1)]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Waits look early, so that tests take no half seconds."""
-    monkeypatch.setattr(data.threads, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(data.workers, "LOOK_SECONDS", 0.05)
 
 
 def test_a_server_that_stands_still_is_given_up_and_nobody_waits_for_the_threads(small, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_slow_reader_is_given_up(dataset, monkeypatch):
 
 
 def test_a_loader_that_is_closed_leaves_a_reader_that_hangs_behind(dataset, monkeypatch):
-    monkeypatch.setattr("data.threads._PATIENCE", 0.05)
+    monkeypatch.setattr("data.workers._PATIENCE", 0.05)
     slow, entered, held = dataset(), threading.Event(), threading.Event()
     monkeypatch.setattr(slow, "read_text", lambda number: entered.set() or held.wait(HANG_SECONDS))
     loader = StepLoader(slow, BATCHING, READERS, workers=1, limit=3)

@@ -17,7 +17,7 @@ from data.media.headers import parse_video_header_bytes
 from data.media.options import Bounds
 from data.media.video import decode_video
 from data.records.members import read_fields
-from data.samples.frames import Sampling
+from data.samples.media_spec import Sampling
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images, media_of

@@ -1,18 +1,26 @@
-"""Reading threads that do not keep a process from ending when one hangs.
+"""Threads and processes that work for this process and keep it from nothing.
 
-The interpreter joins the threads of `concurrent.futures` however long they take.
+The interpreter joins the threads of `concurrent.futures` however long they take, and its processes wait forever if the
+one that started them is killed.
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context, parent_process
 from typing import Any
+
+from data.errors import DataError
 
 _NAME = "data_"
 _PATIENCE = 5.0  # seconds to wait for a read that nobody needs
@@ -118,3 +126,38 @@ class Wait:
             except TimeoutError:  # from this wait; the task's own TimeoutError is raised below
                 continue
         return future.result()
+
+
+@contextmanager
+def worker_processes(
+    number: int, begin: Callable[..., Any] | None = None, *arguments: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of `number` processes. When the block ends or raises, pending jobs are cancelled. Each process calls
+    `begin(*given)` first. All jobs must be at module level. Raises DataError if a process was killed."""
+    # No fork: this process may have threads that hold locks.
+    with ProcessPoolExecutor(number, get_context("spawn"), _begin, (begin, arguments)) as pool:
+        try:
+            yield pool
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"one of {number} processes that worked for this one was killed, as the system does where memory runs "
+                "out: free some, or let `mimo-train shards` do that work before, with fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(begin: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
+    # The parent handles Ctrl-C and a closed terminal, and ends this process.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end_with_parent", daemon=True).start()
+    if begin is not None:
+        begin(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
