@@ -1,5 +1,7 @@
-"""Waits for data that are given up: for a server that does not answer, or a slow reader."""
+"""Threads that read for a process, waits that are given up, and processes that end with the one that they work for."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,10 +11,11 @@ from concurrent.futures import Future
 import pytest
 
 import data.workers
+from data.errors import DataError
 from data.pipeline import Batching, Reader, ShardDataset, StepLoader, WaitGivenUp
 from data.storage import object_store
 from data.text.tokens import build_tokenizer
-from data.workers import ReadingThreads, Wait, never, still_reading
+from data.workers import ReadingThreads, Wait, never, still_reading, worker_processes
 from tests.hang import HANG_SECONDS
 from tests.http_server import serving
 from tests.unit.data.helpers import images
@@ -89,9 +92,9 @@ def test_a_loader_that_is_closed_leaves_a_reader_that_hangs_behind(dataset, monk
 
 PROGRAM = """
 import threading, time
-from data import threads
-threads._PATIENCE = {patience}
-reading, entered = threads.ReadingThreads(1), threading.Event()
+from data import workers
+workers._PATIENCE = {patience}
+reading, entered = workers.ReadingThreads(1), threading.Event()
 reading.submit(lambda: entered.set() or {read} or print("read to its end", flush=True))
 entered.wait()
 """
@@ -142,3 +145,38 @@ def test_an_error_of_the_work_is_no_end_of_a_wait():
     there: Future[int] = Future()
     there.set_result(7)
     assert Wait(lambda: True).result_of(there) == 7
+
+
+STARTS_TWO = """
+import time
+from data.workers import worker_processes
+
+if __name__ == "__main__":
+    with worker_processes(2) as pool:
+        jobs = [pool.submit(time.sleep, 0.2) for _ in range(2)]
+        [job.result() for job in jobs]
+        print("begun", flush=True)
+        time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_end_with_the_one_that_they_work_for(number, tmp_path):
+    (tmp_path / "starts_two.py").write_text(STARTS_TWO)
+    command = [sys.executable, tmp_path / "starts_two.py"]
+    path = os.pathsep.join(sys.path)
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    # The pipe is at its end when the last process that has it is gone.
+    assert process.communicate(timeout=HANG_SECONDS)[0] == ""
+
+
+def test_a_killed_one_is_named():
+    with pytest.raises(DataError, match="one of 2 processes .* was killed"), worker_processes(2) as pool:
+        pool.submit(os._exit, 1).result()
+
+
+def test_each_begins_as_it_is_told():
+    with worker_processes(1, os.putenv, "BEGUN", "yes") as pool:
+        assert pool.submit(os.system, 'test "$BEGUN" = yes').result() == 0
