@@ -1,11 +1,8 @@
 """Shared by the commands: arguments that name a config, and the printing of faults."""
 
 import argparse
-import errno
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from data.text_format import shown
@@ -77,42 +74,15 @@ def whole(text: str) -> int:
 
 
 def about_files(handler: Handler) -> Handler:
-    """Turns an OSError of a handler into a user error, for commands that read and write files that the user names."""
+    """Turn an OSError of a handler into a user error, for commands that read and write files that the user names."""
 
     def run(args: argparse.Namespace) -> int | None:
         try:
             return handler(args)
         except OSError as error:
-            raise UserError(_about_output(error, args) or str(error)) from error
+            raise UserError(str(error)) from error
 
     return run
-
-
-def _about_output(error: OSError, args: argparse.Namespace) -> str:
-    """What is said of an error of what a command writes, with its argument and a remedy; empty for other files."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    for option, name in (("--to", "to"), ("--html", "html"), ("OUT", "out")):
-        place = getattr(args, name, None)
-        if place is not None and full and (error.filename is None or _is_of(error, Path(place))):
-            return (
-                f"{option}: {place} cannot take more files ({error.strerror}): free space, or give a folder on another "
-                "disk"
-            )
-        if place is not None and _is_of(error, Path(place)):
-            return f"{option}: {place} cannot be written ({error.strerror}: {error.filename}): give another place"
-    return ""
-
-
-def _is_of(error: OSError, place: Path) -> bool:
-    """Whether the file of an error is `place`, in it, a hidden one next to it that takes its name later, or what keeps
-    it from being made in a folder around it: a folder there that cannot be read may be another argument."""
-    if not isinstance(error.filename, str):
-        return False
-    path, absolute = Path(error.filename).absolute(), place.absolute()
-    if path.is_relative_to(absolute) or path.parent == absolute.parent and path.name.startswith(f".{place.name}."):
-        return True
-    blocks = error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EROFS) or not os.path.lexists(path)
-    return blocks and absolute.is_relative_to(path)
 
 
 def users_faults() -> tuple[type[Exception], ...]:

@@ -1,7 +1,7 @@
 """Faults of keys whose accepted values are declared next to their defaults (`encoders.key_rules`)."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +36,6 @@ def changed_fields(section: Any) -> list[str]:
         if getattr(section, field.name) != default:
             changed.append(field.name)
     return changed
-
-
-def library_faults(section: Any, prefix: str, needed: Mapping[str, tuple[str, str]]) -> Iterator[Fault]:
-    """Yield faults of enabled keys whose library is not installed; `needed`: key -> (module, pip requirement)."""
-    for name, (module, install) in needed.items():
-        value = getattr(section, name)
-        if value and not is_installed(module):
-            off = str(type(value)()).lower()
-            yield Fault(
-                f"{prefix}.{name}",
-                f"{module} is not installed: run `pip install {install}`, or set {prefix}.{name}={off}",
-            )
 
 
 def is_installed(module: str) -> bool:

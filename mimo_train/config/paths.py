@@ -84,10 +84,8 @@ def folder_fault(folder: Path) -> Fault | None:
     if not standing.is_dir():
         what = f"is a link to {standing.readlink()}, and there is" if standing.is_symlink() else "is"
         return Fault(KEY, f"the folder {folder} cannot be made: {standing} {what} no folder; give another one")
-    if not os.access(standing, os.W_OK | os.X_OK):
-        return Fault(KEY, f"the folder {folder} cannot be written: no permission to write into {standing}; {_REMEDY}")
     try:
-        _write_into(standing)  # permissions do not bind root, and a file system may accept no files
+        _write_into(standing)
     except OSError as error:
         return _refused(folder, error)
     return None

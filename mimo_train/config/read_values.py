@@ -89,9 +89,8 @@ class _Reading:
         for name, value in plain.items():
             key = f"{prefix}.{name}" if prefix else str(name)
             if name not in fields:
-                if not self.lacks_value(prefix, name, value):
-                    fault = unknown_key(key.removesuffix(str(name)), str(name), fields)
-                    self.faults.setdefault(fault.key, fault)
+                fault = unknown_key(key.removesuffix(str(name)), str(name), fields)
+                self.faults.setdefault(fault.key, fault)
                 continue
             item = self.field(cls, fields[name], value, key)
             if item is not _WRONG:
@@ -175,7 +174,9 @@ class _Reading:
             return self.misfit(key, _WORDS[dict], value)
         items: dict[Any, Any] = {}
         for name, item in value.items():
-            if self.lacks_value(key, name, item):
+            if item is None and ":" in str(name):  # YAML reads {a:1} as a key without a value
+                pair = str(name).replace(":", ": ", 1)
+                self.wrong(key, f"{str(name)!r} has no value. Write a space after the colon, {{{pair}}}")
                 continue
             if of_key is str and not isinstance(name, str):
                 return self.misfit(key, "a mapping whose keys are texts", value)
@@ -188,14 +189,6 @@ class _Reading:
             if item is not _WRONG:
                 items[int(name) if of_key is int else name] = item
         return items
-
-    def lacks_value(self, prefix: str, name: Any, value: Any) -> bool:
-        """True for `{a:1}`, which YAML reads as a key without a value; the error is recorded."""
-        if value is not None or ":" not in str(name):
-            return False
-        pair = str(name).replace(":", ": ", 1)
-        self.wrong(prefix or str(name), f"{str(name)!r} has no value. Write a space after the colon, {{{pair}}}")
-        return True
 
     def anything(self, value: Any, key: str) -> Any:
         """Read a value of a user-defined type, with ordinary numbers."""

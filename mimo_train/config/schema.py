@@ -3,7 +3,6 @@ ranks and batches together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, value_faults
@@ -15,20 +14,6 @@ from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
-
-_MEGATRON_BRIDGE_SECTIONS = {
-    "model": "llm, or modules[NAME].encoder",
-    "dataset": "data",
-    "tokenizer": "data.tokenizer",
-    "optimizer": "optim",
-    "scheduler": "optim",
-    "logger": "log",
-    "peft": "modules[NAME].lora",
-    "mixed_precision": "train.precision",
-    "rng": "run.seed",
-    "dist": "run",
-}
-"""Sections of Megatron-Bridge's config -> the sections here."""
 
 
 @dataclass
@@ -58,14 +43,6 @@ class ConfigContainer(Section):
     """Recordings of a few steps."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """What the launcher decides when it knows its nodes."""
-
-    if not TYPE_CHECKING:  # type checkers still report unknown names
-
-        def __getattr__(self, name):
-            """Raise an AttributeError that names the section to use. Python only calls this for unknown names."""
-            if here := _MEGATRON_BRIDGE_SECTIONS.get(name):
-                raise AttributeError(f"ConfigContainer has no key {name!r}. Use {here}")
-            super().__getattr__(name)
 
     @property
     def encoders(self) -> dict[str, ModuleConfig]:

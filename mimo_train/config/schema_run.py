@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.config.errors import Fault
-from mimo_train.config.keys import Section, key, library_faults, value_faults
+from mimo_train.config.keys import Section, is_installed, key, value_faults
 from mimo_train.config.paths import local_faults
 from mimo_train.config.schema_modules import MOST_RANKS
 
@@ -47,9 +47,9 @@ class RunConfig(Section):
         """Yield invalid values, alone and together with `checkpoint.resume`."""
         yield from value_faults(self, "run")
         yield from local_faults("run.dir", self.dir, "give the URL as checkpoint.dir")
-        yield from library_faults(
-            self, "run", {"inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'")}
-        )
+        if self.inprocess_restarts > 0 and not is_installed("nvidia_resiliency_ext.inprocess"):
+            text = "nvidia_resiliency_ext is not installed. Run `pip install 'mimo-train[resiliency]'`, or set it to 0"
+            yield Fault("run.inprocess_restarts", text)
         if self.inprocess_restarts > 0 and 0 < self.timeout_minutes <= LEAST_PATIENCE:
             yield Fault(
                 "run.timeout_minutes",

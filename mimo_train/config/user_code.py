@@ -1,6 +1,5 @@
 """User code that a config names: where Python searches it, the notice before its import, and who may name it."""
 
-import ast
 import importlib
 import os
 import sys
@@ -118,55 +117,19 @@ def unusable_code(key: str, entry: str, error: BaseException) -> Fault:
 
 
 def missing_code(train: TrainConfig) -> Iterator[Fault]:
-    """Yield entries of `train` whose module or name does not exist, as far as visible without importing the module."""
+    """Yield entries of `train` whose module does not exist. Modules are not imported, but their packages are."""
     entries = [(CALLBACKS, entry) for entry in train.callbacks]
     entries += [(FORWARD_STEP, train.forward_step)] if train.forward_step else []
-    for key, entry in entries:
-        module, _, name = entry.partition(":")
-        for why in _why_not_there(module, name):
-            yield Fault(key, f"{entry!r} cannot be used: {why}. {_REMEDY}")
-
-
-_REMEDY = (
-    "Correct the name, or make the module importable: install it, or put it in the working directory or PYTHONPATH"
-)
-
-
-def _why_not_there(module: str, name: str) -> Iterator[str]:
-    """Yield why a class cannot be loaded, from the source of its module. The module is not run, so names that it
-    creates at import stay unknown."""
     search_working_directory()
-    importlib.invalidate_caches()
-    try:
-        spec = find_spec(module)
-    except (Exception, SystemExit) as error:  # its packages are imported, and can raise anything
-        yield f"{type(error).__name__}: {error}"
-        return
-    if spec is None:
-        yield f"No module named {module!r}"
-        return
-    try:
-        source = getattr(spec.loader, "get_source", lambda _: None)(module)
-        body = None if source is None else ast.parse(source, spec.origin or module).body
-    except (SyntaxError, UnicodeDecodeError, ImportError) as error:
-        yield f"{type(error).__name__}: {error}"
-        return
-    # Only a module of plain statements shows all of its names.
-    plain = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Expr, ast.Assign)
-    if body is None or not all(isinstance(one, (*plain, ast.AnnAssign)) for one in body):
-        return
-    names = {found for one in body for found in _names(one)}
-    if not names & {name, "*", "__getattr__"}:
-        yield f"module {module!r} ({spec.origin}) has no {name!r}"
-
-
-def _names(statement: ast.stmt) -> Iterator[str]:
-    if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield statement.name
-    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-        yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Name) and node.id in ("exec", "globals", "setattr"):
-            yield "*"  # it may define anything
+    for key, entry in entries:
+        try:
+            spec = find_spec(entry.partition(":")[0])
+        except (Exception, SystemExit) as error:  # packages can raise anything
+            yield unusable_code(key, entry, error)
+            continue
+        if spec is None:
+            yield Fault(
+                key,
+                f"{entry!r} cannot be used: there is no such module. Correct the name, or install the module or put it "
+                "in the working directory or PYTHONPATH",
+            )

@@ -12,6 +12,7 @@ from pathlib import Path
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.run_files import shipped_configs
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import missing_code
 from mimo_train.layout.batch import Batch
@@ -44,15 +45,14 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
 
     report = check(cfg, without_data=without_data)
     tables.add_layouts(report, config, overrides, cfg, without_data=without_data)
-    script = Path("scripts", "train_vlm.sh" if cfg.encoders else "train_gpt.sh")
+    script = shipped_configs().parent / "scripts" / ("train_vlm.sh" if cfg.encoders else "train_gpt.sh")
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
     # There are no scripts if mimo-train is installed as a package.
     start = [str(script)] if script.is_file() else ["mimo-train", "launch", "here"]
-    command = shlex.join([*start, config, *overrides])
-    last = (
-        "no faults, without a look at tokenizer, weights and shards"
-        if without_data
-        else f"no faults; start it with: {command}"
-    )
+    last = f"no faults; start it with: {shlex.join([*start, config, *overrides])}"
+    if without_data:
+        last = "no faults, without a look at tokenizer, weights and shards"
     show(report, last, sys.stdout, sys.stderr)
     return 1 if report.faults else 0
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from data.errors import DataError
@@ -51,23 +51,17 @@ class _Set:
     """None: they are trained on."""
 
 
-@dataclass(frozen=True)
-class _Found:
-    samples: int
-    bad: list[str]
+@dataclass
+class _Counts:
+    """What was seen in some samples."""
+
+    bad: list[str] = field(default_factory=list)
     """A line for each bad sample."""
-    cut: int
+    cut: int = 0
     """Samples whose text is cut by `data.sequence_length`."""
-    silent: int
-    """Samples without any token with loss."""
-    special: Counter[str]
+    without_loss: int = 0
+    special: Counter[str] = field(default_factory=Counter)
     """Samples with a special token as plain text, by token; by "" those with any."""
-
-
-@dataclass(frozen=True)
-class _Verified:
-    samples: int
-    bad: int
 
 
 def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
@@ -92,15 +86,16 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
         for number, one in enumerate(_sets_of(cfg)):
             try:
                 with closing(_dataset_of(cfg, one)) as dataset:
-                    verified = _verify_set(number, one, cfg, dataset, pool)
+                    num_bad = _verify_set(number, one, cfg, dataset, pool)
+                    size, allowed = len(dataset), dataset.allowed_bad_samples
             except DataError as error:  # a shard that cannot be read, or tokens of another tokenizer
                 code = 1
                 print(f"bad shard: {shown(str(error))}")
                 continue
             if one.held_out:
-                code |= int(verified.bad > dataset.allowed_bad_samples)
+                code |= int(num_bad > allowed)
             else:
-                samples, bad = samples + verified.samples, bad + verified.bad
+                samples, bad = samples + size, bad + num_bad
     return code | int(bad > allowed_of(cfg.data.max_bad_samples, samples))
 
 
@@ -117,35 +112,38 @@ def _dataset_of(cfg: ConfigContainer, one: _Set) -> Samples:
 
 def _verify_set(
     number: int, one: _Set, cfg: ConfigContainer, dataset: Samples, pool: ProcessPoolExecutor | None
-) -> _Verified:
+) -> int:
+    """Print the bad samples of a set and its sum, and return the number of bad ones."""
     from data.indexed.dataset import TokenDataset
     from data.samples.shard_dataset import ShardDataset
 
     for file in dataset.files if isinstance(dataset, TokenDataset) else ():
         file.require_whole()
     key, read = one.key, fields_of(cfg, one.source).members
-    allowed = dataset.allowed_bad_samples
-    jobs = [(number, at, min(at + _AT_ONCE, len(dataset))) for at in range(0, len(dataset), _AT_ONCE)]
-    results = pool.map(_read, jobs) if pool else map(_read, jobs)
-    size, bad, cut, silent, reasons, special = 0, 0, 0, 0, Counter[str](), Counter[str]()
-    for result in results:
-        size, bad, cut, silent = size + result.samples, bad + len(result.bad), cut + result.cut, silent + result.silent
-        special += result.special
-        for line in result.bad:
+    jobs = [(number, range(start, min(start + _AT_ONCE, len(dataset)))) for start in range(0, len(dataset), _AT_ONCE)]
+    bad, cut, without_loss, reasons, special = 0, 0, 0, Counter[str](), Counter[str]()
+    for counts in pool.map(_read, jobs) if pool else map(_read, jobs):
+        bad, cut, without_loss = bad + len(counts.bad), cut + counts.cut, without_loss + counts.without_loss
+        special += counts.special
+        for line in counts.bad:
             print(f"bad: {line}")
-            reasons[_kind_of(line)] += 1
+            # The reason without its numbers, so that equal reasons can be counted.
+            reasons[re.sub(r"\d+([.,]\d+)*", "#", line.split(": ", 2)[-1])[:100]] += 1
     for sentence in named_unread(dataset.unread_members()) if isinstance(dataset, ShardDataset) else ():
         print(f"warning: {key}: {sentence}", file=sys.stderr)
     fields = f", data.fields {sorted(read)}" if read else ""
-    print(f"{key}: {plural(size, 'sample')}, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
+    allowed = f"data.max_bad_samples allows {dataset.allowed_bad_samples:,}"
+    print(f"{key}: {plural(len(dataset), 'sample')}, {bad:,} bad, {allowed}{fields}")
     if not isinstance(dataset, TokenDataset):  # its samples are windows of equal length
-        print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
+        print(
+            f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {without_loss:,} have no token with loss"
+        )
     if count := special.pop("", 0):
         tokens = [token for token, _ in special.most_common()]
         print(f"  {count:,} {special_sentence(count, tokens)}, see data.special_tokens_in_text")
     for reason, count in reasons.most_common(8):
         print(f"  {count:,} x {reason}")
-    return _Verified(size, bad)
+    return bad
 
 
 def _open(config: str, overrides: Sequence[str]) -> None:
@@ -157,28 +155,17 @@ def _open(config: str, overrides: Sequence[str]) -> None:
             _readers.pop(number, None)  # reported once, by the main process
 
 
-def _read(job: tuple[int, int, int]) -> _Found:
-    number, first, end = job
-    return _found(_readers[number], range(first, end))
-
-
-def _found(dataset: Samples, numbers: Sequence[int]) -> _Found:
-    bad, cut, silent, special = list[str](), 0, 0, Counter[str]()
+def _read(job: tuple[int, range]) -> _Counts:
+    dataset, counts = _readers[job[0]], _Counts()
     dataset.inspects = True
-    for at in numbers:
-        sample, wrong = dataset.read_text(at)
+    for number in job[1]:
+        sample, fault = dataset.read_text(number)
         for media in dataset.modules:
-            wrong = wrong or dataset.read_media(at, media.module)[1]
-        if wrong is not None:
-            bad.append(f"{wrong.shard}: key {shown(wrong.key)}: {shown(wrong.reason)}")
+            fault = fault or dataset.read_media(number, media.module)[1]
+        if fault is not None:
+            counts.bad.append(f"{fault.shard}: key {shown(fault.key)}: {shown(fault.reason)}")
             continue
-        cut += sample.length >= dataset.sequence_length
-        silent += not sample.loss_mask.any()
-        special.update([*sample.special_text, ""] if sample.special_text else ())
-    return _Found(len(numbers), bad, cut, silent, special)
-
-
-def _kind_of(line: str) -> str:
-    """Return the reason in a line without its numbers, so that equal reasons can be counted."""
-    reason = line.split(": ", 2)[-1]
-    return re.sub(r"\d+([.,]\d+)*", "#", reason)[:100]
+        counts.cut += sample.length >= dataset.sequence_length
+        counts.without_loss += not sample.loss_mask.any()
+        counts.special.update([*sample.special_text, ""] if sample.special_text else ())
+    return counts

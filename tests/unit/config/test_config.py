@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import pickle
 
 import pytest
 import yaml
@@ -147,19 +146,6 @@ def test_unset_keys_have_the_defaults_of_the_dataclasses(tmp_path):
 def test_unknown_names_are_faults_with_the_nearest(override, key, said):
     found = faults("vlm_digits", override)
     assert said in found[key]
-
-
-def test_sections_of_megatron_bridge_are_answered_with_ours():
-    cfg = ConfigContainer()
-    with pytest.raises(
-        AttributeError, match=r"ConfigContainer has no key 'model'. Use llm, or modules\[NAME\].encoder"
-    ):
-        cfg.model  # noqa: B018
-    with pytest.raises(AttributeError, match="no key 'dataset'. Use data"):
-        cfg.dataset  # noqa: B018
-    with pytest.raises(AttributeError, match="no key 'trian'. Did you mean train"):
-        cfg.trian  # noqa: B018
-    assert not hasattr(cfg, "model") and copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg)) == cfg
 
 
 def sections(section, path: str = "") -> dict[str, object]:

@@ -40,7 +40,7 @@ def test_what_is_in_the_way_is_named(tmp_path, kind):
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
 def test_a_folder_without_permission_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    assert f"no permission to write into {tmp_path}" in folder_fault(tmp_path / "runs" / "mine").message
+    assert "(Permission denied: " in folder_fault(tmp_path / "runs" / "mine").message
     with pytest.raises(ConfigError, match="Permission denied"):
         make_folder(tmp_path / "runs" / "mine")
 
@@ -56,8 +56,6 @@ def test_a_file_system_that_refuses_is_named(tmp_path, monkeypatch):
         make_folder(tmp_path)
     assert f"the folder {tmp_path}/new cannot be written (Read-only file" in folder_fault(tmp_path / "new").message
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert f"no permission to write into {tmp_path}" in folder_fault(tmp_path).message
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")

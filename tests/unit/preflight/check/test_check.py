@@ -11,6 +11,8 @@ from tests.unit.configs import load
 from tests.unit.preflight.check.printed import run
 from tests.unit.preflight.check.shards import on, record, shard, sound
 
+SCRIPTS = Path(__file__).parents[4] / "scripts"
+
 
 def test_a_vision_language_run(capsys, tmp_path):
     code, out, faults = run(capsys, "vlm_digits")
@@ -30,7 +32,7 @@ def test_a_vision_language_run(capsys, tmp_path):
         "the digits demo is made on first use",
     ):
         assert said in out
-    assert out.splitlines()[-1] == "no faults; start it with: mimo-train launch here vlm_digits"
+    assert out.splitlines()[-1] == f"no faults; start it with: {SCRIPTS}/train_vlm.sh vlm_digits"
     assert list(tmp_path.iterdir()) == []  # check does not make the demo
 
 
@@ -51,14 +53,16 @@ def test_a_plain_gpt_run(capsys):
     assert code == 0
     assert "images" not in out
     assert "language, stage 2 of 2" in out
-    assert out.splitlines()[-1] == "no faults; start it with: mimo-train launch here gpt_tiny layout=language_pp2"
+    assert out.splitlines()[-1] == f"no faults; start it with: {SCRIPTS}/train_gpt.sh gpt_tiny layout=language_pp2"
 
 
-@pytest.mark.parametrize(("config", "script"), [("gpt_tiny", "train_gpt.sh"), ("vlm_digits", "train_vlm.sh")])
-def test_in_a_checkout_a_run_is_started_by_its_script(capsys, config, script):
+def test_the_command_to_start_with_is_a_script_of_a_checkout_or_the_launcher(capsys, monkeypatch, tmp_path):
     """An installed package has no scripts."""
-    Path("scripts").symlink_to(Path(__file__).parents[4] / "scripts")
-    assert run(capsys, config)[1].splitlines()[-1] == f"no faults; start it with: scripts/{script} {config}"
+    monkeypatch.chdir(SCRIPTS.parent)
+    command = ("gpt_tiny", f"run.dir={tmp_path}")
+    assert run(capsys, *command)[1].splitlines()[-1].startswith("no faults; start it with: scripts/train_gpt.sh gpt_t")
+    monkeypatch.setattr("mimo_train.preflight.check.shipped_configs", lambda: tmp_path / "configs")
+    assert run(capsys, *command)[1].splitlines()[-1].startswith("no faults; start it with: mimo-train launch here gp")
 
 
 def test_output_that_is_no_terminal_is_plain(capsys):
@@ -267,58 +271,23 @@ def test_clips_that_are_padded_have_one_number_of_tokens(capsys):
     assert " a second, up to " in rows["false"]
 
 
-SOURCES = {
-    "mine.py": "from os import path as renamed\nclass Good:\n    pass\nmade = given = type('Made', (), {})\n",
-    "dynamic.py": "globals()['Later'] = 1\n",
-    "inside_if.py": "if True:\n    class Later:\n        pass\n",
-    "syntax.py": "class X(:\n",
-    "package/__init__.py": "raise RuntimeError('at import')\n",
-    "package/inner.py": "class Good:\n    pass\n",
-}
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    for name, source in SOURCES.items():
+def test_code_whose_module_is_not_there_is_a_fault(tmp_path, monkeypatch):
+    """Modules are not imported, packages are."""
+    for name, source in {"mine.py": "assert False", "broken/__init__.py": "raise RuntimeError('at import')"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    assert not {"mine", "dynamic", "inside_if"} & set(sys.modules), "a module of the user was imported"
-
-
-def faults(*entries: str) -> list[str]:
-    return [str(fault) for fault in check(load("gpt_tiny", f"train.callbacks=[{','.join(entries)}]")).faults]
-
-
-@pytest.mark.parametrize(
-    ("entry", "why"),
-    [
-        ("nope:No", "No module named 'nope'"),
-        ("nope.inner:No", "ModuleNotFoundError: No module named 'nope'"),
-        ("mine:Bad", "module 'mine' ("),
-        ("mine:path", "has no 'path'"),
-        ("syntax:X", "SyntaxError: invalid syntax"),
-        ("package.inner:Good", "RuntimeError: at import"),
-    ],
-)
-@pytest.mark.usefixtures("project")
-def test_a_callback_that_is_not_there_is_a_fault(entry, why):
-    (fault,) = faults(entry, "mine:Good")
-    assert fault.startswith(f"train.callbacks: {entry!r} cannot be used: ") and why in fault
-
-
-@pytest.mark.usefixtures("project")
-def test_a_forward_step_that_is_not_there_is_a_fault():
-    for entry, faulty in (("mine:made", False), ("dynamic:Later", False), ("mine:bad", True), ("nope:step", True)):
-        found = [str(fault) for fault in check(load("gpt_tiny", f"train.forward_step={entry}")).faults]
-        assert [text.startswith(f"train.forward_step: {entry!r} cannot be used: ") for text in found] == [True] * faulty
-
-
-@pytest.mark.usefixtures("project")
-def test_names_that_a_module_makes_are_there_or_not_known():
-    assert faults("mine:Good", "mine:made", "mine:given", "mine:renamed", "dynamic:Later", "inside_if:Later") == []
-    assert faults("mimo_train.training.callbacks:Callback") == []
+    entries = {
+        "nope:No": "there is no such module",
+        "nope.inner:No": "No module named 'nope'",
+        "broken.inner:Good": "RuntimeError: at import",
+        "mine:Good": "",
+    }
+    for key, form in (("train.callbacks", "[{}]"), ("train.forward_step", "{}")):
+        for entry, said in entries.items():
+            found = [str(fault) for fault in check(load("gpt_tiny", f"{key}={form.format(entry)}")).faults]
+            assert len(found) == bool(said)
+            assert all(text.startswith(f"{key}: {entry!r} cannot be used: ") and said in text for text in found)
 
 
 def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
