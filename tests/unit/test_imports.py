@@ -27,7 +27,7 @@ LEVELS = (
     {"hf"},
     {"training.step"},
     {"evaluation", "debug"},
-    {"training", "dataset"},
+    {"training", "run_dataset"},
     {"bridge"},
     {"preflight"},
     {"commands"},

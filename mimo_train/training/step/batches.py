@@ -212,7 +212,7 @@ class StepIterator:
                 if self._bad is None:
                     raise UserError(
                         "data_iterator: no step is current yet. Call its advance() before next(), or train_step, which "
-                        "does. To look at samples use mimo_train.dataset.open_dataset"
+                        "does. To look at samples use mimo_train.run_dataset.open_dataset"
                     )
                 raise StopIteration("all microbatches of the step were taken: call advance() for the next step")
             index = self._waiting.popleft()

@@ -86,7 +86,7 @@ def _samples_and_timers(cfg) -> str:
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train
     from mimo_train.config.errors import UserError
-    from mimo_train.dataset import open_dataset
+    from mimo_train.run_dataset import open_dataset
     from mimo_train.training.step import forward_step as mimo_step
     from mimo_train.training.step.state import GlobalState
 

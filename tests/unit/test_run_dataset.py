@@ -12,8 +12,8 @@ from data.demo.make import MARKER
 from data.pipeline import Batching, Reader, StepLoader
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
-from mimo_train.dataset import open_dataset
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of
+from mimo_train.run_dataset import open_dataset
 from tests.tars import write_tar
 from tests.unit.configs import changed
 from tests.unit.data.helpers import chat, encode_image
