@@ -3,15 +3,16 @@
     OMP_NUM_THREADS=1 python -m benchmarks.planner [--minutes 20] [--only gpt] [--layouts 'dp2;tp2']
 
 For a plain GPT, for vision + language, and for the demo. All runs are started at first, and then train in turn, a step
-of each, there and back. Five times meanwhile layers are measured on one process, as `--measure` does, and on as many at
-once as there are cores, and messages between two processes. What a process does beside layers is the time of a step in
-which next to nothing is computed. With the medians steps are predicted, with cores that ranks share. Printed are both
-times, their rank correlation, that of some turns with the others, which no prediction can be better than, and how much
-slower the layout predicted to be best is than the best; for each shape, and the correlations for all layouts together.
-A quiet machine is needed.
+of each, there and back. Five times meanwhile a matmul is measured on one process, and on as many at once as there are
+cores, and messages between two processes. What a process does besides layers is the time of a step in which next to
+nothing is computed. With the medians steps are predicted, by the assumed rates of a core, with cores that ranks share.
+Printed are both times, their rank correlation, that of some turns with the others, which no prediction can be better
+than, and how much slower the layout predicted to be best is than the best; for each shape, and the correlations for all
+layouts together. A quiet machine is needed.
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -33,15 +34,17 @@ from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.datasets import tokenizer_of
 from mimo_train.layout.ranks import lay_out
 from mimo_train.preflight.plan.candidate import Candidate
-from mimo_train.preflight.plan.costs import Costs, Profile
-from mimo_train.preflight.plan.predict import Predictor
+from mimo_train.preflight.plan.costs import Costs
+from mimo_train.preflight.plan.predict import Predictor, Stage
 
 CORES = len(os.sched_getaffinity(0))
+CORE, CORE_TRAFFIC = 120e9, 20e9
+"""FLOP/s of a core, of which the share `MATMULS` is reached, and its memory's bytes in a second: assumed."""
 WARM_UP = 2
 """Steps of a run that do not count."""
 LEAST_TURNS = 4
 LOOKS = 4
-"""How often layers and messages are measured, and once more at the end."""
+"""How often matmuls and messages are measured, and once more at the end."""
 LLM = tuple(
     f"modules.language.llm.{size}"
     for size in ("hidden_size=256", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=704")
@@ -74,8 +77,6 @@ _EMPTY_ENCODER = tuple(
 )
 EMPTY = {"gpt": (), "vlm": _EMPTY_ENCODER, "demo": _EMPTY_ENCODER}
 """Sizes of modules in which nearly nothing is computed: what is left of a step is the program around them."""
-TENSOR = 2
-"""The largest tp of LAYOUTS."""
 SHARED, APART = ("placement.mode=shared",), ("placement.mode=disjoint",)
 LAYOUTS = {
     "gpt": {
@@ -139,21 +140,12 @@ class Machine(NamedTuple):
         latency, rate = (statistics.median(each) for each in zip(*messages, strict=True))
         return cls(Messages(latency, rate), statistics.median(cores))
 
-    def device(self, process: float) -> Device:
-        """A core of it; its memory's rate is assumed.
-
-        Args:
-            process: seconds of a step beside layers.
-        """
+    def device(self) -> Device:
+        """A core of it, with assumed rates."""
         latency, rate = self.messages
-        own = {
-            "inside": rate / LINKS,
-            "across": rate / LINKS,
-            "latency": latency,
-            "cores": self.cores,
-            "process": process,
-        }
-        return replace(DEVICES["h100"], name="a core", memory=1e12, traffic=5e9, **own)
+        links = {"inside": rate / LINKS, "across": rate / LINKS, "latency": latency}
+        rates = {"half": CORE, "single": CORE, "traffic": CORE_TRAFFIC}
+        return replace(DEVICES["h100"], name="a core", memory=1e12, **rates, **links)
 
 
 def config(shape: str, layout: str, *overrides: str) -> ConfigContainer:
@@ -171,30 +163,19 @@ def _sizes(shape: str) -> tuple[str, ...]:
     return (*SHAPES[shape][1], *QUIET)
 
 
-def _profiled(shape: str) -> tuple[Profile, float]:
-    """Costs of layers of a process that is alone, and how many such processes the cores are."""
-    from mimo_train.preflight.plan.measure import measure
-
-    cfg = config(shape, "one")
-    rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)
-    (alone,) = in_processes(measure, 1, cfg, rows, TENSOR)
-    together = in_processes(measure, CORES, cfg, rows, TENSOR)
-    longer = [
-        (there.forward_seconds + there.backward_seconds) / (here.forward_seconds + here.backward_seconds)
-        for one in together
-        for here, there in zip(alone.layers, one.layers, strict=True)
-    ]
-    return alone, CORES / statistics.mean(longer)
+def _matmuls() -> float:
+    """Seconds of matmuls on one thread."""
+    weight = torch.randn(512, 512)
+    began = time.perf_counter()
+    for _ in range(200):
+        weight @ weight
+    return time.perf_counter() - began
 
 
-def _middle(profiles: Sequence[Profile]) -> Profile:
-    """The median of each time."""
-    layers = []
-    for each in zip(*(profile.layers for profile in profiles), strict=True):
-        forward = statistics.median(one.forward_seconds for one in each)
-        backward = statistics.median(one.backward_seconds for one in each)
-        layers.append(replace(each[0], forward_seconds=forward, backward_seconds=backward))
-    return replace(profiles[0], layers=tuple(layers))
+def _cores() -> float:
+    """Processes that compute at once, of as many as there are cores, in time of one that is alone."""
+    (alone,) = in_processes(_matmuls, 1)
+    return CORES * alone / statistics.mean(in_processes(_matmuls, CORES))
 
 
 def _messages() -> Messages:
@@ -221,15 +202,46 @@ def _reduce(pipe: Connection) -> None:
     pipe.recv()
 
 
-def predicted(cfg: ConfigContainer, profile: Profile, machine: Machine, process: float) -> float:
-    """Seconds of a step."""
+class SharedCores(Predictor):
+    """Predicts steps of ranks that share cores."""
+
+    def __init__(self, cfg: ConfigContainer, costs: Costs, links: Links, cores: float, process: float):
+        """`process`: seconds of a step besides layers."""
+        super().__init__(cfg, costs, links)
+        self._cores, self._process = cores, process
+
+    def until_update(self, candidate: Candidate, stages: Sequence[Stage], microbatches: float) -> float:
+        """As many ranks as there are cores compute at once. Messages use the time of cores too."""
+        seconds = super().until_update(candidate, stages, microbatches)
+        at_once = min(sum(stage.ranks for stage in stages), math.ceil(self._cores))
+        busy = [microbatches * (stage.forward + stage.backward) + stage.gradients for stage in stages]
+        return max(seconds * max(1.0, at_once / self._cores), self._shared(stages, busy))
+
+    def update(self, stages: Sequence[Stage]) -> float:
+        """With what a process does besides layers."""
+        updates = [stage.update + self._process for stage in stages]
+        return max(*updates, self._shared(stages, updates))
+
+    def _shared(self, stages: Sequence[Stage], seconds: Sequence[float]) -> float:
+        return sum(stage.ranks * each for stage, each in zip(stages, seconds, strict=True)) / self._cores
+
+
+def candidate_of(cfg: ConfigContainer) -> Candidate:
+    """The layout of a run, on one node."""
     layout = lay_out(cfg)
-    candidate = Candidate.of(cfg, node=layout.world_size)
-    assert candidate is not None
-    links = Links(machine.device(process), node=layout.world_size)
+    shared = frozenset(edge.source for edge in layout.shared_edges)
+    layouts = {name: module.layout for name, module in cfg.modules.items()}
+    options = cfg.train.micro_batch_size, cfg.train.recompute, cfg.optim.distributed_optimizer
+    return Candidate(layouts, *options, node=0, gpus=layout.world_size, shared=shared)
+
+
+def predicted(cfg: ConfigContainer, machine: Machine, process: float) -> float:
+    """Seconds of a step."""
+    candidate = candidate_of(cfg)
+    links = Links(machine.device(), node=candidate.gpus)
     rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)
-    costs = Costs({cfg.train.recompute: cfg}, rows, dict.fromkeys(cfg.encoders, 1.0), links, profile)
-    return Predictor(cfg, costs, links).predict(candidate).seconds
+    costs = Costs({cfg.train.recompute: cfg}, rows, dict.fromkeys(cfg.encoders, 1.0), links)
+    return SharedCores(cfg, costs, links, machine.cores, process).predict(candidate).seconds
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -291,13 +303,11 @@ def compared(chosen: Sequence[tuple[str, str]], limit: float) -> tuple[Machine, 
     cfgs = {(shape, layout): config(shape, layout) for shape, layout in chosen}
     cfgs |= {(shape, NOTHING): _empty(shape) for shape in shapes}
     found: dict[tuple[str, str], list[tuple[float, float]]] = {one: [] for one in cfgs}
-    profiles: dict[str, list[tuple[Profile, float]]] = {shape: [] for shape in shapes}
-    messages = []
+    messages, cores = [], []
 
     def look() -> None:
         messages.append(_messages())
-        for shape in shapes:
-            profiles[shape].append(_profiled(shape))
+        cores.append(_cores())
 
     with ExitStack() as ends:
         runs = {}
@@ -317,12 +327,11 @@ def compared(chosen: Sequence[tuple[str, str]], limit: float) -> tuple[Machine, 
                 found[one].append(step(runs[one]))
             turn += 1
         look()
-    machine = Machine.of(messages, [each for own in profiles.values() for _, each in own])
+    machine = Machine.of(messages, cores)
     results: dict[str, list[Result]] = {shape: [] for shape in shapes}
     for shape, layout in chosen:
-        profile = _middle([profile for profile, _ in profiles[shape]])
         process = statistics.median(processors for _, processors in found[shape, NOTHING])
-        expected = predicted(cfgs[shape, layout], profile, machine, process)
+        expected = predicted(cfgs[shape, layout], machine, process)
         seconds, processors = (list(each) for each in zip(*found[shape, layout], strict=True))
         results[shape].append(Result(layout, expected, seconds, processors))
     for shape in shapes:

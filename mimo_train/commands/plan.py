@@ -15,14 +15,12 @@ def add(commands: Any) -> None:
         "plan",
         _plan,
         "layouts that fit on a number of GPUs, the fastest first",
-        "Tries every legal layout of the modules, drops what does not fit into memory, predicts the time of a\n"
-        "step of the others, and prints the best, with the overrides that choose them. Needs no GPU and no\n"
-        "torch; where the shards are there, steps are as their samples make them. See\n"
-        "docs/planner.md for what is assumed.\n\n"
+        "Predicts the time of a step of every legal layout of the modules, and prints the fastest that fit into\n"
+        "memory, with the overrides that choose them. Needs no GPU and no torch; if the shards are there, their\n"
+        "samples are counted as they are. See docs/planner.md for what is assumed.\n\n"
         "examples:\n"
         "  mimo-train plan recipes/llava_1_5_finetune --gpus 64\n"
-        "  mimo-train plan recipes/llava_1_5_finetune --gpus 64 --gpu a100 --write llava_64.yaml\n"
-        "  mimo-train plan vlm_digits --gpus 4 --measure --profile costs.json",
+        "  mimo-train plan recipes/llava_1_5_finetune --gpus 64 --gpu a100 --write llava_64.yaml",
     )
     command.add_argument("--gpus", type=positive, required=True, help="available GPUs")
     command.add_argument("--gpu", choices=DEVICES, default="h100", help="their kind (default: h100)")
@@ -43,10 +41,6 @@ def add(commands: Any) -> None:
         "--media", type=above_zero, default=1.0, metavar="N", help="media items of a sample (default: 1)"
     )
     command.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measured costs of layers, instead of assumed efficiencies"
-    )
-    command.add_argument("--measure", action="store_true", help="measure these costs here first, and write FILE")
-    command.add_argument(
         "--write", type=Path, metavar="FILE", help="write the config with the first proposal, such as layout.yaml"
     )
     command.add_argument(
@@ -66,23 +60,6 @@ def _share(text: str) -> float:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mimo_train.preflight.plan.command import Options, main
+    from mimo_train.preflight.plan.command import main
 
-    options = Options(
-        gpus=args.gpus,
-        gpu=args.gpu,
-        node=args.gpus_per_node,
-        top=args.top,
-        margin=args.margin,
-        media=args.media,
-        memory=args.memory,
-        tflops=args.tflops,
-        bandwidth=args.bandwidth,
-        network=args.network,
-        profile=args.profile,
-        measure=args.measure,
-        write=args.write,
-        without_data=args.without_data,
-        as_json=args.json,
-    )
-    return main(args.config, args.overrides, options)
+    return main(args)

@@ -20,7 +20,7 @@ MARGIN = 0.15
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one process of a CPU."""
+    """One GPU."""
 
     name: str
     memory: float
@@ -35,12 +35,8 @@ class Device:
     """Bandwidth to other GPUs of the node, in bytes/s per direction."""
     across: float
     """Bandwidth to other nodes for each GPU, in bytes/s."""
-    cores: float = 0.0
-    """Cores of a node that its ranks share; 0: no shared cores."""
     latency: float = LATENCY_INSIDE
     """Latency of a message inside a node, in seconds."""
-    process: float = 0.0
-    """Seconds of a step that a rank spends outside layers, messages and update."""
     eighth: float = 0.0
     """FLOP/s of matmuls in fp8 without sparsity; 0: no fp8."""
 
@@ -73,14 +69,6 @@ DEVICES = {
 }
 """SXM modules, except l40s (PCIe). Their usual servers have a 400 Gbit/s network card per GPU (a100 200, l40s 100);
 `--network` sets another."""
-
-
-CORE, CORE_TRAFFIC = 120e9, 20e9
-"""FLOP/s of a CPU core, of which the share `MATMULS` is reached, and its memory bandwidth in bytes/s: assumed, so that
-demo steps match benchmarks/planner_demo_cpu2_2026-11-23.md."""
-MESSAGE, MESSAGES, PROCESS, TOGETHER = 1.3e-4, 1.3e9, 0.017, 0.9
-"""Measured there: seconds of a gloo message between CPU processes, bytes per second, seconds of a step outside layers
-per process, and the share of a core that each process gets if several compute at once."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """`mimo-train plan`: reads the config, searches layouts, prints and writes the proposals. Torch is only imported to
-measure or to read shards."""
+read shards."""
 
+import argparse
 import json
-import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from data.text_format import plural
@@ -18,101 +18,53 @@ from mimo_train.estimate.devices import DEVICES, Device
 from mimo_train.estimate.memory import GIB
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.inputs.datasets import tokenizer_of
-from mimo_train.preflight.plan.costs import read_profile
-from mimo_train.preflight.plan.counts import KnownStep, steps_at_hand
+from mimo_train.preflight.plan.data_shares import data_shares
+from mimo_train.preflight.plan.predict import DataShares
 from mimo_train.preflight.plan.report import data_of, lines_of
 from mimo_train.preflight.plan.search import NothingFits, Plan, Request, fullest_rank, plan, require_sound
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command line; None if not given."""
-
-    gpus: int
-    gpu: str
-    node: int
-    top: int
-    margin: float
-    media: float
-    memory: float | None = None
-    """GB."""
-    tflops: float | None = None
-    bandwidth: float | None = None
-    """GB/s."""
-    network: float | None = None
-    """GB/s."""
-    profile: Path | None = None
-    measure: bool = False
-    write: Path | None = None
-    without_data: bool = False
-    as_json: bool = False
-
-
-def main(config: str, overrides: Sequence[str], options: Options) -> int:
-    """Plan, print and write; returns 0.
+def main(args: argparse.Namespace) -> int:
+    """Plan, print and write as the arguments of the command say; returns 0.
 
     Raises:
         UserError: the config has faults, options do not fit, a file cannot be written, or no layout fits.
     """
-    cfg = load(config, overrides, without_data=options.without_data)
+    cfg = load(args.config, args.overrides, without_data=args.without_data)
     require_sound(cfg)
-    if options.write is not None and options.write.exists():
-        raise UserError(f"--write: {options.write} exists. Remove it or choose another name")
-    if options.write is not None:
-        _require_folder(options.write, "--write")
-    if options.measure:
-        if options.profile is None:
-            raise UserError("--measure requires --profile FILE, which it writes")
-        _require_folder(options.profile, "--profile")
-        from mimo_train.preflight.plan.measure import measure
-
-        measure(cfg, _rows(cfg), options.node).write(options.profile)
-    steps, missing = ((), "--without-data") if options.without_data else steps_at_hand(cfg)
-    request = _request(cfg, options, steps, missing)
+    if args.write is not None:
+        _require_new_file(args.write)
+    vocab, media = _rows(cfg), dict.fromkeys(cfg.encoders, args.media)
+    shares = DataShares(missing="--without-data") if args.without_data else data_shares(cfg, vocab, media)
+    device = device_of(args.gpu, args.memory, args.tflops, args.bandwidth, args.network)
+    request = Request(args.gpus, args.gpus_per_node, device, vocab, media, args.margin, args.top, shares)
     try:
         layouts = plan(cfg, request)
     except NothingFits as error:
-        raise UserError(f"{error}. {alternatives(cfg, request)}") from error
-    if options.as_json:
+        raise UserError(f"{error}. {' '.join(_alternatives(cfg, request)) or 'Use more or larger GPUs.'}") from error
+    if args.json:
         print(json.dumps(data_of(layouts, cfg, request), indent=1))
     else:
         print("\n".join(lines_of(layouts, cfg, request)))
-    if options.write is not None:
-        _write(options.write, layouts, cfg, config)
-        print(_written_text(options.write, layouts), file=sys.stderr if options.as_json else sys.stdout)
+    if args.write is not None:
+        _write(args.write, layouts, cfg, args.config)
+        print(_written_text(args.write, layouts), file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
-def device_of(options: Options) -> Device:
-    """Return a device of the table, changed by options."""
-    device = DEVICES[options.gpu]
-    values = {
-        "memory": (options.memory, 1e9),
-        "half": (options.tflops, 1e12),
-        "single": (options.tflops, 1e12),
-        "inside": (options.bandwidth, 1e9),
-        "across": (options.network, 1e9),
-    }
+def device_of(
+    gpu: str,
+    memory: float | None = None,
+    tflops: float | None = None,
+    bandwidth: float | None = None,
+    network: float | None = None,
+) -> Device:
+    """Return a device of the table, with other GB, TFLOP/s and GB/s (two) if given."""
+    values = {"memory": (memory, 1e9), "half": (tflops, 1e12), "single": (tflops, 1e12)}
+    values |= {"inside": (bandwidth, 1e9), "across": (network, 1e9)}
     changes = {name: value * unit for name, (value, unit) in values.items() if value is not None}
+    device = DEVICES[gpu]
     return replace(device, **changes, name=f"{device.name}, changed" if changes else device.name)
-
-
-def _request(cfg: ConfigContainer, options: Options, steps: tuple[KnownStep, ...], missing: str) -> Request:
-    profile = None
-    if options.profile is not None:
-        profile = read_profile(options.profile, [*cfg.modules], cfg.train.precision)
-    return Request(
-        gpus=options.gpus,
-        node=options.node,
-        device=device_of(options),
-        vocab=_rows(cfg),
-        media=dict.fromkeys(cfg.encoders, options.media),
-        margin=options.margin,
-        top=options.top,
-        profile=profile,
-        steps=steps,
-        even_since=missing,
-    )
 
 
 def _rows(cfg: ConfigContainer) -> int:
@@ -121,13 +73,11 @@ def _rows(cfg: ConfigContainer) -> int:
     return embedding_rows(cfg.llm, tokens)
 
 
-def _require_folder(path: Path, option: str) -> None:
+def _require_new_file(path: Path) -> None:
+    if path.exists():
+        raise UserError(f"--write: {path} exists. Remove it or choose another name")
     if not path.parent.is_dir():
-        raise UserError(
-            f"{option}: the folder {path.parent} of {path.name} does not exist. Create it or choose another"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{option}: the folder {path.parent} of {path.name} is not writable. Choose another")
+        raise UserError(f"--write: the folder {path.parent} of {path.name} does not exist. Create it or choose another")
 
 
 def _written_text(path: Path, layouts: Plan) -> str:
@@ -152,12 +102,8 @@ DOUBLINGS = 6
 """Number of times to double the GPUs if nothing fits."""
 
 
-def alternatives(cfg: ConfigContainer, request: Request) -> str:
-    """Return sentences about alternatives that fit: the run with adapters, or on more GPUs."""
-    return " ".join(_sentences(cfg, request)) or "Use more or larger GPUs."
-
-
-def _sentences(cfg: ConfigContainer, request: Request) -> Iterator[str]:
+def _alternatives(cfg: ConfigContainer, request: Request) -> Iterator[str]:
+    """Yield sentences about alternatives that fit: the run with adapters, or on more GPUs."""
     adapted = _with_adapters(cfg)
     if adapted is not None and (memory := fullest_rank(adapted, request)):
         key = f"modules.{LANGUAGE}.lora.rank={RANK}"

@@ -1,18 +1,12 @@
-"""Seconds of a pipeline stage: computation, messages, gradients, optimizer; and the JSON profile of measured layers."""
+"""Seconds of a pipeline stage: computation, messages, gradients, optimizer."""
 
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from encoders.base import GATED, most_tokens
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.read_values import structured
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.estimate import devices
@@ -26,85 +20,6 @@ _GRADIENT = 4
 """Bytes of a gradient, in fp32."""
 _STEP = 7 * 4
 """Bytes that an Adam update reads and writes per parameter: gradient, weight and two moments in fp32."""
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """The measured cost of one layer of a module, on one of `tp` ranks."""
-
-    module: str
-    tp: int
-    tokens: int
-    """Tokens of one call."""
-    forward_flops: float
-    """FLOPs of one call on this rank."""
-    backward_flops: float
-    forward_seconds: float
-    backward_seconds: float
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Measured costs of the layers of a run on one device."""
-
-    device: str
-    precision: str
-    layers: list[LayerCost]
-    version: int = VERSION
-
-    def rates(self, module: str, tp: int) -> tuple[float, float]:
-        """Return the FLOP/s of a module's layers, forward and backward, at the nearest measured tp."""
-        layers = [layer for layer in self.layers if layer.module == module]
-        near = min(layers, key=lambda layer: (abs(math.log(layer.tp / tp)), layer.tp))
-        return near.forward_flops / near.forward_seconds, near.backward_flops / near.backward_seconds
-
-    def write(self, path: Path) -> None:
-        """Write the profile to a file.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
-        try:
-            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--profile: cannot write {path} ({error.strerror}): give another name") from error
-
-
-def read_profile(path: Path, modules: Sequence[str], precision: str) -> Profile:
-    """Read a profile of a run with these modules.
-
-    Raises:
-        UserError: the file is missing or damaged, or the profile belongs to another run.
-    """
-    try:
-        profile = _profile_of(json.loads(path.read_text()))
-    except OSError as error:
-        raise UserError(f"--profile: cannot read {path} ({error.strerror}): make it with --measure") from error
-    except ValueError as error:
-        raise UserError(f"--profile: {path} is no profile ({error}): make it with --measure") from error
-    missing = [name for name in modules if name not in {layer.module for layer in profile.layers}]
-    if missing:
-        raise UserError(f"--profile: {path} has no costs of {', '.join(missing)}: make it with --measure of this run")
-    if profile.precision != precision:
-        raise UserError(
-            f"--profile: {path} was measured in {profile.precision}, and train.precision is {precision}: make it with "
-            "--measure of this run"
-        )
-    return profile
-
-
-def _profile_of(plain: Any) -> Profile:
-    if not isinstance(plain, dict) or plain.get("version") != VERSION:
-        raise ValueError(f"expected an object with version {VERSION}")
-    profile, faults = structured(Profile, plain, "profile")
-    if faults:
-        raise ValueError(str(faults[0]))
-    for layer in profile.layers:
-        for name, value in vars(layer).items():
-            if name != "module" and not 0 < value < math.inf:
-                raise ValueError(f"{name} of {layer.module} must be above 0, is {value!r}")
-    return profile
 
 
 @dataclass(frozen=True)
@@ -132,20 +47,20 @@ class Costs:
         vocab: int,
         media: dict[str, float],
         links: Links,
-        profile: Profile | None,
     ):
         """`cfgs`: the run with each candidate for `train.recompute`; `vocab`: rows of the embedding; `media`: media
         items of each module in a sample."""
-        self._cfgs, self._vocab, self._media, self._links, self._profile = cfgs, vocab, media, links, profile
+        self._cfgs, self._vocab, self._media, self._links = cfgs, vocab, media, links
         self._cfg = next(iter(cfgs.values()))
         self._size = BYTES[self._cfg.train.precision]
         self._work = cache(self._work_of)
         self._stage_work = cache(self._work_of_stage)
         self._parameters = cache(self._parameters_of)
 
-    def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
-        """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank; `divided`: the
-        optimizer is the distributed one."""
+    def language(
+        self, layout: LayoutConfig, samples: int, recompute: str, distributed_optimizer: bool
+    ) -> list[StageCost]:
+        """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank."""
         llm, cp = self._cfg.llm, layout.cp
         tokens = samples * self._cfg.data.sequence_length // cp
         kept = layer_activations(
@@ -159,15 +74,15 @@ class Costs:
             key = work, stage == 0, stage == layout.pp - 1
             if key not in known:
                 layers = layers_of_stage(llm.num_layers, stage, layout.pp)
-                seconds = self._seconds(LANGUAGE, work, recompute, samples / (layout.tp * cp), layout.tp, layers, kept)
+                seconds = self._seconds(work, recompute, samples / (layout.tp * cp), layers, kept)
                 again = forward * layers if recompute == "full" else 0.0
                 messages = forward * layers, backward * layers * (seconds[1] > 0) + again
-                known[key] = StageCost(*seconds, *messages, *self._tail(LANGUAGE, layout, stage, divided, cp))
+                known[key] = StageCost(*seconds, *messages, *self._tail(LANGUAGE, layout, stage, distributed_optimizer))
             costs.append(known[key])
         return costs
 
     def encoder(
-        self, name: str, layout: LayoutConfig, samples: float, recompute: str, *, divided: bool
+        self, name: str, layout: LayoutConfig, samples: float, recompute: str, distributed_optimizer: bool
     ) -> list[StageCost]:
         """Return the costs of each stage of an encoder, for microbatches of `samples` samples on one replica."""
         module, size = self._cfg.modules[name], self._size
@@ -188,9 +103,9 @@ class Costs:
         for stage in range(layout.pp):
             work = self._stage_work(name, recompute, stage, layout.pp, 1)
             layers_here = 1 if plain else layers_of_stage(max(part.built_layers for part in parts), stage, layout.pp)
-            seconds = self._seconds(name, work, recompute, samples / layout.tp, layout.tp, layers_here, kept)
+            seconds = self._seconds(work, recompute, samples / layout.tp, layers_here, kept)
             messages = each * layers_here, each * layers_here * (work.matmuls_back > 0)
-            costs.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, divided, 1)))
+            costs.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, distributed_optimizer)))
         return costs
 
     def boundary(self, layout: LayoutConfig, samples: int) -> float:
@@ -220,21 +135,12 @@ class Costs:
             forward, backward = forward + dealt, backward + dealt
         return forward, backward
 
-    def _seconds(
-        self, name: str, work: Work, recompute: str, share: float, tp: int, layers: int, kept: float
-    ) -> tuple[float, float]:
+    def _seconds(self, work: Work, recompute: str, share: float, layers: int, kept: float) -> tuple[float, float]:
         """Return the compute seconds, forward and backward; `share`: samples divided by the ranks that share them."""
         has_gradients = work.matmuls_back + work.attention_back > 0
-        if self._profile is not None:
-            forward, backward = self._profile.rates(name, tp)
-            return (
-                share * (work.matmuls + work.attention) / forward,
-                share * (work.matmuls_back + work.attention_back) / backward,
-            )
         device = self._links.device
         traffic = layers * kept * devices.TOUCHED / (device.traffic * devices.TRAFFIC)
         least = layers * devices.LEAST_LAYER
-
         forward = max(least, share * self._computing(work.matmuls, work.attention, work.in_fp8) + traffic)
         backward = share * self._computing(work.matmuls_back, work.attention_back, work.in_fp8_back) + 2 * traffic
         passes = 3 if recompute == "full" else 2
@@ -247,10 +153,11 @@ class Costs:
         slow, fast = (matmuls - in_fp8) / rate, in_fp8 / (device.eighth or rate)
         return (slow + fast) / devices.MATMULS + attention / (rate * devices.ATTENTION)
 
-    def _tail(self, name: str, layout: LayoutConfig, stage: int, divided: bool, cp: int) -> tuple[float, float]:
+    def _tail(self, name: str, layout: LayoutConfig, stage: int, distributed_optimizer: bool) -> tuple[float, float]:
+        """Return the seconds of (reduction of gradients, update with the all-gather of weights)."""
         dense, experts = self._parameters(name, layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, stage)
-        replicas, inner = layout.dp * cp, layout.tp * cp
-        of_experts = layout.tp * cp * layout.dp // (layout.ep * layout.etp)
+        inner = layout.tp * layout.cp
+        replicas, of_experts = layout.dp * layout.cp, inner * layout.dp // (layout.ep * layout.etp)
         gradients = update = 0.0
         for count, ranks in ((dense, replicas), (experts, of_experts)):
             if not count.trainable:
@@ -258,9 +165,10 @@ class Costs:
             span, lanes = inner * layout.dp, max(1, min(self._links.node // inner, ranks))
             scatter = self._links.gather(count.trainable * _GRADIENT, ranks, span, lanes)
             gathered = self._links.gather(count.trainable * self._size, ranks, span, lanes)
-            gradients += scatter if divided else 2 * scatter
-            touched = count.trainable * _STEP / (ranks if divided else 1)
-            update += touched / (self._links.device.traffic * devices.TRAFFIC) + (gathered if divided else 0.0)
+            gradients += scatter if distributed_optimizer else 2 * scatter
+            touched = count.trainable * _STEP / (ranks if distributed_optimizer else 1)
+            update += touched / (self._links.device.traffic * devices.TRAFFIC)
+            update += gathered if distributed_optimizer else 0.0
         return gradients, update
 
     def _work_of(self, name: str, recompute: str) -> ModuleWork:

@@ -25,8 +25,7 @@ def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
         f"{cfg.train.global_batch_size:,} samples of {cfg.data.sequence_length:,} tokens"
         + "".join(f", {media:g} {cfg.modules[name].encoder.medium}{'s' * (media != 1)} of {name} a sample"
                   for name, media in request.media.items()),
-        f"layouts of {LANGUAGE}: {plan.legal:,}; of all modules {plan.bounded:,} bounded, {plan.fitting:,} fit, "
-        f"{plan.simulated:,} simulated",
+        f"layouts of {LANGUAGE}: {plan.legal:,}; of all modules {plan.predicted:,} predicted",
         "",
     ]  # fmt: skip
     for number, proposal in enumerate(plan.proposals, start=1):
@@ -40,13 +39,8 @@ def data_of(plan: Plan, cfg: ConfigContainer, request: Request) -> dict[str, Any
     return {
         "gpus": request.gpus,
         "device": request.device.name,
-        "steps_of_data": len(request.steps),
-        "layouts": {
-            "legal": plan.legal,
-            "bounded": plan.bounded,
-            "fitting": plan.fitting,
-            "simulated": plan.simulated,
-        },
+        "steps_of_data": request.shares.steps,
+        "layouts": {"legal": plan.legal, "predicted": plan.predicted},
         "proposals": [
             {
                 "overrides": proposal.candidate.overrides(cfg),
@@ -120,17 +114,11 @@ def of_numbers(cfg: ConfigContainer) -> str:
 
 
 def _notes(cfg: ConfigContainer, request: Request) -> list[str]:
-    if request.profile is not None:
-        rates = f"layers as measured on {request.profile.device}; assumed:"
-    else:
-        rates = (
-            f"assumed, and not measured (--profile): matmuls reach {devices.MATMULS:.0%} of the peak, attention "
-            f"{devices.ATTENTION:.0%},"
-        )
     return [
-        f"{rates} memory {devices.TRAFFIC:.0%} and links {devices.LINKS:.0%} of theirs",
+        f"assumed, not measured: matmuls reach {devices.MATMULS:.0%} of the peak, attention {devices.ATTENTION:.0%}, "
+        f"memory {devices.TRAFFIC:.0%} and links {devices.LINKS:.0%} of theirs",
         f"{request.margin:.0%} of the memory are kept free for what is not estimated",
-        _counts(request),
+        _data(request),
         *filter(None, [of_numbers(cfg), _of_fp8(cfg, request)]),
         "compare proposals with each other, not with a clock: docs/planner.md has the limits of the model",
     ]
@@ -140,17 +128,17 @@ def _of_fp8(cfg: ConfigContainer, request: Request) -> str:
     modules, device = ", ".join(has_fp8(cfg)), request.device
     if not modules:
         return ""
-    if request.profile is not None:
-        return f"layers of {modules} are in fp8, and reckoned as measured without it"
     if not device.eighth:
         return f"layers of {modules} are in fp8, which {device.name} has none of: reckoned in {cfg.train.precision}"
     return f"products of layers in fp8 ({modules}) at the same share of a peak of {device.eighth / 1e12:g} TFLOP/s"
 
 
-def _counts(request: Request) -> str:
-    if request.steps:
-        return f"texts and media of microbatches as the data has them, in {len(request.steps)} steps spread over it"
-    return f"even counts: every row is as if full, every image the largest ({request.even_since})"
+def _data(request: Request) -> str:
+    shares = request.shares
+    if not shares.work:
+        return f"every row is counted as full, every image as the largest ({shares.missing})"
+    work = ", ".join(f"{name} {share:.0%}" for name, share in shares.work.items())
+    return f"work of the data relative to full samples, in {shares.steps} steps spread over it: {work}"
 
 
 def _rate(number: float) -> str:

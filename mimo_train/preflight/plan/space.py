@@ -6,7 +6,7 @@ for proposals (`mimo_train.preflight.plan.search`).
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -16,35 +16,13 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.layout.batch import Batch, sequence_faults
 from mimo_train.layout.legality import encoder_faults, language_faults, projector_faults
+from mimo_train.preflight.plan.candidate import Candidate, ranks_of
 
 MOST_CP, MOST_CHUNKS, MOST_STAGES_OF_ENCODER = 16, 8, 8
 """Largest sizes to try."""
 _FEW_STAGES = 12
 _LEAST_PART = 256
 """Minimum tokens of a context-parallel rank."""
-
-
-@dataclass(frozen=True)
-class LanguageOption:
-    """A layout of the language model, its microbatch and recompute."""
-
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    ep: int
-    etp: int
-    vpp: int
-    sp: bool
-    micro_batch_size: int
-    recompute: str
-    divided: bool
-    """True for the distributed optimizer."""
-
-    @property
-    def layout(self) -> LayoutConfig:
-        """The layout as in a config."""
-        return LayoutConfig(self.tp, self.pp, self.dp, self.cp, self.ep, self.etp, self.vpp, self.sp)
 
 
 class Space:
@@ -56,11 +34,11 @@ class Space:
         self._sizes = list(Batch.of(cfg).sizes())
         self._encoder_is_legal = cache(self._is_legal_encoder)
 
-    def language(self) -> Iterator[LanguageOption]:
-        """Yield every layout of the language model, on all GPUs or fewer."""
+    def language(self) -> Iterator[Candidate]:
+        """Yield a candidate without encoders for every layout of the language model, on all GPUs or fewer."""
         cfg, llm = self._cfg, self._cfg.llm
         recomputes, optimizers = self.recomputes(), (True,) if cfg.optim.distributed_optimizer else (False, True)
-        samples = sizes_of_microbatches(cfg)
+        samples, node = sizes_of_microbatches(cfg), self._node if self._gpus > self._node else 0
         for tp in self._tensor_sizes():
             for pp in range(1, min(llm.num_layers, self._gpus // tp) + 1):
                 if not _is_tried(pp, llm.num_layers):
@@ -73,30 +51,31 @@ class Space:
                         for dp in self._replicas(tp * pp * cp, micro):
                             for ep, etp, vpp in self._rest(tp, pp, cp, dp, sp, micro):
                                 for recompute, divided in product(recomputes, optimizers):
-                                    sizes = tp, pp, cp, dp, ep, etp, vpp, sp
-                                    yield LanguageOption(*sizes, micro, recompute, divided)
+                                    layout = LayoutConfig(tp, pp, dp, cp, ep, etp, vpp, sp)
+                                    yield Candidate({LANGUAGE: layout}, micro, recompute, divided, node, self._gpus)
 
     def recomputes(self) -> tuple[str, ...]:
         """Return the values of `train.recompute` to try."""
         return ("none", "full") if self._cfg.train.recompute != "selective" else ("none", "selective", "full")
 
-    def shared(self, name: str, language: LanguageOption) -> Iterator[LayoutConfig]:
+    def shared(self, name: str, candidate: Candidate) -> Iterator[LayoutConfig]:
         """Yield layouts of an encoder on the ranks of the language model's first stage."""
-        ranks = language.tp * language.cp * language.dp
+        ranks = ranks_of(candidate.language) // candidate.language.pp
+        microbatch, is_equal = _microbatch(candidate), self._cfg.modules[name].balance == "samples"
         for tp in _divisors(self._node):
-            if ranks % tp == 0 and self._takes(name, ranks // tp, language):
+            # Replicas get equal numbers of samples, unless patches are balanced.
+            if ranks % tp == 0 and not (is_equal and microbatch % (ranks // tp)):
                 layout = LayoutConfig(tp=tp, dp=ranks // tp)
                 if self._encoder_is_legal(name, tp, 1):
                     yield layout
 
-    def apart(self, name: str, language: LanguageOption, free: int) -> Iterator[LayoutConfig]:
+    def apart(self, name: str, candidate: Candidate, free: int) -> Iterator[LayoutConfig]:
         """Yield layouts of an encoder on at most `free` ranks of its own."""
-        most = 1 if self._stays(name) else MOST_STAGES_OF_ENCODER
-        microbatch = language.micro_batch_size * language.dp
+        most = 1 if self._has_one_stage(name) else MOST_STAGES_OF_ENCODER
         for tp, pp in product(_divisors(self._node), _powers(most)):
             if tp * pp > free or not self._encoder_is_legal(name, tp, pp):
                 continue
-            for dp in _divisors(microbatch):
+            for dp in _divisors(_microbatch(candidate)):
                 if tp * pp * dp <= free:
                     yield LayoutConfig(tp=tp, pp=pp, dp=dp)
 
@@ -145,25 +124,21 @@ class Space:
             elif not self._language_faults(LayoutConfig(tp, pp, dp, cp, ep, etp, vpp, sp)):
                 yield ep, etp, vpp
 
-    def _takes(self, name: str, dp: int, language: LanguageOption) -> bool:
-        """True if an encoder's replicas get equal numbers of samples."""
-        microbatch = language.micro_batch_size * language.dp
-        return self._cfg.modules[name].balance != "samples" or microbatch % dp == 0
-
     def _is_legal_encoder(self, name: str, tp: int, pp: int) -> bool:
         module = replace(self._cfg.modules[name], layout=LayoutConfig(tp=tp, pp=pp))
         faults = [*encoder_faults(module, name), *projector_faults(module, self._cfg.llm.hidden_size, name)]
         return not faults
 
-    def _stays(self, name: str) -> bool:
-        """True if an encoder has one stage: its features are kept, or it has no layers to divide."""
+    def _has_one_stage(self, name: str) -> bool:
+        """True if an encoder's features are kept, or it has no layers to divide."""
         module = self._cfg.modules[name]
-        kept = bool(module.feature_cache.dir) or module.prefetch_microbatches > 0
-        return (
-            kept
-            or isinstance(module.encoder, PlainSpec)
-            or min(part.built_layers for part in module.encoder.parts.values()) == 1
-        )
+        if module.feature_cache.dir or module.prefetch_microbatches or isinstance(module.encoder, PlainSpec):
+            return True
+        return min(part.built_layers for part in module.encoder.parts.values()) == 1
+
+
+def _microbatch(candidate: Candidate) -> int:
+    return candidate.micro_batch_size * candidate.language.dp
 
 
 def sizes_of_microbatches(cfg: ConfigContainer) -> list[int]:

@@ -3,15 +3,10 @@
 import pytest
 
 from benchmarks import planner
-from mimo_train.preflight.plan.costs import LayerCost, Profile
-
-PROFILE = Profile(
-    "the CPU", "fp32", tuple(LayerCost(name, 1, 1, 5e9, 5e9, 1.0, 1.0) for name in ("images", "language"))
-)
 
 
 def seconds(cfg, cores: float, process: float = 0.0) -> float:
-    return planner.predicted(cfg, PROFILE, planner.Machine(planner.Messages(1e-4, 1e9), cores), process)
+    return planner.predicted(cfg, planner.Machine(planner.Messages(1e-4, 1e9), cores), process)
 
 
 def test_ranks_are_compared():
@@ -26,7 +21,7 @@ def test_every_layout_is_predicted_and_cores_are_shared(shape, replicas):
     for layout in planner.LAYOUTS[shape]:
         cfg = planner.config(shape, layout)
         few, many = (seconds(cfg, cores) for cores in (1.0, 8.0))
-        assert 0.1 < many <= few < 30, layout
+        assert 0.01 < many <= few < 30, layout
     one, two = (planner.config(shape, layout) for layout in ("one", replicas))
     # Two replicas on one core take no less than one, on two cores about half.
     assert seconds(two, 1.0) >= 0.99 * seconds(one, 1.0)
