@@ -68,7 +68,7 @@ def compare(data: ShardDataset, size: int) -> None:
         began = time.thread_time()
         plan = batching.plan(first, size, samples.lengths, 2048)
         for at in range(len(plan.shares)):
-            places = plan.places(at)
+            places = plan.places[at]
             for of in (samples.tokens, samples.loads, samples.pairs):
                 of["images"][places].tolist()
         ways["order and microbatches of it"].append(time.thread_time() - began)

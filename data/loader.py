@@ -19,7 +19,7 @@ import torch
 from data.collate import collate, collate_media, collate_packed
 from data.errors import DataError
 from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch, StepSamples, TextSample
-from data.order.step_plan import Share, Span, StepPlan, spread_parts
+from data.order.step_plan import Span, StepPlan, spread_parts
 from data.samples.bad_samples import BadSample
 from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
 from data.workers import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
@@ -79,7 +79,12 @@ class StepLoader:
             raise RuntimeError("this StepLoader is closed")
         self._wait = Wait(self._gives_up)
         try:
-            return self._next_step()
+            self._issue_to(_STEPS_AHEAD)
+            if not self._pending:
+                raise StopIteration
+            step = self._pending.popleft()
+            self._issue_to(_STEPS_AHEAD)  # refill the free slot
+            return self._assemble(step)
         except StopIteration:
             raise
         except BaseException as error:
@@ -105,14 +110,6 @@ class StepLoader:
         self._pending.clear()
         if self._threads is not None:
             self._threads.close(waits=not self._given_up)
-
-    def _next_step(self) -> StepBatch:
-        self._issue_to(_STEPS_AHEAD)
-        if not self._pending:
-            raise StopIteration
-        step = self._pending.popleft()
-        self._issue_to(_STEPS_AHEAD)  # refill the free slot
-        return self._assemble(step)
 
     def _issue_to(self, steps: int) -> None:
         # Without threads, samples are read when the step is assembled.
@@ -160,22 +157,21 @@ class StepLoader:
 
     def _numbers_read(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
         """Return the sample numbers that this rank reads: microbatch -> module -> numbers."""
-        order = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
-        spans = {reader.module: self._spans(reader, plan, samples, order) for reader in self._readers}
+        spans = {reader.module: self._spans(reader, plan, samples) for reader in self._readers}
         return [
-            {module: (plan.first + places[slice(*of[microbatch])]).tolist() for module, of in spans.items()}
-            for microbatch, places in enumerate(order)
+            {module: (plan.first + places[slice(*of_module[at])]).tolist() for module, of_module in spans.items()}
+            for at, places in enumerate(plan.places)
         ]
 
-    def _spans(self, reader: Reader, plan: StepPlan, samples: StepSamples, order: list[np.ndarray]) -> list[Span]:
+    def _spans(self, reader: Reader, plan: StepPlan, samples: StepSamples) -> list[Span]:
         if reader is self._language:
-            return [plan.spans(microbatch)[reader.dp_rank] for microbatch in range(len(order))]
+            return [of_ranks[reader.dp_rank] for of_ranks in plan.spans]
         if plan.packed or reader.balanced:
-            loads = [samples.loads[reader.module][places].tolist() for places in order]
+            loads = [samples.loads[reader.module][places].tolist() for places in plan.places]
             if plan.packed:
                 return [of_ranks[reader.dp_rank] for of_ranks in spread_parts(loads, reader.dp_size)]
             return [reader.span(of_samples) for of_samples in loads]
-        return [reader.span(places.tolist()) for places in order]  # only the number of loads counts
+        return [reader.span(places.tolist()) for places in plan.places]  # only the number of loads counts
 
     def _submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
         if self._threads is None:
@@ -205,10 +201,9 @@ class StepLoader:
         for number in sorted(bad_samples):
             bad[number - plan.first] = True
             self._dataset.bad_samples.record(bad_samples[number])
-        order = [plan.places(at) for at in range(len(plan.shares))]
         samples = step.samples
         tokens, loads, pairs = (
-            {module: [values[places].tolist() for places in order] for module, values in of.items()}
+            {module: [values[places].tolist() for places in plan.places] for module, values in of.items()}
             for of in (samples.tokens, samples.loads, samples.pairs)
         )
         return StepBatch(plan, microbatches, step.numbers, tokens, loads, pairs, bad)
@@ -228,7 +223,12 @@ class StepLoader:
             samples = [self._planned(plan, *read) for read in texts]
             # A sample whose image failed on this rank must not be learned either.
             samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
-            batch |= self._rows(plan, plan.shares[at][self._language.dp_rank], samples)
+            share = plan.shares[at][self._language.dp_rank]
+            if plan.packed and plan.lengths is not None:
+                lengths = plan.lengths[share.places].tolist()
+                batch |= collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
+            else:
+                batch |= collate(samples, share.length)
             if len(self._dataset.sources) > 1:
                 batch["sources"] = self._sources(plan, samples, batch)
             if self._dataset.keep_text:
@@ -239,13 +239,6 @@ class StepLoader:
                 module: None if value is None else {module: value} for module, value in inputs.items()
             }
         return batch
-
-    def _rows(self, plan: StepPlan, share: Share, samples: Sequence[TextSample]) -> dict[str, Any]:
-        if not plan.packed:
-            return collate(samples, share.length)
-        assert plan.lengths is not None, "packs follow from lengths"
-        lengths = plan.lengths[share.places].tolist()
-        return collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
 
     def _sources(self, plan: StepPlan, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
         """Return the source of each token, int64 as `input_ids`; 0 for trailing padding of a packed row."""

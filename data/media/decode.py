@@ -75,7 +75,7 @@ def decode_image_file(raw: bytes, bounds: Bounds = BOUNDS, background: Colour | 
             # torch requires writable memory
             image = decode_with_torchvision(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         elif header.format == "HEIC":
-            image = _decode_heic(raw, background)
+            image = _flat(import_heif().open_heif(io.BytesIO(raw)).to_pillow(), background)
         else:
             image = _decode_with_pillow(raw, background)
     except Exception as error:  # torchvision and Pillow raise many types for damaged bytes
@@ -152,10 +152,6 @@ def _decode_with_pillow(raw: bytes, background: Colour | None) -> torch.Tensor:
             shades = ((grey + 128) // 257).astype(np.uint8)
             return torch.from_numpy(shades).expand(3, -1, -1)
         return _flat(image, background)
-
-
-def _decode_heic(raw: bytes, background: Colour | None) -> torch.Tensor:
-    return _flat(import_heif().open_heif(io.BytesIO(raw)).to_pillow(), background)
 
 
 def _flat(image: Any, background: Colour | None) -> torch.Tensor:

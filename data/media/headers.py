@@ -6,10 +6,11 @@ The index and the decoders use the same functions, so their sizes agree.
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import (
@@ -38,7 +39,7 @@ _HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs",
 _AVIF = {b"avif", b"avis"}
 _PNG_HEAD = 33  # bytes of the signature and the first chunk
 _PNG_TAIL = 1 << 16  # bytes at the end of a PNG file that are searched for metadata after its pixels
-_PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+_PNG_METADATA = re.compile(b"eXIf|tEXt|zTXt|iTXt")
 _PNG_EXIF_TEXT = "Raw profile type exif"
 _MOVIE_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")  # the first of an MP4 or MOV file
 _MOST_BOXES = 1 << 16
@@ -213,7 +214,7 @@ def _png_orientation(read: ReadAt, size: int) -> int:
     start = max(size - _PNG_TAIL, _PNG_HEAD)
     tail = read(start, max(size - start, 0))
     chunks = []
-    for at in sorted(at for name in _PNG_METADATA for at in _offsets(tail, name)):
+    for at in (match.start() for match in _PNG_METADATA.finditer(tail)):
         end = at + 8 + int.from_bytes(tail[at - 4 : at], "big")
         if 4 <= at and end <= len(tail) and zlib.crc32(tail[at : end - 4]).to_bytes(4, "big") == tail[end - 4 : end]:
             chunks.append(tail[at - 4 : end])
@@ -222,13 +223,6 @@ def _png_orientation(read: ReadAt, size: int) -> int:
     head = read(0, _PNG_HEAD)
     with PngImagePlugin.PngImageFile(io.BytesIO(head + b"".join(chunks) + bytes(4) + b"IDAT" + bytes(4))) as image:
         return _orientation(image)
-
-
-def _offsets(raw: bytes, name: bytes) -> Iterator[int]:
-    at = raw.find(name)
-    while at >= 0:
-        yield at
-        at = raw.find(name, at + 1)
 
 
 def _parse_heic(raw: bytes, read: ReadAt, size: int) -> ImageHeader | None:

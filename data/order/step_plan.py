@@ -41,13 +41,16 @@ class StepPlan:
     documents: Sequence[np.ndarray] | None = None
     """Tokens of each packed sample's documents, by place, int64; None: each sample is one document."""
 
-    def places(self, microbatch: int) -> np.ndarray:
-        """Return the places of a microbatch's samples, in order of data-parallel rank."""
-        return self._places[microbatch]
+    @cached_property
+    def places(self) -> list[np.ndarray]:
+        """Microbatch -> places of its samples, in order of data-parallel rank."""
+        return [np.concatenate([share.places for share in of_ranks]) for of_ranks in self.shares]
 
-    def spans(self, microbatch: int) -> list[Span]:
-        """Return each rank's span of `places`."""
-        return self._spans[microbatch]
+    @cached_property
+    def spans(self) -> list[list[Span]]:
+        """Microbatch -> each rank's span of `places`."""
+        ends = [np.cumsum([0, *(len(share.places) for share in of_ranks)]).tolist() for of_ranks in self.shares]
+        return [list(zip(of_ranks[:-1], of_ranks[1:], strict=True)) for of_ranks in ends]
 
     def lengths_in_row(self, numbers: np.ndarray, row_length: int) -> list[int]:
         """Return the tokens of each sample in a packed row, and of its trailing padding, if any."""
@@ -98,15 +101,6 @@ class StepPlan:
     def tokens(self) -> int:
         """The tokens of the step's samples without padding; with padding if lengths are unknown."""
         return self.positions if self.lengths is None else int(self.lengths.sum())
-
-    @cached_property
-    def _places(self) -> list[np.ndarray]:
-        return [np.concatenate([share.places for share in of_ranks]) for of_ranks in self.shares]
-
-    @cached_property
-    def _spans(self) -> list[list[Span]]:
-        ends = [np.cumsum([0, *(len(share.places) for share in of_ranks)]).tolist() for of_ranks in self.shares]
-        return [list(zip(of[:-1], of[1:], strict=True)) for of in ends]
 
 
 @dataclass(frozen=True)

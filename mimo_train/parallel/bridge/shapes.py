@@ -57,7 +57,7 @@ class StepShapes:
         self.texts = [
             [(share.length, plan.rows(at, replica)) for replica, share in enumerate(plan.shares[at])] for at in chosen
         ]
-        self._taken, self._packed = [plan.spans(at) for at in chosen], plan.packed
+        self._taken, self._packed = [plan.spans[at] for at in chosen], plan.packed
         self._chosen, self._step_loads = chosen, loads
 
     def taken(self, source: str, destination: ModuleLayout, microbatch: int) -> list[Span]:

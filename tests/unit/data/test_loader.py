@@ -110,23 +110,6 @@ def test_data_parallel_slices_make_up_the_whole(dataset, language, vision):
         assert all(rank[at].token_counts == step.token_counts for rank in [*text, *media])
 
 
-def test_balanced_readers_make_up_the_whole_and_share_the_work(dataset):
-    whole = steps(dataset())
-    ranks = [steps(dataset(), [Reader("images", rank, 2, balanced=True)]) for rank in range(2)]
-    uneven = 0
-    for at, step in enumerate(whole):
-        for micro, expected in enumerate(step.microbatches):
-            parts = [rank[at].microbatches[micro] for rank in ranks]
-            numbers = [part["sample_numbers"].tolist() for part in parts]
-            assert sum(numbers, []) == expected["sample_numbers"].tolist()
-            assert equal([item for part in parts for item in pixels(part)], pixels(expected))
-            loads = step.loads["images"][micro]
-            shares = [sum(loads[: len(numbers[0])]), sum(loads[len(numbers[0]) :])]
-            assert max(shares) <= max(sum(loads[: len(loads) // 2]), sum(loads[len(loads) // 2 :]))
-            uneven += len(numbers[0]) != len(numbers[1])
-    assert uneven, "the demo has no microbatch whose images are not in the middle"
-
-
 def test_each_rank_reads_only_its_members(dataset):
     language, vision = dataset(), dataset()
     for step in steps(language, [Reader("language", 0, 2)], workers=2):
@@ -255,11 +238,3 @@ def test_reads_are_announced_before_they_begin(dataset, monkeypatch):
     with StepLoader(there, Batching(4, 2), [Reader("language", 0, 1)], workers=2, limit=1) as steps:
         assert len([*steps]) == 1
     assert announced == [(told(), number, (), True) for number in range(4)]
-
-
-def test_the_outline_of_a_sample_is_made_once_for_all_readers_of_its_step(dataset, monkeypatch):
-    data, made = dataset(shuffle=True), []
-    original = data.meta_at
-    monkeypatch.setattr(data, "meta_at", lambda *given: made.append(given[2]) or original(*given))
-    steps(data, limit=2, workers=1)
-    assert sorted(made) == list(range(16))

@@ -124,11 +124,11 @@ def test_microbatches_hold_similar_lengths_and_every_sample_once(lengths, replic
     # Which samples make a microbatch does not depend on the replicas.
     alone = plan_by_length(7, lengths, 12, 1, 100, Padding(unit))
     for at in range(4):
-        assert sorted(plan.places(at)) == sorted(alone.places(at))
-        assert [plan.places(at)[slice(*span)].tolist() for span in plan.spans(at)] == [
+        assert sorted(plan.places[at]) == sorted(alone.places[at])
+        assert [plan.places[at][slice(*span)].tolist() for span in plan.spans[at]] == [
             share.places.tolist() for share in plan.shares[at]
         ]
-    tops = [max(lengths[plan.places(at)]) for at in range(4)]
+    tops = [max(lengths[plan.places[at]]) for at in range(4)]
     assert tops == sorted(tops, reverse=True) and plan.tokens == lengths.sum() <= plan.positions
 
 
@@ -144,7 +144,7 @@ def test_replicas_get_as_many_positions():
 def test_equal_lengths_leave_samples_in_their_order():
     plan, in_order = plan_by_length(0, np.full(24, 40), 6, 2, 40, Padding()), plan_in_order(0, 24, 6, 2, 40)
     for at in range(4):
-        assert plan.places(at).tolist() == in_order.places(at).tolist()
+        assert plan.places[at].tolist() == in_order.places[at].tolist()
     assert plan.texts_of_length == in_order.texts_of_length == {40: 24}
 
 

@@ -125,17 +125,6 @@ def test_one_that_finds_another_at_work_waits_for_what_it_counts(shards, dataset
     second.serve()
 
 
-def test_what_a_killed_count_has_of_other_shards_stays(shards, dataset, monkeypatch):
-    counted(dataset(shards=shards / "s-1.tar"))
-    work = TextLengths(dataset(shards=shards)).build()
-    next(work)
-    work.close()  # as a kill leaves it
-    assert counted(dataset(shards=shards / "s-1.tar")) == 0
-    monkeypatch.delattr(ShardDataset, "length_of")
-    assert counted(dataset(shards=shards)) == 0
-    assert not list(shards.glob("*.lock"))
-
-
 def test_a_count_of_other_shards_takes_what_a_killed_one_has(shards, dataset, monkeypatch):
     work = TextLengths(dataset(shards=shards)).build()
     assert next(work).shard == shards / "s-0.tar"
@@ -202,19 +191,6 @@ def test_a_sample_that_turns_bad_keeps_its_planned_length(shards, dataset, monke
             assert bool(batch["loss_mask"][row].any()) == (place not in (5, 7))
     lengths = [of_ranks[0].length for of_ranks in step.plan.shares]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 40 and lengths[-1] < 20
-
-
-def test_replicas_with_rows_of_their_own_make_up_the_step(shards, dataset):
-    found, batching = [], Batching(12, 6, None, 2, Padding(4))
-    for rank in range(2):
-        data = dataset(shards=shards, sequence_length=40, max_bad_samples=1)
-        counted(data)
-        with StepLoader(data, batching, [Reader("language", rank, 2)], workers=2, limit=1) as loader:
-            found.append(next(loader))
-    numbers = [number for step in found for batch in step.microbatches for number in batch["sample_numbers"].tolist()]
-    assert sorted(numbers) == list(range(12))
-    shapes = {tuple(batch["labels"].shape) for step in found for batch in step.microbatches}
-    assert len(shapes) > 2 and {rows for rows, _ in shapes} == {3}
 
 
 def test_other_processes_can_count_for_a_run(tmp_path):

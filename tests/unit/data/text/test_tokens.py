@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -95,13 +94,6 @@ def test_all_ids_are_below_the_size_of_a_vocabulary_with_gaps(tmp_path):
     ids = [*tokenizer.encode("which digit"), tokenizer.placeholder_id("<image>")]
     assert 900 in ids and max(ids) < tokenizer.vocab_size
     assert tokenizer.decode([*ids, 5, tokenizer.vocab_size]) == "which digit"
-
-
-def test_hugging_face_tokenizer_serves_threads(saved_tokenizer):
-    tokenizer = build_tokenizer(saved_tokenizer(), ["<image>"])
-    texts = [f"which digit is <image> {n}" for n in range(400)]
-    with ThreadPoolExecutor(4) as pool:
-        assert [tokenizer.decode(ids) for ids in pool.map(tokenizer.encode, texts)] == texts
 
 
 def test_tokenizers_are_told_apart_by_their_fingerprints(saved_tokenizer, tmp_path):
