@@ -312,31 +312,18 @@ def _of_unequal_parts(original: Callable) -> Callable:
     return all_gather
 
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""Options of malloc.h."""
-_OPTIONS = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 2**26}
-"""Bytes that may be free before some are returned, and bytes that a heap allocates ahead."""
-_LARGEST, _LARGEST_BEFORE = 2**30, 2**25
-"""Bytes of the largest piece that the heap serves: now, and before glibc 2.35."""
-_USER_VARIABLES = (
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_TOP_PAD_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_MMAP_MAX_",
-    "GLIBC_TUNABLES",
-)
+_MALLOC_OPTIONS = {-3: 2**30, -1: 2**31 - 1, -2: 2**26}
+"""Options of malloc.h: M_MMAP_THRESHOLD, bytes of the largest piece that the heap serves; M_TRIM_THRESHOLD, bytes that
+may be free before some are returned; M_TOP_PAD, bytes that a heap allocates ahead."""
 
 
-def keep_freed_memory() -> bool:
-    """Let this process keep the memory that its tensors free. Return False without glibc, or if the environment sets
-    options of its `malloc`.
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that its tensors free, unless the environment sets options of glibc's `malloc`.
 
     glibc (2.36) returns memory to the system as soon as much of it is free at the end of its heap, and large pieces at
     once. A step frees nearly all that it allocates, so every step would map and clear its pages anew.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(os.environ.get(name) for name in _USER_VARIABLES):
-        return False
-    if not any(mallopt(_MMAP_THRESHOLD, largest) for largest in (_LARGEST, _LARGEST_BEFORE)):
-        return False
-    return all(mallopt(option, value) for option, value in _OPTIONS.items())
+    if mallopt is not None and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        for option, value in _MALLOC_OPTIONS.items():
+            mallopt(option, value)

@@ -8,7 +8,7 @@ stages (schedules.py, deallocate_output_tensor).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,29 +26,25 @@ FORWARD, LOSS, BACKWARD = "forward", "loss function", "backward"
 """Where a non-finite value can originate, in the order of a microbatch."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A layer of a module on this rank; `stage` counts the module's model chunks in the order of forward."""
+class Place(NamedTuple):
+    """A layer of a module on this rank, with the name of `layers_of`, or "" for the loss function; `stage` counts the
+    module's model chunks in the order of forward."""
 
     module: str
     stage: int
     layer: str
-    """Name from `layers_of`; empty for the loss function."""
 
 
-@dataclass(frozen=True)
-class Sighting:
-    """The first non-finite value of a microbatch on a rank."""
+class Sighting(NamedTuple):
+    """The first non-finite value of a microbatch on a rank; `begins` and `weights` as in `Origin`. `depth` counts the
+    layers of this rank before it: with context parallelism, attention carries values to other ranks later."""
 
     direction: str
     place: Place
     begins: bool
-    """True if the layer's input (in backward: the gradient of its output) was finite."""
     weights: bool
-    """True if the layer's weights are finite."""
     rank: int
     depth: int = 0
-    """Layers of this rank before it: with context parallelism, attention carries values to other ranks later."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,9 @@ class Origin:
     """Empty for the loss function."""
     ranks: list[int]
     begins: bool
+    """True if the layer's input (in backward: the gradient of its output) was finite."""
     weights: bool
+    """True if the layer's weights are finite."""
 
     def __str__(self) -> str:
         ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
@@ -138,12 +136,8 @@ class LayerHooks:
                 return self._sighting(BACKWARD, place, True)
         if self._gradients:
             return self._sighting(BACKWARD, self._gradients[0][0], False)
-        return self._first_weight()
-
-    def _first_weight(self) -> Sighting | None:
-        """Return the last layer, the first in backward, whose weights have a non-finite gradient."""
         bad = bad_gradients(self._model)
-        for place in reversed(self._layers):
+        for place in reversed(self._layers):  # the last layer is the first in backward
             if any(name.startswith(f"{place.layer}.") for name in bad.get(place.module, ())):
                 return self._sighting(BACKWARD, place, True)
         for module, names in bad.items():  # weights outside of layers

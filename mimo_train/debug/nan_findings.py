@@ -14,20 +14,16 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import MEDIA
+from data.text_format import listed, plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.parameters import global_names, modules_of
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.pipeline import Pipeline
 
-NAMES = 3
-"""Most parameter names in a message, for a module and rank."""
-
-PLACES = 4
-"""Most modules, ranks and microbatches in a message, for a kind of finding; the replay file lists all."""
-
-SAMPLES = 8
-"""Most samples in a message, for a microbatch and rank."""
+NAMES, PLACES, SAMPLES = 3, 4, 8
+"""Most parameter names of a module and rank, places of a kind of finding, and samples of a microbatch and rank, in a
+message; the replay file has all."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +40,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class BadTensors:
-    """A module's parameters on a rank with non-finite gradients or weights: their number and a few names."""
+    """A module's parameters on a rank with non-finite gradients or weights."""
 
     module: str
     rank: int
-    number: int
     names: list[str]
 
     def __str__(self) -> str:
-        return f"{self.module} on rank {self.rank} ({_counted(self.number)}: {_some(self.names, self.number)})"
+        count = plural(len(self.names), "parameter")
+        return f"{self.module} on rank {self.rank} ({count}: {listed(self.names, NAMES)})"
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class BadMicrobatch:
 
     def __str__(self) -> str:
         values = ", ".join(f"{name} {value}" for name, value in self.values.items())
-        samples = _some([str(sample) for sample in self.samples[:SAMPLES]], len(self.samples))
+        samples = listed([str(sample) for sample in self.samples], SAMPLES)
         return f"{self.module} on rank {self.rank}, microbatch {self.microbatch} ({values}): {samples}"
 
 
@@ -85,16 +81,17 @@ class Findings:
         """Yield a line for each kind, causes first."""
         for what in ("inputs", "weights", "losses", "gradients"):
             if places := getattr(self, what):
-                yield f"{what} not finite: " + _some([str(place) for place in places[:PLACES]], len(places), "; ")
+                yield f"{what} not finite: {listed([str(place) for place in places], PLACES, between='; ')}"
         if not (self.inputs or self.weights or self.losses):
             yield "inputs, weights and the losses of all microbatches are finite: backward is at fault"
 
 
 def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findings:
     """Check the last step on all ranks and return the same findings on each. Collective."""
+    bad_weights = _bad_names(_parameters(pipeline.model))
     local = Findings(
-        _on_this_rank(bad_gradients(pipeline.model)),
-        _on_this_rank(bad_weights(pipeline.model)),
+        [BadTensors(module, dist.get_rank(), names) for module, names in bad_gradients(pipeline.model).items()],
+        [BadTensors(module, dist.get_rank(), names) for module, names in bad_weights.items()],
         bad_losses(losses, data),
         list(_bad_inputs(data)),
     )
@@ -115,11 +112,6 @@ def bad_gradients(model: list) -> dict[str, list[str]]:
             if (gradient := getattr(value, "main_grad", None)) is not None  # frozen parameters have none
         }
     return _bad_names(gradients)
-
-
-def bad_weights(model: list) -> dict[str, list[str]]:
-    """Return the names of this rank's non-finite parameters, by module."""
-    return _bad_names(_parameters(model))
 
 
 def bad_losses(losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
@@ -178,16 +170,3 @@ def _bad_names(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[st
         for module, named in tensors.items()
         if (bad := [name for name, good in zip(named, are_finite(named.values()), strict=True) if not good])
     }
-
-
-def _on_this_rank(names: dict[str, list[str]]) -> list[BadTensors]:
-    return [BadTensors(module, dist.get_rank(), len(bad), bad[:NAMES]) for module, bad in names.items()]
-
-
-def _counted(number: int) -> str:
-    return f"{number} parameter{'s' if number > 1 else ''}"
-
-
-def _some(names: list[str], number: int, between: str = ", ") -> str:
-    more = f" and {number - len(names)} more" if number > len(names) else ""
-    return between.join(names) + more

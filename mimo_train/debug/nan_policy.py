@@ -25,6 +25,9 @@ from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.pipeline import Pipeline
 from mimo_train.training.step.state import GlobalState, StepResult
 
+FOLDER = "replay"
+"""Folder in `run.dir`."""
+TRANSIENT = "every microbatch alone is finite: their sum overflows, or the fault was a transient one of the machine"
 MOST_IN_A_ROW = 10
 """Bad steps in a row after which `train.on_nan=skip` ends the run: samples are not the cause then."""
 
@@ -89,32 +92,19 @@ class NanPolicy:
         norms = self._optimizer.module_grad_norms
         device.set_rng_state(self._generators)
         checkpoint = self._save(state.run_dir / FOLDER, f"before step {step}, whose gradient is not finite")
-        origin = self._bisect(data) if policy == "bisect" else None
+        origin = None
+        if policy == "bisect":
+            device.set_rng_state(self._generators)
+            origin = bisect(self.forward_backward, self._pipeline, self._losses, data)
         file, command = write_replay(state, data, norms, findings, origin, checkpoint)
         lines = [
             f"train.on_nan={policy}: {nothing}",
             *findings.lines(),
-            *([] if policy != "bisect" else [_told(origin)]),
+            *([f"bisect: {origin or TRANSIENT}"] if policy == "bisect" else []),
             f"the state before this step is checkpoint {checkpoint}, the findings are in {file}",
             f"make the step again, and bisect it: {command}",
         ]
         raise NonFiniteStep("\n".join(lines))
-
-    def _bisect(self, data: StepIterator) -> Origin | None:
-        device.set_rng_state(self._generators)
-        return bisect(self.forward_backward, self._pipeline, self._losses, data)
-
-
-def _told(origin: Origin | None) -> str:
-    if origin is not None:
-        return f"bisect: {origin}"
-    return (
-        "bisect: every microbatch alone is finite: their sum overflows, or the fault was a transient one of the machine"
-    )
-
-
-FOLDER = "replay"
-"""Folder in `run.dir`."""
 
 
 def write_replay(

@@ -1,1 +1,1 @@
-"""Evaluation on held-out samples: loss, exact match, greedy decoding."""
+"""Evaluation on held-out samples: loss, exact match, predictions."""

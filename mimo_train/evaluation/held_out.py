@@ -1,25 +1,20 @@
-"""Held-out loss, exact match of answers, and samples for the report."""
+"""Held-out loss and exact match of answers."""
 
 import contextlib
-import json
-import logging
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from data.pipeline import GivesUp, TokenDataset, never, require_budget
-from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.caller_losses import CallerLosses, is_default_step, writes_text
-from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answer
 from mimo_train.evaluation.predictions import FILE as PREDICTIONS
-from mimo_train.evaluation.predictions import predictions_of, shown_media, write_predictions
+from mimo_train.evaluation.predictions import PredictStep, predictions_of, write_predictions, write_samples
 from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.inputs.padding import padding_of_documents
 from mimo_train.layout.run import Run
@@ -29,11 +24,6 @@ from mimo_train.training.step.batches import StepIterator, open_loader
 from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.forward_step import ForwardStepCallable
 from mimo_train.training.step.pipeline import Pipeline
-
-_logger = logging.getLogger(__name__)
-
-SHOWN_TOKENS = 24
-"""Longest decoded answer of the report's samples, in tokens."""
 
 
 class EvaluationStopped(Exception):
@@ -137,7 +127,7 @@ class HeldOut:
 
         An answer matches exactly if greedy decoding gives the true answer to its last token. By induction that holds if
         and only if the most likely token after every true prefix is the true one. So one pass over the true sequence
-        decides it. Only the answers in `samples.json` are decoded.
+        decides it.
 
         Args:
             step: optimizer steps done, for the files.
@@ -161,14 +151,11 @@ class HeldOut:
         losses = None
         if step_func is not None and not (self._writes_text and is_default_step(step_func)):
             losses = CallerLosses(step_func, pipeline, self._run.cfg)
-        run, shown, predictions = self._run, list[dict](), list[dict]()
-        # Each replica of the language model decodes its own samples; one rank writes them.
-        wanted = run.cfg.train.report_samples if self._shows else 0
-        of_step = run.batch.global_batch_size // run.layout.language.dp
+        run, predictions = self._run, list[dict]()
         iterator = self._open(self._ending)
         try:
             with _evaluating(pipeline.model):
-                for index in range(self.steps):
+                for _ in range(self.steps):
                     if iterator.advance() is None:
                         raise EvaluationStopped(iterator.ended_by)
                     # The last step may wrap around to the first samples.
@@ -183,13 +170,9 @@ class HeldOut:
                         for microbatch in collected if pipeline.is_last_stage else ():
                             sums += _score(microbatch, self.samples)
                             predictions += predictions_of(microbatch, self.samples, self._tokenizer)
-                    if index * of_step < wanted:  # the same on every rank
-                        shown += self._answered(iterator)
                     progress(min(self.samples - iterator.current.first_sample, iterator.current.size))
         finally:
             iterator.close()
-        if wanted > 0 and dist.get_rank() == run.layout.logging_rank:
-            _write_samples(run.dir / "samples.json", shown[:wanted])
         if int(bad) and self._report is not None:  # the same on every rank
             self._report(self.dataset.bad_samples, "held_out")
         require_budget(int(bad), self.dataset.allowed_bad_samples, self.dataset.bad_samples.latest)
@@ -201,7 +184,10 @@ class HeldOut:
         dist.all_gather_object(of_replicas, predictions, group=replicas)
         if dist.get_rank() == run.layout.logging_rank and self._writes_text:
             entries = [entry for of_replica in of_replicas for entry in of_replica]
+            entries.sort(key=lambda entry: entry["number"])
             write_predictions(run.dir / self._predictions, entries, step, self.dataset)
+            if self._shows and run.cfg.train.report_samples:
+                write_samples(run.dir / "samples.json", entries, run.cfg.train.report_samples, self.dataset)
         loss, tokens, matches, samples = sums.tolist()
         values = {"loss": loss / tokens if tokens else math.nan} if losses is None else losses.means()
         if self._writes_text:
@@ -223,35 +209,6 @@ class HeldOut:
             finally:
                 iterator.close()
 
-    def _answered(self, iterator: StepIterator) -> list[dict]:
-        """Return media, questions, greedy answers and truths of the logging rank's samples of the current step; empty
-        on other ranks. Collective over all ranks."""
-
-        def poll() -> None:
-            if any(votes := iterator.poll()):
-                raise EvaluationStopped(votes)
-
-        answers = greedy_answers(
-            self._pipeline, self._tokenizer, iterator, SHOWN_TOKENS, keep_ends=True, before_token=poll
-        )
-        found, ends = list[dict](), self._tokenizer.template.stop_ids
-        if dist.get_rank() != self._run.layout.logging_rank:
-            return found
-        for number, ids in answers:
-            if number >= self.samples or self.dataset.is_bad(number):
-                continue
-            question, _ = self.dataset.prompt_and_truth(number)
-            # Not the record's text: a chat template may write more or less of an answer.
-            true_ids = true_answer(self.dataset.read_text(number)[0])
-            truth = self._tokenizer.decode(true_ids).strip()
-            answer = self._tokenizer.decode(ids).strip()
-            # An answer that was cut, here or by `data.sequence_length`, cannot be compared.
-            is_whole = all(one and one[-1] in ends for one in (ids, true_ids))
-            words: dict[str, Any] = {"question": question, "answer": answer, "truth": truth}
-            words["correct"] = answer == truth if is_whole else None
-            found.append(shown_media(self.dataset, number) | words)
-        return found
-
 
 def open_held_out(
     run: Run,
@@ -267,15 +224,6 @@ def open_held_out(
         HeldOut(run, pipeline, tokenizer, features, of, shows=of is sets[0], ending=ending, writes_text=text)
         for of in sets
     )
-
-
-def _write_samples(path: Path, shown: list[dict]) -> None:
-    """Write the file; an error is a warning, because a run does not end for it."""
-    try:
-        with replacing(path) as file:
-            file.write(json.dumps(shown).encode())
-    except OSError as error:
-        _logger.warning("%s cannot be written (%s): training continues without it", path, error)
 
 
 @contextlib.contextmanager

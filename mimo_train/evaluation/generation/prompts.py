@@ -4,19 +4,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from data.collate import collate_media
 from data.errors import RecordError
-from data.media.decode import decode_frames, decode_media
+from data.media.audio import decode_audio
+from data.media.decode import decode_image_file, fitted
 from data.media.headers import parse_extent_bytes, parse_video_header_bytes
 from data.media.options import colour_of
+from data.media.video import decode_video
 from data.records.conversation import MARKERS, Conversation, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
-from data.samples.media_spec import Media
 from data.text.placeholders import Place, axis_positions
 from data.text.tokens import Tokenizer
 from data.text_format import plural
@@ -30,21 +31,24 @@ NAMES = {"image": "image", "video": "video", "audio": "clip"}
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, video or audio clip in the form of the modules that take it."""
+    """An image, video or audio clip of a conversation, before it is fitted to a module's input."""
 
     kind: str
-    tokens: list[tuple[int, int]]
-    """(placeholder id, number of tokens) of each module."""
-    inputs: dict[str, torch.Tensor]
-    """By module: uint8 [3, height, width] or float32 [samples]."""
-    places: dict[str, Place]
-    """By module: number of tokens, and their grid for positions on three axes."""
-    sizes: dict[str, tuple[int, int]]
-    """Input size by module; only modules that cut images into tiles."""
-    among_several: "Medium | None" = None
-    """The same file in a conversation with several of its kind, if it is read differently there."""
+    extent: tuple[int, int] = (0, 0)
+    """(height, width), or (samples per channel, samples per second)."""
+    image: torch.Tensor | None = None
+    """uint8 [3, height, width]."""
+    audio: bytes = b""
     frames: "tuple[Medium, ...]" = ()
-    """Images of a video; its other fields are empty."""
+    """Images of a video."""
+
+
+class Input(NamedTuple):
+    """An item as a module takes it: its tensor and size, and the number of its tokens with their grid, if any."""
+
+    tensor: torch.Tensor
+    size: tuple[int, int]
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -87,95 +91,69 @@ class Prompts:
         except OSError as error:
             raise UserError(f"--{kind}: cannot read {file}: {error.strerror or error}") from error
         if kind == "video":
-            return self._video(raw, file)
+            header = parse_video_header_bytes(raw)
+            if header is None:
+                raise UserError(f"--video: {file} ({len(raw)} bytes) has no readable header of a video")
+            frames = decode_video(raw, self._sampling.count(header.milliseconds), self._bounds)
+            return Medium(kind, frames=tuple(Medium("image", (header.height, header.width), frame) for frame in frames))
         extent = parse_extent_bytes(kind, raw)
         if extent is None:
             raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable {NAMES[kind]} header")
-        alone = self._medium(kind, raw, {item.module: extent for item in readers})
-        if all(item.cut_several for item in readers):
-            return alone
-        several = {item.module: item.extents([extent] * 2)[0] for item in readers}
-        return replace(alone, among_several=self._medium(kind, raw, several))
-
-    def _video(self, raw: bytes, file: Path) -> Medium:
-        header = parse_video_header_bytes(raw)
-        if header is None:
-            raise UserError(f"--video: {file} ({len(raw)} bytes) has no readable header of a video")
-        count = self._sampling.count(header.milliseconds)
-        readers = [item for item in self._modules if item.kind == "image"]
-
-        def frames(together: int) -> tuple[Medium, ...]:
-            """Read the frames as among `together` images."""
-            own = {item.module: item.extents([(header.height, header.width)] * together)[0] for item in readers}
-            images = {item.module: self._images(item, raw, count, own[item.module]) for item in readers}
-            inputs = ({name: found[at] for name, found in images.items()} for at in range(count))
-            return tuple(self._as_read("image", own, one) for one in inputs)
-
-        found = frames(count)
-        if count == 1 and not all(item.cut_several for item in readers):
-            found = (replace(found[0], among_several=frames(2)[0]),)
-        return Medium("video", [], {}, {}, {}, frames=found)
-
-    def _images(self, item: Media, raw: bytes, count: int, extent: tuple[int, int]) -> list[torch.Tensor]:
-        canvas = item.canvas(*extent) if item.canvas else None
-        return decode_frames(raw, count, item.size(*extent), item.resize, canvas, self._bounds)
-
-    def _medium(self, kind: str, raw: bytes, extents: dict[str, tuple[int, int]]) -> Medium:
-        inputs = {}
-        for item in self._modules:
-            if item.module in extents:
-                extent = extents[item.module]
-                canvas = item.canvas(*extent) if item.canvas else None
-                inputs[item.module] = decode_media(
-                    kind, raw, item.size(*extent), item.resize, canvas, self._bounds, self._background
-                )
-        return self._as_read(kind, extents, inputs)
-
-    def _as_read(self, kind: str, extents: dict[str, tuple[int, int]], inputs: dict[str, torch.Tensor]) -> Medium:
-        readers = [(item, extents[item.module]) for item in self._modules if item.module in extents]
-        return Medium(
-            kind,
-            [(self._places[item.module], item.sequence_tokens(*extent)) for item, extent in readers],
-            inputs,
-            {
-                item.module: (item.sequence_tokens(*ext), item.grid(*ext) if item.grid else None)
-                for item, ext in readers
-            },
-            {item.module: item.size(*extent) for item, extent in readers if item.canvas},
-        )
+        if kind == "audio":
+            return Medium(kind, extent, audio=raw)
+        return Medium(kind, extent, decode_image_file(raw, self._bounds, self._background))
 
     def of_conversation(self, turns: Sequence[Turn], media: Sequence[Medium]) -> Prompt:
-        """Return the prompt for the next answer; `media` has each kind in the order of its placeholders."""
+        """Return the prompt for the next answer; `media` has each kind in the order of its placeholders. Raises
+        DecodeError if audio is damaged."""
         turns, media = _with_frames(turns, media)
-        kinds = {item.kind for item in self._modules}
-        several = {kind for kind in kinds if sum(medium.kind == kind for medium in media) > 1}
-        media = [(medium.among_several if medium.kind in several else None) or medium for medium in media]
-        tokens = {kind: [medium.tokens for medium in media if medium.kind == kind] for kind in kinds}
-        return self._prompt(self._tokenizer.template.prompt(Conversation(tuple(turns)), tokens), media)
+        inputs = self.inputs(media)
+        tokens = {}
+        for kind in {item.kind for item in self._modules}:
+            readers = [item.module for item in self._modules if item.kind == kind]
+            of_items = zip(*(inputs[module] for module in readers), strict=True)
+            tokens[kind] = [
+                [(self._places[module], each.place[0]) for module, each in zip(readers, item, strict=True)]
+                for item in of_items
+            ]
+        return self.with_inputs(self._tokenizer.template.prompt(Conversation(tuple(turns)), tokens), inputs)
+
+    def inputs(self, media: Sequence[Medium]) -> dict[str, list[Input]]:
+        """Return the media as each module takes them in a sample that has them all."""
+        inputs: dict[str, list[Input]] = {}
+        for item in self._modules:
+            own = [medium for medium in media if medium.kind == item.kind]
+            inputs[item.module] = []
+            for medium, extent in zip(own, item.extents([medium.extent for medium in own]), strict=True):
+                size = item.size(*extent)
+                if medium.image is None:
+                    tensor = decode_audio(medium.audio, rate=size[1], samples=size[0], bounds=self._bounds)
+                else:
+                    canvas = item.canvas(*extent) if item.canvas else None
+                    tensor = fitted(medium.image, size, item.resize, canvas, self._bounds)
+                place = item.sequence_tokens(*extent), item.grid(*extent) if item.grid else None
+                inputs[item.module].append(Input(tensor, size, place))
+        return inputs
 
     def of_text(self, text: str) -> Prompt:
         """Return the prompt of a text that the model continues."""
         begin = [] if self._tokenizer.begin_id is None else [self._tokenizer.begin_id]
-        return self._prompt(begin + self._tokenizer.encode(text), ())
+        return self.with_inputs(begin + self._tokenizer.encode(text), self.inputs(()))
 
-    def _prompt(self, ids: list[int], media: Sequence[Medium]) -> Prompt:
-        inputs = {}
+    def with_inputs(self, ids: list[int], inputs: dict[str, list[Input]]) -> Prompt:
+        """Return the prompt of tokens with placeholders for `inputs`."""
+        arguments = {}
         for item in self._modules:
-            own = collate_media([one.inputs[item.module] for one in media if item.module in one.inputs], item.field)
+            own = collate_media([each.tensor for each in inputs[item.module]], item.field)
             if own is not None and item.canvas:
-                own["sizes"] = [one.sizes[item.module] for one in media if item.module in one.sizes]
-            inputs[item.module] = None if own is None else {item.module: own}
-        rows = {name: ids.count(place) for name, place in self._places.items()}
-        return Prompt(ids, inputs, rows, self._positions(ids, media))
-
-    def _positions(self, ids: list[int], media: Sequence[Medium]) -> torch.Tensor | None:
-        if not any(item.grid for item in self._modules):
-            return None
-        places = {
-            self._places[item.module]: [one.places[item.module] for one in media if item.module in one.places]
-            for item in self._modules
-        }
-        return torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
+                own["sizes"] = [each.size for each in inputs[item.module]]
+            arguments[item.module] = None if own is None else {item.module: own}
+        rows = {name: ids.count(placeholder) for name, placeholder in self._places.items()}
+        positions = None
+        if any(item.grid for item in self._modules):
+            places = {self._places[name]: [each.place for each in own] for name, own in inputs.items()}
+            positions = torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
+        return Prompt(ids, arguments, rows, positions)
 
 
 def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:

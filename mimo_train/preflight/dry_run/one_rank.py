@@ -177,7 +177,7 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
     setting_up.make_demo_shards = fake_tensors.outside(setting_up.make_demo_shards)
     StepLoader.__next__ = fake_tensors.outside(StepLoader.__next__)  # type: ignore[method-assign]
     whisper.mel_filters = fake_tensors.outside(whisper.mel_filters)
-    for name in ("prompt_and_truth", "read_text", "read_media"):
+    for name in ("read_text", "read_media"):
         setattr(ShardDataset, name, fake_tensors.outside(getattr(ShardDataset, name)))
     session = setting_up.setup(run, ExitVotes(ExitSignal(), 0, 0), start_time=time.time())
     try:

@@ -33,9 +33,6 @@ from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.training.step.pipeline import Pipeline
 
-WANTED = "wanted"
-"""[B, S], nonzero where logits are wanted."""
-
 
 def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
     """Return this rank's slice of every module; later stages of an encoder read only the sizes of media."""
@@ -111,8 +108,7 @@ class StepIterator:
             trains: the steps are training steps, whose message has the flags of the next step. An evaluation exchanges
                 flags at every step.
             learned_logits: add `learned` to microbatches at the language model's last stage: positions with a loss in
-                this rank's part of the text, int64 [places]. The mask WANTED of a microbatch, if present, replaces
-                `loss_mask`.
+                this rank's part of the text, int64 [places].
             votes: returns this rank's votes to end the run; at least one is set if its loader gave up a wait. None if
                 no rank gives up waits. They belong to the next step; if a step is made meanwhile, its message sums them
                 and it is the last.
@@ -265,8 +261,7 @@ class StepIterator:
         if not self._finds_learned:
             return microbatch
         language = self._pipeline.groups.collections[LANGUAGE]
-        mask = microbatch.get(WANTED, microbatch["loss_mask"])
-        learned = local_offsets(mask, language.cp.rank(), language.cp.size())
+        learned = local_offsets(microbatch["loss_mask"], language.cp.rank(), language.cp.size())
         # No layer takes an empty batch; the loss at this position is multiplied by 0.
         learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
         return microbatch | {"learned": learned}
@@ -302,15 +297,6 @@ class StepIterator:
                 else:
                     counts[places] = microbatch["loss_mask"].double().sum(dim=1)
         return to_device(counts, pipeline.device)
-
-    def poll(self) -> tuple[bool, bool]:
-        """Return the votes of all ranks to end the run, between two passes of a step. Collective."""
-        if self._votes is None:
-            return False, False
-        votes = to_device(torch.tensor(self._votes(), dtype=torch.int64), self._pipeline.device)
-        dist.all_reduce(votes)
-        signalled, late = map(bool, votes.tolist())
-        return signalled, late
 
     def answered(self) -> torch.Tensor:
         """Return how many samples of this rank's current step have a token with loss, 0-d; not for packed rows."""

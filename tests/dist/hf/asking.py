@@ -72,7 +72,7 @@ def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) ->
     source.load(parts.pipeline, parts.tokenizer)
     prompts, chunk, found = Prompts(source.cfg, parts.tokenizer), parts.pipeline.model[0].eval(), []
     for ids in rows:
-        prompt = prompts._prompt(ids, [prompts.medium("image", file)] if file else [])
+        prompt = prompts.with_inputs(ids, prompts.inputs([prompts.medium("image", file)] if file else []))
         batch: dict[str, Any] = {"input_ids": torch.tensor([ids]), "position_ids": _positions(prompt, len(ids))}
         batch |= {"modality_inputs": prompt.inputs} if prompt.inputs else {}
         counts = {name: [[number]] for name, number in prompt.rows.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.config.compose import load
+from tests.dist.greedy import prompts_and_answers
 from tests.dist.hf.asking import MOST, answers_here, answers_of_transformers, questions
 from tests.dist.hf.models import TOKENS, make_llama
 from tests.dist.ranks import run_ranks
@@ -26,23 +27,14 @@ def command(arguments: list[str]) -> tuple[int, str]:
 
 def _trained(cfg) -> tuple[str, dict[int, list[int]], dict[int, list[int]]]:
     """A checkpoint, and prompts and greedy answers of held-out samples in the loop, by number."""
-    from mimo_train.evaluation.greedy import _prompt_length, greedy_answers
-    from mimo_train.evaluation.held_out import _evaluating
     from tests.dist.steps import Steps
 
     run = Steps(cfg)
     run.train(cfg.train.iters)
-    folder, iterator = run.save(), run.session.held_out()
-    iterator.advance()
-    prompts = {}
-    for microbatch in iterator.current.microbatches:
-        if "input_ids" not in microbatch:  # the encoder's rank
-            continue
-        rows = zip(microbatch["sample_numbers"].tolist(), microbatch["input_ids"], microbatch["loss_mask"], strict=True)
-        prompts |= {number: row[: _prompt_length(mask)].tolist() for number, row, mask in rows}
-    with _evaluating(run.model):
-        answers = dict(greedy_answers(run.pipeline, run.session.parts.tokenizer, iterator, MOST))
-    iterator.close()
+    folder, stops = run.save(), run.session.parts.tokenizer.template.stop_ids
+    found = prompts_and_answers(run, MOST)
+    prompts = {number: prompt for number, (prompt, _, _) in found.items()}
+    answers = {number: [token for token in answer if token not in stops] for number, (_, answer, _) in found.items()}
     return str(folder), prompts, answers
 
 

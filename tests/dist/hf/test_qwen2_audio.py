@@ -160,8 +160,8 @@ def _ours(cfg, clips: list[bytes], prompts: list[list[int]]) -> list[tuple[int, 
     for number, (raw, ids) in enumerate(zip(clips, prompts, strict=True)):
         file = Path(run.cfg.run.dir).parent / f"{number}.wav"
         file.write_bytes(raw)
-        medium = reader.medium("audio", file)
-        prompt = reader._prompt(ids, [medium])
+        inputs = reader.inputs([reader.medium("audio", file)])
+        prompt = reader.with_inputs(ids, inputs)
         pipeline.shapes.begin(*[{name: [[rows]] for name, rows in prompt.rows.items()}] * 2)
         with torch.no_grad():
             logits, _ = model(
@@ -170,8 +170,7 @@ def _ours(cfg, clips: list[bytes], prompts: list[list[int]]) -> list[tuple[int, 
                 attention_mask=None,
                 modality_inputs=prompt.inputs,
             )
-        ((_, tokens),) = medium.tokens
-        found.append((tokens, logits[0].numpy()))
+        found.append((prompt.rows["audio"], logits[0].numpy()))
     return found
 
 

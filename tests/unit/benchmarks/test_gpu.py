@@ -70,20 +70,6 @@ def test_fp8_and_compiled_layers_can_be_run_on_a_gpu(change):
         assert found > plain if "fp8" in change else found == plain
 
 
-def test_variants_can_be_run_on_a_gpu():
-    model, shape = sizes.GPU.models[0], sizes.GPU.filled
-    first = next(iter(shape.candidates.values()))
-    whole, *others = (
-        work.estimates(
-            config=sections.CONFIG,
-            candidates=[[*sizes.COMMON, *model.changes, *shape.changes, *first, *changes]],
-            of_device="cuda",
-        )[0]
-        for changes in ((), *sections.VARIANTS.values())
-    )
-    assert all(other < whole for other in others)
-
-
 def section(jobs, letter: str, **of_machine) -> list[sections.Row]:
     found = sections.Sections(jobs, tiny=not of_machine)
     found.machine = Outcome("ok", {"torch": "2", "gpus": [], "packages": {"transformer-engine": None}} | of_machine)
@@ -149,12 +135,6 @@ def test_share_of_a_step_without_a_kernel():
     assert runs.idle_share([]) is None
 
 
-def test_texts_vary_as_answers_do():
-    found = runs.lengths(64, 1200, varied=True)
-    assert 1 <= min(found) < 100 and max(found) <= 1200 and sorted(found)[32] == pytest.approx(200, rel=0.5)
-    assert runs.lengths(3, 1200, varied=False) == [1200] * 3
-
-
 def test_a_side_that_ends_by_itself_says_why(tmp_path):
     def run(_turns):
         raise RuntimeError("broken on purpose")
@@ -185,12 +165,3 @@ def test_a_ratio_is_that_of_rounds():
 
     found = turns.ratio([block(1), block(4), block(9)], [block(1), block(2), block(3)], turns.WALL)
     assert found.median == 2 and 1 <= found.low < 2 < found.high <= 3
-
-
-def test_numbers_and_record_are_new_files(tmp_path, capsys):
-    old = tmp_path / "old.md"
-    old.write_text("")
-    for arguments in (["--to", f"{old}"], ["--json", f"{old}"], ["--to", f"{tmp_path}/none/x.md"], ["z"]):
-        with pytest.raises(SystemExit):
-            command.main(arguments)
-    assert "no section z" in capsys.readouterr().err

@@ -1,18 +1,12 @@
 """The parts of scripts/gpu_check.sh: jobs that fail or hang, and what is said of them. tests/e2e runs it as a whole."""
 
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
-from types import SimpleNamespace
 
 import pytest
-from torch.autograd.profiler_util import DeviceType, FunctionEventAvg
 
 from benchmarks.gpu_check import checks, record, runs, work
-from benchmarks.gpu_check.jobs import ROOT, Jobs, Outcome
+from benchmarks.gpu_check.jobs import Jobs, Outcome
 from tests.e2e.fake_python import pid_runs
 from tests.hang import HANG_SECONDS
 from tests.unit.benchmarks import gpu_check_jobs as bad
@@ -62,29 +56,6 @@ def test_a_job_that_hangs_is_ended_with_its_children_and_the_next_one_runs(jobs,
     while any(pid_runs(int(pid)) for pid in pids.read_text().rstrip(".").split()):
         time.sleep(0.05)
     assert jobs.run(bad.add, HANG_SECONDS, one=1, other=1).value == 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
-def test_a_job_ends_with_the_program_that_asked_for_it(tmp_path):
-    pids = tmp_path / "pids"
-    code = "from benchmarks.gpu_check.jobs import Jobs; from tests.unit.benchmarks import gpu_check_jobs as bad\n"
-    code += f"Jobs(600).run(bad.hang, 600, pid_file={str(pids)!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    while not (pids.exists() and pids.read_text().endswith(".")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    job, child = map(int, pids.read_text().rstrip(".").split())
-    os.kill(child, signal.SIGKILL)
-    while pid_runs(job):
-        time.sleep(0.05)
-
-
-def test_where_the_imports_take_too_long_each_job_runs_alone():
-    with Jobs(HANG_SECONDS, import_seconds=0) as jobs:
-        assert jobs.run(bad.add, HANG_SECONDS, one=2, other=3).value == 5
-        assert jobs.run(bad.has_torch, HANG_SECONDS).value[0] is False
 
 
 def test_the_time_of_all_jobs_ends_them():
@@ -159,28 +130,6 @@ def test_losses_are_held_to_the_bound(losses, options, graphs, state, words):
     assert line.state == state and words in line.result
 
 
-def event(name: str, device: DeviceType, microseconds: float, annotation: bool = False) -> FunctionEventAvg:
-    one = FunctionEventAvg()
-    one.key, one.device_type, one.is_user_annotation, one.count = name, device, annotation, 2
-    one.self_device_time_total = microseconds
-    return one
-
-
-def test_the_heaviest_kernels_are_those_of_the_device():
-    events = [
-        event("aten::mm", DeviceType.CPU, 9000),  # the time of its kernels, which are counted already
-        event("gemm", DeviceType.CUDA, 3000),
-        event("norm", DeviceType.CUDA, 1000),
-        event("step", DeviceType.CUDA, 4000, annotation=True),
-    ]
-    found = runs.heaviest(events, "cuda")
-    assert [(one["name"], one["share"], one["milliseconds"], one["calls"]) for one in found] == [
-        ("gemm", 0.75, 3.0, 2),
-        ("norm", 0.25, 1.0, 2),
-    ]
-    assert [one["name"] for one in runs.heaviest(events, "cuda", count=1)] == ["gemm"]
-
-
 def test_failed_tests_are_named_with_their_words(tmp_path):
     from xml.etree import ElementTree
 
@@ -195,21 +144,3 @@ def test_failed_tests_are_named_with_their_words(tmp_path):
     assert (first.result, first.state) == ("1 passed, 2 failed, 1 skipped", "failed")
     assert (c.what, c.result, c.details) == ("c", "assert 1 == 2", "E   assert 1 == 2\nx.py:3: Error")
     assert (d.what, d.result) == ("d", "no device")
-
-
-def test_layers_are_chosen_whatever_is_installed(jobs):
-    assert jobs.run(choose, 60) == Outcome("ok", [False, True])
-
-
-def choose() -> list[bool]:
-    """What the setup of a run finds once `torch` layers, or those of Transformer Engine, have been chosen."""
-    from mimo_train.models import layers
-    from mimo_train.training import setup
-
-    sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = SimpleNamespace(pytorch=None)
-    found = []
-    for te in (False, True):
-        runs.choose_layers(te)
-        assert setup.use_transformer_engine is layers.use_transformer_engine
-        found.append(setup.use_transformer_engine("cuda"))
-    return found

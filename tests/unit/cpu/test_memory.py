@@ -4,11 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import pytest
-
-from mimo_train.cpu import backend
 from tests.hang import HANG_SECONDS
 
 FAULTS = """
@@ -43,8 +39,8 @@ def _faults(install: str, **variables: str) -> int:
 KEPT = "from mimo_train.cpu.backend import keep_freed_memory; keep_freed_memory()"
 
 
-def test_pages_of_freed_tensors_are_used_again():
-    assert _faults(KEPT) < PAGES / 100
+def test_a_run_on_the_cpu_uses_pages_of_freed_tensors_again():
+    assert _faults('from mimo_train.parallel.device import install; install("cpu", cpu_kernels=True)') < PAGES / 100
 
 
 def test_glibc_gives_them_back_by_itself():
@@ -52,26 +48,5 @@ def test_glibc_gives_them_back_by_itself():
     assert _faults("") > PAGES / 4
 
 
-def test_a_run_on_the_cpu_keeps_them():
-    assert _faults('from mimo_train.parallel.device import install; install("cpu", cpu_kernels=True)') < PAGES / 100
-
-
-@pytest.mark.parametrize("name, value", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_MMAP_THRESHOLD_", "131072")])
-def test_variables_of_a_user_come_first(name, value):
-    assert _faults(KEPT, **{name: value}) > PAGES / 4
-
-
-@pytest.mark.parametrize("largest", [2**30, 2**25])
-def test_an_older_glibc_takes_smaller_pieces(monkeypatch, largest):
-    asked = []
-
-    def mallopt(option: int, value: int) -> int:
-        asked.append((option, value))
-        return int(option != backend._MMAP_THRESHOLD or value <= largest)
-
-    for name in backend._USER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(backend.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
-    assert backend.keep_freed_memory()
-    taken = dict(asked)
-    assert taken[backend._MMAP_THRESHOLD] == largest and len(taken) == 3
+def test_variables_of_a_user_come_first():
+    assert _faults(KEPT, MALLOC_TRIM_THRESHOLD_="131072") > PAGES / 4

@@ -36,6 +36,7 @@ def test_every_turn_has_a_row_with_its_own_question():
         (0, 0, "q1", "a1"), (0, 1, "q2", "a2"), (1, 0, "q3", "a3"),
     ]  # fmt: skip
     assert [one["exact_match"] for one in found] == [True, False, True] and found[1]["prediction"] == "x2"
+    assert [one["answer"] for one in found] == ["a1", "x ...", "a3"]
     assert [one["tokens"] for one in found] == [3, 3, 3]
 
 

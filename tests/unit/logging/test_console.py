@@ -36,9 +36,9 @@ def lines_of(stream):
 
 def test_a_plain_line_has_every_number():
     stream = io.StringIO()
-    Console(800, 0, stream, Clock()).step(20, VALUES)
+    Console(800, 0, stream, Clock()).step(20, VALUES, "busiest: a")
     assert lines_of(stream) == [
-        "step 20/800  lm loss 2.1345  grad norm 1.21  lr 4.0e-04  9,120 tokens/s  0.22 s/step  3 min left"
+        "step 20/800  lm loss 2.1345  grad norm 1.21  lr 4.0e-04  9,120 tokens/s  0.22 s/step  3 min left  busiest: a"
     ]
 
 

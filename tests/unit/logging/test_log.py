@@ -14,7 +14,7 @@ from mimo_train.config import schema_log
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import TRACKERS, LogConfig
-from mimo_train.evaluation import held_out
+from mimo_train.evaluation import predictions
 from mimo_train.layout.run import config_faults
 from mimo_train.logging import metrics_log as log_module
 from mimo_train.logging import progress
@@ -224,5 +224,5 @@ def test_a_console_on_a_full_disk_is_silent_from_then_on():
 
 
 def test_samples_of_an_evaluation_that_cannot_be_written_end_no_run(tmp_path, caplog):
-    held_out._write_samples(tmp_path / "gone" / "samples.json", [{"answer": "7"}])
+    predictions.write_samples(tmp_path / "gone" / "samples.json", [], 8, None)
     assert "samples.json cannot be written" in caplog.text and "training continues" in caplog.text

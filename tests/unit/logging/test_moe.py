@@ -48,13 +48,6 @@ def test_without_comet_and_mlflow_the_writer_itself(writer):
     assert _build_moe_metric_writer(writer, None, None) is writer
 
 
-def test_a_tracker_alone_is_enough():
-    comet, client = Tracker(), Tracker()
-    _build_moe_metric_writer(None, comet, None).add_scalar("z_loss", 1.0, 1)
-    _build_moe_metric_writer(None, None, MlflowHandle(client, "run")).add_scalar("z_loss", 2.0, 1)
-    assert comet.taken + client.taken == [("comet", "z_loss", 1.0, 1), ("run", "z_loss", 2.0, 1)]
-
-
 def test_a_tracker_that_fails_is_named_once_and_left_alone(caplog):
     client = Tracker()
     fanout = _MoeMetricFanoutWriter(None, Broken(), MlflowHandle(client, "run"))
@@ -64,10 +57,3 @@ def test_a_tracker_that_fails_is_named_once_and_left_alone(caplog):
     (record,) = caplog.records
     assert "comet: z_loss of step 1 could not be written (ConnectionError: no network)" in record.getMessage()
     assert [value for _, _, value, _ in client.taken] == [1.0, 2.0]
-
-
-def test_only_tensors_without_axes_become_numbers():
-    vector = torch.ones(2)
-    assert _MoeMetricFanoutWriter._sanitize(vector) is vector
-    assert _MoeMetricFanoutWriter._sanitize(torch.tensor(3)) == 3
-    assert _MoeMetricFanoutWriter._sanitize("text") == "text"

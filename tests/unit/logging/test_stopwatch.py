@@ -2,7 +2,7 @@ import pytest
 
 from mimo_train.layout.run import resolve
 from mimo_train.logging import stopwatch
-from mimo_train.logging.stopwatch import INTERVALS, PARTS, Stopwatch, time_split
+from mimo_train.logging.stopwatch import INTERVALS, PARTS, Busiest, Stopwatch, time_split
 from tests.unit.configs import changed
 
 
@@ -150,3 +150,33 @@ def test_a_shared_device_is_divided_by_work():
 def test_shared_devices_without_work_are_divided_evenly():
     split = time_split([row(forward_backward=8)], layout(1, 1, "shared"), {"images": 0.0, "language": 0.0})
     assert split["time/images/compute"] == split["time/language/compute"] == 4
+
+
+IMAGES, LANGUAGE = "modules.images.layout.", "modules.language.layout."
+BATCH = {"train.global_batch_size": 8, "train.micro_batch_size": 2}
+
+
+def named(rows, keys) -> str:
+    return Busiest(resolve(changed(keys | BATCH)).layout).name(rows)
+
+
+def test_a_stage_with_the_least_time_to_spare_is_named_whatever_others_wait_for():
+    keys = {f"{IMAGES}dp": 2, f"{LANGUAGE}pp": 2, "placement.mode": "disjoint"}
+    rows = [
+        row(forward_backward=6, bridge_wait=4),
+        row(forward_backward=9, bridge_wait=1),  # one slow rank of a kind: on average it waits
+        row(forward_backward=5, pipeline_wait=5),
+        row(forward_backward=7, optimizer=1, reduce=1, step=1),
+    ]
+    assert named(rows, keys) == "busiest: language, stage 2 of 2 (80%, computes)"
+    rows[0] = row(forward_backward=2, data_wait=7, bridge_wait=1)
+    assert named(rows, keys) == "busiest: images (90%, computes)"
+    rows[1] = row(forward_backward=2, data_wait=8)
+    assert named(rows, keys) == "busiest: images (95%, waits for data)"
+
+
+def test_ranks_of_one_kind_and_steps_without_a_time_name_none():
+    assert (
+        named([row(forward_backward=1)] * 2, {f"{IMAGES}dp": 2, f"{LANGUAGE}dp": 2, "placement.mode": "shared"}) == ""
+    )
+    assert named([row()] * 2, {"placement.mode": "disjoint"}) == ""

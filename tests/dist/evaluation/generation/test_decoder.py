@@ -52,7 +52,7 @@ def compared(cfg, images: int) -> tuple[float, list[int], list[int], int]:
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts, user_turn
     from mimo_train.evaluation.generation.source import on_one_process
-    from mimo_train.evaluation.greedy import PredictStep
+    from mimo_train.evaluation.predictions import PredictStep
     from mimo_train.layout.run import resolve
     from mimo_train.training.step.pipeline import build_parts, start_processes
 

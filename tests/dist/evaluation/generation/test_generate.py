@@ -1,11 +1,15 @@
 """`mimo-train generate` on the checkpoint of a run: the answers of the evaluation in the loop, and conversations."""
 
 import io
+import itertools
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from data.text.tokens import build_tokenizer
+from tests.dist.greedy import prompts_and_answers
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 from tests.unit.data.helpers import media_of
@@ -13,34 +17,31 @@ from tests.unit.data.helpers import media_of
 MOST = 8
 
 
-def _trained(cfg) -> tuple[str, list[tuple[list[int], list, list[int]]]]:
-    """A checkpoint, and (prompt, images, greedy answer in the loop) of held-out samples."""
-    from mimo_train.evaluation.greedy import _prompt_length, greedy_answers
-    from mimo_train.evaluation.held_out import _evaluating
+def _trained(cfg) -> tuple[str, list[tuple], list[dict]]:
+    """A checkpoint; (prompt, images, greedy answer in the loop, true answer, greedy answer with its end) of held-out
+    samples; and their predictions."""
     from tests.dist.steps import Steps
 
     run = Steps(cfg)
     run.train(2)
     folder, held_out = run.save(), run.session.held_out
-    iterator = held_out()
-    iterator.advance()
-    prompts = {}
-    for microbatch in iterator.current.microbatches:
-        if "input_ids" not in microbatch:  # the encoder's rank
-            continue
-        for number, row, mask in zip(
-            microbatch["sample_numbers"].tolist(), microbatch["input_ids"], microbatch["loss_mask"], strict=True
-        ):
-            prompts[number] = row[: _prompt_length(mask)].tolist()
-    with _evaluating(run.model):
-        answers = greedy_answers(run.pipeline, run.session.parts.tokenizer, iterator, MOST)
-    iterator.close()
+    answers = sorted(prompts_and_answers(run, MOST).items())
+    held_out.evaluate()
+    predictions = []
+    if answers:
+        text = (Path(cfg.run.dir) / "predictions.jsonl").read_text()
+        predictions = [json.loads(line) for line in text.splitlines()]
 
     def images(number: int) -> list:
         # As arrays: tensors travel in memory that ends with this rank.
         return [image.numpy() for image in media_of(held_out.dataset, number, "images")]
 
-    return str(folder), [(prompts[number], images(number), tokens) for number, tokens in answers]
+    stops = run.session.parts.tokenizer.template.stop_ids
+    found = [
+        (prompt, images(number), [token for token in answer if token not in stops], truth, answer)
+        for number, (prompt, answer, truth) in answers
+    ]
+    return str(folder), found, predictions
 
 
 def _answered(folder: str, questions: list) -> list[list[int]]:
@@ -64,7 +65,7 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     answers = Answers(run.cfg, Decoder(parts.pipeline), tokenizer, Sampler(Sampling()), MOST)
     (taker,) = media_of(run.cfg)
     place, found = tokenizer.placeholder_id("<image>"), []
-    for ids, images, _ in questions:
+    for ids, images, *_ in questions:
         inputs = collate_media([torch.from_numpy(image) for image in images], taker.field)
         arguments = {"images": None if inputs is None else {"images": inputs}}
         found.append(answers(Prompt(ids, arguments, {"images": ids.count(place)})).tokens)
@@ -87,16 +88,29 @@ def trained(digits, tmp_path_factory):
         f"data.validation_shards={digits}/held_out",
         "data.sequence_length=120",
     )
-    (folder, _), (_, questions) = run_ranks(_trained, 2, cfg)
-    return folder, questions
+    (folder, _, _), (_, questions, predictions) = run_ranks(_trained, 2, cfg)
+    return folder, questions, predictions
 
 
 def test_answers_are_those_of_the_evaluation_in_the_loop(trained):
-    folder, questions = trained
+    folder, questions, _ = trained
     (found,) = run_ranks(_answered, 1, folder, questions)
-    assert found == [tokens for _, _, tokens in questions] and len(found) == 16
-    assert {len(images) for _, images, _ in questions} >= {0, 1}
+    assert found == [question[2] for question in questions] and len(found) == 16
+    assert {len(question[1]) for question in questions} >= {0, 1}
     assert len({tuple(tokens) for tokens in found}) > 4
+
+
+def test_predictions_are_those_of_greedy_decoding_up_to_the_first_wrong_token(trained):
+    _, questions, predictions = trained
+    tokenizer, ends = build_tokenizer("bytes"), 0
+    for (_, _, _, truth, answer), line in zip(questions, predictions, strict=True):
+        right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(truth, answer, strict=False)))
+        assert line["exact_match"] == (right == len(truth))
+        if right < min(len(truth), MOST):
+            ends += 1
+            is_cut = answer[right] not in tokenizer.template.stop_ids
+            assert line["answer"] == tokenizer.decode(answer[: right + 1]).strip() + (" ..." if is_cut else "")
+    assert ends > 4
 
 
 def _command(arguments: list[str], lines: str) -> tuple[int, str, str]:
@@ -114,7 +128,7 @@ def _command(arguments: list[str], lines: str) -> tuple[int, str, str]:
 def test_a_chat_keeps_turns_and_images_and_seeds_repeat_it(trained, tmp_path):
     from PIL import Image
 
-    folder, _ = trained
+    folder, *_ = trained
     image = tmp_path / "image.png"
     Image.new("RGB", (60, 40), "red").save(image)
     lines = f"/image {image}\nWhich?\nA?\n{'Is it one? ' * 9}\n"
@@ -128,7 +142,7 @@ def test_a_chat_keeps_turns_and_images_and_seeds_repeat_it(trained, tmp_path):
 
 
 def test_what_excludes_each_other_is_named_before_a_model_is_built(trained):
-    folder, _ = trained
+    folder, *_ = trained
     ((code, _, err),) = run_ranks(_command, 1, [folder, "--prompt", "a", "--prompt-format", "text", "--chat"], "")
     assert code == 1 and err.startswith("error: --prompt-format: text continues a prompt without turns")
 
@@ -146,7 +160,7 @@ def _program(text: str) -> str:
 
 
 def test_the_program_of_the_page_answers_as_the_command(trained):
-    folder, _ = trained
+    folder, *_ = trained
     text = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     assert "runs/gpt_tiny" in text and "max_new_tokens=64" in text
     text = text.replace("runs/gpt_tiny", folder).replace("max_new_tokens=64", "max_new_tokens=5")

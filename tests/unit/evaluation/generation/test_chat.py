@@ -76,7 +76,7 @@ def test_turns_and_media_stay_in_a_conversation(prompts, image):
     chat.say("Sure?", said.append)
     assert "".join(said) == "redblue and greenno"
 
-    count = chat._media[0].tokens[0][1]
+    count = decoder.prompts[0].rows["images"]
     place = Part("image")
     turns = [
         Turn("system", (Part("text", "Be brief."),)),
