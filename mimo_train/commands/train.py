@@ -232,13 +232,12 @@ def _try_it(run: "Run") -> str:
                 file = run_dir / f"held_out{at or ''}.{extension}"
                 file.write_bytes(base64.b64decode(content))
                 media += f" {option} {shlex.quote(str(file))}"
-    beside = Path(sys.executable).parent / "mimo-train"
-    program = os.path.relpath(beside) if beside.exists() else "mimo-train"
-    own = any(
+    own_encoder = any(
         key not in (CALLBACKS, FORWARD_STEP) and any(map(is_path, names))
         for key, names in code_named(to_dict(run.cfg)).items()
     )
-    trust = " --trust-code" if own else ""
-    program = min(program, str(beside), key=len)
+    trust = " --trust-code" if own_encoder else ""
+    program = Path(sys.executable).parent / "mimo-train"  # the scripts leave its folder off PATH
+    program_text = min(os.path.relpath(program), str(program), key=len) if program.exists() else "mimo-train"
     source = shlex.quote(str(run.checkpoints))
-    return f"{shlex.quote(program)} generate {source}{media} --prompt {shlex.quote(prompt)}{trust}"
+    return f"{shlex.quote(program_text)} generate {source}{media} --prompt {shlex.quote(prompt)}{trust}"

@@ -1,10 +1,7 @@
 """Composes YAML files and overrides into one `ConfigContainer` with Hydra, or reports every error with its key."""
 
 import dataclasses
-import json
 import re
-import shlex
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,10 +127,9 @@ def _composed(path: Path, choices: Sequence[str], values: Values) -> dict[str, A
         if isinstance(error, ConfigError):
             raise
         message = " ".join(str(error).split())
-        # Hydra does not name an override that removes an absent key, nor the key of a list that should be a mapping.
-        removal = next((choice for choice in choices if choice[:1] == "~" and _is_removed(choice, message)), "")
+        # Hydra does not name the key of a list that should be a mapping.
         misfits = [fault for fault in _misfits(path) if fault.message.startswith("must be a mapping")]
-        raise ConfigError(misfits or [Fault(removal.partition("=")[0] or path.name, message)]) from error
+        raise ConfigError(misfits or [Fault(path.name, message)]) from error
     return {str(key): value for key, value in without_marks(plain).items()}
 
 
@@ -189,12 +185,6 @@ def _interpolations(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(plain, dict):
         for name, item in plain.items():
             yield from _interpolations(item, f"{key}.{name}" if key else str(name))
-
-
-def _is_removed(choice: str, message: str) -> bool:
-    """True if a message of Hydra quotes the target of an override such as `~train.iters=3` or `~layout=one`."""
-    removed = choice.removeprefix("~")
-    return f"'{removed}'" in message or f"'{removed.partition('=')[0]}'" in message
 
 
 def _misfits(path: Path) -> list[Fault]:
@@ -314,9 +304,15 @@ def _sort_overrides(overrides: Sequence[str], files: Contents) -> tuple[list[str
             try:
                 values.append((name, parsed(value) if value else ""))  # empty is the empty text, not YAML's null
             except (yaml.YAMLError, ValueError, RecursionError):
-                faults.append(_unreadable(name, value))
+                text = value.encode("utf-8", "backslashreplace").decode()  # it may have undecodable bytes
+                faults.append(Fault(name, f"{text} cannot be read as YAML. {_YAML_REMEDY}"))
     return choices, values, faults
 
+
+_YAML_REMEDY = (
+    "Write {key: value, ...} or [value, ...], with quotes around texts such as '*.tar' or 'json[a]', and quotes around "
+    "all of it for the shell"
+)
 
 _PLACED = ("encoder", "llm", "projector")
 """Groups whose files belong to a part of a module, which the choice must name."""
@@ -334,25 +330,3 @@ def _choice_error(name: str, value: str, options: Collection[str], picked: Colle
     if value.strip("'\"") not in options and "/" not in value:
         return f"no {group} named {value!r}. {nearest(value, sorted(options))}"
     return ""
-
-
-_BRACKETS = re.compile(r"""(?<![\w."'])[\w.]+\[[^][]*\]""")
-"""A word followed by brackets, such as `json[caption]` in `data.fields`."""
-
-
-def _unreadable(key: str, value: str) -> Fault:
-    """Return the error of an override that is not YAML. It suggests quotes around a text such as `*.tar`, or around
-    brackets inside a mapping or list."""
-    if any("\udc80" <= character <= "\udcff" for character in value):  # Python's encoding of undecodable bytes
-        shown = value.encode("utf-8", "backslashreplace").decode()
-        return Fault(key, f"{shown} has bytes that are not {sys.getfilesystemencoding()}. Choose another name")
-    is_text = not value.lstrip().startswith(("{", "["))
-    quoted = json.dumps(value) if is_text else _BRACKETS.sub(lambda match: f'"{match[0]}"', value)
-    try:
-        yaml.compose(quoted)
-    except (yaml.YAMLError, RecursionError):
-        remedy = "Write {key: value, ...} or [value, ...], with quotes around texts that have brackets"
-    else:
-        remedy = f"Put {'it' if is_text else 'what has brackets'} in quotes, and all of it in quotes for the shell: "
-        remedy += shlex.quote(f"{key}={quoted}")
-    return Fault(key, f"{value} cannot be read as YAML. {remedy}")

@@ -17,7 +17,6 @@ from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.order.sources import Source
-from data.samples.text_lengths import TextLengths
 from data.storage.reader import ShardReader
 from data.text_format import plural, shown
 from mimo_train.config.errors import Fault
@@ -34,7 +33,7 @@ from mimo_train.inputs.datasets import (
 from mimo_train.preflight.check.report import Report, fault_of, spread
 
 if TYPE_CHECKING:
-    from data.pipeline import Samples, ShardDataset, TextSample
+    from data.pipeline import Samples, TextSample
     from data.text.templates import Template
 
 FIRST_SAMPLES = 100
@@ -142,19 +141,10 @@ def _add_shards(
         report.faults.append(Fault(key, text))
     elif samples and tokenizer is not None:
         dataset = shard_dataset(without_split(cfg), tokenizer, [replace(source, shards=readable)], held_out)
-        if not held_out and cfg.data.pad == "microbatch":
-            _add_lengths(cfg, dataset, seen, rows)
         _add_first_samples(report, cfg, key, dataset, tokenizer, seen, rows)
         if len(readable) < len(paths):
             seen.fingerprint = None
     return samples
-
-
-def _add_lengths(cfg: ConfigContainer, dataset: ShardDataset, seen: Seen, rows: list) -> None:
-    missing = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
-    state = f"{plural(missing, 'text')} to count before the first step" if missing else "known"
-    reason = "data.pack=true" if cfg.data.pack else "data.pad=microbatch"
-    rows.append(("", seen.row("lengths of texts"), f"{state} ({reason})"))
 
 
 def _add_first_samples(

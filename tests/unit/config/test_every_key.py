@@ -257,39 +257,6 @@ def fits(cfg: Any, path: Path, value: Any) -> bool:
     return ESCAPE not in str(taken) and isinstance(taken, list) == isinstance(value, list)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("modules", []),
-        ("modules.images", []),
-        ("modules.images.encoder.family", []),
-        ("modules.images.encoder.num_layers", 10**9),
-        ("modules.images.layout.dp", 10**9),
-        ("modules.language.llm.rope_base", -1.0),
-        ("modules.language.llm.layernorm_epsilon", -1e-5),
-        ("modules.language.lora.dropout", 1.5),
-        ("data.max_bad_samples", -1),
-        ("data.chat_template", ""),
-        ("optim.eps", -1e-8),
-        ("checkpoint.resume", ""),
-        ("checkpoint.keep", True),
-        ("run.dir", ""),
-        ("run.timeout_minutes", 1e-300),
-        ("train.skip_iters", [0]),
-        ("placement.first_rank", {"images": 0, "language": 10**9}),
-        ("log.metrics", ["memry"]),
-    ],
-)
-def test_senseless_values_are_faults_of_their_key(run, key, value):
-    plain = copy.deepcopy(run)
-    *outer, name = key.split(".")
-    at = plain
-    for one in outer:
-        at = at[one]
-    at[name] = value
-    assert key in {fault.key for fault in faults_of(plain)[1]}
-
-
 def test_all_wrong_types_are_named_at_once(run):
     plain = copy.deepcopy(run)
     plain["train"]["iters"], plain["optim"]["lr"] = "many", []

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, fields
 
 import pytest
@@ -15,7 +13,6 @@ from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from scripts import key_tables
-from tests.hang import HANG_SECONDS
 
 PAGE = key_tables.PAGE.read_text()
 
@@ -96,13 +93,6 @@ def test_a_page_that_is_not_current_is_noticed(change):
     assert key_tables.current(changed) == PAGE
 
 
-def test_a_part_without_markers_is_named():
-    with pytest.raises(key_tables.Undescribed, match="needs markers for .*'train'.*and has "):
-        key_tables.current(PAGE.replace("<!-- begin train -->", ""))
-    with pytest.raises(key_tables.Undescribed, match="<!-- begin train --> has no <!-- end train -->"):
-        key_tables.current(PAGE.replace("<!-- end train -->", ""))
-
-
 def test_each_family_of_encoders_has_its_keys_or_a_link_to_them():
     tables = {part[: part.index("\n")]: part for part in key_tables.parts()["encoders"].split("#### ")[1:]}
     headings = [*key_tables.SHARED.values(), *(f"family: {name}" for name in FAMILIES)]
@@ -130,16 +120,6 @@ def test_a_field_without_a_docstring_is_named():
         key_tables.docstrings(Silent)
 
 
-def test_a_file_without_a_comment_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(key_tables, "ROOT", tmp_path)
-    file = tmp_path / "mine.yaml"
-    file.write_text("# @package _global_\n# One thing,\n# on two lines.\nname: mine\n# later\n")
-    assert key_tables.described(file) == "One thing, on two lines."
-    file.write_text("name: mine\n# later\n")
-    with pytest.raises(key_tables.Undescribed, match=r"mine\.yaml does not begin with a comment"):
-        key_tables.described(file)
-
-
 def test_docstrings_name_the_values_that_the_checks_allow():
     kinds = [ModuleConfig, LlmSpec, RopeScaling, *(section.type for section in sections())]
     kinds += [field.type for field in fields(ModuleConfig) if dataclasses.is_dataclass(field.default_factory)]
@@ -151,32 +131,3 @@ def test_docstrings_name_the_values_that_the_checks_allow():
             checked += len(choices)
             assert not [choice for choice in choices if f"`{choice}`" not in meanings[field.name]], field.name
     assert checked > 40
-
-
-def test_the_script_checks_and_writes_without_torch(tmp_path):
-    """Started as a developer starts it."""
-    code = (
-        "import sys, runpy, pathlib\n"
-        "sys.argv = ['key_tables.py', *sys.argv[1:]]\n"
-        "from scripts import key_tables\n"
-        f"page = pathlib.Path({str(tmp_path)!r}) / 'configuration.md'\n"
-        "key_tables.PAGE, key_tables.ROOT = page, page.parent\n"
-        "code = key_tables.main(sys.argv[1:])\n"
-        "assert 'torch' not in sys.modules\n"
-        "raise SystemExit(code)\n"
-    )
-    page = tmp_path / "configuration.md"
-    page.write_text(PAGE.replace("Optimizer steps in all", "Steps"))
-
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        started = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(
-            started, cwd=key_tables.CONFIGS.parent, capture_output=True, text=True, timeout=HANG_SECONDS
-        )
-
-    found = run()
-    assert found.returncode == 1
-    assert found.stderr == f"error: configuration.md is not current: run `{key_tables.WRITE}`\n"
-    assert run("--write").returncode == 0
-    assert page.read_text() == PAGE
-    assert run().returncode == 0

@@ -49,8 +49,6 @@ def test_a_recipe_can_start_on_so_many_gpus(name, gpus):
     cfg = load(f"{RECIPES}/{name}", [f"layout={layouts_of(name)[gpus]}"])
     report = check(cfg, without_data=True)
     assert not report.faults and not report.warnings
-    # At 512 GPUs the batches are too small for any layout to suit all recipes.
-    assert gpus == 512 or not [note for note in report.notes if "is predicted to take" in note]
     # With a tokenizer, which a check without data does not read.
     cfg.data.tokenizer = "bytes"
     run = resolve(cfg)

@@ -62,55 +62,6 @@ def flops(name: str, *overrides: str, **media: float) -> dict[tuple[int, ...], d
     return {(ranks.start, ranks.stop): modules for ranks, modules in found.items()}
 
 
-def of_language(cfg) -> tuple[float, float]:
-    """Return the FLOPs of a sample through one layer, and of its logits, forward and backward: three times forward."""
-    llm, length = cfg.llm, cfg.data.sequence_length
-    gates = 3 if llm.is_gated else 2
-    weights = 4 * llm.hidden_size**2 + gates * llm.hidden_size * llm.ffn_hidden_size
-    pairs = length * (length + 1) / 2
-    return 3 * (2 * length * weights + 4 * llm.hidden_size * pairs), 3 * 2 * length * llm.hidden_size * ROWS
-
-
-def of_encoder(cfg, forward_only: bool = False) -> tuple[float, float, float]:
-    """Return the FLOPs of an image through patch embedding (no input gradient), one layer, and projector."""
-    encoder, projector = cfg.modules["images"].encoder, cfg.modules["images"].projector
-    patches, hidden, width = 16, encoder.hidden_size, cfg.llm.hidden_size
-    embedding = 2 * patches * 3 * encoder.patch_size**2 * hidden
-    weights = 4 * hidden**2 + 2 * hidden * encoder.ffn_hidden_size
-    layer = 2 * patches * weights + 4 * hidden * patches**2
-    behind = 2 * patches * sum(projector.matrices(hidden, width).values())
-    return (embedding, layer, behind) if forward_only else (2 * embedding, 3 * layer, 3 * behind)
-
-
-def test_by_hand():
-    cfg = load("vlm_digits")
-    layer, logits = of_language(cfg)
-    embedding, encoder_layer, projector = of_encoder(cfg)
-    found = flops("vlm_digits")
-    assert found == {
-        (0, 1): {"images": pytest.approx(32 * (embedding + 3 * encoder_layer + projector))},
-        (1, 2): {"language": pytest.approx(32 * (4 * layer + logits))},
-    }
-    # Two stages; the last one has the logits. Two replicas, each with half of the samples, on ranks of tp 2.
-    staged = flops("vlm_digits", *(f"modules.language.layout.{size}=2" for size in ("pp", "tp", "dp")))
-    assert staged[1, 5] == {"language, stage 1 of 2": pytest.approx(8 * 2 * layer)}
-    assert staged[5, 9] == {"language, stage 2 of 2": pytest.approx(8 * (2 * layer + logits))}
-
-
-def test_what_is_frozen_adapted_or_computed_again():
-    cfg = load("vlm_digits")
-    embedding, encoder_layer, projector = of_encoder(cfg, forward_only=True)
-    _, _, trained = of_encoder(cfg)
-    frozen = flops("vlm_digits", "modules.images.freeze=[encoder]")[0, 1]["images"]
-    # Megatron-Core's linear layers always compute the gradient of their input.
-    assert frozen == pytest.approx(32 * (embedding + 3 * encoder_layer + trained))
-    layer, logits = of_language(cfg)
-    full = flops("vlm_digits", "modules.language.recompute=full")[1, 2]["language"]
-    assert full == pytest.approx(32 * (4 * layer * 4 / 3 + logits))
-    adapted = flops("vlm_digits", "modules.language.lora.rank=4")[1, 2]["language"]
-    assert adapted < 32 * (4 * layer + logits)
-
-
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -131,11 +82,6 @@ def test_ranks_together_do_the_work_of_all_modules(name, overrides):
     found = flops_of_ranks(resolve(cfg), ROWS, {})
     ranks = sum(len(ranks) * sum(modules.values()) for ranks, modules in found.items())
     assert ranks == pytest.approx(cfg.train.global_batch_size * total)
-
-
-def test_media_of_a_sample():
-    one, two = (flops("vlm_digits", images=number)[0, 1]["images"] for number in (1.0, 2.0))
-    assert two == pytest.approx(2 * one)
 
 
 def test_encoders_without_media_have_nothing_to_do():
