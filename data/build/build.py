@@ -27,7 +27,7 @@ from data.order.order import GlobalOrder
 from data.records.members import READABLE
 from data.samples.bad_samples import allowed_of
 from data.storage.files import Busy, file_lock
-from data.storage.write import tar_bytes, write_shard
+from data.storage.tar import tar_bytes, write_shard
 from data.text_format import listed, plural
 from data.workers import worker_processes
 

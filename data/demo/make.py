@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.storage.files import file_lock
-from data.storage.write import write_shard
+from data.storage.tar import write_shard
 
 if TYPE_CHECKING:
     from data.demo.samples import DemoSample

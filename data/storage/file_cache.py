@@ -13,8 +13,6 @@ from pathlib import Path
 _CHECKSUM_BYTES = 16
 _LEAST, _SLACK = 0.8, 0.2
 """Share of the bound that removals leave, and share that may be written until the next removal."""
-_FULL = 1 << 62
-"""Marks `_written` while files are removed."""
 
 
 class FileCache:
@@ -35,7 +33,7 @@ class FileCache:
         self._least, self._slack = int(max_bytes * _LEAST), int(max_bytes * _SLACK / writers)
         self._written = 0
         self._gives_up = False
-        self._lock = threading.Lock()
+        self._lock, self._removing = threading.Lock(), threading.Lock()
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             self._make_room()
@@ -97,35 +95,36 @@ class FileCache:
         """Reserve `size` bytes, after removing files if necessary. False while another thread removes files: scanning
         millions takes long, and nobody must wait for a cache."""
         with self._lock:
-            fits, is_full = self._written + size <= self._slack, self._written == _FULL
-            self._written = self._written + size if fits else _FULL
-        if fits or is_full:
+            fits = self._written + size <= self._slack
+            self._written += size if fits else 0
+        if fits or not self._removing.acquire(blocking=False):
             return fits
-        self._make_room()
-        with self._lock:
+        try:
+            self._make_room()
             self._written = size
+        finally:
+            self._removing.release()
         return True
 
     def _make_room(self) -> None:
         """Remove the least recently used files, as other processes may do at once. Raises OSError if that fails."""
-        found = []
+        files = []
         for path in self._folder.glob("??/*"):
             with suppress(OSError):  # just removed by another process, or a failing disk
                 stat = path.stat()
-                found.append((stat.st_mtime_ns, stat.st_size, path))
-        size = sum(entry[1] for entry in found)
-        stays: OSError | None = None
-        for _, of_file, path in sorted(found):
-            if size <= self._least:
-                break
+                files.append((stat.st_mtime_ns, stat.st_size, path))
+        excess = sum(size for _, size, _ in files) - self._least
+        failed: OSError | None = None
+        for _, size, path in sorted(files):
+            if excess <= 0:
+                return
             try:
                 path.unlink(missing_ok=True)
+                excess -= size
             except OSError as error:
-                stays = error
-            else:
-                size -= of_file
-        if stays is not None and size > self._least:
-            raise stays
+                failed = error
+        if failed is not None and excess > 0:
+            raise failed
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()

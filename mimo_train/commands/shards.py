@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from data.storage.url import Place, is_url
+from data.storage.url import Place
 from data.text_format import plural, shown
 from mimo_train.commands import shards_build, shards_inspect
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, about_files, positive, whole
 from mimo_train.config.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def add(subparsers: Any) -> None:
@@ -62,7 +58,7 @@ def add(subparsers: Any) -> None:
     verify.add_argument(
         "--workers", type=positive, default=2, help="threads, of a CONFIG processes that read samples (default: 2)"
     )
-    verify.set_defaults(handler=about_files(_verify))
+    verify.set_defaults(handler=about_files(shards_inspect.verify))
 
     shards_build.add(commands)
 
@@ -79,12 +75,13 @@ def _index(args: argparse.Namespace) -> int:
     from data.index.find_shards import find_shards
     from data.indexed.find import is_indexed
     from data.order.sources import found_shards
-    from mimo_train.config.compose import is_config, load
+    from mimo_train.config.compose import load
     from mimo_train.inputs.datasets import held_out_sets, training_sources
 
-    if not args.overrides and (is_url(args.pattern) or Path(args.pattern).is_dir() or not is_config(args.pattern)):
+    if not args.overrides and not shards_inspect.is_config_name(args.pattern):
         if is_indexed(args.pattern):
-            return shards_inspect.index_tokens(args.pattern)
+            print(f"{args.pattern}: .bin and .idx files need no other index")
+            return 0
         return _index_all(find_shards(args.pattern), args.cache_dir, args.workers)
     cfg = load(args.pattern, args.overrides)
     if args.cache_dir:
@@ -141,84 +138,27 @@ def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> i
         catalogue = open_catalogue(paths, cache_dir, processes=workers, progress=bar.add, strict=False)
     finally:
         bar.close()
-    samples = bad = failed = empty = 0
+    indexes = []
     for number, path in enumerate(paths):
         try:
             index = catalogue.index(number)
         except DataError as error:
-            failed += 1
             print(f"error: {shown(str(error))}", file=sys.stderr)
             continue
-        if not len(index):
-            empty += 1
-            print(f"warning: {path}: no sample in it", file=sys.stderr)
+        indexes.append(index)
+        if len(index):
+            bad = f", {index.num_bad} of them bad by their headers" if index.num_bad else ""
+            print(f"{path}: {plural(len(index), 'sample')}{bad}")
         else:
-            samples, bad = samples + len(index), bad + index.num_bad
-            faults = f", {index.num_bad} of them bad by their headers" if index.num_bad else ""
-            print(f"{path}: {plural(len(index), 'sample')}{faults}")
+            print(f"warning: {path}: no sample in it", file=sys.stderr)
+    samples = sum(map(len, indexes))
     print(
-        f"{len(paths) - failed} of {plural(len(paths), 'shard')} indexed, {plural(samples, 'sample')}, "
-        f"{bad} of them bad by their headers; {shards_inspect.NOT_READ}"
+        f"{len(indexes)} of {plural(len(paths), 'shard')} indexed, {plural(samples, 'sample')}, "
+        f"{sum(index.num_bad for index in indexes)} of them bad by their headers; {shards_inspect.NOT_READ}"
     )
-    if empty and not samples:
-        print(f"error: {plural(empty, 'shard')} without any sample: a run cannot read them", file=sys.stderr)
-    return 0 if samples and not failed else 1
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from data.indexed.find import is_indexed
-
-    if shards_inspect.is_config_name(args.pattern):
-        from mimo_train.preflight.check.verify_run import verify_run
-
-        given = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
-        return verify_run(args.pattern, [*args.overrides, *given], args.workers)
-    if args.overrides:
-        raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
-    if is_indexed(args.pattern):
-        return shards_inspect.verify_tokens(args.pattern)
-    return _verify_shards(args)
-
-
-def _verify_shards(args: argparse.Namespace) -> int:
-    from collections import Counter
-    from concurrent.futures import ThreadPoolExecutor
-    from functools import partial
-
-    from data.errors import DataError
-    from data.index.catalogue import open_catalogue
-    from data.index.find_shards import find_shards
-    from data.records.members import named_unread
-    from data.samples.verify import check_sample
-    from data.storage.reader import ShardReader
-
-    reader, checked, bad, broken = ShardReader(), 0, 0, 0
-    not_read: Counter[tuple[str, str]] = Counter()
-    with ThreadPoolExecutor(args.workers) as pool:
-        paths = find_shards(args.pattern)
-        catalogue = open_catalogue(paths, args.cache_dir, strict=False)
-        for number, path in enumerate(paths):
-            try:
-                index = catalogue.index(number)
-                not_read += index.unread()
-                if not len(index):
-                    print(f"warning: {path}: no sample in it", file=sys.stderr)
-                # In blocks: a shard may hold a million samples, and each waiting result takes memory.
-                for start in range(0, len(index), 4096):
-                    rows = range(start, min(start + 4096, len(index)))
-                    reasons = pool.map(partial(check_sample, reader, index), rows)
-                    for row, reason in zip(rows, reasons, strict=True):
-                        checked += 1
-                        if reason:
-                            bad += 1
-                            print(f"bad: {path}: key {shown(index.key(row))}: {shown(reason)}")
-            except DataError as error:
-                broken += 1
-                print(f"bad shard: {shown(str(error))}")
-    for sentence in named_unread(not_read):
-        print(f"warning: {sentence}", file=sys.stderr)
-    print(f"{plural(checked, 'sample')} checked, {bad} bad; {plural(broken, 'shard')} cannot be read")
-    return 1 if bad or broken or not checked else 0
+    if indexes and not samples:
+        print(f"error: {plural(len(indexes), 'shard')} without any sample: a run cannot read them", file=sys.stderr)
+    return 0 if samples and len(indexes) == len(paths) else 1
 
 
 def _make_demo(args: argparse.Namespace) -> int:

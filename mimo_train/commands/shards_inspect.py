@@ -1,9 +1,9 @@
-"""`mimo-train shards inspect`: what shards hold, samples of a run on a page, and `.bin` and `.idx` files."""
+"""`mimo-train shards inspect` and `verify`: shards, samples of a run, and `.bin` and `.idx` files."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from data.text_format import plural, shown
 from mimo_train.config.errors import UserError
 
 if TYPE_CHECKING:
-    from data.index.shard_index import ShardIndex
     from data.indexed.file import IndexedFile
 
 NOT_READ = "records and media are not read here: `mimo-train shards verify` reads them"
@@ -26,7 +25,7 @@ _TOKENS = 1 << 22
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run `shards inspect`."""
     from data.indexed.find import is_indexed
 
     if args.html or args.overrides or is_config_name(args.pattern):
@@ -41,9 +40,68 @@ def inspect(args: argparse.Namespace) -> int:
     return _inspect_shards(args)
 
 
+def verify(args: argparse.Namespace) -> int:
+    """Run `shards verify`."""
+    from data.indexed.find import is_indexed
+
+    if is_config_name(args.pattern):
+        from mimo_train.preflight.check.verify_run import verify_run
+
+        given = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
+        return verify_run(args.pattern, [*args.overrides, *given], args.workers)
+    if args.overrides:
+        raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
+    if is_indexed(args.pattern):
+        return _verify_tokens(args.pattern)
+    return _verify_shards(args)
+
+
+def _verify_shards(args: argparse.Namespace) -> int:
+    from collections import Counter
+    from concurrent.futures import ThreadPoolExecutor
+    from functools import partial
+
+    from data.errors import DataError
+    from data.index.catalogue import open_catalogue
+    from data.index.find_shards import find_shards
+    from data.records.members import named_unread
+    from data.samples.verify import check_sample
+    from data.storage.reader import ShardReader
+
+    reader, checked, bad, broken = ShardReader(), 0, 0, 0
+    not_read: Counter[tuple[str, str]] = Counter()
+    with ThreadPoolExecutor(args.workers) as pool:
+        paths = find_shards(args.pattern)
+        catalogue = open_catalogue(paths, args.cache_dir, strict=False)
+        for number, path in enumerate(paths):
+            try:
+                index = catalogue.index(number)
+                not_read += index.unread()
+                if not len(index):
+                    print(f"warning: {path}: no sample in it", file=sys.stderr)
+                # In blocks: a shard may hold a million samples, and each waiting result takes memory.
+                for start in range(0, len(index), 4096):
+                    rows = range(start, min(start + 4096, len(index)))
+                    reasons = pool.map(partial(check_sample, reader, index), rows)
+                    for row, reason in zip(rows, reasons, strict=True):
+                        checked += 1
+                        if reason:
+                            bad += 1
+                            print(f"bad: {path}: key {shown(index.key(row))}: {shown(reason)}")
+            except DataError as error:
+                broken += 1
+                print(f"bad shard: {shown(str(error))}")
+    for sentence in named_unread(not_read):
+        print(f"warning: {sentence}", file=sys.stderr)
+    print(f"{plural(checked, 'sample')} checked, {bad} bad; {plural(broken, 'shard')} cannot be read")
+    return 1 if bad or broken or not checked else 0
+
+
 def _inspect_shards(args: argparse.Namespace) -> int:
     from collections import Counter
 
+    from data.index.catalogue import open_catalogue
+    from data.index.find_shards import find_shards
     from data.records.members import named_unread
 
     counts: Counter[str] = Counter()
@@ -53,8 +111,11 @@ def _inspect_shards(args: argparse.Namespace) -> int:
     audio, faults = [], []
     samples = printed = 0
     shards: dict[Any, int] = {}
-    for path, size, index in _indexes(args):
-        samples, shards[path] = samples + len(index), size
+    paths = find_shards(args.pattern)
+    catalogue = open_catalogue(paths, args.cache_dir)
+    for number, path in enumerate(paths):
+        index = catalogue.index(number)
+        samples, shards[path] = samples + len(index), index.version.size
         not_read += index.unread()
         for row in range(len(index)):
             members = index.members(row)
@@ -93,18 +154,6 @@ def _inspect_shards(args: argparse.Namespace) -> int:
     return 0
 
 
-def _indexes(args: argparse.Namespace) -> Iterator[tuple[Any, int, ShardIndex]]:
-    """Yield (shard, its bytes, index of some or all of its samples)."""
-    from data.index.catalogue import open_catalogue
-    from data.index.find_shards import find_shards
-
-    paths = find_shards(args.pattern)
-    catalogue = open_catalogue(paths, args.cache_dir)
-    for number, path in enumerate(paths):
-        index = catalogue.index(number)
-        yield path, index.version.size, index
-
-
 def _print_audio(audio: list[tuple[int, int]]) -> None:
     """Print number and seconds of the audio files of each rate, from (samples per second, samples) of each."""
     if audio:
@@ -128,14 +177,10 @@ def _describe(member: Any) -> str:
 
 
 def is_config_name(name: str) -> bool:
-    """True if an argument names a config and not shards: a YAML file, or a shipped config if there is no such file."""
-    from mimo_train.config.compose import shipped_configs
+    """True if an argument names a config and not shards."""
+    from mimo_train.config.compose import is_config
 
-    if is_url(name):
-        return False
-    if name.endswith((".yaml", ".yml")):
-        return True
-    return not Path(name).exists() and (shipped_configs() / f"{name}.yaml").is_file()
+    return not is_url(name) and not Path(name).is_dir() and is_config(name)
 
 
 def _write_page(args: argparse.Namespace) -> int:
@@ -177,13 +222,6 @@ def _spread(numbers: list[int]) -> str:
     return f"{min(numbers):,} to {max(numbers):,}, {sum(numbers) / len(numbers):,.1f} on average"
 
 
-def index_tokens(pattern: str) -> int:
-    """Run `shards index` for `.bin` and `.idx` files, which have an index. Raises DataError."""
-    for file in _files(pattern):
-        print(f"{_line(file)}: needs no other index")
-    return 0
-
-
 def _inspect_tokens(pattern: str, samples: int) -> int:
     """Print the numbers of documents and tokens, their lengths, and tokens of the first. Raises DataError."""
     import numpy as np
@@ -203,8 +241,8 @@ def _inspect_tokens(pattern: str, samples: int) -> int:
     return 0
 
 
-def verify_tokens(pattern: str) -> int:
-    """Run `shards verify` for `.bin` and `.idx` files: check the index, and read every token. Raises DataError."""
+def _verify_tokens(pattern: str) -> int:
+    """Check the index, and read every token. Raises DataError."""
     from data.storage.reader import ShardReader
 
     reader = ShardReader()

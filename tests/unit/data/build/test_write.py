@@ -8,7 +8,7 @@ import pytest
 import webdataset
 
 from data.index.catalogue import open_index
-from data.storage.write import tar_bytes, write_shard
+from data.storage.tar import tar_bytes, write_shard
 
 SIZES = [0, 1, 511, 512, 513, 20_000, (1 << 20) + 513]
 

