@@ -54,6 +54,8 @@ def walk_tar(path: object, read: ReadRange, size: int) -> Iterator[tuple[str, in
                 )
             if member.isreg():
                 yield member.name, member.offset_data, member.size
+            if tar.offset > size:  # truncated within the zeros behind a member
+                break
     except DataError:
         raise
     except (tarfile.TarError, OverflowError, OSError, ValueError) as error:
