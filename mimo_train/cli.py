@@ -1,4 +1,4 @@
-"""The `mimo-train` command. Imports no torch before a command needs it, so that help and config errors are quick."""
+"""The `mimo-train` command. A command imports what it needs, so that help and config errors are quick."""
 
 import argparse
 import os

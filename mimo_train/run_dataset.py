@@ -15,7 +15,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.run import Run, resolve
-from mimo_train.logging.report.data_page import DecodedSample, token_runs
+from mimo_train.logging.report.page import DecodedSample, token_runs
 
 if TYPE_CHECKING:
     import torch

@@ -71,7 +71,7 @@ def main(
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.resume.same_run import recorded_config
     from mimo_train.hf.directory import new_directory
-    from mimo_train.logging.library_log import adopt_torch, divert_command
+    from mimo_train.logging.rank_log import adopt_torch, divert_command
 
     folder = folders.in_folder(place_of(checkpoint), "CHECKPOINT")
     cfg = recorded_config(folder, trust_code=trust_code)

@@ -143,7 +143,7 @@ def main(
     """
     from data.storage.url import place_of
     from mimo_train.evaluation.generation.source import open_source
-    from mimo_train.logging.library_log import adopt_torch, divert_command
+    from mimo_train.logging.rank_log import adopt_torch, divert_command
 
     source = open_source(place_of(checkpoint), trust_code=trust_code)
     asking = _parts_of_conversation(media, chat, system)

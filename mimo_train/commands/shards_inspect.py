@@ -188,7 +188,7 @@ def _write_page(args: argparse.Namespace) -> int:
     from data.storage.files import replacing
     from data.text_format import plural, shown
     from mimo_train.config.compose import load
-    from mimo_train.logging.report.data_page import render_data
+    from mimo_train.logging.report.page import render_data
     from mimo_train.run_dataset import open_dataset
 
     cfg = load(args.pattern, args.overrides)

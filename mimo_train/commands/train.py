@@ -102,8 +102,7 @@ def _told(error: BaseException) -> int:
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     from mimo_train.launch.rank_monitor import is_lost_peer, note_error
-    from mimo_train.logging.library_log import adopt_torch, divert, errors_only
-    from mimo_train.logging.rank_log import log_of, show
+    from mimo_train.logging.rank_log import adopt_torch, divert, errors_only, log_of, show
 
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
     divert(log_of(run.dir, rank)).copy_console()

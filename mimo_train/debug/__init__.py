@@ -1,1 +1,1 @@
-"""Diagnosis of runs: non-finite values, suspect losses, stragglers, profiles."""
+"""Diagnosis of runs: non-finite values, suspect losses, profiles."""

@@ -1,4 +1,4 @@
-"""Weight maps of language models: our names to hub names. Imports no torch."""
+"""Weight maps of language models: our names to hub names."""
 
 from collections.abc import Iterator
 

@@ -36,7 +36,7 @@ from mimo_train.flight.watchdog import HANG_CODE, hand_down, say
 from mimo_train.launch.exit_signal import grace_seconds, is_repeat
 from mimo_train.launch.nodes import Nodes
 from mimo_train.launch.restarts import STOPPED_CODE, Restarts, first_wait, newest_failure, stopped_code
-from mimo_train.logging.library_log import errors_only
+from mimo_train.logging.rank_log import errors_only
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 JOIN_SECONDS = 900.0

@@ -4,12 +4,16 @@ CPU intervals use the clock. GPU intervals are pairs of events on the current st
 host work that the device hides, and wait for the device only when times are read.
 """
 
+import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.ranks import RunLayout
+from mimo_train.logging.console import Console
 
 STEP = "step"
 INTERVALS = (STEP, "forward_backward", "data_wait", "bridge_wait", "pipeline_wait", "reduce", "optimizer")
@@ -163,3 +167,57 @@ class Busiest:
     @staticmethod
     def _means(rows: list[Sequence[float]]) -> dict[str, float]:
         return {name: sum(row[at] for row in rows) / len(rows) for at, name in enumerate(INTERVALS)}
+
+
+class StragglerTimer(AbstractContextManager[Any]):
+    """Turns compute times, collected on the logging rank, into values for the log and a line for the console.
+
+    Compute time excludes waiting for other ranks. As a context manager it does nothing: it replaces Megatron-Core's
+    `StragglerDetector` in ported code.
+    """
+
+    def __init__(self, layout: RunLayout, console: Console):
+        """Take the run's console, which is silent on ranks that do not log; these observe no times."""
+        self._layout, self._console, self._line = layout, console, ""
+
+    def __call__(self, bdata: bool = False) -> "StragglerTimer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def observe(self, seconds: Mapping[int, float], steps: int, flops: float = 0.0) -> dict[str, float]:
+        """Take the compute times of a logging interval.
+
+        Args:
+            seconds: {rank: seconds of forward and backward computation in the interval}, all ranks of the run.
+            steps: steps of the interval.
+            flops: FLOPs of all ranks over the interval.
+
+        Returns:
+            {`straggler/<module>/slowest_rank`, `straggler/<module>/slowest_over_median`} of every module; the ratio is
+            1 if all ranks are equally fast, NaN if none has computed.
+        """
+        values: dict[str, float] = {}
+        parts = ["stragglers:"]
+        for name, module in self._layout.modules.items():
+            times = {rank: float(seconds[rank]) for rank in module.ranks}
+            slowest, fastest = max(times, key=times.__getitem__), min(times, key=times.__getitem__)
+            median = statistics.median(times.values())
+            ratio = times[slowest] / median if median > 0 else math.nan
+            values |= {f"straggler/{name}/slowest_rank": slowest, f"straggler/{name}/slowest_over_median": ratio}
+            parts.append(
+                f"{name} rank {slowest} slowest ({times[slowest] / steps:.3g} s/step, {ratio:.2f} of the median), rank "
+                f"{fastest} fastest ({times[fastest] / steps:.3g} s/step);"
+            )
+        total = sum(map(float, seconds.values()))
+        if total > 0 and flops > 0:
+            parts.append(f"{flops / total / 1e12:.3g} TFLOP/s per device while it computes")
+        self._line = "  ".join(parts)
+        return values
+
+    def report(self) -> None:
+        """Print the times last observed, once, and the rate at which the devices compute."""
+        if self._line:
+            self._console.message(self._line)
+            self._line = ""

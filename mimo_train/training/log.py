@@ -9,12 +9,11 @@ from megatron.core.timers import Timers
 
 from data.text_format import plural
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.debug.straggler import StragglerTimer
 from mimo_train.estimate.flops import StepFlops
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.layout.kernels import has_fp8
 from mimo_train.logging.runtime import report_runtime, report_throughput
-from mimo_train.logging.stopwatch import INTERVALS, Busiest, time_split
+from mimo_train.logging.stopwatch import INTERVALS, Busiest, StragglerTimer, time_split
 from mimo_train.logging.throughput import imbalance, peak_tflops, utilisation
 from mimo_train.models.parameter_norms import grad_l2_norms, params_l2_norm
 from mimo_train.parallel import device as devices

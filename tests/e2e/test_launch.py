@@ -195,7 +195,7 @@ WARNINGS = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from mimo_train.logging.library_log import errors_only
+from mimo_train.logging.rank_log import errors_only
 for last in (False, True):
     if last:
         errors_only()

@@ -17,13 +17,13 @@ from mimo_train.bridge.training.state import SessionState, session_of
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
-from mimo_train.debug.straggler import StragglerTimer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.rank_monitor import Driven
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.layout.run import resolve
 from mimo_train.logging import progress
+from mimo_train.logging.stopwatch import StragglerTimer
 from mimo_train.models.parameters import overlapping_chunks
 from mimo_train.training import loop
 from mimo_train.training.callbacks import check_replicas_and_collect_garbage

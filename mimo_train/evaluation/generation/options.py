@@ -1,4 +1,4 @@
-"""Sampling options of an answer, as the command line gives them. Imports no torch."""
+"""Sampling options of an answer, as the command line gives them."""
 
 import math
 from dataclasses import dataclass

@@ -9,8 +9,8 @@ import pytest
 
 from mimo_train.config import compose
 from mimo_train.debug import nan_policy
-from mimo_train.debug.straggler import StragglerTimer
 from mimo_train.layout.run import config_faults, resolve
+from mimo_train.logging.stopwatch import StragglerTimer
 from tests.unit.configs import changed, load
 
 

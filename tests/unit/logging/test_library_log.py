@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mimo_train.cpu import backend
-from mimo_train.logging import library_log
-from mimo_train.logging.library_log import is_library
+from mimo_train.logging import rank_log
+from mimo_train.logging.rank_log import is_library
 from tests.hang import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,13 +24,13 @@ def warn():
 PROGRAM = """
 import logging, sys, sysconfig, warnings
 from pathlib import Path
-from mimo_train.logging import library_log
+from mimo_train.logging import rank_log
 
-library_log.LIBRARIES += (sys.argv[2] + "/",)
+rank_log.LIBRARIES += (sys.argv[2] + "/",)
 if sys.argv[1] == "nowhere":
-    library_log.divert_command("generate", None)
+    rank_log.divert_command("generate", None)
 else:
-    library_log.divert(Path(sys.argv[1]))
+    rank_log.divert(Path(sys.argv[1]))
 import a_library
 a_library.warn()
 warnings.warn("a warning of the user's")
@@ -41,7 +41,7 @@ logging.getLogger("mine").info("nobody asked for it")
 
 
 def test_the_stand_in_for_cuda_is_where_it_was():
-    assert is_library(backend.__file__) and not is_library(library_log.__file__)
+    assert is_library(backend.__file__) and not is_library(rank_log.__file__)
 
 
 def run(tmp_path: Path, log: Path | str, more: str = "") -> str:
@@ -92,10 +92,10 @@ def test_a_file_that_cannot_be_written_leaves_them_on_the_console(tmp_path):
 def test_records_of_torch_are_in_the_file_unless_its_log_is_asked_for(wanted, tmp_path):
     more = "import os, torch\n"
     more += "os.environ['TORCH_LOGS'] = '+all'\n" if wanted else ""
-    more += "library_log.adopt_torch()\nfrom torch.utils import cpp_extension\n"
+    more += "rank_log.adopt_torch()\nfrom torch.utils import cpp_extension\n"
     more += "cpp_extension.logger.warning('a record of torch')"
     # The record is made in this program's own file, which stands for torch's.
-    more = "library_log.LIBRARIES += (__file__,)\n" + more
+    more = "rank_log.LIBRARIES += (__file__,)\n" + more
     log = tmp_path / "rank_0.log"
     printed = run(tmp_path, log, more)
     assert ("a record of torch" in printed) == wanted

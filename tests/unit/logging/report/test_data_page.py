@@ -7,7 +7,7 @@ import pytest
 import soundfile
 
 from mimo_train.cli import main
-from mimo_train.logging.report.data_page import length_bins, token_runs
+from mimo_train.logging.report.page import length_bins, token_runs
 from tests.tars import write_tar
 from tests.unit.data.helpers import encode_image
 from tests.unit.logging.report.parsed_page import ParsedPage
