@@ -5,7 +5,7 @@ from data.indexed.dataset import TokenDataset
 from data.loader import StepLoader
 from data.media.options import Resize
 from data.order.packing import Packing
-from data.order.sources import MixedOrder, Source
+from data.order.sources import Source
 from data.order.step import Batching, Microbatch, Reader, StepBatch, TextSample
 from data.order.step_plan import Padding, StepPlan
 from data.samples.bad_samples import BadSample, BadSamples, require_budget
@@ -26,7 +26,6 @@ __all__ = [
     "Media",
     "Microbatch",
     "MicrobatchMedia",
-    "MixedOrder",
     "Packing",
     "Padding",
     "Reader",

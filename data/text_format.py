@@ -9,16 +9,14 @@ def shown(text: str) -> str:
     """Return the text with unprintable characters escaped, such as `\\x1b`, which affect terminals and logs."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text
+    )
 
 
 def shown_lines(text: str) -> str:
     """Escape unprintable characters, but keep line breaks and tabs."""
     return "".join(char if char in "\n\t" else shown(char) for char in text)
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape", "surrogatepass").decode()
 
 
 def plural(count: int, noun: str) -> str:

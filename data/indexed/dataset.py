@@ -15,8 +15,7 @@ from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.indexed.split import WHOLE, Part
-from data.order.order import GlobalOrder
-from data.order.sources import MixedOrder, Source, fingerprint_of, order_of
+from data.order.sources import Source, fingerprint_of, order_of
 from data.order.step import StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.protocol import Samples
@@ -36,8 +35,6 @@ class TokenDataset(Samples):
 
     Raises DataError (an unusable file, a source without a full window, an unknown token) and ReadError.
     """
-
-    order: GlobalOrder | MixedOrder
 
     def __init__(
         self,

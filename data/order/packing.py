@@ -85,7 +85,7 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
         for of_rank in ([tokens[place] for place in places] for places in of_ranks)
     )
     count = multiple * -(-least // multiple)
-    while (packs := _all_spread(tokens, of_ranks, count, budget)) is None:
+    while (packs := [_spread(tokens, places, count, budget) for places in of_ranks]).count([]):
         count += multiple
     work = whole_work(lengths, squares, packing.pair).tolist()
     for of_rank in packs:
@@ -93,26 +93,14 @@ def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Pac
     return [[sorted(of_rank[number]) for of_rank in packs] for number in range(count)]
 
 
-def _all_spread(
-    tokens: Sequence[int], of_ranks: Sequence[Sequence[int]], count: int, budget: int
-) -> list[list[Pack]] | None:
-    """Return `count` packs for each rank, whose samples are `own`, longest first; None if one does not fit."""
-    spread = []
-    for places in of_ranks:
-        packs = _spread(tokens, places, count, budget)
-        if packs is None:
-            return None
-        spread.append(packs)
-    return spread
-
-
-def _spread(tokens: Sequence[int], places: Sequence[int], count: int, budget: int) -> list[Pack] | None:
+def _spread(tokens: Sequence[int], places: Sequence[int], count: int, budget: int) -> list[Pack]:
+    """Return `count` packs of a rank's samples, longest first; none if one does not fit."""
     packs: list[Pack] = [[] for _ in range(count)]
     emptiest = [(0, number) for number in range(count)]
     for place in places:
         load, number = emptiest[0]
         if load + tokens[place] > budget:
-            return None
+            return []
         packs[number].append(place)
         heapq.heapreplace(emptiest, (load + tokens[place], number))
     return packs

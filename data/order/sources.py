@@ -68,7 +68,7 @@ class Part:
 
 
 class MixedOrder:
-    """Order of several sources, with the interface of `GlobalOrder`. `size`: samples of all in an epoch."""
+    """Order of one or several sources, with the interface of `GlobalOrder`. `size`: samples of all in an epoch."""
 
     def __init__(
         self, parts: Sequence[Part], phases: Sequence[Phase], seed: int = 0, shuffle: bool = True, block: int = 1
@@ -190,12 +190,6 @@ def parts_of(
     return parts
 
 
-def phases_of(sources: Sequence[Source]) -> list[Phase]:
-    """Return the phases of the sources' weights; empty if sizes are weights."""
-    weights = [source.weight for source in sources if source.weight is not None]
-    return [(0, whole_weights(weights))] if len(weights) == len(sources) else []
-
-
 def order_of(
     sources: Sequence[Source],
     ends: Sequence[int],
@@ -206,47 +200,12 @@ def order_of(
     block: int,
     held_fraction: float,
     only_held: bool,
-) -> GlobalOrder | MixedOrder:
+) -> MixedOrder:
     """Return the order of all samples. See `parts_of` and `GlobalOrder`."""
-    if len(sources) == 1 and not held_fraction:
-        return GlobalOrder(sum(counts), seed, shuffle, block)
     parts = parts_of(sources, ends, counts, contents, held_fraction, only_held)
-    return MixedOrder(parts, phases_of(sources), seed, shuffle, block)
-
-
-class SourcesView:
-    """A dataset's view of its sources."""
-
-    sources: tuple[Source, ...]
-    """The mixed sources, or one unnamed source."""
-    order: GlobalOrder | MixedOrder
-    """Sample number -> global row. A `MixedOrder` if there are several sources or held-out samples. Its weights may
-    change before readers start."""
-
-    @property
-    def source_sizes(self) -> list[int]:
-        """The samples of each source."""
-        return [part.size for part in self.order.parts] if isinstance(self.order, MixedOrder) else [self.order.size]
-
-    def sources_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the source index of each sample, int64."""
-        numbers = np.asarray(numbers, dtype=np.int64)
-        return self.order.sources(numbers) if isinstance(self.order, MixedOrder) else np.zeros_like(numbers)
-
-    def source_counts(self, numbers: int) -> list[int]:
-        """Return the samples of each source among the first `numbers`."""
-        return self.order.counts(numbers) if isinstance(self.order, MixedOrder) else [numbers]
-
-    def exhausted(self) -> tuple[int, int]:
-        """Return (source, numbers): the first source to repeat a sample, and the sample numbers before that."""
-        ends = self.order.exhausted() if isinstance(self.order, MixedOrder) else (0, self.order.size)
-        assert ends is not None, "some source has a weight"
-        return ends
-
-    def set_phases(self, phases: Sequence[Phase]) -> None:
-        """Set the sources' weights, before readers start."""
-        if isinstance(self.order, MixedOrder):
-            self.order = self.order.with_phases(phases)
+    weights = [source.weight for source in sources if source.weight is not None]
+    phases = [(0, whole_weights(weights))] if len(weights) == len(sources) else []
+    return MixedOrder(parts, phases, seed, shuffle, block)
 
 
 def fingerprint_of(shards: Sequence[tuple[str, int, str, int]], ends: Sequence[int], held_fraction: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,8 @@ def require_files(record: Mapping[str, Any], key: Key, others: OtherMembers, med
     for name, value in record.items() if unread else ():
         if video and name in _VIDEO_FIELDS and value not in (None, "", []):
             raise RecordError(f"its field {shown(name)!r} refers to the member .{shown(video)}, which is not read")
-        for file in _texts(value):
-            if (extension := _extension_of(file, key)) in unread:
+        for file in value if isinstance(value, list) else [value]:
+            if isinstance(file, str) and (extension := _extension_of(file, key)) in unread:
                 raise RecordError(
                     f"its field {shown(name)!r} refers to the member .{shown(extension)}, which is not read. Remove it "
                     "or set data.fields to what is read"
@@ -78,11 +78,6 @@ def _require_listed_files(
                 f"its field {name!r} names the files in another order ({', '.join(map(shown, extensions))}) than the "
                 f"members have ({', '.join(map(shown, members))})"
             )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    values = value if isinstance(value, list) else [value]
-    return (text for text in values if isinstance(text, str))
 
 
 def _extension_of(file: str, key: Key) -> str:

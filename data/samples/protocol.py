@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.order.sources import SourcesView
+from data.order.mixture import Phase
+from data.order.sources import MixedOrder, Source
 from data.order.step import StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.media_spec import Media
@@ -18,9 +19,13 @@ from data.storage.url import Place
 from data.text.tokens import Tokenizer
 
 
-class Samples(SourcesView, ABC):
+class Samples(ABC):
     """An endless stream of samples, addressed by number. Thread-safe. The defaults are for text without media."""
 
+    sources: tuple[Source, ...]
+    """The mixed sources, or one unnamed source."""
+    order: MixedOrder
+    """Sample number -> global row."""
     tokenizer: Tokenizer
     sequence_length: int
     keep_text: bool
@@ -46,6 +51,29 @@ class Samples(SourcesView, ABC):
         """Return the samples of one epoch."""
         return self.order.size
 
+    @property
+    def source_sizes(self) -> list[int]:
+        """The samples of each source."""
+        return [part.size for part in self.order.parts]
+
+    def sources_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the source index of each sample, int64."""
+        return self.order.sources(np.asarray(numbers, dtype=np.int64))
+
+    def source_counts(self, numbers: int) -> list[int]:
+        """Return the samples of each source among the first `numbers`."""
+        return self.order.counts(numbers)
+
+    def exhausted(self) -> tuple[int, int]:
+        """Return (source, numbers): the first source to repeat a sample, and the sample numbers before that."""
+        ends = self.order.exhausted()
+        assert ends is not None, "some source has a weight"
+        return ends
+
+    def set_phases(self, phases: Sequence[Phase]) -> None:
+        """Set the sources' weights, before readers start."""
+        self.order = self.order.with_phases(phases)
+
     def is_bad(self, number: int) -> bool:
         """True if this process has found sample `number` bad."""
         return number in self.bad_samples
@@ -62,7 +90,7 @@ class Samples(SourcesView, ABC):
     def plan_step(self, first: int, size: int) -> StepSamples:
         """Return what is known of samples [first, first + size) without reading them."""
 
-    def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:
+    def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:  # noqa: B027
         """Start to read remote samples: (number, modules that need its media, True if its text is needed)."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -137,7 +137,10 @@ class SampleTable:
         """Return a row of a shard; `number` is the sample number or -1."""
         key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
         every = index.members(row)
-        members = {kind: self._read_of(kind, every) for kind in self._of_kind}
+        members = {
+            kind: images_of(every, self._sampling) if kind == "image" else [item for item in every if item.kind == kind]
+            for kind in self._of_kind
+        }
         tokens: dict[str, list[int]] = {}
         record = () if at is None else (every[at],)
         texts = tuple(member for member in every if member.extension in index.fields.members) or record
@@ -171,11 +174,6 @@ class SampleTable:
         if needed > self._sequence_length:
             return {}, f"its media alone need {needed} tokens, but data.sequence_length is {self._sequence_length}"
         return tokens, None
-
-    def _read_of(self, kind: str, members: Iterable[Member]) -> list[Member]:
-        if kind == "image":
-            return images_of(members, self._sampling)
-        return [member for member in members if member.kind == kind]
 
     def step(
         self, rows: Rows, lengths: np.ndarray | None = None, fields: Sequence[tuple[Fields, np.ndarray]] = ()

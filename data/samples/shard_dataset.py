@@ -28,8 +28,7 @@ from data.index.shard_index import Member, ShardIndex
 from data.media.decode import decode_frames, decode_media
 from data.media.options import BOUNDS, WHITE, Bounds, Colour
 from data.order.mixture import Phase
-from data.order.order import GlobalOrder
-from data.order.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
+from data.order.sources import Shards, Source, fingerprint_of, found_shards, order_of, sources_of
 from data.order.step import StepSamples, TextSample
 from data.records.conversation import Conversation
 from data.records.members import NO_FIELDS, Fields
@@ -65,7 +64,6 @@ class ShardDataset(Samples):
     Raises DataError (no shards or samples), ShardError (an unusable or changing shard), ReadError (an I/O error).
     """
 
-    order: GlobalOrder | MixedOrder
     shards: list[Place]
 
     def __init__(

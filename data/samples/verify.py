@@ -11,7 +11,6 @@ from data.errors import OF_THE_MACHINE, ReadError, ShardError, reason_of
 from data.index.shard_index import Member, ShardIndex
 from data.media.decode import decode_audio, decode_image_file
 from data.media.video import decode_video
-from data.order.sources import MixedOrder
 from data.records.conversation import KINDS
 from data.records.records import parse_record
 from data.samples.media_spec import SAMPLING, images_of, places_of
@@ -133,8 +132,6 @@ def _mixed(size: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarra
 
 
 def _are_trained(trained: ShardDataset, rows: np.ndarray) -> np.ndarray:
-    if not isinstance(trained.order, MixedOrder):
-        return np.ones(len(rows), dtype=bool)
     held = [part.first + part.held for part in trained.order.parts if part.held is not None]
     return ~np.isin(rows, np.concatenate(held)) if held else np.ones(len(rows), dtype=bool)
 

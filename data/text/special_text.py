@@ -40,9 +40,10 @@ class SpecialText:
         Raises RecordError for a special token that is split over neighbouring text parts, which templates join.
         """
         for turn in conversation.turns:
-            for joined in _joined_texts(turn.parts):
-                inside = sum(len(self._pattern.findall(text)) for text in joined)
-                if len(joined) > 1 and len(self._pattern.findall("".join(joined))) > inside:
+            for is_text, run in groupby(turn.parts, lambda part: part.kind == "text"):
+                texts = [part.text for part in run] if is_text else []
+                inside = sum(len(self._pattern.findall(text)) for text in texts)
+                if len(texts) > 1 and len(self._pattern.findall("".join(texts))) > inside:
                     raise RecordError("a special token is split over neighbouring text parts. Join these parts")
         tokens = sorted(self.find(conversation))
         if not tokens:
@@ -83,11 +84,6 @@ def admit(tokenizer: Any, tokens: str | Sequence[str], reserved: Collection[str]
             token["special"] = token["special"] and token["content"] not in admitted
         tokenizer._tokenizer = type(backend).from_str(json.dumps(content))
     return admitted
-
-
-def _joined_texts(parts: Sequence[Part]) -> list[list[str]]:
-    """Return the texts of neighbouring text parts."""
-    return [[part.text for part in run] for is_text, run in groupby(parts, lambda part: part.kind == "text") if is_text]
 
 
 def _texts(conversation: Conversation) -> Iterator[str]:

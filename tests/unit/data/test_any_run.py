@@ -20,7 +20,7 @@ from obstore.store import MemoryStore
 
 from data.order.mixture import whole_weights
 from data.order.packing import Packing
-from data.pipeline import Batching, MixedOrder, Padding, Reader, ShardDataset, Source, StepLoader
+from data.pipeline import Batching, Padding, Reader, ShardDataset, Source, StepLoader
 from data.samples.text_lengths import TextLengths
 from data.storage import object_store
 from data.storage.object_store import ObjectStore
@@ -244,7 +244,6 @@ def test_it_trains_the_samples_of_the_run_that_was_never_interrupted(shards, run
         boundary += len(step)
         counted += [sum(key[0] == name for key in step) for name in run.sources]
         assert (abs(counted - shares(phases, boundary)) < len([one for one in phases if one[0] < boundary])).all()
-    assert isinstance(data.order, MixedOrder) or len(sizes) == 1
 
 
 def shares(phases: list, places: int) -> np.ndarray:
