@@ -125,7 +125,7 @@ def _here(args: argparse.Namespace) -> int:
 
 def _requeue(args: argparse.Namespace) -> int:
     from mimo_train.flight.recorder import scheduled_job
-    from mimo_train.launch.requeue import requeue
+    from mimo_train.launch.restarts import requeue
     from mimo_train.launch.start import launch_of
 
     job = scheduled_job()

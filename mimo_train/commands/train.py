@@ -42,14 +42,14 @@ def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import compose
     from mimo_train.config.errors import ConfigError
-    from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
+    from mimo_train.launch.processes import is_idle, say_idle, started_run
     from mimo_train.launch.restarts import require_resume
 
     try:
         run = started_run(compose.load(args.config, args.overrides))
         require_resume(run.cfg.checkpoint.resume)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, VariablesError):
+        if os.environ.get("RANK", "0") == "0":
             print_fault(error)
         return 1
     if is_idle(run.layout):  # before the slow imports

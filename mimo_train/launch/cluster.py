@@ -12,8 +12,7 @@ import yaml
 from data.text_format import plural
 from mimo_train.config.errors import UserError
 from mimo_train.config.run_files import shipped_configs
-from mimo_train.launch.requeue import AGAIN
-from mimo_train.launch.restarts import STOPPED_CODE, require_resume
+from mimo_train.launch.restarts import AGAIN, STOPPED_CODE, require_resume
 from mimo_train.launch.start import Launch, processes_per_node
 
 MOUNT = "mount"

@@ -31,7 +31,8 @@ class ExitSignal:
         self._received_at: float | None = None
         self._previous: dict[int, Handler] = {}
         self._tell: Callable[[], object] | None = None
-        self._relay: _Relay | None = None
+        self._wakeup: tuple[socket.socket, int] | None = None
+        """Socket to which the interpreter writes signal numbers, and the file descriptor before."""
 
     def __enter__(self) -> "ExitSignal":
         return self.listen()
@@ -51,9 +52,10 @@ class ExitSignal:
             if handler is not None:
                 signal.signal(number, handler)
         self._previous.clear()
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._wakeup[1])
+            self._wakeup[0].close()
+            self._wakeup = None
 
     def requested(self) -> bool:
         """True if this rank has received one of the signals."""
@@ -63,8 +65,11 @@ class ExitSignal:
         """Call `tell` from another thread as soon as a signal arrives, even while this thread waits in a collective.
         Only the last `tell` counts. Requires `listen` first."""
         self._tell = tell
-        if self._previous and self._relay is None:
-            self._relay = _Relay(self._arrived)
+        if self._previous and self._wakeup is None:
+            reader, writer = socket.socketpair()
+            writer.setblocking(False)
+            self._wakeup = writer, signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._tell_of, args=(reader,), name="signals", daemon=True).start()
         if self.requested():
             tell()
 
@@ -77,9 +82,11 @@ class ExitSignal:
         elif number == signal.SIGINT and not is_repeat(self._received_at):
             raise KeyboardInterrupt
 
-    def _arrived(self, number: int) -> None:
-        if number in self.SIGNALS and self._tell is not None:
-            self._tell()
+    def _tell_of(self, reader: socket.socket) -> None:
+        with reader, suppress(OSError):
+            while numbers := reader.recv(64):
+                if self._tell is not None and {*numbers} & {*self.SIGNALS}:
+                    self._tell()
 
 
 def is_repeat(received_at: float) -> bool:
@@ -87,45 +94,15 @@ def is_repeat(received_at: float) -> bool:
     return time.monotonic() - received_at <= REPEAT_SECONDS
 
 
-class _Relay:
-    """A thread that reads signal numbers from the interpreter's wakeup file descriptor."""
-
-    def __init__(self, arrived: Callable[[int], None]) -> None:
-        self._arrived = arrived
-        self._heard, self._written = socket.socketpair()
-        self._written.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._run, name="signals", daemon=True).start()
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._before)
-        self._written.close()
-
-    def _run(self) -> None:
-        with self._heard, suppress(OSError):
-            while numbers := self._heard.recv(64):
-                for number in numbers:
-                    self._arrived(number)
-
-
 def grace_seconds() -> float:
-    """Return MIMO_GRACE_SECONDS, the seconds that ranks may take to save and exit (default 120).
-
-    Raises:
-        UserError: it is not a positive number.
-    """
+    """Return MIMO_GRACE_SECONDS, the seconds that ranks may take to save and exit (default 120). Raises UserError if it
+    is not a positive number."""
     return seconds_of("MIMO_GRACE_SECONDS", 120.0)
 
 
 def seconds_of(variable: str, default: float, *, or_none: bool = False) -> float:
-    """Return the number of seconds in an environment variable.
-
-    Args:
-        or_none: True to allow 0.
-
-    Raises:
-        UserError: it is not a positive number.
-    """
+    """Return the number of seconds in an environment variable. Raises UserError if it is not a positive number, or 0 if
+    `or_none`."""
     text = os.environ.get(variable, str(default))
     try:
         seconds = float(text)

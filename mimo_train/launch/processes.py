@@ -6,33 +6,29 @@ RANK.
 """
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from data.text_format import plural
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.launch.nodes import adopt_tasks
+from mimo_train.launch.nodes import adopt_tasks, number
 from mimo_train.layout.placement import node_faults
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run, resolve
 from mimo_train.logging.rank_log import show
 
 
-class VariablesError(ConfigError):
-    """Invalid launcher variables in this process's environment, whatever its rank."""
-
-
 def started_run(cfg: ConfigContainer) -> Run:
     """Return the run of a config on the started processes; set torchrun's variables if SLURM or MPI started them.
 
     Raises:
-        ConfigError: the config has errors, the layout needs other processes, or launcher variables are invalid.
-        UserError: the cluster's variables are invalid.
+        ConfigError: the config has errors, or the layout needs other processes.
+        UserError: variables of the launcher or the cluster are invalid.
     """
     adopt_tasks()
-    if faults := list(_variable_faults()):
-        raise VariablesError(faults)
+    world = _number("WORLD_SIZE", 1)
+    number("RANK", os.environ.get("RANK", "0"), 0, max(1, world) - 1)
     run = resolve(cfg, _started_per_node())
     if faults := _process_faults(run):
         raise ConfigError(faults)
@@ -64,17 +60,14 @@ def say_idle() -> None:
 @contextmanager
 def numbered(layout: RunLayout) -> Iterator[None]:
     """Set RANK and WORLD_SIZE to the run's numbering without idle processes, then restore the launcher's values."""
-    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ["RANK"] = str(layout.processes.index(_process()))
-    os.environ["WORLD_SIZE"] = str(layout.world_size)
+    before = dict(os.environ)
+    os.environ |= {"RANK": str(layout.processes.index(_process())), "WORLD_SIZE": str(layout.world_size)}
     try:
         yield
     finally:
-        for name, value in given.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+            os.environ.update({name: before[name]} if name in before else {})
 
 
 def is_first_of_node(layout: RunLayout, rank: int) -> bool:
@@ -99,7 +92,16 @@ def _started_per_node() -> int:
 def _process_faults(run: Run) -> list[Fault]:
     started, needed = _number("WORLD_SIZE", 1), run.layout.processes[-1] + 1
     if started < needed or (started > needed and not run.cfg.placement.allow_idle):
-        return [Fault("WORLD_SIZE", _wrong_number(run, started))]
+        modules = run.layout.modules.values()
+        sizes = ", ".join(f"{module.name} {module.size} ({module})" for module in modules)
+        keys = " and ".join(f"modules.{module.name}.layout" for module in modules)
+        idle = f", or let {started - needed} be idle with placement.allow_idle=true" if started > needed else ""
+        text = (
+            f"{plural(started, 'process')} started, the layout needs {needed}: {sizes}. Start {needed} (torchrun "
+            f"--nproc-per-node {needed} on one node), or change {keys} (ranks are tp * pp * dp * cp; `mimo-train plan "
+            f"CONFIG --gpus {started}` lists layouts){idle}"
+        )
+        return [Fault("WORLD_SIZE", text)]
     here, nodes = (_number(name, 0) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     if nodes and here * nodes != started:
         # Nodes would place modules differently, each by its own process count.
@@ -109,41 +111,9 @@ def _process_faults(run: Run) -> list[Fault]:
     return list(node_faults(run.cfg, _started_per_node()))
 
 
-def _variable_faults() -> Iterator[Fault]:
-    wrong = False
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-        value = os.environ.get(name, "0")
-        if not re.fullmatch(r"\d+", value):
-            wrong = True
-            yield Fault(name, f"the variable must be a whole number, is {value!r}: {_UNSET}")
-    if not wrong and _process() >= max(1, _number("WORLD_SIZE", 1)):
-        size = os.environ.get("WORLD_SIZE")
-        among = f"WORLD_SIZE is {size}" if size else "WORLD_SIZE is not set, so that there is one process"
-        yield Fault("RANK", f"the variable is {_process()}, and {among}; processes are counted from 0: {_UNSET}")
-
-
-_UNSET = "unset it, or start with torchrun (scripts/train_vlm.sh does), which sets all of them"
-
-
 def _number(variable: str, default: int) -> int:
-    return int(os.environ.get(variable, default))
+    return number(variable, os.environ.get(variable, str(default)), 0)
 
 
 def _process() -> int:
     return _number("RANK", 0)
-
-
-def _wrong_number(run: Run, started: int) -> str:
-    layout = run.layout
-    needed = layout.processes[-1] + 1
-    sizes = ", ".join(
-        f"{module.name} {module.size}" + (f" ({module})" if module.size > 1 else "")
-        for module in layout.modules.values()
-    )
-    keys = " and ".join(f"modules.{name}.layout" for name in layout.modules)
-    idle = f", or let {started - needed} be idle with placement.allow_idle=true" if started > needed else ""
-    return (
-        f"{started} {'process was' if started == 1 else 'processes were'} started, the layout needs {needed}: {sizes}. "
-        f"Start {needed} (torchrun --nproc-per-node {needed} on one node), or change {keys} (ranks are tp * pp * dp * "
-        f"cp; `mimo-train plan CONFIG --gpus {started}` lists layouts){idle}"
-    )

@@ -20,7 +20,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from mimo_train.config.errors import UserError
 from mimo_train.flight.watchdog import HANG_CODE, hand_down, say
@@ -49,44 +49,42 @@ REASONS = {
 """Exit codes with which ranks end a run on purpose (`train.rerun`, `run.hang_report_seconds`)."""
 
 
-class NodeRendezvous(RendezvousHandler):
+class NodeRendezvous(StaticTCPRendezvous):
     """Join the launchers of all nodes in a TCPStore at MASTER_ADDR:MASTER_PORT, which node 0 keeps open over restarts.
 
-    Unlike torchrun's c10d backend it numbers nodes by NODE_RANK. The ranks of each start get an empty store, so that a
-    restart does not read old keys.
-
-    Args:
-        nodes: number of nodes, this node, and the address and port of node 0.
+    Nodes are numbered by NODE_RANK. The ranks of each start get an empty store, so that a restart reads no old keys.
 
     Raises:
         UserError: MASTER_PORT is in use, or node 0 does not answer.
     """
 
     def __init__(self, nodes: Nodes) -> None:
-        self._nodes, self._start = nodes, 0
-        self._run_id = ""
-        self._address = nodes.address if nodes.number > 1 else "localhost"
-        self._of_ranks: TCPStore | None = None
-        here = f"MASTER_ADDR {self._address}, MASTER_PORT {nodes.port}"
+        address, port = (nodes.address, nodes.port) if nodes.number > 1 else ("localhost", 0)
+        super().__init__(address, port, nodes.node, nodes.number, "", int(JOIN_SECONDS))
+        self._start = 0
+        here = f"MASTER_ADDR {address}, MASTER_PORT {port}"
         if nodes.number > 1:
             say(f"node {nodes.node} of {nodes.number} joins at {here}")
         try:
-            self._store = _store(self._address, nodes.port if nodes.number > 1 else 0, is_server=nodes.node == 0)
+            self._agents = self._open(port)
         except RuntimeError as error:
             if nodes.node == 0:
                 raise UserError(
-                    f"MASTER_PORT: cannot listen on port {nodes.port} of node 0 ({socket.gethostname()}): "
+                    f"MASTER_PORT: cannot listen on port {port} of node 0 ({socket.gethostname()}): "
                     f"{_first_line(error)}. End the program that uses it, or set another MASTER_PORT on all nodes."
                 ) from error
             raise UserError(
                 f"{here}: node 0 did not answer within {JOIN_SECONDS:g} s ({_first_line(error)}). Check both variables "
                 "and that node 0 has started."
             ) from error
-        if self._store.add(f"node {nodes.node}", 1) > 1:
+        if self._agents.add(f"node {nodes.node}", 1) > 1:
             raise UserError(
                 f"NODE_RANK: node {nodes.node} has joined already. Give each node its own number; if the run before is "
                 "still ending, start again."
             )
+
+    def _open(self, port: int) -> TCPStore:
+        return TCPStore(self.master_addr, port, None, self.rank == 0, self.timeout, wait_for_workers=False)
 
     def start_again(self, wanted: bool) -> bool:
         """Agree with the other nodes on another start; True if all want it.
@@ -95,62 +93,28 @@ class NodeRendezvous(RendezvousHandler):
             UserError: another node has ended, or did not answer within JOIN_SECONDS.
         """
         self._start += 1
-        wishes = [f"start {self._start} of node {node}" for node in range(self._nodes.number)]
+        wishes = [f"start {self._start} of node {node}" for node in range(self.world_size)]
         try:
-            self._store.set(wishes[self._nodes.node], str(wanted))
-            return all(wish == b"True" for wish in self._store.multi_get(wishes))
+            self._agents.set(wishes[self.rank], str(wanted))
+            return all(wish == b"True" for wish in self._agents.multi_get(wishes))
         except RuntimeError as error:
             raise UserError(f"not all nodes agreed on a restart: {_first_line(error)}") from error
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes; node 0 opens a store for the ranks of this start.
+        """Wait for all nodes; node 0 opens a store for the ranks of this start, whose run id all nodes share.
 
         Raises:
             UserError: not all nodes came within JOIN_SECONDS.
         """
-        store = PrefixStore(f"{self._start}/", self._store)
+        store = PrefixStore(f"{self._start}/", self._agents)
         try:
-            if self._nodes.node == 0:
-                self._of_ranks = _store(self._address, 0, is_server=True)
-                store.set("ranks", f"{secrets.token_hex(4)} {self._of_ranks.port}")
-            self._run_id, port = store.get("ranks").decode().split()
+            if self.rank == 0:
+                ranks = self._store = self._open(0)
+                store.set("ranks", f"{secrets.token_hex(4)} {ranks.port}")
+            self.run_id, port = store.get("ranks").decode().split()
         except RuntimeError as error:
-            raise UserError(f"MASTER_ADDR {self._address}: node 0 has ended: {_first_line(error)}") from error
-        bootstrap = RendezvousStoreInfo(self._address, int(port))
-        return RendezvousInfo(store, self._nodes.node, self._nodes.number, bootstrap)
-
-    def get_run_id(self) -> str:
-        """Return an identifier that all nodes share, new at each start."""
-        return self._run_id
-
-    def get_backend(self) -> str:
-        """Return the name of this backend."""
-        return "mimo-train"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: ranks use the store of node 0's launcher."""
-        return True
-
-    def is_closed(self) -> bool:
-        """Return False: nodes do not leave a start early."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: the number of nodes is fixed."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Keep the store: other nodes may still read it."""
-        return True
-
-
-def _store(address: str, port: int, *, is_server: bool) -> TCPStore:
-    timeout = timedelta(seconds=JOIN_SECONDS)
-    return TCPStore(address, port, None, is_server, timeout, wait_for_workers=False)
+            raise UserError(f"MASTER_ADDR {self.master_addr}: node 0 has ended: {_first_line(error)}") from error
+        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, int(port)))
 
 
 def _first_line(error: BaseException) -> str:
@@ -236,10 +200,8 @@ def launch(command: Sequence[str], nodes: Nodes, per_node: int, run_dir: Path) -
     """
     restarts, grace = Restarts(nodes.max_restarts, first_wait()), grace_seconds()
     hand_down()
-    if (
-        signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    ):  # Python's handler waits for the store, which is C++
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler waits for the store, which is C++
     errors_only(inherited=False)  # C++ warns about a store that is not up yet or has left first
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torchrun's way to end ranks at once
     if "LOGLEVEL" not in os.environ:

@@ -167,7 +167,7 @@ def test_a_world_of_another_size_is_a_fault_with_both_numbers(trainer, monkeypat
     assert main(["train", "vlm_digits", "layout=images_tp2_language_pp2"]) == 1
     assert calls == []
     err = capsys.readouterr().err
-    for said in ("3 processes were started", "needs 4", "images 2 (tp2)", "language 2 (pp2)", "--nproc-per-node 4"):
+    for said in ("3 processes started", "needs 4", "images 2 (tp2)", "language 2 (pp2)", "--nproc-per-node 4"):
         assert said in err
     assert "modules.images.layout and modules.language.layout" in err
 
@@ -175,15 +175,10 @@ def test_a_world_of_another_size_is_a_fault_with_both_numbers(trainer, monkeypat
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "1"}, "RANK: the variable is 1, and WORLD_SIZE is not set, so that there is one process"),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2"},
-            "RANK: the variable is 2, and WORLD_SIZE is 2; processes are counted from 0",
-        ),
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: the variable must be a whole number, is 'abc'"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE: the variable must be a whole number, is ''"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: the variable must be a whole number, is 'x'"),
-        ({"RANK": "1", "WORLD_SIZE": "y"}, "WORLD_SIZE: the variable must be a whole number, is 'y'"),
+        ({"RANK": "1"}, "RANK is '1': give a whole number, at least 0, at most 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2': give a whole number, at least 0, at most 1"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({"RANK": "1", "WORLD_SIZE": "y"}, "WORLD_SIZE is 'y'"),
     ],
 )
 def test_variables_that_no_launcher_sets_are_faults(variables, said, trainer, monkeypatch, capsys):
@@ -193,7 +188,7 @@ def test_variables_that_no_launcher_sets_are_faults(variables, said, trainer, mo
         monkeypatch.setenv(name, value)
     assert main(["train", "gpt_tiny", "placement.allow_idle=true"]) == 1
     assert calls == []
-    assert f"error: {said}" in (err := capsys.readouterr().err) and "unset it, or start with torchrun" in err
+    assert said in (err := capsys.readouterr().err) and err.startswith("error: ")
 
 
 @pytest.mark.parametrize("overrides", [["train.iter=5"], ["modules.images.layout.dp=3"], ["layout=one_process"]])

@@ -8,8 +8,7 @@ import yaml
 
 from mimo_train.cli import main
 from mimo_train.config.run_files import shipped_configs
-from mimo_train.launch.requeue import AGAIN
-from mimo_train.launch.restarts import ANOTHER_MACHINE
+from mimo_train.launch.restarts import AGAIN, ANOTHER_MACHINE
 
 FOUR = ["vlm_digits", "layout=images_dp2_language_dp2", "run.dir=/runs/a b"]
 TWO_OF_TWO = ["--nodes", "2", "--gpus-per-node", "2"]

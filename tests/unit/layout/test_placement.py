@@ -200,7 +200,7 @@ def test_the_first_node_has_a_module():
     [
         (arranged({}, images={}), 3, ["or let 1 be idle", "needs 2", "plan CONFIG --gpus 3"]),
         (arranged({"tp": 2, "pp": 2}, images={"tp": 2}), 5, ["change modules.images.layout and modules.language"]),
-        (arranged({}, images={}), 1, ["1 process was started", "needs 2: images 1, language 1"]),
+        (arranged({}, images={}), 1, ["1 process started", "needs 2: images 1 (one rank), language 1 (one rank)"]),
     ],
 )
 def test_another_number_of_processes_is_refused(cfg, count, words, launcher):
