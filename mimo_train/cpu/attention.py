@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mimo_train.estimate.activations import BLOCK, KEPT_SCORES
+KEPT_SCORES, BLOCK = range(64, 257), 32
+"""Sequence lengths at which attention is computed here, and queries of a block."""
 
 
 def supports(hidden_SBH: torch.Tensor) -> bool:

@@ -16,8 +16,6 @@ from mimo_train.config.llm_spec import LlmSpec
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
-KEPT_SCORES, BLOCK = range(64, 257), 32
-"""Sequence lengths at which `mimo_train.cpu.attention` computes attention, and queries per block there."""
 WIDEST_HEAD = 256
 """Maximum head width of torch's kernel for packed documents."""
 
@@ -36,7 +34,6 @@ def layer_activations(
     query_width: int = 0,
     post_norms: bool = False,
     head_norms: bool = False,
-    fused_norms: bool = True,
     frozen: bool = False,
     plain: bool = False,
     whole_rows: bool = False,
@@ -58,8 +55,6 @@ def layer_activations(
     queries.
 
     Args:
-        fused_norms: True if norms keep only their inputs. Otherwise they also keep the normalized values in fp32, and
-            half precision is first copied to fp32.
         frozen: True if the linear layers are not trained, and need no inputs.
         plain: True for a layer of `mimo_train.models.dense_layer`, which splits a gated matmul without a copy (4 f).
         whole_rows: True if one kernel takes the documents of packed rows. It copies the values, which frees the fused
@@ -68,11 +63,8 @@ def layer_activations(
             attention of its two chunks of queries (h).
     """
     size, keys, query = BYTES[precision], key_width or hidden, query_width or hidden
-    norms = 4 if post_norms else 2
-    per_norm = 1 if frozen else 2
-    whole = ((norms - 2) + 2 * per_norm + (2 if scaled else 0)) * hidden * size + (2 * hidden if dropout else 0)
-    if not fused_norms:
-        whole += norms * hidden * (4 if precision == "fp32" else 8)
+    inputs = (2 if post_norms else 0) + (2 if frozen else 4) + (2 if scaled else 0)
+    whole = inputs * hidden * size + (2 * hidden if dropout else 0)
     split = 2 * query + 2 * keys + (query + keys if rope else 0)
     if cp > 1:
         split = (3 if rope else 2) * query + 2 * keys * cp
@@ -164,11 +156,3 @@ def score_activations(sequence: int, samples: int, heads: int, tp: int = 1, cp: 
     """Return the bytes of soft-capped scores that one layer keeps: tanh and softmax, 4 + 4 bytes in fp32, 2 + 4 + 2 in
     half precision with the rounded weights."""
     return samples * heads // tp * sequence * sequence // cp * 8
-
-
-def probability_activations(sequence: int, samples: int, heads: int) -> int:
-    """Return the bytes of probabilities that one layer of `mimo_train.cpu.attention` keeps: each block of queries times
-    the keys up to its last one."""
-    ends = [min(first + BLOCK, sequence) for first in range(0, sequence, BLOCK)]
-    each = sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
-    return samples * heads * each * 4

@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from operator import add
+from typing import NamedTuple
 
 from encoders.base import most_tokens
 from encoders.plain.spec import PlainSpec
@@ -66,15 +68,15 @@ def count(
         adapted: names of matmuls with trained adapters, which are too small to count; gradients reach the first one.
     """
     model = again = 0.0
-    for passes in passes_of(matmuls, frozen, upstream=upstream, recompute=recompute, adapted=adapted):
-        matmul = passes.matmul
-        model += matmul.forward * passes.matrix + matmul.attention * passes.attention
-        again += matmul.forward * passes.matrix_again + matmul.attention * passes.attention_again
+    for matmul, matrix, attention, matrix_again, attention_again in passes_of(
+        matmuls, frozen, upstream=upstream, recompute=recompute, adapted=adapted
+    ):
+        model += matmul.forward * matrix + matmul.attention * attention
+        again += matmul.forward * matrix_again + matmul.attention * attention_again
     return Flops(model, model + again)
 
 
-@dataclass(frozen=True)
-class Passes:
+class Passes(NamedTuple):
     """Number of times that forward and backward compute the FLOPs of a matmul, forward included."""
 
     matmul: Matmul
@@ -140,8 +142,7 @@ class StepFlops:
         }
         self._of_text = partial(language_matmuls, cfg.llm, vocab=vocab)
         self._row_logits = None if cfg.train.logits == "all" else 0
-        self._row, self._logit = cache(self._of_row), cache(self._of_one_logit)
-        self._unit: dict[_Frozen, tuple[set[str], dict[str, list[Flops]]]] = {}
+        self._language, self._units = cache(self._of_language), cache(self._of_units)
 
     def __call__(
         self, *, texts: Mapping[int, int], counts: Numbers, loads: Numbers, pairs: Numbers, step: int
@@ -157,7 +158,7 @@ class StepFlops:
             step: number of the step, from 1; `freeze_until` depends on it.
         """
         frozen = self._frozen(step)
-        reached, units = self._units(frozen)
+        _, units = self._units(frozen)
         flops = {}
         for name in self._modules:
             if name == LANGUAGE:
@@ -181,17 +182,14 @@ class StepFlops:
     def of_texts(self, texts: Mapping[int, int], step: int) -> Flops:
         """Return the FLOPs of the language model over some of the texts of a step. Arguments as above."""
         frozen = self._frozen(step)
-        reached, _ = self._units(frozen)
         return sum(
-            (self._row(length, frozen, LANGUAGE in reached) * number for length, number in texts.items()), Flops()
+            (self._language(length, self._row_logits, frozen) * number for length, number in texts.items()), Flops()
         )
 
     def of_logit(self, step: int) -> Flops:
         """Return the FLOPs of the logits of one position, for `train.logits=learned`. `of_texts` leaves them out then,
         since the plan of a step does not know the positions with a loss."""
-        frozen = self._frozen(step)
-        reached, _ = self._units(frozen)
-        return self._logit(frozen, LANGUAGE in reached)
+        return self._language(0, 1, self._frozen(step))
 
     def passes(self, name: str, matmuls: Sequence[Matmul], step: int) -> list[Passes]:
         """Return the passes of matmuls of module `name` in a step."""
@@ -216,36 +214,28 @@ class StepFlops:
             for name, module in self._modules.items()
         )
 
-    def _units(self, key: _Frozen) -> tuple[set[str], dict[str, list[Flops]]]:
+    def _of_units(self, key: _Frozen) -> tuple[set[str], dict[str, list[Flops]]]:
         """Return the modules that gradients pass because something before them is trained, and the FLOPs of one of
         every `Media` field for each encoder."""
-        if key not in self._unit:
-            frozen, reached = dict(key), set[str]()
-            for source, destination in self._connections:  # in the order of the forward pass
-                if source in reached or self._adapted[source] or is_trained(self._matmuls[source][0], frozen[source]):
-                    reached.add(destination)
-            self._unit[key] = (
-                reached,
-                {
-                    name: [self._count(name, matmuls, frozen[name], name in reached) for matmuls in of_each]
-                    for name, of_each in self._matmuls.items()
-                },
-            )
-        return self._unit[key]
+        frozen, reached = dict(key), set[str]()
+        for source, destination in self._connections:  # in the order of the forward pass
+            names = [matmul.name for matmul in self._matmuls[source][0]]
+            trained = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in frozen[source])]
+            if source in reached or self._adapted[source] or trained:
+                reached.add(destination)
+        units = {
+            name: [self._count(name, matmuls, frozen[name], name in reached) for matmuls in of_each]
+            for name, of_each in self._matmuls.items()
+        }
+        return reached, units
 
-    def _of_row(self, length: int, frozen: _Frozen, reached: bool) -> Flops:
-        return self._count(LANGUAGE, self._of_text(length, logits=self._row_logits), dict(frozen)[LANGUAGE], reached)
-
-    def _of_one_logit(self, frozen: _Frozen, reached: bool) -> Flops:
-        return self._count(LANGUAGE, self._of_text(0, logits=1), dict(frozen)[LANGUAGE], reached)
+    def _of_language(self, length: int, logits: int | None, frozen: _Frozen) -> Flops:
+        reached, _ = self._units(frozen)
+        matmuls = self._of_text(length, logits=logits)
+        return self._count(LANGUAGE, matmuls, dict(frozen)[LANGUAGE], LANGUAGE in reached)
 
     def _count(self, name: str, matmuls: Sequence[Matmul], frozen: tuple[str, ...], reached: bool) -> Flops:
         return count(matmuls, frozen, upstream=reached, recompute=self._recompute[name], adapted=self._adapted[name])
-
-
-def is_trained(matmuls: Sequence[Matmul], frozen: Sequence[str]) -> bool:
-    """True if any matrix of a module is trained."""
-    return any(not any(fnmatchcase(matmul.name, pattern) for pattern in frozen) for matmul in matmuls)
 
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
@@ -275,14 +265,7 @@ class Work:
         return self.matmuls + self.attention + self.matmuls_back + self.attention_back
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.matmuls + other.matmuls,
-            self.attention + other.attention,
-            self.matmuls_back + other.matmuls_back,
-            self.attention_back + other.attention_back,
-            self.in_fp8 + other.in_fp8,
-            self.in_fp8_back + other.in_fp8_back,
-        )
+        return Work(*map(add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
@@ -351,13 +334,12 @@ def _largest(module: ModuleConfig, number: float) -> Media:
 
 def _by_layer(passes: Sequence[Passes], in_fp8: Mapping[str, list[int]]) -> ModuleWork:
     start, end, layers = Work(), Work(), dict[int, Work]()
-    for one in passes:
-        matmul = one.matmul
+    for matmul, matrix, attention, matrix_again, attention_again in passes:
         work = Work(
             matmul.forward,
             matmul.attention,
-            matmul.forward * (one.matrix - 1 + one.matrix_again),
-            matmul.attention * (one.attention - 1 + one.attention_again),
+            matmul.forward * (matrix - 1 + matrix_again),
+            matmul.attention * (attention - 1 + attention_again),
         )
         layer, linear = _LAYER.search(matmul.name), _LINEAR.fullmatch(matmul.name)
         if linear and int(linear[2]) in in_fp8.get(linear[1], ()):

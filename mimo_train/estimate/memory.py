@@ -1,4 +1,4 @@
-"""Estimates of memory per rank, from sizes alone.
+"""Estimates of memory per rank, from sizes alone, for the kernels of a GPU.
 
 Counted for full rows: weights, gradients, optimizer states, activations, and the work at the peak (formulas:
 `mimo_train.estimate.activations`). Not counted: the CUDA context, NCCL buffers, fragmentation.
@@ -12,17 +12,14 @@ from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.activations import (
     BYTES,
-    KEPT_SCORES,
     WIDEST_HEAD,
     expert_activations,
     expert_work,
     layer_activations,
     layer_work,
     output_work,
-    probability_activations,
     score_activations,
     stack_activations,
 )
@@ -138,37 +135,24 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     size, length = BYTES[train.precision], cfg.data.sequence_length
     row = pack_length(cfg) if cfg.data.pack else length * train.micro_batch_size
     samples, tokens = math.ceil(row / length), row // sizes.cp
-    scores = probabilities = 0
+    scores = 0
     if llm.attention_softcap:
         scores = score_activations(length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
-    elif _keeps_probabilities(cfg):
-        probabilities = probability_activations(length, samples, llm.num_attention_heads)
-    own = stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)
-    kinds = [llm.has_experts(layer) for layer in own]
-    each = {
-        kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) + (0 if kind else probabilities)
-        for kind in set(kinds)
-    }
+    kinds = [llm.has_experts(layer) for layer in stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)]
+    each = {kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds)}
     layer = -(-sum(each[kind] for kind in kinds) // len(kinds)) + (scores if recompute != "selective" else 0)
     boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
     flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
-    kept = stack_activations(len(own) // sizes.vpp, layer, boundary, flying, recompute)
+    kept = stack_activations(len(kinds) // sizes.vpp, layer, boundary, flying, recompute)
     # Sent outputs stay until their gradients arrive; interleaved, those of all chunks but the last.
     kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
     work = max(_layer_work(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds))
     work += scores if recompute == "selective" else 0
     work += layer if recompute == "full" else 0
     if last:
-        end = output_work(
-            tokens,
-            llm.hidden_size,
-            vocab,
-            train.precision,
-            tp=sizes.tp,
-            sp=sizes.sp,
-            chosen=train.logits == "learned",
-            frozen=frozen,
-        )
+        chosen = train.logits == "learned"
+        numbers = tokens, llm.hidden_size, vocab, train.precision
+        end = output_work(*numbers, tp=sizes.tp, sp=sizes.sp, chosen=chosen, frozen=frozen)
         end += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # tanh
         work = max(work, end)
     # The input that was received ahead of its use, and the gradient that is sent back.
@@ -191,7 +175,6 @@ def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) ->
         dropout=llm.dropout > 0,
         post_norms=llm.post_norms,
         head_norms=llm.qk_norm,
-        fused_norms=_has_fused_norms(cfg, llm.normalization),
         frozen=frozen,
         plain=not llm.post_norms and _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout),
         whole_rows=_has_row_kernel(cfg),
@@ -214,11 +197,6 @@ def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
     )
 
 
-def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
-    """Torch has an RMSNorm kernel on CUDA only; `mimo_train.cpu.kernels` keeps as little in fp32."""
-    return normalization == "LayerNorm" or cfg.run.device != "cpu" or cfg.train.precision == "fp32"
-
-
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
     """True if `mimo_train.models.dense_layer` computes dense layers (without norms or scales after their parts)."""
     module = cfg.modules[name]
@@ -230,24 +208,6 @@ def _has_row_kernel(cfg: ConfigContainer) -> bool:
     """True if one kernel computes all documents of a packed row, see `SdpaAttention`."""
     llm, half = cfg.llm, cfg.train.precision != "fp32" and cfg.run.device != "cpu"
     return cfg.data.pack and half and not llm.attention_softcap and not llm.dropout and llm.head_width <= WIDEST_HEAD
-
-
-def _keeps_probabilities(cfg: ConfigContainer) -> bool:
-    """True if `mimo_train.cpu.attention` computes attention of the dense layers."""
-    llm, sizes = cfg.llm, cfg.language.layout
-    is_fp32_on_cpu = cfg.run.device == "cpu" and cfg.train.precision == "fp32"
-    is_compiled = cfg.compile_of(LANGUAGE) == "layers"
-    is_plain = _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and not llm.post_norms and not is_compiled
-    is_rotary = llm.position == "rope" and not llm.qk_norm and llm.key_heads == llm.num_attention_heads
-    is_causal = not cfg.data.pack and not llm.window and sizes.cp == 1
-    return (
-        cfg.run.cpu_kernels
-        and is_fp32_on_cpu
-        and is_plain
-        and is_rotary
-        and is_causal
-        and cfg.data.sequence_length in KEPT_SCORES
-    )
 
 
 def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:
@@ -274,7 +234,7 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
     cfg, sizes = run.cfg, run.layout.modules[name]
     module, precision = cfg.modules[name], cfg.train.precision
     size, hidden, gated = BYTES[precision], encoder.hidden_size, encoder.activation == GATED
-    frozen, flying, recompute = _keeps_nothing(module), in_flight(run, name, stage), cfg.recompute_of(name)
+    adapted, flying, recompute = module.lora.rank > 0, in_flight(run, name, stage), cfg.recompute_of(name)
     scaled = encoder.layer_scale > 0
     layer = layer_activations(
         tokens,
@@ -285,7 +245,6 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
         rope=encoder.rotary_positions,
         scaled=scaled,
         dropout=encoder.dropout > 0,
-        fused_norms=_has_fused_norms(cfg, encoder.normalization),
         plain=not scaled and _is_plain(cfg, name, sizes.tp, encoder.dropout),
         tp=sizes.tp,
         sp=sizes.sp,
@@ -293,21 +252,16 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
     layers = layers_of_stage(encoder.built_layers, stage, sizes.pp)
     # The input of the patch embedding arrives in fp32, and is copied to cut and round it.
     inputs = tokens * sum(encoder.embedding_products().values()) // hidden if stage == 0 else 0
-    if frozen:
+    if "encoder" in module.freeze and not adapted:
         return Memory(work=max(layer if layers else 0, inputs * (2 * 4 + size)))
     boundary = tokens * hidden * size // (sizes.tp if sizes.sp else 1)
     kept = stack_activations(layers, layer, boundary, flying, recompute) + inputs * size * flying
     kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients arrive
-    adapted = module.lora.rank > 0
     work = layer_work(
         tokens, hidden, encoder.ffn_hidden_size, precision, gated=gated, frozen=adapted, tp=sizes.tp, sp=sizes.sp
     )
     work += layer if recompute == "full" else 0
     return Memory(activations=kept, work=max(work, inputs * 2 * 4))
-
-
-def _keeps_nothing(module: ModuleConfig) -> bool:
-    return "encoder" in module.freeze and module.lora.rank == 0
 
 
 def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int) -> int:
@@ -363,21 +317,17 @@ def fp8_weight_bytes(
         return 0
     if name == LANGUAGE:
         llm = cfg.llm
-        own = layers_in_fp8(cfg, stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1), llm.num_layers)
+        numbers = stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1)
         matrices = 3 if llm.is_gated else 2
         attention = (llm.qkv_width + llm.query_width) // tp
         dense, shared = (matrices * width // tp for width in (llm.ffn_hidden_size, llm.shared_expert_ffn_hidden_size))
         experts = shared + matrices * llm.expert_width // etp * (llm.num_experts // ep)
-        widths = (attention + (experts if llm.has_experts(layer) else dense) for layer in own)
+        layers = layers_in_fp8(cfg, numbers, llm.num_layers)
+        widths = (attention + (experts if llm.has_experts(layer) else dense) for layer in layers)
         return FP8_BYTES * llm.hidden_size * sum(widths)
     total = 0
     for spec in cfg.modules[name].encoder.parts.values():
-        layers = spec.built_layers
-        own = layers_in_fp8(cfg, stage_layers(layers, stage, stages), layers)
-        total += FP8_BYTES * _matrices(spec) // tp * len(own)
+        numbers = layers_in_fp8(cfg, stage_layers(spec.built_layers, stage, stages), spec.built_layers)
+        matrices = 4 * spec.hidden_size + (3 if spec.activation == GATED else 2) * spec.ffn_hidden_size
+        total += FP8_BYTES * spec.hidden_size * matrices // tp * len(numbers)
     return total
-
-
-def _matrices(spec: LayeredSpec) -> int:
-    up = (2 if spec.activation == GATED else 1) * spec.ffn_hidden_size
-    return spec.hidden_size * (4 * spec.hidden_size + up + spec.ffn_hidden_size)

@@ -60,7 +60,8 @@ def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
         )
     if not cfg.placement.tp_across_nodes:
         for name, span in spans.items():
-            yield from _crossing_faults(cfg, spans, name, _crossing(cfg, name, span[0], node), node)
+            if group := _crossing(cfg, name, span[0], node):
+                yield _crossing_fault(name, cfg.modules[name].layout.tp, group, node)
 
 
 def moved_for_nodes(cfg: ConfigContainer) -> str:
@@ -199,45 +200,18 @@ def _idle_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Faul
         )
 
 
-def _crossing_faults(
-    cfg: ConfigContainer, spans: dict[str, range], name: str, group: range | None, node: int
-) -> Iterator[Fault]:
-    if group is None:
-        return
-    tp = cfg.modules[name].layout.tp
-    firsts = _aligned(cfg, spans, node)
+def _crossing_fault(name: str, tp: int, group: range, node: int) -> Fault:
     if tp > node:
         change = f"tp {tp} is more than a node has: use at most {node}"
     elif node % tp:
         change = f"tp {tp} does not divide a node: use a divisor of {node}"
-    elif firsts:
-        change = f"use placement.first_rank={{{', '.join(f'{name}: {first}' for name, first in firsts.items())}}}"
-        following = {first + len(spans[name]) for name, first in firsts.items()}
-        if set(firsts.values()) - following - {0}:
-            change += " with placement.allow_idle=true"
     else:
-        change = f"let it start at a multiple of {tp}"
-    yield Fault(
+        change = f"let it start at a multiple of {tp} with placement.first_rank, and placement.allow_idle for a gap"
+    return Fault(
         f"modules.{name}.layout.tp",
         f"ranks {span_text(group)} of {name} are one tensor-parallel group (tp {tp}) on two nodes of {node} ranks: "
         f"{change}, or set placement.tp_across_nodes=true",
     )
-
-
-def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[str, int]:
-    """Return first ranks with every tensor-parallel group on one node, and as few idle ranks as possible. The order and
-    the sharing of ranks are kept. Empty if there are none."""
-    firsts: dict[str, int] = {}
-    following = 0
-    for start in sorted({span[0] for span in spans.values()}):
-        names = [name for name, span in spans.items() if span[0] == start]
-        places = range(following, following + node)
-        place = next((at for at in places if not any(_crossing(cfg, name, at, node) for name in names)), None)
-        if place is None:
-            return {}
-        firsts |= dict.fromkeys(names, place)
-        following = place + max(len(spans[name]) for name in names)
-    return {name: firsts[name] for name in cfg.modules}
 
 
 def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:

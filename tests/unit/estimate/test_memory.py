@@ -104,13 +104,6 @@ def test_a_frozen_layer_keeps_no_inputs_of_its_products():
     assert whole - frozen == 10 * (2 * 8 + 16) * 2
 
 
-def test_norms_without_a_kernel_keep_copies_in_fp32():
-    for precision, each in (("fp32", 4), ("bf16", 4 + 4)):
-        sizes = {"hidden": 8, "ffn": 16, "precision": precision}
-        fused, composed = (activations.layer_activations(10, **sizes, fused_norms=one) for one in (True, False))
-        assert composed - fused == 10 * 2 * 8 * each
-
-
 def test_logits_count_in_their_precision_and_as_fp32_softmax():
     # Two inputs of 8 numbers, and 100 logits, for 10 tokens.
     assert activations.output_work(10, hidden=8, vocab=100, precision="bf16") == 10 * (2 * 8 * 2 + 100 * (2 + 4))

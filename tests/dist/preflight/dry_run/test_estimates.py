@@ -43,8 +43,6 @@ CASES = {
                                    HALF)),
     "norms behind": ("gpt_tiny", 0, ("modules.language.llm.post_norms=true", *GATED, HALF)),
     "few tokens": ("gpt_tiny", 0, ("train.micro_batch_size=1", "data.sequence_length=32", HALF)),
-    "on the CPU": ("gpt_tiny", 0, ("run.device=cpu", HALF)),
-    "on the CPU in fp32": ("gpt_tiny", 0, ("run.device=cpu",)),
     "packed": ("gpt_tiny", 0, ("data.pad=microbatch", "data.pack=true", HALF)),
     "packed, grouped, tp": ("gpt_tiny", 1, ("data.pad=microbatch", "data.pack=true", *TP_SP, HALF,
                                             "modules.language.llm.num_query_groups=2")),
