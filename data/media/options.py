@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from data.errors import DataError
 
-_UNITS = {"pixels": "pixels", "seconds": "seconds", "placeholders": "images and audio items"}
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -21,13 +19,11 @@ class Bounds:
     """Pixels of an image or video frame, also after resizing and padding."""
     seconds: float = 3600.0
     """Length of an audio file or video."""
-    placeholders: int = 4096
-    """Images and audio files of a sample; a video counts as the frames that are read of it."""
 
     def excess(self, name: str, value: float) -> str | None:
         """Return that a value is above the bound `name`, as text; None if it is not."""
         bound = getattr(self, name)
-        return f"{value:.10g} {_UNITS[name]}, above data.bounds.{name} {bound:.10g}" if value > bound else None
+        return f"{value:.10g} {name}, above data.bounds.{name} {bound:.10g}" if value > bound else None
 
     def excess_of_extent(self, kind: str, first: int, second: int) -> str | None:
         """Return `excess` of an item's extent (`media.headers.parse_extent`)."""

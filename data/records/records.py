@@ -254,8 +254,6 @@ class _Parser:
         """Raise RecordError unless placeholders and members of each kind are equally many."""
         require_characters(conversation)
         kinds = [part.kind for turn in conversation.turns for part in turn.parts]
-        if above := self.bounds.excess("placeholders", sum(kind != "text" for kind in kinds)):
-            raise RecordError(above)
         # Numbered images may be the frames of a video.
         counted = KINDS if self.media.get("video") or "video" not in kinds else ("audio",)
         for kind in KINDS:

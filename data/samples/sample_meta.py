@@ -155,8 +155,6 @@ class SampleTable:
 
     def tokens_of(self, members: Mapping[str, Sequence[Member]]) -> tuple[dict[str, list[int]], str | None]:
         """Return (`SampleMeta.tokens`, None), or ({}, why the members make the sample bad)."""
-        if excess := self._bounds.excess("placeholders", sum(map(len, members.values()))):
-            return {}, excess
         tokens: dict[str, list[int]] = {media.module: [] for media in self._modules}
         for kind, numbers in self._of_kind.items():
             for member in members[kind]:
@@ -183,7 +181,6 @@ class SampleTable:
         members, firsts, size = rows.members, rows.firsts, len(rows.samples)
         sizes = np.zeros((size, len(self._modules), 3), dtype=np.int64)
         bad, kind_of_member = self._arranged(rows, fields)
-        placeholders = np.zeros(size, dtype=np.int64)
         owners = np.repeat(np.arange(size), np.diff(firsts))
         for at, (kind, numbers) in enumerate(self._of_kind.items()):
             is_video = (kind_of_member == _VIDEO) if kind == "image" else np.zeros(len(members), dtype=bool)
@@ -191,14 +188,12 @@ class SampleTable:
             owner = owners[which]
             extents, times, usable = self._extents(members[which], is_video[which])
             count = _sums(owner, times, size)
-            placeholders += count
             several = (count > 1)[owner].astype(np.int64)
             measured, readable = self._look_up(kind, np.stack([*extents, several], axis=1))
             bad[owner[~(readable & usable)]] = True
             for place, number in enumerate(numbers):
                 for column in range(3):
                     sizes[:, number, column] = _sums(owner, measured[:, place, column] * times, size)
-        bad |= placeholders > self._bounds.placeholders
         bad |= sizes[:, :, 0].sum(axis=1) > self._sequence_length
         sizes[bad] = 0
         tokens, loads, pairs = (

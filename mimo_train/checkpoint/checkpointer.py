@@ -316,7 +316,7 @@ class Checkpointer:
         given = {"data_fingerprint": mine.data, "text_fingerprint": mine.text}
         record = folders.read_record(folder, "config")
         size = mine.data_size
-        return resume_faults(folder, record, self._run.cfg, **given, data_size=size, mixing=self._mixing)
+        return resume_faults(folder, record, self._run.cfg, **given, data_size=size)
 
     def _weights_faults(self, folder: Place) -> list[Fault]:
         record, mine = folders.read_record(folder, "config"), self._fingerprints.vocabulary

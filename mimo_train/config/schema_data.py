@@ -44,8 +44,6 @@ class BoundsConfig(Section):
     of the square around an uncut one (`cut_several: false`)."""
     seconds: float = key(BOUNDS.seconds, above=0)
     """Of an audio or video item."""
-    placeholders: int = key(BOUNDS.placeholders, at_least=1)
-    """Images and audio items of a sample together; each frame of a video counts."""
 
 
 @dataclass
@@ -59,8 +57,6 @@ class DataConfig(Section):
     """Weighted sources, instead of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
     """Changes of the weights at given steps."""
-    mix_new_weights: bool = False
-    """Allow a resumed run to have other weights than its checkpoint. They hold from then on."""
     exhausted: str = key("repeat", choices=("repeat", "stop"))
     """After all samples of a source: `repeat` (next epoch, new order) or `stop` (end the run)."""
     validation_shards: str = ""

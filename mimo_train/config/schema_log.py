@@ -32,8 +32,6 @@ class LogConfig(Section):
     )
     """Further metrics: `params_norm`, `grad_norms`, `num_zeros_in_grad`, `memory`, `router_losses_per_layer` (of
     experts), `straggler`. See docs/metrics.md."""
-    module_times: bool = True
-    """Log where the time of each module goes. See docs/metrics.md#where-the-time-goes."""
     peak_tflops: float = key(0.0, at_least=0)
     """Dense peak of a device in TFLOP/s, for model FLOPs utilisation; 0: that of the device, if it is known, in
     `train.precision` or fp8. See docs/metrics.md#flops."""

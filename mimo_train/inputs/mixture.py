@@ -48,22 +48,8 @@ class Mixing:
             return {}
         return {KEY: [[start, list(weights)] for start, weights in self.phases]}
 
-    def fault(self, record: Mapping[str, Any]) -> Fault | None:
-        """Return why the run cannot resume from this checkpoint's record; None if it can."""
-        if not self.cfg.data.mix or self.cfg.data.mix_new_weights:
-            return None
-        before, now = self._before(record)[-1][1], self.weights(record["step"])
-        if before == now:
-            return None
-        names = ":".join(source_names(self.cfg.data.mix))
-        return Fault(
-            "data.mix",
-            f"the weights {names} are {_shown(now)}, and the checkpoint of step {record['step']} was mixed by "
-            f"{_shown(before)}: give these, or set data.mix_new_weights=true to continue with the new ones",
-        )
-
     def continue_from(self, record: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint's record for which `fault` returned None."""
+        """Resume from a checkpoint's record. Other weights than its hold from the next sample on."""
         if not self.cfg.data.mix:
             return
         step, consumed = record["step"], record["train_state"]["consumed_train_samples"]
@@ -98,7 +84,3 @@ def too_short(cfg: ConfigContainer, batch: Batch, samples: int, source: str = ""
         f"{plural(batch.size_at(0), 'sample')}: give "
         f"more samples or a smaller train.global_batch_size{weights}, or set data.exhausted=repeat",
     )
-
-
-def _shown(weights: Sequence[int]) -> str:
-    return ":".join(map(str, weights))

@@ -245,9 +245,8 @@ class StepLog:
         values |= self._imbalance
         flops = {module: total * (1 / numbers.steps) for module, total in numbers.flops.items()}
         values |= utilisation(flops, values["step_seconds"], state.layout, self._peaks())
-        if log.module_times:
-            work = {module: total.hardware for module, total in flops.items()}
-            values |= time_split(numbers.times, state.layout, work)
+        work = {module: total.hardware for module, total in flops.items()}
+        values |= time_split(numbers.times, state.layout, work)
         if self.stragglers is not None:
             compute = INTERVALS.index("forward_backward")
             seconds = {rank: row[compute] * numbers.steps for rank, row in enumerate(numbers.times)}

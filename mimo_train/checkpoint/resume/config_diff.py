@@ -38,7 +38,6 @@ FREE = {
     "data": {
         *("pad", "pack", "pack_length"),  # the arrangement of the same samples in rows
         *("workers", "read_retries", "cache_dir", "cache_bytes", "max_bad_samples"),
-        "mix_new_weights",  # it names the weights that it permits
     },
     "modules": {
         *("layout", "recompute", "balance", "prefetch_microbatches", "feature_cache", "compile"),

@@ -23,7 +23,6 @@ from mimo_train.config.removed import without_removed
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.user_code import require_trusted
-from mimo_train.inputs.mixture import Mixing
 
 
 def resume_faults(
@@ -34,7 +33,6 @@ def resume_faults(
     data_fingerprint: str | None,
     text_fingerprint: str | None,
     data_size: tuple[int, int] | None = None,
-    mixing: Mixing | None = None,
 ) -> list[Fault]:
     """Return why a run cannot resume from a checkpoint. Unknown (None) values are not compared.
 
@@ -43,7 +41,6 @@ def resume_faults(
         data_fingerprint: fingerprint of this run's shards.
         text_fingerprint: fingerprint of this run's tokenizer, chat template and placeholders.
         data_size: (shards, samples) of this run.
-        mixing: weights of this run's sources.
 
     Raises:
         UserError: the record has no config.
@@ -79,8 +76,6 @@ def resume_faults(
                 f"another {home}, with its weights: checkpoint.weights={folder}{_cut(before, cfg)}",
             )
         )
-    elif data_fingerprint is not None and mixing is not None and (fault := mixing.fault(record)) is not None:
-        found.append(fault)
     for name, old, new in (
         ("run.seed", before["run"]["seed"], cfg.run.seed),
         ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),

@@ -64,7 +64,6 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
         without_data: skip tokenizer, weights and shards. The vocabulary is that of the language model's config.
     """
     from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults
-    from mimo_train.inputs.mixture import Mixing
     from mimo_train.preflight.check import resuming, tables
     from mimo_train.preflight.check.data import add_data, build_tokenizer
     from mimo_train.preflight.check.shards import Seen
@@ -93,9 +92,9 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
             tables.add_memory(report, run, vocab, seen.media_per_sample)
             tables.add_work(report, run, vocab, seen.media_per_sample)
     _add_remarks(report, cfg)
-    mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
-    of_data = (seen.fingerprint, tokenizer, mixing)
-    resuming.add_run_dir(report, run.cfg if run else cfg, layout, *of_data, without_data=without_data)
+    resuming.add_run_dir(
+        report, run.cfg if run else cfg, layout, seen.fingerprint, tokenizer, without_data=without_data
+    )
     return report
 
 

@@ -26,7 +26,6 @@ from mimo_train.config.user_code import code_named
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.hf.matching import MatchedPart, require_no_others
 from mimo_train.hf.parts import pretrained_parts
-from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.ranks import RunLayout, lay_out
 from mimo_train.layout.run import all_made
 from mimo_train.preflight.check.report import Report
@@ -38,7 +37,6 @@ def add_run_dir(
     layout: RunLayout | None,
     data_fingerprint: str | None,
     tokenizer: Any | None,
-    mixing: Mixing | None = None,
     *,
     without_data: bool = False,
 ) -> None:
@@ -48,7 +46,6 @@ def add_run_dir(
     Args:
         data_fingerprint: fingerprint of the training shards; None if some cannot be read.
         tokenizer: the tokenizer of the run; None if it cannot be loaded.
-        mixing: the weights of the sources; None if their sizes are not known.
         without_data: skip weights in Hugging Face directories, which may be missing.
     """
     folder = Path(cfg.run.dir)
@@ -79,7 +76,6 @@ def add_run_dir(
                 cfg,
                 data_fingerprint=data_fingerprint,
                 text_fingerprint=tokenizer and tokenizer.fingerprint,
-                mixing=mixing,
             )
             report.faults += found
             own = [name for names in code_named(to_dict(cfg)).values() for name in names]

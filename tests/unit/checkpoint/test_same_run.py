@@ -107,10 +107,9 @@ def test_experts_that_balance_a_microbatch_mind_what_is_in_one():
 
 
 def test_new_weights_of_a_mixture_are_said():
-    """Which `data.mix_new_weights` lets pass."""
     sources = [SourceConfig(shards="a", weight=3.0), SourceConfig(shards="b", weight=1.0)]
     record = {"config": compose.to_dict(changed({"data.mix": sources})), "data_fingerprint": "same"}
-    now = changed({"data.mix": [sources[0], SourceConfig(shards="b", weight=7.0)], "data.mix_new_weights": True})
+    now = changed({"data.mix": [sources[0], SourceConfig(shards="b", weight=7.0)]})
     assert continued_otherwise(Path("a"), record, now) == "data.mix[1].weight was 1.0, is 7.0"
 
 

@@ -152,7 +152,6 @@ def test_lists_of_other_files_are_not_opened(raw):
     [
         ({"pixels": 3000}, r"48 x 64 = 3072 pixels, above data\.bounds\.pixels 3000"),
         ({"seconds": 2.5}, r"3 seconds, above data\.bounds\.seconds 2\.5"),
-        ({"placeholders": 1}, r"2 images and audio items, above data\.bounds\.placeholders 1"),
     ],
 )
 def test_what_is_above_a_bound_is_bad_with_its_number(bound, said, dataset, tmp_path):

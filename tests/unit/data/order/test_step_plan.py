@@ -75,7 +75,7 @@ MEDIA = [
 @pytest.mark.parametrize("fields", [NO_FIELDS, read_fields({"conversations": "json", "image": ["1.png", "0.png"]})])
 def test_the_arrays_of_a_step_are_those_of_its_samples(tmp_path, fields):
     tokenizer = build_tokenizer("bytes", [media.placeholder for media in MEDIA])
-    options = {"media": MEDIA, "bounds": Bounds(placeholders=4), "seed": 5, "fields": fields}
+    options = {"media": MEDIA, "seed": 5, "fields": fields}
     data = ShardDataset(odd_samples(tmp_path), tokenizer=tokenizer, sequence_length=70, **options)
     found = data.plan_step(33, 90)
     bad = 0

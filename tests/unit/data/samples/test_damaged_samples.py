@@ -27,7 +27,7 @@ from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images, media_of, text_of
 
-TIGHT = Bounds(pixels=400, seconds=1.0, placeholders=1)
+TIGHT = Bounds(pixels=400, seconds=1.0)
 
 
 def clip(rate, seconds=0.5, kind="WAV"):
@@ -85,12 +85,6 @@ def test_a_strip_of_pixels_does_not_become_a_huge_image_on_its_way(dataset, tmp_
             "21 x 20 = 420 pixels, above data.bounds.pixels 400",
         ),
         ([("0.wav", clip(8000, 1.5))], chat("<audio>", "a"), "1.5 seconds, above data.bounds.seconds 1"),
-        (
-            [("0.png", encode_image(9, 9, "PNG"))] * 2,
-            chat("q", "a"),
-            "2 images and audio items, above data.bounds.placeholders 1",
-        ),
-        ([], chat("<image><image>", "a"), "2 images and audio items, above data.bounds.placeholders 1"),
     ],
 )
 def test_what_is_above_a_bound_is_bad_with_its_number(dataset, tmp_path, members, records, said):
