@@ -80,6 +80,13 @@ class CompiledTemplate:
                 self._template, messages, tools, None, prompt, **self._variables
             )
 
+    def attempt(self, messages: Messages, tools: Sequence[Any] | None = None) -> str | None:
+        """Return the text of messages; None if the template raises an error."""
+        try:
+            return self.render(messages, tools)[0]
+        except Exception:  # a template may raise anything
+            return None
+
     def fit(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> list[dict[str, Any]]:
         """Return the messages as the template takes them. Raises RecordError if it would drop something."""
         if has_tools and not self._writes_tools():
@@ -126,16 +133,16 @@ class CompiledTemplate:
         """True if the template writes such a message; None if it raises an error."""
         message = {"role": role, "content": _ROLE, "name": _NAME, "tool_call_id": "call00001"}
         if role in ("developer", "system"):
-            text = self._try([message, _QUESTION, _ANSWER])
+            text = self.attempt([message, _QUESTION, _ANSWER])
         else:
-            text = self._try([_QUESTION, _calling({_KEY: _VALUE}), message, _ANSWER])
-            text = self._try([_QUESTION, _ANSWER, message, _ANSWER]) if text is None else text
+            text = self.attempt([_QUESTION, _calling({_KEY: _VALUE}), message, _ANSWER])
+            text = self.attempt([_QUESTION, _ANSWER, message, _ANSWER]) if text is None else text
         return None if text is None else _ROLE in text
 
     def _try_arguments(self) -> str:
         """Return "object" or "text". Raises RecordError if the template leaves calls out."""
         forms = {"object": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
-        texts = {form: self._try([_QUESTION, _calling(arguments)]) for form, arguments in forms.items()}
+        texts = {form: self.attempt([_QUESTION, _calling(arguments)]) for form, arguments in forms.items()}
         for form, text in texts.items():
             # Text dumped as JSON has escaped quotes; an object written as text has single quotes.
             if text is not None and _NAME in text and _KEY in text and not (f'\\"{_KEY}' in text or f"'{_KEY}" in text):
@@ -147,26 +154,19 @@ class CompiledTemplate:
     def _try_tools(self) -> bool:
         """True if the template writes tools or raises an error."""
         about = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
-        text = self._try([_QUESTION, _ANSWER], [{"type": "function", "function": about}])
+        text = self.attempt([_QUESTION, _ANSWER], [{"type": "function", "function": about}])
         return text is None or _TOOL in text
-
-    def _try(self, messages: Messages, tools: Sequence[Any] | None = None) -> str | None:
-        try:
-            return self.render(messages, tools)[0]
-        except Exception:
-            return None
 
 
 def _has_blocks(tree: nodes.Template) -> bool:
     """True if it has generation blocks. Raises TemplateError for nested ones, whose offsets transformers gets wrong."""
-    collected = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
-    if any(_is_generation(block) for outer in tree.find_all(collected) for block in outer.find_all(nodes.CallBlock)):
+
+    def has_block(node: nodes.Node) -> bool:
+        return any(isinstance(block.call.node, nodes.ExtensionAttribute) for block in node.find_all(nodes.CallBlock))
+
+    if any(map(has_block, tree.find_all((nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)))):
         raise TemplateError("a {% generation %} block is inside a macro or a variable. Write it outside")
-    return any(map(_is_generation, tree.find_all(nodes.CallBlock)))
-
-
-def _is_generation(block: nodes.CallBlock) -> bool:
-    return isinstance(block.call.node, nodes.ExtensionAttribute)
+    return has_block(tree)
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,7 @@ class ChatRenderer:
 
     def frame(self) -> str:
         """Return a user's message as the template writes it; empty if it rejects one alone."""
-        try:
-            return self._templates["default"].render([self._message(QUESTION, {})])[0]
-        except Exception:  # a template may raise anything
-            return ""
+        return self._templates["default"].attempt([self._message(QUESTION, {})]) or ""
 
     def written(self, kind: str) -> str | None:
         """Return the template's text for a part of this kind; None if it has none."""
@@ -256,7 +253,7 @@ class ChatRenderer:
         base = next((forms for forms in choices if self._takes(forms)), None)
         if base is None:
             try:
-                result = repr(self._render_words({"user": 0, "assistant": 0}))
+                result = repr(self._templates["default"].render([_QUESTION, _ANSWER])[0])
             except Exception as error:  # a template may raise anything
                 result = f"raises an error ({error})"
             raise DataError(
@@ -268,34 +265,25 @@ class ChatRenderer:
         system = (self._takes(base | {"system": 0}), self._takes(base | {"system": 1}))
         return forms | {"system": system if any(system) else forms["user"]}
 
-    def _render_words(self, forms: Mapping[str, int]) -> str:
+    def _takes(self, forms: Mapping[str, int]) -> bool:
+        """True if the template writes each word once, and no Python list."""
         messages = [
             {"role": role, "content": [{"type": "text", "text": words}] if forms[role] else words}
             for role, words in _WORDS.items()
             if role in forms
         ]
-        return self._templates["default"].render(messages)[0]
-
-    def _takes(self, forms: Mapping[str, int]) -> bool:
-        """True if the template writes each word once, and no Python list."""
-        try:
-            text = self._render_words(forms)
-        except Exception:
-            return False
-        return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
+        text = self._templates["default"].attempt(messages)
+        return text is not None and all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
 
     def _try_part(self, kind: str) -> str | None:
         if not self._forms["user"][1]:
             return None
         words = {"type": "text", "text": _WORDS["user"]}
-        try:
-            without, with_part = (
-                self._templates["default"].render([{"role": "user", "content": parts}])[0]
-                for parts in ([words], [{"type": kind}, words])
-            )
-        except Exception:
-            return None
-        if _shows_list(with_part) or with_part.count(_WORDS["user"]) != 1:
+        without, with_part = (
+            self._templates["default"].attempt([{"role": "user", "content": parts}])
+            for parts in ([words], [{"type": kind}, words])
+        )
+        if without is None or with_part is None or _shows_list(with_part) or with_part.count(_WORDS["user"]) != 1:
             return None
         first = common_prefix(without, with_part)
         rest = common_prefix(without[first:][::-1], with_part[first:][::-1])
