@@ -3,13 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, add_command, add_config_command, positive, whole
-from mimo_train.config.errors import ConfigError, Fault, UserError
+from mimo_train.config.errors import UserError
 
 
 def add(commands: Any) -> None:
@@ -94,27 +92,11 @@ def _cluster(args: argparse.Namespace) -> None:
         if not equals or name in values:
             raise UserError(f"--set: expected NAME=VALUE, each name once, got {text!r}")
         values[name] = value
-    with _naming_without_data(args):
-        launch = launch_of(args.config, args.overrides, args.nodes, {}, without_data=args.without_data)
-        text = fill_in(args.template, launch, args.nodes, args.gpus_per_node, values)
+    launch = launch_of(args.config, args.overrides, args.nodes, {}, without_data=args.without_data)
+    text = fill_in(args.template, launch, args.nodes, args.gpus_per_node, values)
     if lost := lost_with_machine(launch, values):
         print(f"warning: {lost}", file=sys.stderr)
     print(text, end="")
-
-
-@contextmanager
-def _naming_without_data(args: argparse.Namespace) -> Iterator[None]:
-    """Add the option that leaves files out to config errors about files in the block."""
-    try:
-        yield
-    except ConfigError as error:
-        from mimo_train.layout.run import INPUT_KEYS
-
-        of_files = (*INPUT_KEYS, "pretrained", "adapter")
-        if not args.without_data and any(fault.key.endswith(of_files) for fault in error.faults):
-            error.faults.append(Fault("", "If these files are only where the job runs, add --without-data."))
-            raise ConfigError(error.faults) from error
-        raise
 
 
 def _here(args: argparse.Namespace) -> int:

@@ -49,21 +49,9 @@ def _fault(name: str) -> str:
     found = Path(spec.origin)
     if found.resolve() == ours:
         return ""
-    thing = found.parent if found.name == "__init__.py" else found
-    return f"{name}: Python finds {thing} before mimo-train's own {ours.parent}: {_remedy(thing)}"
-
-
-def _remedy(thing: Path) -> str:
-    folder = thing.parent
-    if str(folder) in (os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part):
-        return f"take {folder} out of PYTHONPATH, or rename {thing.name}"
-    from importlib.metadata import distributions  # slow to import
-
-    for found in distributions(path=[str(folder)]):
-        if any(file.parts[0] == thing.name for file in found.files or ()):
-            package = found.metadata["Name"]
-            return (
-                f"the package {package} brings it: uninstall it (python -m pip uninstall {package}), or give "
-                "mimo-train an environment of its own (MIMO_VENV=FOLDER)"
-            )
-    return f"rename it, or take {folder} off Python's path"
+    hides = found.parent if found.name == "__init__.py" else found
+    return (
+        f"{name}: Python finds {hides} before mimo-train's own {ours.parent}: take {hides.parent} out of PYTHONPATH or "
+        f"rename {hides.name}; if a package brought it, uninstall that or set MIMO_VENV to a folder for an environment "
+        "of mimo-train's own"
+    )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.launch.exit_signal import grace_seconds
 from tests.e2e.fake_python import pid_runs
 from tests.hang import HANG_SECONDS
 
@@ -182,13 +181,6 @@ def test_ranks_save_and_end_when_the_launcher_is_killed(start, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
-
-
-@pytest.mark.parametrize("seconds", ["soon", "0", "-3", "inf", "nan"])
-def test_a_wrong_time_of_grace_is_told(monkeypatch, seconds):
-    monkeypatch.setenv("MIMO_GRACE_SECONDS", seconds)
-    with pytest.raises(ValueError, match=f"MIMO_GRACE_SECONDS is '{seconds}'"):
-        grace_seconds()
 
 
 WARNINGS = """

@@ -59,15 +59,17 @@ def test_what_failed_is_read_from_the_ranks_files(tmp_path):
     assert newest_failure(tmp_path, 1, since=time.time() + 1000) == Failure(1, -1), "of an earlier start"
 
 
-def test_wrong_values_are_told(monkeypatch):
-    monkeypatch.setenv("MIMO_RESTART_SECONDS", "soon")
-    with pytest.raises(UserError, match="MIMO_RESTART_SECONDS is 'soon'"):
-        first_wait()
-    monkeypatch.setenv("MIMO_RESTART_SECONDS", "0")
-    assert first_wait() == 0.0
-    monkeypatch.setenv("MIMO_GRACE_SECONDS", "0")
-    with pytest.raises(UserError, match="MIMO_GRACE_SECONDS is '0': give a positive number"):
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "inf", "nan"])
+def test_wrong_times_are_named(monkeypatch, text):
+    monkeypatch.setenv("MIMO_GRACE_SECONDS", text)
+    with pytest.raises(UserError, match=f"MIMO_GRACE_SECONDS is '{text}': give a positive number"):
         grace_seconds()
+    monkeypatch.setenv("MIMO_RESTART_SECONDS", text)
+    if text == "0":
+        assert first_wait() == 0.0
+    else:
+        with pytest.raises(UserError, match=f"MIMO_RESTART_SECONDS is '{text}'"):
+            first_wait()
 
 
 def stopped(began: int, step: int, reason: str) -> Ended:
