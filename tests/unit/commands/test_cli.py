@@ -16,6 +16,7 @@ from mimo_train.cli import main
 from mimo_train.commands import export, generate, train
 from mimo_train.config import compose
 from mimo_train.evaluation.generation.options import Sampling
+from tests.unit.preflight.check.shards import on, shard, sound
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
 
@@ -90,10 +91,12 @@ def test_help_imports_nothing_heavy(argv):
         (["train", "vlm_digits", "train.iter=5"], 1),
         (["train", "vlm_digits"], 1),
         (["check", "vlm_digits"], 0),
-        (["check", "vlm_digits", "modules.images.layout.dp=3"], 1),
+        (["check", *on("a.tar"), "modules.images.layout.dp=3"], 1),
     ],
 )
 def test_configs_layouts_and_their_faults_import_no_torch(argv, code):
+    """Nor does a check of shards before the other faults are corrected: it opens them, and reads no sample."""
+    shard(Path("a.tar"), *sound())
     found, heavy, stderr = imported(*argv)
     assert found == code, stderr
     assert not heavy & {"torch", "megatron", "transformers"}

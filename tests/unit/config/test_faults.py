@@ -9,9 +9,10 @@ import pytest
 
 from data.demo.make import DEMOS
 from data.samples.media_spec import SAMPLING
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.keys import rules_of, shown
 from mimo_train.config.schema_data import DataConfig
-from mimo_train.layout.run import config_faults
+from mimo_train.layout.run import config_faults, resolve
 from tests.unit.configs import changed, load
 
 
@@ -133,3 +134,36 @@ def test_gathering_parameters_needs_the_distributed_optimizer():
     assert not config_faults(load("gpt_tiny", *overlap))
     (found,) = config_faults(load("gpt_tiny", *overlap, "optim.distributed_optimizer=false"))
     assert found.key == "optim.overlap_param_gather" and "optim.distributed_optimizer" in found.message
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("checkpoint.dir=runs/x", r"checkpoint\.dir: is 'runs/x', no URL: give one of s3://, gs://, az://"),
+        ("checkpoint.dir=https://host/run", r"checkpoint\.dir: is https://host/run: checkpoints are written to s3://"),
+        ("checkpoint.dir=hf://host/run", r"checkpoint\.dir: .* not to hf://"),
+        ("checkpoint.dir=s3://key:secret@bucket/run", r"checkpoint\.dir: s3://\.\.\.@bucket/run: has credentials"),
+        ("checkpoint.resume=s3://bucket/a//b", r"checkpoint\.resume: .* has an empty part"),
+        ("checkpoint.weights=s3:///a", r"checkpoint\.weights: .* is no URL such as"),
+        ("run.dir=s3://bucket/run", r"run\.dir: is the URL .*: give the URL as checkpoint\.dir"),
+        ("data.shards=s3://bucket/x", r"data\.shards: is the URL .*: the demo is made there"),
+    ],
+)
+def test_what_is_no_place_is_a_fault(override, fault):
+    with pytest.raises(ConfigError, match=fault) as raised:
+        resolve(load("vlm_digits", override))
+    assert "secret" not in str(raised.value)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr("mimo_train.config.paths.is_installed", lambda module: False)
+    with pytest.raises(ConfigError, match=r"requires the extra `remote` \(obstore is not installed\): run `pip"):
+        resolve(load("vlm_digits", "checkpoint.dir=s3://bucket/run"))
+
+
+def test_places_that_can_be():
+    for override in ("checkpoint.dir=s3://bucket/run", "checkpoint.resume=https://host/step_00000004"):
+        assert resolve(load("vlm_digits", override))
+    run = resolve(load("vlm_digits", "checkpoint.dir=s3://bucket/run/"))
+    assert str(run.checkpoints) == "s3://bucket/run" and str(run.dir) == run.cfg.run.dir
+    assert resolve(load("vlm_digits")).checkpoints == run.dir

@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from encoders.weight_map import spelt
+from mimo_train.cli import main
 from mimo_train.config.compose import load
 from mimo_train.config.pretrained.weight_files import SINGLE
 from mimo_train.estimate.parameters import embedding_rows
@@ -64,3 +65,15 @@ def write_weights(folder: Path, *overrides: str) -> Path:
             tensors |= {spelt(name, part.weights.prefixes[0]): torch.zeros(count, 1) for name, count in rows.items()}
     save_file(tensors, folder / SINGLE)
     return folder / SINGLE
+
+
+def run(capsys, *argv: str) -> tuple[int, str, list[str]]:
+    """Return (exit code, stdout, faults without their `error: `)."""
+    code = main(["check", *argv])
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (code == 1) == bool(lines)
+    if lines:
+        assert lines.pop().endswith("this run cannot start")
+    assert all(line.startswith("error: ") for line in lines)
+    return code, out, [line.removeprefix("error: ") for line in lines]

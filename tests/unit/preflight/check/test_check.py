@@ -8,8 +8,7 @@ import pytest
 from mimo_train.cli import main
 from mimo_train.preflight.check import check
 from tests.unit.configs import load
-from tests.unit.preflight.check.printed import run
-from tests.unit.preflight.check.shards import on, record, shard, sound
+from tests.unit.preflight.check.shards import on, record, run, shard, sound
 
 SCRIPTS = Path(__file__).parents[4] / "scripts"
 

@@ -9,7 +9,7 @@ from mimo_train.preflight.check.report import Report
 from mimo_train.preflight.check.tables import add_ranks, add_work, flops_of_ranks, flops_text
 from tests.unit.configs import load
 from tests.unit.layout.test_layout import arranged
-from tests.unit.preflight.check.printed import run
+from tests.unit.preflight.check.shards import run
 
 
 def table(cfg):
