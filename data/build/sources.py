@@ -227,8 +227,6 @@ class Source:
         if fault is not None or record_at is None:
             raise RecordError(f"{where}: {fault}")
         contents = [member.content for member in members if isinstance(member.content, FileRange)]
-        if any("\0" in member.extension for member in members):
-            raise RecordError(f"{where}: a member with a zero byte in its extension")
         items = [member for member in members if member.kind in READABLE]
         names, text = [member.extension for member in members], members[record_at]
         raw, is_json = contents[record_at].read(), text.extension.rpartition(".")[2] == "json"

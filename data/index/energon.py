@@ -73,20 +73,15 @@ def energon_shards(folder: Path, split: str = "") -> list[Path]:
         raise DataError(f"{place}: split_parts must have a list of tars for every split, and exclude be a list")
     if split and split not in parts:
         raise DataError(f"{place}: no split {split!r}; it has {', '.join(map(str, parts)) or 'none'}")
-    if single := [one for one in left_out if ".tar/" in str(one)]:
-        raise DataError(f"{place}: exclude names the sample {single[0]}: only whole tars are left out")
-    without = {name for one in left_out for name in braceexpand(str(one))}
-    named = [
-        name
-        for part, own in parts.items()
-        if part == split or not split
-        for one in own
-        for name in braceexpand(str(one))
-    ]
-    found = [folder / name for name in dict.fromkeys(named) if name not in without]
-    if not found:
+    if samples := [name for name in left_out if ".tar/" in str(name)]:
+        raise DataError(f"{place}: exclude names the sample {samples[0]}: only whole tars are left out")
+    chosen = [names for part, names in parts.items() if part == split or not split]
+    excluded = {name for text in left_out for name in braceexpand(str(text))}
+    tars = dict.fromkeys(name for names in chosen for text in names for name in braceexpand(str(text)))
+    shards = [folder / name for name in tars if name not in excluded]
+    if not shards:
         raise DataError(f"{place}: no tar in {f'the split {split!r}' if split else 'any split'}")
-    return found
+    return shards
 
 
 def energon_fields(folder: Path) -> dict[str, Any]:

@@ -113,9 +113,8 @@ class TokenDataset(Samples):
         self.reader.close()
 
     def _window(self, number: int) -> tuple[IndexedFile, int]:
-        row = self.order.row(number)
-        at = int(np.searchsorted(self._ends, row, side="right"))
-        return self.files[at], int(self._firsts[at]) + (row - int(self._begins[at])) * self.sequence_length
+        files, firsts = self._windows(np.array([number]))
+        return self.files[int(files[0])], int(firsts[0])
 
     def _windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (file indexes, first tokens) of samples, int64."""
@@ -124,14 +123,15 @@ class TokenDataset(Samples):
         return files, self._firsts[files] + (rows - self._begins[files]) * self.sequence_length
 
     def _documents(self, numbers: np.ndarray) -> list[np.ndarray]:
-        found: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(numbers)
+        """Return the tokens of each document in samples."""
+        lengths = [np.zeros(0, dtype=np.int64)] * len(numbers)
         files, firsts = self._windows(numbers)
-        for at in np.unique(files).tolist():
-            own = np.flatnonzero(files == at)
-            lengths = self.files[at].lengths_in(firsts[own], self.sequence_length)
-            for place, of_sample in zip(own.tolist(), lengths, strict=True):
-                found[place] = of_sample
-        return found
+        for file in np.unique(files).tolist():
+            places = np.flatnonzero(files == file)
+            of_file = self.files[file].lengths_in(firsts[places], self.sequence_length)
+            for place, of_sample in zip(places.tolist(), of_file, strict=True):
+                lengths[place] = of_sample
+        return lengths
 
     def _require_known(self, tokens: np.ndarray, file: IndexedFile, first: int) -> None:
         size = self.tokenizer.text_size

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import struct
-from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,10 +37,10 @@ class IndexedFile:
         for path, other in ((self.index, self.path), (self.path, self.index)):
             if not path.exists():
                 raise ShardError(f"{path}: there is no such file, only {other.name}: both are needed")
-        own, raw, head = retrying(self._read_head, f"{self.index}: cannot read its head", read_retries)
+        version, raw = retrying(self._read_index, f"{self.index}: cannot read it", read_retries)
         self.version = retrying(self._version, f"{self.path}: cannot look at it", read_retries)
-        self.content = f"{self.version.content}{own.content}"
-        code, self._sequences, ends = self._checked_head(head, own.size)
+        self.content = f"{self.version.content}{version.content}"
+        code, self._sequences, ends = self._checked_head(raw[: _HEAD.size].tobytes(), version.size)
         self.dtype, self.documents = np.dtype(_TYPES[code]), ends - 1
         at = _HEAD.size
         self._lengths = raw[at : at + 4 * self._sequences].view("<i4")
@@ -61,8 +60,7 @@ class IndexedFile:
 
     def document_at(self, token: int) -> int:
         """Return the document of a token of the file."""
-        begin = bisect_right(range(self.documents), token, key=lambda document: self._start(document))
-        return begin - 1
+        return int(self.documents_at(np.array([token]))[0])
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
         """Return `document_at` of each of `tokens`, int64."""
@@ -97,10 +95,6 @@ class IndexedFile:
         lengths, firsts = np.diff(cuts), np.searchsorted(cuts, np.arange(len(begins) + 1) * size)
         return [lengths[first:last] for first, last in pairwise(firsts.tolist())]
 
-    def _start(self, document: int) -> int:
-        first = int(self._firsts[document])
-        return int(self._places[first]) // self.dtype.itemsize if first < self._sequences else self.tokens
-
     def _require_ascending(self, starts: np.ndarray, most: int) -> None:
         if len(starts) and (starts[0] < 0 or starts[-1] > most or (np.diff(starts) < 0).any()):
             raise ShardError(f"{self.index}: its documents do not stand one behind the other: it is damaged")
@@ -123,22 +117,15 @@ class IndexedFile:
             if (np.diff(self._firsts[first : first + _AT_ONCE + 1]) < 0).any():
                 raise ShardError(f"{self.index}: its documents do not stand one behind the other: it is damaged")
 
-    def _read_head(self) -> tuple[ShardVersion, np.ndarray, bytes]:
-        fd = open_file(self.index)
-        try:
-            version, head = ShardVersion.of(fd), os.pread(fd, _HEAD.size, 0)
-            with os.fdopen(os.dup(fd), "rb") as file:
-                raw = np.memmap(file, mode="r").view(np.ndarray) if version.size else np.zeros(0, dtype=np.uint8)
-        finally:
-            os.close(fd)
-        return version, raw, head
+    def _read_index(self) -> tuple[ShardVersion, np.ndarray]:
+        with os.fdopen(open_file(self.index), "rb") as file:
+            version = ShardVersion.of(file.fileno())
+            raw = np.memmap(file, mode="r").view(np.ndarray) if version.size else np.zeros(0, dtype=np.uint8)
+        return version, raw
 
     def _version(self) -> ShardVersion:
-        fd = open_file(self.path)
-        try:
-            return ShardVersion.of(fd)
-        finally:
-            os.close(fd)
+        with os.fdopen(open_file(self.path), "rb") as file:
+            return ShardVersion.of(file.fileno())
 
     def _checked_head(self, head: bytes, size: int) -> tuple[int, int, int]:
         """Return (dtype code, sequences, document ends)."""

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from data.errors import ReadError, ShardError
-from data.storage.files import ShardVersion
+from data.storage.files import ShardVersion, pread_all
 from data.storage.reader import ShardReader
 
 
@@ -47,3 +47,13 @@ def test_reader_errors(tmp_path):
         reader.read(tmp_path / "gone", 0, 1, "bin")
     with pytest.raises(ShardError, match=r"s\.tar.*changed"):
         ShardReader().read(path, 0, 1, "bin", ShardVersion(100, 1, 1, ""))
+
+
+def test_short_reads_are_continued_until_the_file_ends(tmp_path, monkeypatch):
+    """As Linux gives at most 2 GiB less 4 KiB per call."""
+    read, sizes = os.pread, []
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: sizes.append(size) or read(fd, min(size, 100), at))
+    (tmp_path / "x").write_bytes(bytes(250))
+    with open(tmp_path / "x", "rb") as file:
+        assert pread_all(file.fileno(), 250, 0) == bytes(250) and pread_all(file.fileno(), 300, 10) == bytes(240)
+        assert pread_all(file.fileno(), 10, 400) == b"" and sizes == [250, 150, 50, 300, 200, 100, 60, 10]

@@ -1,6 +1,5 @@
 """Shards from what people have: what goes in is what training reads, and nothing is lost silently."""
 
-import io
 import json
 import os
 import socket
@@ -99,17 +98,6 @@ def test_what_is_no_plain_file_is_a_fault_and_not_waited_for(media, tmp_path, mo
         *(f"record {at}: no file {media / name}" for at, name in enumerate(names[:3])),
         f"record 3: {media}/zero\\x00.jpg: embedded null byte",
     ]
-
-
-def test_a_member_with_a_zero_byte_in_its_name_is_left_out(tmp_path):
-    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        for name, raw in (("1.a\0b", b"x"), ("1.txt", b"one"), ("2.txt", b"two")):
-            info = tarfile.TarInfo("2.txt" if name == "2.txt" else "long")
-            info.pax_headers, info.size = {"path": name}, len(raw)
-            tar.addfile(info, io.BytesIO(raw))
-    build(tmp_path / "x.tar", tmp_path / "out", Settings(skip_bad=True, max_bad=9))
-    assert [record for _, record in found(tmp_path / "out" / "train")] == ["two"]
-    assert "a zero byte in its extension" in (tmp_path / "out" / "left_out.jsonl").read_text()
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 
 import pytest
 
@@ -13,13 +12,11 @@ from data.build.build import Settings
 from data.errors import DataError
 from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
-from data.storage.files import pread_all
 from tests.tars import write_tar
 from tests.unit.data.build.helpers import (
     RECORDS,
     ROOT,
     build,
-    clip,
     found,
     image,
     media_folder,
@@ -120,51 +117,3 @@ def test_files_whose_names_differ_in_case_alone_are_named(tmp_path):
         (folder / name).write_bytes(raw)
     with pytest.raises(DataError, match=r"differ in case only: b\.JPG, b\.jpg"):
         build(folder, tmp_path / "out")
-
-
-@pytest.fixture
-def short_reads(monkeypatch):
-    """The system gives at most 100 bytes at one call, as Linux gives at most 2 GiB less 4 KiB."""
-    whole, into, counts = os.pread, os.preadv, []
-
-    def short(fd, size, offset):
-        counts.append(size)
-        return whole(fd, min(size, 100), offset)
-
-    def short_into(fd, views, offset):
-        counts.append(len(views[0]))
-        return into(fd, [views[0][:100]], offset)
-
-    monkeypatch.setattr(os, "pread", short)
-    monkeypatch.setattr(os, "preadv", short_into)
-    return counts
-
-
-@pytest.mark.parametrize("form", ["records", "files", "tars"])
-def test_files_above_what_one_read_gives_are_whole(form, media, tmp_path, short_reads):
-    talk = [{"from": "human", "value": "<audio>\nWhat is said? " + "word " * 40}, {"from": "gpt", "value": "Nothing."}]
-    sound = media / "long.wav"
-    sound.write_bytes(clip(3000, "WAV"))
-    source = written(tmp_path, [{"audio": "long.wav", "conversations": talk}])
-    if form == "files":
-        source = tmp_path / "files"
-        source.mkdir()
-        (source / "x.wav").write_bytes(sound.read_bytes())
-        (source / "x.json").write_text(json.dumps({"conversations": talk}))
-    if form == "tars":
-        source = tmp_path / "tars"
-        members = [("x.wav", sound.read_bytes()), ("x.json", json.dumps({"conversations": talk}).encode())]
-        write_tar(source / "0.tar", members)
-    build(source, tmp_path / "out", media=media if form == "records" else None)
-    ((extents, record),) = found(tmp_path / "out" / "train")
-    assert extents == [8000] and record["conversations"] == talk
-    with tarfile.open(tmp_path / "out" / "train" / "train-000000.tar") as tar:
-        (of_clip,) = (tar.extractfile(one).read() for one in tar if one.name.endswith(".wav"))
-    assert of_clip == sound.read_bytes() and max(short_reads) > 6000
-
-
-def test_a_file_that_becomes_shorter_while_it_is_read_ends_the_read(tmp_path, short_reads):
-    (tmp_path / "x").write_bytes(bytes(250))
-    with open(tmp_path / "x", "rb") as file:
-        assert pread_all(file.fileno(), 250, 0) == bytes(250) and pread_all(file.fileno(), 300, 10) == bytes(240)
-        assert pread_all(file.fileno(), 10, 400) == b"" and short_reads == [250, 150, 50, 300, 200, 100, 60, 10]

@@ -1,7 +1,6 @@
 """Shards that are no files, whose headers say what is not so, that cannot be read, or change under a run."""
 
 import errno
-import io
 import os
 import random
 import tarfile
@@ -14,7 +13,6 @@ from data.index.find_shards import find_shards
 from data.index.index_file import catalogue_path
 from data.index.indexing import build_index
 from data.storage import files
-from data.storage.files import ShardVersion
 from data.storage.reader import ShardReader
 from data.storage.tar import walk_tar
 from tests.tars import write_tar
@@ -84,26 +82,6 @@ def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):
         open_index(folder / "d.tar")
     os.mkfifo(catalogue_path(folder / "a.tar"))  # in the place of an index: it is built again
     assert open_index(folder / "a.tar").key(0) == "a" and catalogue_path(folder / "a.tar").is_file()
-
-
-def test_members_are_those_of_tarfile(tmp_path):
-    draw = random.Random(0)
-    for number in range(30):
-        form = draw.choice([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-        path = tmp_path / f"{number}.tar"
-        with tarfile.open(path, "w", format=form) as tar:
-            for at in range(draw.randrange(12)):
-                name = f"{'d' * draw.randrange(90)}/{'é' * draw.randrange(40)}{at}.txt"
-                info = tarfile.TarInfo(name)
-                if draw.random() < 0.2:
-                    info.type = tarfile.DIRTYPE
-                else:
-                    info.size = draw.choice([0, 1, 511, 512, 513, 70000])
-                tar.addfile(info, io.BytesIO(bytes(info.size)))
-        with tarfile.open(path) as tar:
-            theirs = [(one.name, one.offset_data, one.size) for one in tar if one.isreg()]
-        raw = path.read_bytes()
-        assert list(walk_tar(path, lambda length, at, raw=raw: raw[at : at + length], len(raw))) == theirs
 
 
 def test_no_damage_to_headers_gives_anything_but_an_error_of_the_shard(tmp_path):
@@ -264,19 +242,3 @@ def test_an_index_with_a_changed_byte_is_built_again(tmp_path, caplog):
         assert [index.key(row) for row in range(9)] == keys and [index.members(row) for row in range(9)] == members
         assert path.read_bytes() == whole
     assert "damaged (index" in caplog.text
-
-
-def test_the_version_of_a_shard_sees_all_of_a_small_one(tmp_path):
-    path = tmp_path / "s.bin"
-    seen = set()
-    for at in range(0, 20000, 999):
-        path.write_bytes(bytes(at) + b"x" + bytes(19999 - at))
-        with open(path, "rb") as file:
-            seen.add(ShardVersion.of(file.fileno()).content)
-    assert len(seen) == 21
-
-
-def test_read_errors_are_no_bad_samples():
-    from data.errors import SampleError
-
-    assert issubclass(ReadError, DataError) and not issubclass(ReadError, SampleError)

@@ -1,6 +1,5 @@
 """What is kept of remote shards: read once, never of another content, bounded, and never in the way."""
 
-import os
 import threading
 from pathlib import Path
 
@@ -96,39 +95,6 @@ def test_a_disk_that_fails_only_ends_the_keeping(server, tmp_path, monkeypatch):
         read_all(full, url)
     read_all(full, url)
     assert not [*tmp_path.glob("??/*")]
-
-
-def test_files_that_cannot_be_removed_or_looked_at_only_end_the_keeping(tmp_path, monkeypatch):
-    """A folder of another user."""
-    for number in range(10):
-        kept(tmp_path).write(f"{number}", bytes(900))
-    unlink, stat = Path.unlink, os.stat
-
-    def denied(path, *arguments, **options):
-        if path.suffix == ".member":
-            raise PermissionError(13, "Permission denied")
-        return unlink(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "unlink", denied)
-    with pytest.warns(UserWarning, match="no more members are kept in this run"):
-        smaller = kept(tmp_path, 5000)
-    smaller.write("more", bytes(100))
-    assert smaller.read("3") == bytes(900) and not smaller.has("more")
-    full = kept(tmp_path, 10**5)
-    with pytest.warns(UserWarning, match="no more members are kept in this run"):
-        for number in range(10, 200):
-            full.write(f"{number}", bytes(900))
-    assert full.read("3") == bytes(900) and full.read("150") is None
-    monkeypatch.setattr(Path, "unlink", unlink)
-
-    def unseen(path, **options):
-        if Path(path).suffix == ".member":
-            raise PermissionError(13, "Permission denied")
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", unseen)
-    monkeypatch.setattr(os, "stat", unseen)
-    assert not kept(tmp_path, 5000).has("3")
 
 
 def test_nobody_waits_for_a_thread_that_makes_room(tmp_path, monkeypatch):

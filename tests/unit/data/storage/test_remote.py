@@ -13,8 +13,8 @@ from data.pipeline import Batching, Reader, StepLoader
 from data.records.members import read_fields
 from data.storage import files, object_store
 from data.storage.files import ShardVersion
-from data.storage.object_store import store_of
-from data.storage.reader import RemoteReader, ShardReader
+from data.storage.object_store import read_range, store_of
+from data.storage.reader import RemoteReader, ShardReader, WholeObject
 from data.storage.url import Url, place_of
 from tests.http_server import serving
 from tests.object_storage import environment, moto_server
@@ -162,7 +162,9 @@ def test_reads_in_flight_are_bounded():
         ("pipe:cat a.tar", "is a command, .* such as a.tar$"),
         ("pipe:aws s3 cp s3://b/a.tar -", "is a command, .* such as s3://b/a.tar$"),
         ("s3://bucket/a.tar.gz", "cannot be indexed"),
-        ("nosuch://host/a.tar", "is not supported"),
+        ("hf://datasets/a/b.tar", r"hf:// is not supported \(s3://.* are\): .*hf download"),
+        ("sftp://host/a.tar", "is not supported .*sshfs"),
+        ("nosuch://host/a.tar", "is not supported .*copy it to"),
     ],
 )
 def test_what_is_no_place_of_shards(text, words):
@@ -289,3 +291,32 @@ def test_the_index_of_a_large_shard_reads_little_between_its_members(storage, tm
         index = open_index(url, tmp_path / "cache")
     assert [index.members(row) for row in range(3)] == [open_index(path).members(row) for row in range(3)]
     assert sum(read) < 0.7 * path.stat().st_size
+
+
+BLOBS = b"""<EnumerationResults><Blobs><Blob><Name>shards/a.tar</Name><Properties><Content-Length>3000</Content-Length>
+<Content-Type>application/x-tar</Content-Type><Last-Modified>Sat, 21 Nov 2026 00:00:00 GMT</Last-Modified>
+<Etag>one</Etag></Properties></Blob></Blobs></EnumerationResults>"""
+
+
+def test_tags_of_azure_are_the_same_in_lists_and_in_answers():
+    with serving({"shards/a.tar": CONTENT}) as server:
+        server.listing = BLOBS
+        account = {"AZURE_STORAGE_ACCOUNT_NAME": "test", "AZURE_SKIP_SIGNATURE": "true"}
+        with environment({"AZURE_STORAGE_ENDPOINT": server.url("", "").rstrip("/"), **account}):
+            (shard,) = find_shards("az://container/shards")
+            assert shard.seen == (3000, '"one"') == (3000, store_of(shard).look(shard).tag)
+            assert read_range(shard, 1000, 500, shard.seen[1]) == CONTENT[1000:1500]
+
+
+def test_a_web_server_is_asked_for_what_was_written():
+    with serving({"a%20b.tar": CONTENT}) as server:
+        (shard,) = find_shards(server.url("right", "a%20b.tar"))
+        assert shard.name == "a b.tar" and read_range(shard, 1000, 500) == CONTENT[1000:1500]
+
+
+def test_beyond_the_end_of_an_object_is_nothing():
+    """Where headers of a damaged image point to, as in a file."""
+    with serving({"a.tar": CONTENT}) as server:
+        whole = WholeObject(Url.parse(server.url("right", "a.tar")), retries=0)
+        for offset in (2000, 3000, 2 << 20, 9 << 20):
+            assert whole.read(2000, offset) == CONTENT[offset:]
