@@ -12,18 +12,16 @@ from data.index.find_shards import refuse_compressed
 from data.records.members import MEDIA, kind_of
 from data.text_format import listed
 
-KINDS = ("records", "table", "tars", "files")
 _METADATA = ("metadata.jsonl", "metadata.csv")
 _NO_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """JSON files that describe a dataset."""
 _SPLITS = ("train", "training")
 
 
-def find_source(path: Path, columns: Columns, kind: str = "", media: Path | None = None, split: str = "") -> Source:
+def find_source(path: Path, columns: Columns, media: Path | None = None, split: str = "") -> Source:
     """Return the source of shards at a path.
 
     Args:
-        kind: one of `KINDS`; empty: detected.
         media: folder of the files that records name; None: that of the records.
         split: split of a dataset; empty: train if there are several.
 
@@ -40,51 +38,46 @@ def find_source(path: Path, columns: Columns, kind: str = "", media: Path | None
     if path.is_file():
         refuse_compressed(path)
         suffix, readable = path.suffix.lower(), (*JSON, *SEPARATORS, *ARROW, ".tar")
-        found = "tars" if suffix == ".tar" else "table" if suffix in ARROW else "records"
-        if suffix not in readable or kind not in ("", found):
-            as_kind = f" as --kind {kind}" if kind else ""
-            raise DataError(f"{path} cannot be read{as_kind}: files are {', '.join(readable)}, or a folder")
+        if suffix not in readable:
+            raise DataError(f"{path} cannot be read: files are {', '.join(readable)}, or a folder")
+        kind = "tars" if suffix == ".tar" else "table" if suffix in ARROW else "records"
     else:
         folder = path / split if split and (path / split).is_dir() else path
-        found, files = _sources_in(folder, kind)
-        if found == "table":
+        kind, files = _source_in(folder)
+        if kind == "table":
             files = _of_split(folder, files, split if folder == path else "")
         elif split and folder == path:
             raise DataError(f"--split {split}: {folder} has no folder of this name")
-        if found == "records" and len(files) > 1:
+        if kind == "records" and len(files) > 1:
             names = listed([file.name for file in files])
             raise DataError(f"{folder} has {len(files)} files of records: name one of {names}")
-    if found in ("tars", "files"):
-        where = folder if found == "files" else files[0]
+    if kind in ("tars", "files"):
+        where = folder if kind == "files" else files[0]
         if media is not None:
             raise DataError(f"--media {media}: the media of {where} are files next to their texts. Leave it out")
         for name in columns.names.keys() & MEDIA:
             raise DataError(f"--columns {name}={columns.names[name]}: the media of {where} are files. Leave it out")
-    return Source(found, files, media or folder, columns)
+    return Source(kind, files, media or folder, columns)
 
 
-def _sources_in(folder: Path, kind: str) -> tuple[str, list[Path]]:
-    """Return (kind, files or folders) of the source in a folder. See `find_source`."""
+def _source_in(folder: Path) -> tuple[str, list[Path]]:
+    """Return (kind, files or folders) of the source in a folder."""
     top = sorted(entry for entry in folder.iterdir() if entry.is_file() and entry.name[0] != ".")
     below = sorted(path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
-    found: dict[str, list[Path]] = {}
     if metadata := [path for path in top if path.name in _METADATA]:
-        found["records"] = metadata
-    elif tars := [path for path in top if path.suffix == ".tar"]:
-        found["tars"] = tars
-    else:
-        found = _below(folder, top, below)
-    for name in KINDS:
-        if name in found and kind in ("", name):
-            return name, found[name]
-    seen = sorted(entry.name for entry in folder.iterdir())
-    for name in seen:
-        refuse_compressed(folder / name)
-    as_kind = f" as --kind {kind}" if kind else ""
+        return "records", metadata
+    if tars := [path for path in top if path.suffix == ".tar"]:
+        return "tars", tars
+    sources = _below(folder, top, below)
+    for kind in ("records", "table", "files"):
+        if kind in sources:
+            return kind, sources[kind]
+    names = sorted(entry.name for entry in folder.iterdir())
+    refuse_compressed(*(folder / name for name in names))
     raise DataError(
-        f"{folder} holds nothing to build shards of{as_kind}: sought are a JSON, JSONL, CSV or TSV file of records, "
-        "parquet or Arrow files, tars, or images, videos and audio next to files of the same name; it has "
-        f"{listed(seen, 5) or 'nothing'}"
+        f"{folder} holds nothing to build shards of: sought are a JSON, JSONL, CSV or TSV file of records, parquet or "
+        "Arrow files, tars, or images, videos and audio next to files of the same name; it has "
+        f"{listed(names, 5) or 'nothing'}"
     )
 
 

@@ -33,7 +33,6 @@ def add(commands: Any) -> None:
     build.add_argument(
         "--media", metavar="FOLDER", help="folder of the files that records name (default: next to the records)"
     )
-    build.add_argument("--kind", choices=["records", "table", "tars", "files"], help="of a folder that has several")
     build.add_argument("--split", default="", help="of a dataset in several splits (default: train)")
     build.add_argument(
         "--columns",
@@ -77,7 +76,7 @@ def _build(args: argparse.Namespace) -> int:
     if args.max_bad is not None and not args.skip_bad:
         raise UserError("--max-bad says how many records --skip-bad may leave out: give --skip-bad too")
     columns, media = Columns(names, args.question, args.quoted), Path(args.media) if args.media else None
-    source = find_source(Path(args.source), columns, args.kind or "", media, args.split)
+    source = find_source(Path(args.source), columns, media, args.split)
     settings = Settings(
         held_out=args.held_out,
         per_shard=args.samples_per_shard,

@@ -49,7 +49,7 @@ def written(tmp_path, records, lines=False):
 
 
 def build(path, to, settings=ORDERED, media=None, columns=None, question="", split="", workers=1, quoted=False):
-    source = find_source(path, Columns(columns or {}, question, quoted), "", media, split)
+    source = find_source(path, Columns(columns or {}, question, quoted), media, split)
     return build_shards(source, to, settings, workers=workers)
 
 

@@ -121,7 +121,7 @@ def test_commands(tmp_path, capsys):
     tokens = sum(map(len, documents))
     line = f"{prefix}.bin: 50 documents, {tokens:,} tokens (uint16)"
     for arguments, said in (
-        (["index", str(prefix)], line),
+        (["index", str(prefix)], f"{prefix}: .bin and .idx files need no other index"),
         (["index", *of_config], "nothing need be counted"),
         (["inspect", str(prefix), "--samples", "1"], f"document 0, {len(documents[0])} tokens: {documents[0][0]} "),
         (["inspect", *of_config, "--html", str(tmp_path / "page.html")], "20 samples"),
