@@ -223,8 +223,8 @@ def _stuck(verdict: Verdict) -> Cause | None:
     if not still or verdict.progress:
         return None
     still = [rank for rank in still if not verdict.ranks[rank].reading.endswith(INDEXING)] or still
-    one = len(still) == 1
-    return still, f"{_names(still)} {'waits' if one else 'wait'} for no rank and make{'s' if one else ''} no progress"
+    verbs = "waits for no rank and makes" if len(still) == 1 else "wait for no rank and make"
+    return still, f"{_names(still)} {verbs} no progress"
 
 
 def _unequal(ranks: Mapping[int, Rank]) -> Cause | None:

@@ -219,9 +219,9 @@ def handed_down() -> tuple[int, int] | None:
 
 def hand_down() -> None:
     """Pass this process's id and start time to child processes."""
-    own = process(os.getpid())
-    if own is not None:
-        os.environ[LAUNCHER] = f"{os.getpid()}:{own.start}"
+    this = process(os.getpid())
+    if this is not None:
+        os.environ[LAUNCHER] = f"{os.getpid()}:{this.start}"
 
 
 def _end(code: int) -> None:

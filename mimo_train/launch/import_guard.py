@@ -46,10 +46,10 @@ def _fault(name: str) -> str:
     spec, ours = find_spec(name), HOME / name / "__init__.py"
     if spec is None or spec.origin is None:
         return f"{name}: mimo-train's package is not next to {HOME / 'mimo_train'}: install mimo-train again"
-    found = Path(spec.origin)
-    if found.resolve() == ours:
+    origin = Path(spec.origin)
+    if origin.resolve() == ours:
         return ""
-    hides = found.parent if found.name == "__init__.py" else found
+    hides = origin.parent if origin.name == "__init__.py" else origin
     return (
         f"{name}: Python finds {hides} before mimo-train's own {ours.parent}: take {hides.parent} out of PYTHONPATH or "
         f"rename {hides.name}; if a package brought it, uninstall that or set MIMO_VENV to a folder for an environment "

@@ -33,12 +33,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from mimo_train.config.errors import UserError
 from mimo_train.flight.watchdog import HANG_CODE, hand_down, say
-from mimo_train.launch.exit_signal import grace_seconds, is_repeat
+from mimo_train.launch.exit_signal import ExitSignal, grace_seconds, is_repeat
 from mimo_train.launch.nodes import Nodes
 from mimo_train.launch.restarts import STOPPED_CODE, Restarts, first_wait, newest_failure, stopped_code
 from mimo_train.logging.rank_log import errors_only
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS = ExitSignal.SIGNALS
 JOIN_SECONDS = 900.0
 """Seconds that nodes wait for each other before the first start and before a restart."""
 REASONS = {

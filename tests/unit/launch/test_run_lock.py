@@ -27,7 +27,7 @@ k = l.RunLock(pathlib.Path('.'), beat=abs(float(sys.argv[1]))); print(1); sys.st
 
 @pytest.fixture(params=[10.0])
 def holder(request, tmp_path):
-    """A process that holds the lock of `tmp_path`; the parameter is the seconds between its signs of life, negative
+    """A process that holds the lock of `tmp_path`; the parameter is the seconds between its heartbeats, negative
     where the file system knows no locks."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -130,7 +130,7 @@ def test_a_holder_shows_signs_of_life_and_learns_that_it_was_taken_over(tmp_path
     while json.loads((tmp_path / LOCK_FILE).read_text() or "{}").get("beat", 0) <= first + 1:
         pass
     deadline = time.monotonic() + 60
-    while not came.wait(0.05) and time.monotonic() < deadline:  # a sign of life that was under way is written over it
+    while not came.wait(0.05) and time.monotonic() < deadline:  # a heartbeat that was under way is written over it
         (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", 1))
     assert came.is_set() and "is in use by process 7 on elsewhere" in lost[0]
     lock.close()
