@@ -105,10 +105,6 @@ class TokenDataset(Samples):
         )
         return sample, None
 
-    def prompt_and_truth(self, number: int) -> tuple[str, str]:
-        """Return ("", the text): there is no question."""
-        return "", self.tokenizer.decode(self.read_text(number)[0].input_ids.tolist())
-
     def close(self) -> None:
         self.reader.close()
 

@@ -94,12 +94,6 @@ class Conversation:
         """True if no answer has a character to learn."""
         return not any(turn.is_learned and (turn.fields or turn.text.strip()) for turn in self.turns)
 
-    @property
-    def question_and_truth(self) -> tuple[str, str]:
-        """The question and the text of the last learned turn; both empty if there is none."""
-        last = next((at for at in reversed(range(len(self.turns))) if self.turns[at].is_learned), None)
-        return ("", "") if last is None else (self.question_before(last), self.turns[last].text.strip())
-
     def question_before(self, turn: int) -> str:
         """Return the text of the last user turn before index `turn`, with its inner markers; "" if there is none."""
         return next((asked.marked_text for asked in reversed(self.turns[:turn]) if asked.role == "user"), "")

@@ -74,10 +74,6 @@ class Samples(ABC):
         """Set the sources' weights, before readers start."""
         self.order = self.order.with_phases(phases)
 
-    def is_bad(self, number: int) -> bool:
-        """True if this process has found sample `number` bad."""
-        return number in self.bad_samples
-
     @abstractmethod
     def locate(self, number: int) -> tuple[Place, str]:
         """Return (file, position in it) of a global sample number, of any epoch."""
@@ -96,10 +92,6 @@ class Samples(ABC):
     @abstractmethod
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
         """Return the tokens of a sample, or its stand-in and why it is bad. Readers run ahead, so it is not counted."""
-
-    @abstractmethod
-    def prompt_and_truth(self, number: int) -> tuple[str, str]:
-        """Return (last question, its answer) as text, for reports; ("", "") for a bad sample."""
 
     @abstractmethod
     def close(self) -> None:

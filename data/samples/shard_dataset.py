@@ -182,15 +182,6 @@ class ShardDataset(Samples):
         """Return `Media.size` of each of the module's items in this sample, from the index."""
         return self.meta(number).input_sizes(self._by_module[module])
 
-    def prompt_and_truth(self, number: int) -> tuple[str, str]:
-        """Return (last question, its answer) as text, for reports; ("", "") for a bad sample."""
-        meta = self.meta(number)
-        try:
-            return self._conversation(meta).question_and_truth
-        except Exception as error:
-            self._reason(meta, error)
-            return "", ""
-
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
         """See `Samples.read_text`. Reads only the record."""
         return self._text(self.meta(number))

@@ -13,7 +13,7 @@ from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_image
+from tests.unit.data.helpers import encode_image, prompt_and_truth
 
 VQA = {"sample_type": {"__module__": "megatron.energon", "__class__": "VQASample"}}
 VQA |= {"field_map": {"image": "jpg", "context": "json[question]", "answers": "json[answers][0]"}}
@@ -57,7 +57,7 @@ def test_a_folder_is_read_as_its_own_files_say(tmp_path):
     assert [path.name for path in find_shards(str(folder))] == ["0.tar", "1.tar", "2.tar"]
     samples = build_dataset(cfg, tokenizer_of(cfg))
     assert len(samples) == 4
-    assert {samples.prompt_and_truth(number) for number in range(4)} == {("one 0?", "Yes."), ("one 1?", "Yes.")}
+    assert {prompt_and_truth(samples, number) for number in range(4)} == {("one 0?", "Yes."), ("one 1?", "Yes.")}
     with pytest.raises(DataError, match="no split 'test'; it has train, val"):
         find_shards(f"{folder}:test")
 

@@ -33,6 +33,14 @@ def images(side=16, tokens=4, module="images", placeholder="<image>"):
     return Media(module, "image", placeholder, lambda height, width: tokens, lambda height, width: (side, side))
 
 
+def prompt_and_truth(data, number):
+    """The text of the last learned turn, and of the question before it."""
+    turns = data._conversation(data.meta(number)).turns
+    last = max(at for at, turn in enumerate(turns) if turn.is_learned)
+    asked = [turn.marked_text for turn in turns[:last] if turn.role == "user"]
+    return asked[-1] if asked else "", turns[last].text.strip()
+
+
 def text_of(data, number):
     """The tokens of a sample; a bad one is counted, as by the loader."""
     sample, bad = data.read_text(number)

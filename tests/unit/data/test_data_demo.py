@@ -16,7 +16,7 @@ from data.pipeline import Batching, Reader, ShardDataset, StepLoader
 from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, images, media_of, text_of
+from tests.unit.data.helpers import chat, images, media_of, prompt_and_truth, text_of
 
 SMALL = {"train_samples": 1500, "held_out_samples": 768, "shards": 3}
 
@@ -53,7 +53,7 @@ def test_every_sample_is_good_and_fits(digits):
             # Every answer fits; a held-out image is asked about once, a training image up to three times.
             assert turns in ((2,) if part == "held_out" else (2, 4, 6)) and text.length < 96
             answered = text.loss_mask.sum() - turns // 2
-            last = len(data.prompt_and_truth(number)[1])
+            last = len(prompt_and_truth(data, number)[1])
             assert answered == last if turns == 2 else answered > last
             assert tokens in (0, 9, 18)
         pixels = [media_of(data, number, "images") for number in range(100)]
@@ -75,7 +75,7 @@ def test_answers_follow_from_the_scans(digits):
     by_source = {int(s): int(v) for part in labels.values() for s, v in zip(part.sources, part.labels, strict=True)}
     data = open_part(digits / "held_out")
     for number, (record, members) in enumerate(records(digits / "held_out")):
-        question, truth = data.prompt_and_truth(number)
+        question, truth = prompt_and_truth(data, number)
         values = [str(by_source[source]) for source in record["sources"]]
         if question.startswith("Read"):
             assert truth == " ".join(values)
@@ -110,7 +110,7 @@ def test_forms_and_formats_are_mixed(digits):
 
 def test_the_best_constant_answers_stay_far_below_seeing(digits):
     parts = {part: open_part(digits / part) for part in ("train", "held_out")}
-    asked = {part: [data.prompt_and_truth(number) for number in range(len(data))] for part, data in parts.items()}
+    asked = {part: [prompt_and_truth(data, number) for number in range(len(data))] for part, data in parts.items()}
 
     def accuracy(fit, on):
         answers = defaultdict(Counter)
@@ -171,7 +171,7 @@ def test_text_demo(tmp_path):
         part: ShardDataset(out / part, tokenizer=tokenizer, sequence_length=256, shuffle=False)
         for part in ("train", "held_out")
     }
-    texts = {part: [data.prompt_and_truth(n)[1] for n in range(len(data))] for part, data in parts.items()}
+    texts = {part: [prompt_and_truth(data, n)[1] for n in range(len(data))] for part, data in parts.items()}
     assert len(texts["train"]) > 60 and 6 <= len(texts["held_out"]) < len(texts["train"]) / 4
     assert not set(texts["train"]) & set(texts["held_out"])
     assert all(90 <= len(text) <= 260 for part in texts.values() for text in part)

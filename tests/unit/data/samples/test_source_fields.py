@@ -14,7 +14,7 @@ from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict
 from mimo_train.inputs.datasets import OneShard, build_dataset, held_out_sets, tokenizer_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image, media_of
+from tests.unit.data.helpers import chat, encode_image, media_of, prompt_and_truth
 
 LABELS = {"label": "cls", "question": "json[q]", "image": ["right.png", "left.png"]}
 
@@ -46,9 +46,9 @@ def test_each_source_is_read_by_its_own_fields(folders, dataset):
     for number, source in enumerate(data.sources_of(range(8)).tolist()):
         sample, bad = data.read_text(number)
         assert bad is None, bad
-        asked.add(data.prompt_and_truth(number))
+        asked.add(prompt_and_truth(data, number))
         images = [int(one[0, 0, 0]) for one in media_of(data, number, "images")]
-        truth = int(data.prompt_and_truth(number)[1].removeprefix("a"))
+        truth = int(prompt_and_truth(data, number)[1].removeprefix("a"))
         assert images == ([100 + truth, truth] if source else [200])
         assert step.tokens["images"][number] == 4 * len(images)
         assert data.meta(number).fields == (read_fields(LABELS) if source else read_fields({}))
@@ -70,7 +70,7 @@ def test_one_shard_in_two_sources_is_counted_and_read_as_each_says(folders, data
     lengths.serve()
     assert data.lengths.tolist() == [data.length_of(shard, row) for shard in (0, 1) for row in range(5)]
     assert {*data.lengths[:5]} != {*data.lengths[5:]}
-    assert {data.prompt_and_truth(number)[1] for number in range(10)} == {*"01234", "which?"}
+    assert {prompt_and_truth(data, number)[1] for number in range(10)} == {*"01234", "which?"}
     assert len({data.identity(number) for number in range(10)}) == 5  # the image is the same
 
 
