@@ -91,18 +91,6 @@ def layer_work(
     return ends + gathered + max(function, weight)
 
 
-def stack_activations(layers: int, layer: int, boundary: int, in_flight: int, recompute: str) -> int:
-    """Return the bytes that `layers` layers keep for `in_flight` microbatches between forward and backward.
-
-    Args:
-        layer: `layer_activations`.
-        boundary: the input of one layer (e s b h; 2 s b h in the paper's half precision), all that full recompute keeps
-            per layer; the layer that is recomputed counts as work.
-        recompute: selective counts as none, since our attention does not store scores.
-    """
-    return layers * (boundary if recompute == "full" else layer) * in_flight
-
-
 def expert_activations(
     tokens: int, llm: LlmSpec, precision: str, *, tp: int = 1, etp: int = 1, sp: bool = False
 ) -> int:

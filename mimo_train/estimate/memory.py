@@ -21,7 +21,6 @@ from mimo_train.estimate.activations import (
     layer_work,
     output_work,
     score_activations,
-    stack_activations,
 )
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
 from mimo_train.layout.batch import pack_length
@@ -143,7 +142,8 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     layer = -(-sum(each[kind] for kind in kinds) // len(kinds)) + (scores if recompute != "selective" else 0)
     boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
     flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
-    kept = stack_activations(len(kinds) // sizes.vpp, layer, boundary, flying, recompute)
+    # Full recompute keeps the input of each layer; the layer that is recomputed is work.
+    kept = len(kinds) // sizes.vpp * flying * (boundary if recompute == "full" else layer)
     # Sent outputs stay until their gradients arrive; interleaved, those of all chunks but the last.
     kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
     work = max(_layer_work(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds))
@@ -255,7 +255,7 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
     if "encoder" in module.freeze and not adapted:
         return Memory(work=max(layer if layers else 0, inputs * (2 * 4 + size)))
     boundary = tokens * hidden * size // (sizes.tp if sizes.sp else 1)
-    kept = stack_activations(layers, layer, boundary, flying, recompute) + inputs * size * flying
+    kept = (layers * (boundary if recompute == "full" else layer) + inputs * size) * flying
     kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients arrive
     work = layer_work(
         tokens, hidden, encoder.ffn_hidden_size, precision, gated=gated, frozen=adapted, tp=sizes.tp, sp=sizes.sp

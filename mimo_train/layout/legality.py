@@ -42,7 +42,15 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     """Yield faults of the parallel sizes of an encoder whose own sizes have none; `key`: of its module."""
     layout, encoder = module.layout, module.encoder
     if isinstance(encoder, PlainSpec):
-        yield from _plain_encoder_faults(layout, encoder, key)
+        whole = f"encoder.family {encoder.family} is a torch module that every rank has as a whole"
+        for axis in ("tp", "pp"):
+            if (size := getattr(layout, axis)) > 1:
+                yield Fault(
+                    f"{key}.layout.{axis}",
+                    f"{whole}, without Megatron-Core's layers: {axis} is {size}, set it to 1 and raise dp "
+                    "(docs/your-encoder.md)",
+                )
+        yield from _axis_faults(layout, key)
         return
     if len(parts := encoder.parts) > 1:
         of_parts = [fault for part in parts.values() for fault in encoder_faults(replace(module, encoder=part), key)]
@@ -57,9 +65,7 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
             f"pp {layout.pp} is more than the {plural(layers, 'layer')} of {key}.encoder.num_layers: each stage needs "
             "one",
         )
-    for axis, why in _ENCODER_AXES.items():
-        if getattr(layout, axis) > 1:
-            yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
+    yield from _axis_faults(layout, key)
     if layout.sp and (tokens := encoder.token_unit(module.projector.merge)) % layout.tp:
         medium = encoder.medium
         have = f"{medium}s of any size have multiples of" if encoder.sizes_vary else f"each {medium} has"
@@ -92,30 +98,11 @@ def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fa
         f"a resampler makes {resampler.latents} of however many": resampler.latents,
         "those of tiles (encoder.resize tiles) are put in lines": projector.newline,
     }
-    for why in [why for why, on in others.items() if on]:
-        for kept in [name for name, on in _features_kept(module).items() if on]:
-            yield Fault(f"{key}.{kept}", f"keeps features by their rows in the sequence, and {why}: leave it out")
+    keeping = {"feature_cache.dir": module.feature_cache.dir, "prefetch_microbatches": module.prefetch_microbatches}
+    for reason in [reason for reason, on in others.items() if on]:
+        for kept in [name for name, on in keeping.items() if on]:
+            yield Fault(f"{key}.{kept}", f"keeps features by their rows in the sequence, and {reason}: leave it out")
     yield from _tp_faults(tp, key, **sizes)
-
-
-def _features_kept(module: ModuleConfig) -> dict[str, bool]:
-    return {
-        "feature_cache.dir": bool(module.feature_cache.dir),
-        "prefetch_microbatches": module.prefetch_microbatches > 0,
-    }
-
-
-def _plain_encoder_faults(layout: LayoutConfig, encoder: PlainSpec, key: str) -> Iterator[Fault]:
-    whole = f"encoder.family {encoder.family} is a torch module that every rank has as a whole, without Megatron-Core's"
-    for axis in ("tp", "pp"):
-        if getattr(layout, axis) > 1:
-            yield Fault(
-                f"{key}.layout.{axis}",
-                f"{whole} layers: {axis} is {getattr(layout, axis)}, set it to 1 and raise dp (docs/your-encoder.md)",
-            )
-    for axis, why in _ENCODER_AXES.items():
-        if getattr(layout, axis) > 1:
-            yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
 
 
 _ENCODER_AXES = {
@@ -124,6 +111,12 @@ _ENCODER_AXES = {
     "etp": "an encoder has no experts, expert tensor parallel does not apply",
     "vpp": "encoders are not interleaved",
 }
+
+
+def _axis_faults(layout: LayoutConfig, key: str) -> Iterator[Fault]:
+    for axis, reason in _ENCODER_AXES.items():
+        if (size := getattr(layout, axis)) > 1:
+            yield Fault(f"{key}.layout.{axis}", f"{reason}, is {size}: set it to 1")
 
 
 def _expert_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:

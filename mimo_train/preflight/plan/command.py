@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,9 +33,13 @@ def main(args: argparse.Namespace) -> int:
     """
     cfg = load(args.config, args.overrides, without_data=args.without_data)
     require_sound(cfg)
-    if args.write is not None:
-        _require_new_file(args.write)
-    vocab, media = _rows(cfg), dict.fromkeys(cfg.encoders, args.media)
+    if args.write is not None and args.write.exists():
+        raise UserError(f"--write: {args.write} exists. Remove it or choose another name")
+    if args.write is not None and not args.write.parent.is_dir():
+        folder = f"the folder {args.write.parent} of {args.write.name}"
+        raise UserError(f"--write: {folder} does not exist. Create it or choose another")
+    vocab = embedding_rows(cfg.llm, cfg.llm.vocab_size or tokenizer_of(cfg).vocab_size)
+    media = dict.fromkeys(cfg.encoders, args.media)
     shares = DataShares(missing="--without-data") if args.without_data else data_shares(cfg, vocab, media)
     device = device_of(args.gpu, args.memory, args.tflops, args.bandwidth, args.network)
     request = Request(args.gpus, args.gpus_per_node, device, vocab, media, args.margin, args.top, shares)
@@ -47,8 +52,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         print("\n".join(lines_of(layouts, cfg, request)))
     if args.write is not None:
-        _write(args.write, layouts, cfg, args.config)
-        print(_written_text(args.write, layouts), file=sys.stderr if args.json else sys.stdout)
+        print(_write(args.write, layouts, cfg, args.config), file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
@@ -67,33 +71,17 @@ def device_of(
     return replace(device, **changes, name=f"{device.name}, changed" if changes else device.name)
 
 
-def _rows(cfg: ConfigContainer) -> int:
-    """Return the rows of the embedding. The tokenizer is read only if the config does not set them."""
-    tokens = cfg.llm.vocab_size or tokenizer_of(cfg).vocab_size
-    return embedding_rows(cfg.llm, tokens)
-
-
-def _require_new_file(path: Path) -> None:
-    if path.exists():
-        raise UserError(f"--write: {path} exists. Remove it or choose another name")
-    if not path.parent.is_dir():
-        raise UserError(f"--write: the folder {path.parent} of {path.name} does not exist. Create it or choose another")
-
-
-def _written_text(path: Path, layouts: Plan) -> str:
+def _write(path: Path, layouts: Plan, cfg: ConfigContainer, config: str) -> str:
+    """Write the config with the first proposal; returns what to do next."""
     chosen = layouts.proposals[0].candidate
     ranks, gpus = chosen.world_size, chosen.gpus
-    used = f"{ranks:,} of the {gpus:,} GPUs: the others would stand idle" if ranks < gpus else f"all {gpus:,} GPUs"
-    return f"wrote {path}: proposal 1, on {used}; next: mimo-train check {shlex.quote(str(path))}"
-
-
-def _write(path: Path, layouts: Plan, cfg: ConfigContainer, config: str) -> None:
-    chosen = layouts.proposals[0].candidate
-    text = f"# {config} with the layout that `mimo-train plan` proposes for {plural(chosen.gpus, 'GPU')}.\n"
+    text = f"# {config} with the layout that `mimo-train plan` proposes for {plural(gpus, 'GPU')}.\n"
     try:
         path.write_text(text + to_yaml(chosen.config(cfg)))
     except OSError as error:
         raise UserError(f"--write: cannot write {path} ({error.strerror}): give another name") from error
+    used = f"{ranks:,} of the {gpus:,} GPUs: the others would stand idle" if ranks < gpus else f"all {gpus:,} GPUs"
+    return f"wrote {path}: proposal 1, on {used}; next: mimo-train check {shlex.quote(str(path))}"
 
 
 RANK = 16
@@ -104,25 +92,16 @@ DOUBLINGS = 6
 
 def _alternatives(cfg: ConfigContainer, request: Request) -> Iterator[str]:
     """Yield sentences about alternatives that fit: the run with adapters, or on more GPUs."""
-    adapted = _with_adapters(cfg)
-    if adapted is not None and (memory := fullest_rank(adapted, request)):
-        key = f"modules.{LANGUAGE}.lora.rank={RANK}"
-        yield f"With LoRA on the language model ({key}) it fits, with {memory / GIB:.3g} GiB a rank."
+    language = cfg.language
+    adapted = replace(language, lora=replace(language.lora, rank=RANK), freeze=[], freeze_until={})
+    with suppress(ConfigError):
+        changed = replace(cfg, modules={**cfg.modules, LANGUAGE: adapted})
+        require_sound(changed)
+        if not language.lora.rank and (memory := fullest_rank(changed, request)):
+            key = f"modules.{LANGUAGE}.lora.rank={RANK}"
+            yield f"With LoRA on the language model ({key}) it fits, with {memory / GIB:.3g} GiB a rank."
     for doubling in range(1, DOUBLINGS + 1):
         gpus = request.gpus * 2**doubling
         if memory := fullest_rank(cfg, replace(request, gpus=gpus)):
             yield f"On {gpus} x {request.device.name} it fits as it is, with {memory / GIB:.3g} GiB a rank."
             return
-
-
-def _with_adapters(cfg: ConfigContainer) -> ConfigContainer | None:
-    language = cfg.language
-    if language.lora.rank:
-        return None
-    adapted = replace(language, lora=replace(language.lora, rank=RANK), freeze=[], freeze_until={})
-    changed = replace(cfg, modules={**cfg.modules, LANGUAGE: adapted})
-    try:
-        require_sound(changed)
-    except ConfigError:
-        return None
-    return changed

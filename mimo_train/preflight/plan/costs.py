@@ -12,7 +12,7 @@ from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.estimate import devices
 from mimo_train.estimate.activations import BYTES, layer_activations
 from mimo_train.estimate.devices import Links
-from mimo_train.estimate.flops import ModuleWork, Work, module_work
+from mimo_train.estimate.flops import Work, module_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
 from mimo_train.layout.ranks import layers_of_stage
 
@@ -41,20 +41,16 @@ class StageCost:
 class Costs:
     """Computes the costs of the stages of any layout of a run."""
 
-    def __init__(
-        self,
-        cfgs: dict[str, ConfigContainer],
-        vocab: int,
-        media: dict[str, float],
-        links: Links,
-    ):
+    def __init__(self, cfgs: dict[str, ConfigContainer], vocab: int, media: dict[str, float], links: Links):
         """`cfgs`: the run with each candidate for `train.recompute`; `vocab`: rows of the embedding; `media`: media
         items of each module in a sample."""
-        self._cfgs, self._vocab, self._media, self._links = cfgs, vocab, media, links
+        self._vocab, self._media, self._links = vocab, media, links
         self._cfg = next(iter(cfgs.values()))
         self._size = BYTES[self._cfg.train.precision]
         self._work = cache(self._work_of)
-        self._stage_work = cache(self._work_of_stage)
+        self._module_work = cache(
+            lambda name, recompute: module_work(cfgs[recompute], name, vocab, media.get(name, 0.0))
+        )
         self._parameters = cache(self._parameters_of)
 
     def language(
@@ -70,7 +66,7 @@ class Costs:
         forward, backward = self._inside_language(layout, tokens)
         costs, known = [], dict[tuple[Work, bool, bool], StageCost]()
         for stage in range(layout.pp):
-            work = self._stage_work(LANGUAGE, recompute, stage, layout.pp, layout.vpp)
+            work = self._work(LANGUAGE, recompute, stage, layout.pp, layout.vpp)
             key = work, stage == 0, stage == layout.pp - 1
             if key not in known:
                 layers = layers_of_stage(llm.num_layers, stage, layout.pp)
@@ -101,7 +97,7 @@ class Costs:
         each = 4 * self._links.gather(tokens * hidden * size, layout.tp, layout.tp)
         costs = []
         for stage in range(layout.pp):
-            work = self._stage_work(name, recompute, stage, layout.pp, 1)
+            work = self._work(name, recompute, stage, layout.pp, 1)
             layers_here = 1 if plain else layers_of_stage(max(part.built_layers for part in parts), stage, layout.pp)
             seconds = self._seconds(work, recompute, samples / layout.tp, layers_here, kept)
             messages = each * layers_here, each * layers_here * (work.matmuls_back > 0)
@@ -171,11 +167,9 @@ class Costs:
             update += gathered if distributed_optimizer else 0.0
         return gradients, update
 
-    def _work_of(self, name: str, recompute: str) -> ModuleWork:
-        return module_work(self._cfgs[recompute], name, self._vocab, self._media.get(name, 0.0))
-
-    def _work_of_stage(self, name: str, recompute: str, stage: int, stages: int, chunks: int) -> Work:
-        return self._work(name, recompute).of_stage(stage, stages, chunks)
+    def _work_of(self, name: str, recompute: str, stage: int, stages: int, chunks: int) -> Work:
+        work = self._module_work(name, recompute)
+        return work.of_stage(stage, stages, chunks)
 
     def _parameters_of(
         self, name: str, tp: int, pp: int, vpp: int, ep: int, etp: int, stage: int

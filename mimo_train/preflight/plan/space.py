@@ -36,23 +36,25 @@ class Space:
 
     def language(self) -> Iterator[Candidate]:
         """Yield a candidate without encoders for every layout of the language model, on all GPUs or fewer."""
-        cfg, llm = self._cfg, self._cfg.llm
-        recomputes, optimizers = self.recomputes(), (True,) if cfg.optim.distributed_optimizer else (False, True)
-        samples, node = sizes_of_microbatches(cfg), self._node if self._gpus > self._node else 0
-        for tp in self._tensor_sizes():
-            for pp in range(1, min(llm.num_layers, self._gpus // tp) + 1):
-                if not _is_tried(pp, llm.num_layers):
-                    continue
-                for cp in self._context_sizes(tp, pp):
-                    sp = self._sequence_parallel(tp, cp)
-                    if sp is None:
+        cfg, length, batch = self._cfg, self._cfg.data.sequence_length, self._cfg.train.global_batch_size
+        node = self._node if self._gpus > self._node else 0
+        optimizers = (True,) if cfg.optim.distributed_optimizer else (False, True)
+        options = [*product(self.recomputes(), optimizers)]
+        for tp, pp, cp in product(_divisors(self._node), range(1, cfg.llm.num_layers + 1), _powers(MOST_CP)):
+            ranks = tp * pp * cp
+            if ranks > self._gpus or (cp > 1 and cp * _LEAST_PART > length) or not self._is_tried(pp):
+                continue
+            # Sequence parallel is better where it can split the sequence.
+            sps = [sp for sp in (tp > 1, False) if not [*sequence_faults(length, LayoutConfig(tp=tp, cp=cp, sp=sp))]]
+            if not sps or not self._is_legal_language(LayoutConfig(tp=tp, sp=tp > 1)):
+                continue
+            for micro in sizes_of_microbatches(cfg):
+                for dp in _divisors(batch // micro):
+                    if ranks * dp > self._gpus or any(size % (micro * dp) for size in self._sizes):
                         continue
-                    for micro in samples:
-                        for dp in self._replicas(tp * pp * cp, micro):
-                            for ep, etp, vpp in self._rest(tp, pp, cp, dp, sp, micro):
-                                for recompute, divided in product(recomputes, optimizers):
-                                    layout = LayoutConfig(tp, pp, dp, cp, ep, etp, vpp, sp)
-                                    yield Candidate({LANGUAGE: layout}, micro, recompute, divided, node, self._gpus)
+                    for layout in self._with_experts_and_chunks(LayoutConfig(tp, pp, dp, cp, sp=sps[0]), micro):
+                        for recompute, divided in options:
+                            yield Candidate({LANGUAGE: layout}, micro, recompute, divided, node, self._gpus)
 
     def recomputes(self) -> tuple[str, ...]:
         """Return the values of `train.recompute` to try."""
@@ -79,50 +81,28 @@ class Space:
                 if tp * pp * dp <= free:
                     yield LayoutConfig(tp=tp, pp=pp, dp=dp)
 
-    def _tensor_sizes(self) -> Iterator[int]:
-        for tp in _divisors(self._node):
-            if tp <= self._gpus and not [*self._language_faults(LayoutConfig(tp=tp, sp=tp > 1))]:
-                yield tp
+    def _is_tried(self, stages: int) -> bool:
+        """True for a number of stages that is small, divides the layers, or is a power of two."""
+        return stages <= _FEW_STAGES or self._cfg.llm.num_layers % stages == 0 or stages & (stages - 1) == 0
 
-    def _language_faults(self, layout: LayoutConfig) -> list:
-        return [*language_faults(self._cfg.llm, layout, f"modules.{LANGUAGE}")]
+    def _is_legal_language(self, layout: LayoutConfig) -> bool:
+        return not [*language_faults(self._cfg.llm, layout, f"modules.{LANGUAGE}")]
 
-    def _context_sizes(self, tp: int, pp: int) -> Iterator[int]:
-        for cp in _powers(MOST_CP):
-            if cp == 1 or (cp * _LEAST_PART <= self._cfg.data.sequence_length and tp * pp * cp <= self._gpus):
-                yield cp
-
-    def _sequence_parallel(self, tp: int, cp: int) -> bool | None:
-        """Return True if sequences can be split over tp too, which is better; None if not even over cp."""
-        length, choices = self._cfg.data.sequence_length, (True, False) if tp > 1 else (False,)
-        for sp in choices:
-            if not [*sequence_faults(length, LayoutConfig(tp=tp, cp=cp, sp=sp))]:
-                return sp
-        return None
-
-    def _replicas(self, ranks: int, micro: int) -> Iterator[int]:
-        """Yield sizes of dp for which every batch is a whole number of microbatches."""
-        train = self._cfg.train
-        for dp in _divisors(train.global_batch_size // micro):
-            if ranks * dp <= self._gpus and all(size % (micro * dp) == 0 for size in self._sizes):
-                yield dp
-
-    def _rest(self, tp: int, pp: int, cp: int, dp: int, sp: bool, micro: int) -> Iterator[tuple[int, int, int]]:
+    def _with_experts_and_chunks(self, layout: LayoutConfig, micro: int) -> Iterator[LayoutConfig]:
         llm = self._cfg.llm
-        of_experts = [(1, 1)]
+        experts = [(1, 1)]
         if llm.num_experts:
-            of_experts = [*product(_divisors(llm.num_experts), sorted({1, tp}))]
+            experts = [*product(_divisors(llm.num_experts), sorted({1, layout.tp}))]
         chunks = [1]
-        if pp > 1 and not self._cfg.encoders:
-            chunks = [vpp for vpp in range(1, MOST_CHUNKS + 1) if llm.num_layers % (pp * vpp) == 0 or vpp == 1]
-        for (ep, etp), vpp in product(of_experts, chunks):
+        if layout.pp > 1 and not self._cfg.encoders:
+            chunks += [vpp for vpp in range(2, MOST_CHUNKS + 1) if llm.num_layers % (layout.pp * vpp) == 0]
+        for (ep, etp), vpp in product(experts, chunks):
             # Interleaved stages take microbatches in groups of as many as there are stages.
-            if vpp > 1 and any(size % (micro * dp * pp) for size in self._sizes):
+            if vpp > 1 and any(size % (micro * layout.dp * layout.pp) for size in self._sizes):
                 continue
-            if (ep, etp, vpp) == (1, 1, 1) and not llm.num_experts:
-                yield ep, etp, vpp
-            elif not self._language_faults(LayoutConfig(tp, pp, dp, cp, ep, etp, vpp, sp)):
-                yield ep, etp, vpp
+            divided = replace(layout, ep=ep, etp=etp, vpp=vpp)
+            if divided == layout and not llm.num_experts or self._is_legal_language(divided):
+                yield divided
 
     def _is_legal_encoder(self, name: str, tp: int, pp: int) -> bool:
         module = replace(self._cfg.modules[name], layout=LayoutConfig(tp=tp, pp=pp))
@@ -143,15 +123,10 @@ def _microbatch(candidate: Candidate) -> int:
 
 def sizes_of_microbatches(cfg: ConfigContainer) -> list[int]:
     """Return the values of `train.micro_batch_size` to try; packed rows of a given length do not depend on it."""
-    own = cfg.train.micro_batch_size
+    size = cfg.train.micro_batch_size
     if cfg.data.pack and cfg.data.pack_length:
-        return [own]
-    return sorted({size for size in (*_powers(64), own) if cfg.train.global_batch_size % size == 0})
-
-
-def _is_tried(stages: int, layers: int) -> bool:
-    """True for a number of stages that is small, divides the layers, or is a power of two."""
-    return stages <= _FEW_STAGES or layers % stages == 0 or stages & (stages - 1) == 0
+        return [size]
+    return sorted({each for each in (*_powers(64), size) if cfg.train.global_batch_size % each == 0})
 
 
 def _powers(most: int) -> list[int]:
