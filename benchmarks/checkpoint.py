@@ -104,11 +104,10 @@ class Ways:
 
     def __init__(self, session: Any):
         from mimo_train.checkpoint.local_shards import held_tensors
-        from mimo_train.checkpoint.store import save_parts
 
         self.session, self.checkpointer = session, session.checkpointer
         held = held_tensors(session.model)
-        self.parts, _ = save_parts(session.state.run, held, session.optimizer, None, finite=True)
+        self.parts, _ = self.checkpointer.local_parts(None, finite=True)
         self.nbytes = sum(part.nbytes for part in self.parts)
         self._copy = torch.zeros(self.nbytes, dtype=torch.uint8)
         self._live = torch.zeros(self.nbytes, dtype=torch.uint8)
@@ -172,7 +171,7 @@ class Ways:
 
     def load(self, folder: Path) -> None:
         from mimo_train.checkpoint import folders
-        from mimo_train.checkpoint.store import load_checkpoint
+        from mimo_train.checkpoint.load import load_checkpoint
 
         found = folders.newest(folder)
         assert found is not None

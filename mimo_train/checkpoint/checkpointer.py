@@ -10,29 +10,30 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folder_changes, folders
-from mimo_train.checkpoint.background_save import Demand, InFlight, Snapshot, lacking
 from mimo_train.checkpoint.folders import LEFT_OUT
+from mimo_train.checkpoint.format.write import Part
+from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen
+from mimo_train.checkpoint.load import load_base, load_checkpoint, load_weights
 from mimo_train.checkpoint.load_modules import Loaded, load_modules
-from mimo_train.checkpoint.local_shards import Fingerprints, Held, Repeatable, Stateful, Sums, held_tensors
+from mimo_train.checkpoint.local_shards import (
+    Fingerprints,
+    Held,
+    Repeatable,
+    Stateful,
+    Sums,
+    held_tensors,
+    parts_to_write,
+)
+from mimo_train.checkpoint.rank_state import parts_of_rank
 from mimo_train.checkpoint.resume.choose import SetAside, chosen_by_first, newest_that_loads
-from mimo_train.checkpoint.resume.config_diff import BEGAN, began_with, begun_with
 from mimo_train.checkpoint.resume.same_run import (
-    begun_otherwise,
-    continued_otherwise,
+    config_changes,
     left_behind,
     resume_faults,
+    unread_weights,
     weights_faults,
 )
-from mimo_train.checkpoint.store import (
-    Target,
-    begin_save,
-    load_base,
-    load_checkpoint,
-    load_weights,
-    open_folder,
-    record_of,
-    save_parts,
-)
+from mimo_train.checkpoint.save import Save, Snapshot, Target, memory_demand, memory_shortage
 from mimo_train.config.compose import to_dict
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.inputs.mixture import Mixing
@@ -40,6 +41,7 @@ from mimo_train.layout.run import Run
 from mimo_train.models.parameters import gathered, load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
+from mimo_train.parallel import device
 from mimo_train.parallel.collectives import agreed
 
 SUMS = "log_sums"
@@ -49,7 +51,7 @@ SUMS = "log_sums"
 class Checkpointer:
     """Checkpoints of one run. Methods are collective over all ranks unless they say otherwise."""
 
-    NUMBER = InFlight.NUMBER
+    NUMBER = Save.NUMBER
     """Numbers per rank in a step's message, see `local_status`."""
 
     def __init__(
@@ -82,20 +84,19 @@ class Checkpointer:
         self._mixing = mixing
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
-        self._snapshot, self._save = Snapshot(), cast(InFlight | None, None)
+        self._snapshot, self._save = Snapshot(), cast(Save | None, None)
         self._status: Sequence[float] | None = None
         self._parameters: list[Held] | None = None
         self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
-        self._began = begun_with(to_dict(run.cfg))
         self.set_aside: list[SetAside] = []
         """Damaged checkpoints that `resume` has skipped."""
         self.loaded: list[Loaded] = []
         """Modules whose weights `resume` has taken from other runs."""
-        self.otherwise = ""
+        self.config_changes = ""
         """Config changes since the checkpoint that affect results."""
-        self.unread = ""
+        self.unread_weights = ""
         """Configured initial weights that are not read because the run resumes."""
-        self.lacking = ""
+        self.memory_shortage = ""
         """Memory that hosts lack for `checkpoint.asynchronous=auto`, at the last save; empty for none."""
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Place | None = None) -> Place:
@@ -190,39 +191,57 @@ class Checkpointer:
         return self._parameters
 
     def _begin(self, data: Any, non_persistent: bool, run_dir: Place | None, *, in_background: bool) -> bool:
-        cfg = self._run.cfg.checkpoint
-        target = Target(
-            run_dir or self._run.checkpoints,
-            self._train_state.step,
-            non_persistent,
-            0 if run_dir else cfg.keep,
-            cfg.keep_every,
-        )
+        cfg, run = self._run.cfg.checkpoint, self._run
+        keep = 0 if run_dir else cfg.keep
+        target = Target(run_dir or run.checkpoints, self._train_state.step, non_persistent, keep, cfg.keep_every)
         with gathered(self._model):
             rerun = self._rerun.state_dict(data)
-            parts, left_out = save_parts(self._run, self._held(), self._optimizer, rerun, finite=run_dir is None)
+            parts, left_out = self.local_parts(rerun, finite=run_dir is None)
             nbytes = sum(part.nbytes for part in parts)
-            own = nbytes, Demand.of(nbytes, self._snapshot.size), self._sums.state_dict() if self._sums else None
-            everyone: list[Any] = [own] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
-            sizes, demands, sums = zip(*everyone, strict=True)
-            folder = open_folder(target, sum(sizes))
-            others = {
-                **left_out,
+            sums = self._sums.state_dict() if self._sums else None
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, (nbytes, memory_demand(nbytes, self._snapshot), sums))
+            sizes, demands, log_sums = zip(*ranks, strict=True)
+            record = {
+                "step": self._train_state.step,
+                "train_state": self._train_state.state_dict(),
+                "schedulers": self._schedulers.state_dict(),
+                "optimizer": self._optimizer.plain_state(),
+                "layout": folders.recorded_layout(run.layout),
+                "config": to_dict(run.cfg),
                 "rerun": rerun is not None,
-                BEGAN: self._began,
-                SUMS: next((one for one in sums if one is not None), None),
+                SUMS: next((sums for sums in log_sums if sums is not None), None),
+                **left_out,
                 **self._fingerprints.record(),
                 **(self._mixing.record() if self._mixing else {}),
             }
-            record = record_of(self._run, self._optimizer, self._schedulers, self._train_state, others)
-            self.lacking = lacking(demands) if in_background and cfg.asynchronous == "auto" else ""
-            in_background = in_background and bool(cfg.asynchronous) and not self.lacking
-            self._save, hold = begin_save(
-                target, folder, parts, record, sizes, self._snapshot if in_background else None
-            )
-        self._optimizer.before_update, self._status = hold, None
+            self.memory_shortage = ""
+            if in_background and cfg.asynchronous == "auto":
+                self.memory_shortage = memory_shortage(demands)
+            in_background = in_background and bool(cfg.asynchronous) and not self.memory_shortage
+            self._save = Save(target, parts, record, sizes, self._snapshot if in_background else None)
+        self._optimizer.before_update, self._status = self._save.hold, None
         return in_background
+
+    def local_parts(self, rerun: dict[str, Any] | None, *, finite: bool) -> tuple[list[Part], dict[str, str]]:
+        """Return what this rank writes, as views of the live tensors. Collective.
+
+        With `checkpoint.trained_only`, weights that the run never trains are replaced by a fingerprint.
+
+        Args:
+            rerun: this rank's state for repeating the step; on all ranks or on none.
+            finite: True to require finite weights.
+
+        Returns:
+            (the parts, record entries of the weights that are left out).
+        """
+        held, left_out = self._held(), {}
+        if self._run.cfg.checkpoint.trained_only:
+            frozen = [one for one in held if is_frozen(one, self._optimizer.releases)]
+            left_out = {LEFT_OUT: fingerprint(frozen)}
+            held = [one for one in held if one not in frozen]
+        parts = [*parts_to_write(held, self._optimizer, finite=finite), *parts_of_rank("rng", device.get_rng_state())]
+        return parts + (parts_of_rank("rerun", rerun) if rerun is not None else []), left_out
 
     def resume(self) -> Place | None:
         """Resume from the checkpoint that `checkpoint.resume` chooses, or load the initial weights of a new run.
@@ -237,11 +256,11 @@ class Checkpointer:
                 there is no earlier one. On every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
-        self.set_aside, self.loaded, self.otherwise, self.unread = [], [], "", ""
+        self.set_aside, self.loaded, self.config_changes, self.unread_weights = [], [], "", ""
         if cfg.checkpoint.resume == "auto":
             folder, self.set_aside = newest_that_loads(self._run.checkpoints, self._continue_from)
         else:
-            folder = self._chosen()
+            folder = chosen_by_first(self._choose, "checkpoint.resume")
             if folder is not None:
                 self._continue_from(folder)
         if folder is not None:
@@ -278,13 +297,11 @@ class Checkpointer:
         if partly:
             # As when the run began; `loaded` is for new runs only.
             load_modules(cfg, self._model, self._fingerprints.vocabulary)
-        whole = (self._model, self._optimizer, self._schedulers, self._train_state)
-        record = load_checkpoint(folder, layout, *whole)
+        record = load_checkpoint(folder, layout, self._model, self._optimizer, self._schedulers, self._train_state)
         self._resumed = self._train_state.step, record.get(SUMS)
         with agreed():
-            self.otherwise = continued_otherwise(folder, record, cfg)
-            self.unread = begun_otherwise(folder, record, cfg)
-            self._began = began_with(record)
+            self.config_changes = config_changes(folder, record, cfg)
+            self.unread_weights = unread_weights(folder, record, cfg)
         if self._mixing is not None:
             self._mixing.continue_from(record)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
@@ -307,27 +324,26 @@ class Checkpointer:
     def _require_none(self, faults: Callable[[], list[Fault]]) -> None:
         """Raise ConfigError on every rank if any rank finds faults. Collective."""
         with agreed():
-            found = faults()
-            if found:
-                raise ConfigError(found)
+            if faults_now := faults():
+                raise ConfigError(faults_now)
 
     def _resume_faults(self, folder: Place) -> list[Fault]:
-        mine = self._fingerprints
-        given = {"data_fingerprint": mine.data, "text_fingerprint": mine.text}
-        record = folders.read_record(folder, "config")
-        size = mine.data_size
-        return resume_faults(folder, record, self._run.cfg, **given, data_size=size)
+        return resume_faults(
+            folder,
+            folders.read_record(folder, "config"),
+            self._run.cfg,
+            data_fingerprint=self._fingerprints.data,
+            text_fingerprint=self._fingerprints.text,
+            data_size=self._fingerprints.data_size,
+        )
 
     def _weights_faults(self, folder: Place) -> list[Fault]:
-        record, mine = folders.read_record(folder, "config"), self._fingerprints.vocabulary
-        return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
+        record, vocabulary = folders.read_record(folder, "config"), self._fingerprints.vocabulary
+        return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=vocabulary)
 
-    def _chosen(self) -> Place | None:
-        def choose() -> Place | None:
-            folder_changes.finish_renames(self._run.checkpoints)
-            return folders.chosen(self._run.checkpoints, self._run.cfg.checkpoint.resume)
-
-        return chosen_by_first(choose, "checkpoint.resume")
+    def _choose(self) -> Place | None:
+        folder_changes.finish_renames(self._run.checkpoints)
+        return folders.chosen(self._run.checkpoints, self._run.cfg.checkpoint.resume)
 
     def close(self) -> None:
         """Wait for what this rank writes, also after a failure. Not collective."""

@@ -3,11 +3,10 @@
 import errno
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import count, pairwise
 from pathlib import Path
 
-from data.errors import DataError
 from data.storage.url import Place, Url
 from mimo_train.checkpoint import object_folders as objects
 from mimo_train.checkpoint.damage import failure_named
@@ -140,25 +139,6 @@ def remove(folder: Place) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-_CODES = (errno.ENOSPC, errno.EDQUOT)
-
-
-def full_disk(error: BaseException, run_dir: Place) -> UserError | None:
-    """Return the error to raise instead if a full disk or quota of `run_dir` is the cause; else None."""
-    found = why_full(error, run_dir)
-    if not found:
-        return None
-    return UserError(
-        f"run.dir: {run_dir} cannot take more files ({found}): free space, or lower checkpoint.keep, and the same "
-        "command continues the run from its newest complete checkpoint; those are as they were"
-    )
-
-
-def why_full(error: BaseException, run_dir: Place) -> str:
-    """Return the system's message if a full disk or quota of `run_dir` caused the error; else an empty string."""
-    return next((why for cause in _causes(error) if (why := _why(cause, run_dir))), "")
-
-
 def require_room(folder: Path, nbytes: int) -> None:
     """Raise OSError if the file system has less than `nbytes` free. Unknown sizes pass."""
     system = os.statvfs(folder)
@@ -166,24 +146,3 @@ def require_room(folder: Path, nbytes: int) -> None:
     if system.f_blocks and free < nbytes:
         sizes = f"a checkpoint takes {nbytes / 1e9:.3g} GB and {free / 1e9:.3g} GB are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
-
-
-def _why(cause: BaseException, run_dir: Place) -> str:
-    if not isinstance(cause, OSError) or cause.errno not in _CODES:
-        return ""
-    if isinstance(run_dir, Url):
-        return ""
-    file_name = cause.filename
-    if isinstance(file_name, str) and not Path(file_name).absolute().is_relative_to(run_dir.absolute()):
-        return ""
-    return cause.strerror or os.strerror(cause.errno)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    # Data errors name their own folder, which may be on another disk.
-    while cause is not None and id(cause) not in seen and not isinstance(cause, DataError):
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or cause.__context__

@@ -26,6 +26,7 @@ from mimo_train.checkpoint.damage import (
 from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.config.errors import UserError
+from mimo_train.layout.ranks import RunLayout
 
 RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""
@@ -270,6 +271,11 @@ def read_record(folder: Place, *needed: str) -> dict[str, Any]:
     if lacking:
         raise damaged(folder, f"{RECORD} has no {', '.join(lacking)}")
     return record
+
+
+def recorded_layout(layout: RunLayout) -> dict[str, list[int]]:
+    """Return a run's layout as a record has it."""
+    return {name: [getattr(module, size) for size in LAYOUT] for name, module in layout.modules.items()}
 
 
 def record_text(record: dict[str, Any]) -> bytes:

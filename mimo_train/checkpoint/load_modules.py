@@ -17,7 +17,7 @@ from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.integrity import fill_weights, opened, told
+from mimo_train.checkpoint.load import fill_weights, opened, told
 from mimo_train.checkpoint.local_shards import Held, held_tensors
 from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.checkpoint.resume.same_run import module_faults

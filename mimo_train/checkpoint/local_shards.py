@@ -17,8 +17,10 @@ from megatron.core.utils import unwrap_model
 from data.pipeline import Samples
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.format.write import Part
 from mimo_train.config.errors import UserError
 from mimo_train.models.parameters import modules_of, tensor_names
+from mimo_train.optim.module_optimizer import ModuleOptimizer
 
 METADATA = {"singleton_local_shards": False}
 """Metadata with which Megatron-Core returns sharded state dicts."""
@@ -160,6 +162,34 @@ def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
     if isinstance(optimizer, DistributedOptimizer):
         return {id(parameter) for buffer in optimizer.buffers for parameter in buffer.param_index_map}
     return {id(parameter) for parameter in _parameters(optimizer)}
+
+
+def parts_to_write(held: list[Held], optimizer: ModuleOptimizer, *, finite: bool) -> Iterator[Part]:
+    """Yield this rank's parts of a checkpoint, as views of the live tensors; only the first of several replicas writes.
+
+    Args:
+        held: this rank's tensors of the model.
+        finite: True to require finite weights.
+    """
+    by_parameter = {id(one.tensor): one for one in held}
+    trained: set[int] = set()
+    for each in optimizer.inner():
+        trained |= trained_parameters(each)
+        for updated in updated_ranges(each):
+            one = by_parameter[id(updated.parameter)]
+            if any(one.replica[:2] if updated.is_cut else one.replica):
+                continue
+            for first, last, span in one.spans(updated.start, updated.stop):
+                for state, values in updated.values.items():
+                    part = values[first - updated.start : last - updated.start]
+                    yield Part(one.key(state), span, part, finite and state == WEIGHT)
+    for one in held:
+        if id(one.tensor) not in trained and not any(one.replica):
+            flat = one.tensor.detach().reshape(-1)
+            if flat.is_cuda and not isinstance(one.tensor, torch.nn.Parameter):
+                flat = flat.clone()  # a forward pass may change it before its background copy
+            for first, last, span in one.spans(0, one.tensor.numel()):
+                yield Part(one.key(), span, flat[first:last])
 
 
 class Stateful(Protocol):

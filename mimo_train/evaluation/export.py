@@ -8,7 +8,7 @@ from data.storage.url import Place
 from data.text.tokens import Tokenizer
 from data.text_format import plural
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.checkpoint.integrity import opened, require_held, require_taken
+from mimo_train.checkpoint.load import opened, require_held, require_taken
 from mimo_train.checkpoint.local_shards import held_tensors
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE

@@ -14,7 +14,6 @@ from megatron.core.utils import unwrap_model
 from data.storage.url import Place
 from encoders.weight_map import Rule, WeightMap, spelt
 from mimo_train.checkpoint.damage import damage_named
-from mimo_train.checkpoint.format.plain import TYPES
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.local_shards import held_tensors
 from mimo_train.config.parts import is_adapter
@@ -56,7 +55,7 @@ class Stored:
         if self._folder is None or self._reader is None:
             return tensor.detach().cpu()
         held = self._held[id(tensor)]
-        value = torch.empty(tensor.shape, dtype=TYPES[self._reader.index.dtypes[held.key()]])
+        value = torch.empty(tensor.shape, dtype=self._reader.dtype(held.key()))
         spans = held.spans(0, value.numel())
         with damage_named(self._folder):
             self._reader.fill(Wanted(held.key(), span, value.view(-1)[first:last]) for first, last, span in spans)

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.checkpoint.folder_changes import full_disk
+from mimo_train.checkpoint.save import full_disk
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_run import RunConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.storage.url import Place
-from mimo_train.checkpoint.failed_save import SaveFailed
+from mimo_train.checkpoint.save import SaveFailed
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.logging import progress
 from mimo_train.training.callbacks import Callback, Callbacks
@@ -51,7 +51,7 @@ class Saver(Callback):
         self._in_flight: _Facts | None = None
         self._failures = 0
         """Failed saves in a row."""
-        self._reported_lacking = False
+        self._reported_shortage = False
 
     def on_step_end(self, state: GlobalState, result: StepResult) -> None:
         self.is_ending = self.save_and_decide_exit(self._session.data, self._session.votes.agreed)
@@ -154,9 +154,9 @@ class Saver(Callback):
         saved = self._timed(data, reason, self._checkpointer.begin, options, must_succeed=False)
         if saved is None:
             return
-        if (lacking := self._checkpointer.lacking) and not self._reported_lacking:
-            self._state.console.message(f"checkpoint.asynchronous=auto: saves block training, because {lacking}")
-        self._reported_lacking = bool(lacking)
+        if (shortage := self._checkpointer.memory_shortage) and not self._reported_shortage:
+            self._state.console.message(f"checkpoint.asynchronous=auto: saves block training, because {shortage}")
+        self._reported_shortage = bool(shortage)
         facts, folder = saved
         if folder is None:
             self._in_flight = facts

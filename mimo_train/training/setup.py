@@ -313,9 +313,8 @@ def _open_log(
         console.message(remark)
     if resumed_from is not None:
         console.message(f"resumed from {resumed_from} at step {step}")
-    if checkpointer.unread:
-        console.message(f"warning: {checkpointer.unread}")
-    if checkpointer.otherwise:
-        changes = checkpointer.otherwise
+    if checkpointer.unread_weights:
+        console.message(f"warning: {checkpointer.unread_weights}")
+    if changes := checkpointer.config_changes:
         console.message(f"warning: results will differ from the original run from this step on: {changes}")
     return replace(state, metrics=metrics, console=console)

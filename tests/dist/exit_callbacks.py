@@ -36,10 +36,10 @@ class FromEnvironment(At):
         rank, step, *what = os.environ.get("MIMO_TEST_BREAK", "0:0").split(":")
         super().__init__(int(rank), int(step), *(what or ["raise"]))
         if self.what == "raise" and os.environ["RANK"] == rank and self.step:
-            from mimo_train.checkpoint import store
+            from mimo_train.checkpoint import save as saves
 
-            write, self.failed = store.write_rank, threading.Event()
-            store.write_rank = lambda *arguments: self.failed.wait() and write(*arguments)
+            write, self.failed = saves.write_rank, threading.Event()
+            saves.write_rank = lambda *arguments: self.failed.wait() and write(*arguments)
 
     def on_failure(self, state, error):
         if self.what == "raise" and hasattr(self, "failed"):

@@ -19,7 +19,20 @@ VERSION = 1
 BLOCK = 4 * 2**20
 """Bytes per hashed block of a file."""
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1}
-"""Bytes per element, by safetensors dtype name; `plain.TYPES` has the torch dtypes."""
+"""Bytes per element, by safetensors dtype name."""
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I64": "int64",
+    "I32": "int32",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Names in torch, by safetensors dtype name."""
 _FILE = re.compile(r"rank_\d{5}\.safetensors")
 _LARGEST = 2**62
 _DIMENSIONS = 8

@@ -21,7 +21,7 @@ from mimo_train.checkpoint.format.files import (
     patiently,
     require_size,
 )
-from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index, Key, Piece
+from mimo_train.checkpoint.format.index import BLOCK, DTYPES, SIZES, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span, common_range, copy_common
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ class Reader:
         """
         import torch  # here: what only looks at files starts without it
 
-        from mimo_train.checkpoint.format.plain import TYPES
-
         wanted = list(wanted)
         uses: dict[Block, list[tuple[int, Span, int, int]]] = {}
         for number, target in enumerate(wanted):
@@ -83,20 +81,24 @@ class Reader:
         for block, content in self._contents(sorted(uses)):
             for number, part, low, high in uses[block]:
                 target = wanted[number]
-                values = torch.frombuffer(content[low:high], dtype=TYPES[self.index.dtypes[target.key]])
+                values = torch.frombuffer(content[low:high], dtype=self.dtype(target.key))
                 copied[number] += copy_common(target.span, target.into, part, values)
         for target, count in zip(wanted, copied, strict=True):
             if count != target.span.numel:
                 raise Damage(f"{' '.join(target.key)} has {count} of {target.span.numel} elements")
 
+    def dtype(self, key: Key) -> "torch.dtype":
+        """Return the stored dtype of a tensor."""
+        import torch
+
+        return getattr(torch, DTYPES[self.index.dtypes[key]])
+
     def whole(self, key: Key) -> "torch.Tensor":
         """Return a whole tensor in its stored dtype."""
         import torch
 
-        from mimo_train.checkpoint.format.plain import TYPES
-
         shape = self.index.shape(key)
-        values = torch.empty(shape, dtype=TYPES[self.index.dtypes[key]])
+        values = torch.empty(shape, dtype=self.dtype(key))
         self.fill([Wanted(key, Span.of_whole(shape), values.view(-1))])
         return values
 

@@ -25,10 +25,12 @@ from mimo_train.checkpoint.format.files import (
     write_file,
     write_marker,
 )
-from mimo_train.checkpoint.format.index import BLOCK, WEIGHT, File, Index, Key, Piece
-from mimo_train.checkpoint.format.plain import NAMES
+from mimo_train.checkpoint.format.index import BLOCK, DTYPES, WEIGHT, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.flight.recorder import RECORDER
+
+DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
+"""Safetensors names of torch dtypes."""
 
 _DIGEST = 32
 """Characters of a hash."""
@@ -71,7 +73,7 @@ def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:
     header, places, at = {}, [], 0
     for part in ordered:
         header[_name(part)] = {
-            "dtype": NAMES[part.values.dtype],
+            "dtype": DTYPE_NAMES[part.values.dtype],
             "shape": [part.span.numel],
             "data_offsets": [at, at + part.nbytes],
         }
@@ -84,7 +86,7 @@ def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:
     size = write_file(folder / name, _hashed(head, ordered, hashes), len(head) + at)
     index = Index(files=[File(name, size, len(head), tuple(hashes))])
     for part, place in zip(ordered, places, strict=True):
-        index.add(part.key, NAMES[part.values.dtype], Piece(0, place, part.span))
+        index.add(part.key, DTYPE_NAMES[part.values.dtype], Piece(0, place, part.span))
     content = index.dump()
     # Add a hash: otherwise nothing detects changed positions before `complete` reads the listing.
     write_file(folder / listing, [content, digest(content).encode()])

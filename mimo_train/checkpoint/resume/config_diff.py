@@ -8,7 +8,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any
 
-from mimo_train.config.compose import to_dict
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
@@ -63,40 +62,16 @@ FREE_OF_SPECS = {"name", "init_std", "max_positions"}
 """Keys of `MAY_CHANGE` that change no number of a run that has weights."""
 
 
-BEGAN = "began_with"
-"""Entry of a record: the weights that the first start of its run began with."""
-
-
-def begun_with(config: Mapping[str, Any]) -> dict[str, str]:
+def initial_weights(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the initial weights of a new run, as key -> value, from a config in record form."""
     checkpoint = config["checkpoint"]
-    found = {"checkpoint.weights": checkpoint.get("weights")}
+    weights = {"checkpoint.weights": checkpoint.get("weights")}
     for name, load in checkpoint.get("load_modules", {}).items():
-        found[f"checkpoint.load_modules.{name}.path"] = load.get("path")
+        weights[f"checkpoint.load_modules.{name}.path"] = load.get("path")
     for name, module in config["modules"].items():
-        found[f"modules.{name}.pretrained"] = module.get("pretrained")
-        found[f"modules.{name}.lora.adapter"] = module.get("lora", {}).get("adapter")
-    return {key: value for key, value in found.items() if value}
-
-
-def unread_weights(record: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
-    """Yield key=value of initial weights that this resumed run ignores and its first start did not have.
-
-    Args:
-        record: record of the checkpoint that the run resumes from.
-    """
-    if record["config"]["checkpoint"].get("trained_only"):
-        return  # they are read again and compared
-    began = began_with(record)
-    for key, value in begun_with(to_dict(cfg)).items():
-        if value != began.get(key):
-            yield f"{key}={value}"
-
-
-def began_with(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return `begun_with` of the first start of a checkpoint's run. Records without `BEGAN` only have the config of the
-    start that saved them."""
-    return record[BEGAN] if BEGAN in record else begun_with(record["config"])
+        weights[f"modules.{name}.pretrained"] = module.get("pretrained")
+        weights[f"modules.{name}.lora.adapter"] = module.get("lora", {}).get("adapter")
+    return {key: value for key, value in weights.items() if value}
 
 
 def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
@@ -109,12 +84,12 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
         KeyError, TypeError, AttributeError: `before` is not a config.
     """
     for section in ("data", "train", "optim"):
-        free = _passed_over(section, cfg)
+        free = _unreported(section, cfg)
         yield from key_changes(before.get(section, {}), getattr(cfg, section), section, free)
-    for at, (past, source) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):
+    for index, (past, source) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):
         if past.get("weight") != source.weight:
-            yield f"data.mix[{at}].weight was {past.get('weight')}, is {source.weight}"
-    said = MAY_CHANGE - FREE_OF_SPECS
+            yield f"data.mix[{index}].weight was {past.get('weight')}, is {source.weight}"
+    reported = MAY_CHANGE - FREE_OF_SPECS
     for name, module in cfg.modules.items():
         was, prefix = before["modules"][name], f"modules.{name}"
         old, new = was.get("fp8") or before["train"].get("fp8", "none"), cfg.fp8_of(name)
@@ -123,14 +98,15 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
         for part in (*SPECS, "lora"):
             section = getattr(module, part)
             if section is not None:
-                others = {key for key in (*vars(section), *(was.get(part) or {})) if key not in said}
+                others = {key for key in (*vars(section), *(was.get(part) or {})) if key not in reported}
                 yield from key_changes(was.get(part) or {}, section, f"{prefix}.{part}", others)
-        yield from key_changes(was, module, prefix, _passed_over("modules", cfg) | {*SPECS, "lora"})
+        yield from key_changes(was, module, prefix, _unreported("modules", cfg) | {*SPECS, "lora"})
 
 
-def _passed_over(section: str, cfg: ConfigContainer) -> set[str]:
-    known = {key for kind in (REFUSED, BY_CONTENT, FREE, BY_MODULE) for key in kind.get(section, ())}
-    return known - BY_MICROBATCH[section] if cfg.llm.balances_microbatches and section in BY_MICROBATCH else known
+def _unreported(section: str, cfg: ConfigContainer) -> set[str]:
+    """Return the keys of a section that are rejected, change nothing, or are compared elsewhere."""
+    keys = {key for kind in (REFUSED, BY_CONTENT, FREE, BY_MODULE) for key in kind.get(section, ())}
+    return keys - BY_MICROBATCH.get(section, set()) if cfg.llm.balances_microbatches else keys
 
 
 def key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str] = frozenset()) -> Iterator[str]:
@@ -151,20 +127,20 @@ def key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str
 
 
 def _changes(old: Any, value: Any, now: Any, key: str, free: Set[str]) -> Iterator[str]:
-    """Yield sentences about one value: `old` from the record, `value` now, and `now` in record form."""
+    """Yield sentences about a value: `old` from the record, `value` now, and `now` in record form."""
     if dataclasses.is_dataclass(value) and isinstance(old, dict):
         yield from key_changes(old, value, key, free)
     elif isinstance(value, list) and isinstance(old, list) and _of_sections(value, old):
-        for at, (was, one) in enumerate(zip(old, value, strict=False)):
-            yield from _changes(was, one, now[at], f"{key}[{at}]", free)
-        yield from (f"{key}[{at}] was {old[at]}, and is away" for at in range(len(value), len(old)))
-        yield from (f"{key}[{at}] is new: {now[at]}" for at in range(len(old), len(value)))
+        for index, (was, item) in enumerate(zip(old, value, strict=False)):
+            yield from _changes(was, item, now[index], f"{key}[{index}]", free)
+        yield from (f"{key}[{index}] was {old[index]}, and is gone" for index in range(len(value), len(old)))
+        yield from (f"{key}[{index}] is new: {now[index]}" for index in range(len(old), len(value)))
     elif isinstance(value, dict) and isinstance(old, dict) and _of_sections(value.values(), old.values()):
-        own = {str(name): one for name, one in value.items()}
-        for name in (name for name in own if name in old):
-            yield from _changes(old[name], own[name], now[name], f"{key}.{name}", free)
-        yield from (f"{key}.{name} was {old[name]}, and is away" for name in old if name not in own)
-        yield from (f"{key}.{name} is new: {now[name]}" for name in own if name not in old)
+        named = {str(name): item for name, item in value.items()}
+        for name in (name for name in named if name in old):
+            yield from _changes(old[name], named[name], now[name], f"{key}.{name}", free)
+        yield from (f"{key}.{name} was {old[name]}, and is gone" for name in old if name not in named)
+        yield from (f"{key}.{name} is new: {now[name]}" for name in named if name not in old)
     elif old != now:
         yield f"{key} was {old}, is {now}"
 
@@ -181,14 +157,14 @@ def plain(section: Any) -> dict[str, Any]:
 
 def _plain_defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of a section's keys, if they have one."""
-    found = {}
+    defaults = {}
     for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
+            defaults[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-            found[field.name] = plain(value) if dataclasses.is_dataclass(value) else value
-    return json.loads(json.dumps(found))
+            defaults[field.name] = plain(value) if dataclasses.is_dataclass(value) else value
+    return json.loads(json.dumps(defaults))
 
 
 MAY_CHANGE = {

@@ -3,20 +3,19 @@
 `train` and `mimo-train check` share these checks, so that they always agree.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
-from data.media.options import colour_of
 from data.storage.url import Place
 from data.text_format import plural
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
 from mimo_train.checkpoint.folders import RECORD, read_record
-from mimo_train.checkpoint.resume.config_diff import changed_numbers, model_changes, module_changes, unread_weights
-from mimo_train.config.compose import from_dict
+from mimo_train.checkpoint.resume.config_diff import changed_numbers, initial_weights, model_changes, module_changes
+from mimo_train.config.compose import from_dict, to_dict
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
 from mimo_train.config.removed import without_removed
@@ -47,17 +46,18 @@ def resume_faults(
     """
     home = "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
     key = home if cfg.checkpoint.resume == "auto" else "checkpoint.resume"
-    before, found = _config(folder, record), []
-    changes = _changes(folder, before, cfg, new_run=False)
+    before, faults = _config(folder, record), []
+    with _record_checked(folder):
+        changes = "; ".join(model_changes(before, cfg))
     if changes:
-        found.append(
+        faults.append(
             Fault(
                 key,
                 f"checkpoint {folder} is of another model: {changes}; give the config that it was saved with, or begin "
                 f"a new run in another {home} (with what fits of its weights: checkpoint.weights={folder})",
             )
         )
-    found += _other_text(
+    faults += _other_text(
         "tokenizer, chat template or placeholders are not those",
         folder,
         record.get("text_fingerprint"),  # older records have none
@@ -68,12 +68,12 @@ def resume_faults(
     )
     was = record.get("data_fingerprint")
     if data_fingerprint is not None and data_fingerprint != was:
-        found.append(
+        faults.append(
             Fault(
                 "data.mix" if cfg.data.mix else "data.shards",
                 f"the shards are not those of checkpoint {folder}: {_other_shards(before, record, cfg, data_size)}, so "
                 "the order of samples would not continue: give the same shards, or begin a new run with these in "
-                f"another {home}, with its weights: checkpoint.weights={folder}{_cut(before, cfg)}",
+                f"another {home}, with its weights: checkpoint.weights={folder}",
             )
         )
     for name, old, new in (
@@ -83,22 +83,29 @@ def resume_faults(
         ("data.shuffle_block", before["data"].get("shuffle_block", 1), cfg.data.shuffle_block),
     ):
         if old != new:
-            found.append(
+            faults.append(
                 Fault(
                     name,
                     f"is {new}, and checkpoint {folder} was trained with {old}, so the order of samples would not "
                     f"continue: set {name}={str(old).lower()}, or give another {home}",
                 )
             )
-    found += _other_samples(folder, before["data"], cfg, home)
-    return found + list(_other_stages(folder, before["modules"], cfg, home))
+    faults += _other_samples(folder, before["data"], cfg, home)
+    return faults + list(_other_stages(folder, before["modules"], cfg, home))
 
 
-def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
+def unread_weights(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
     """Return a sentence about initial weights that are configured but not read because the run resumes; or empty.
-    Requires that `resume_faults` is empty; arguments and errors as there."""
-    _config(folder, record)
-    unread = _found(unread_weights, folder, record, cfg)
+
+    Weights that the start which saved the checkpoint had too are not named. Requires that `resume_faults` is empty;
+    arguments and errors as there.
+    """
+    before = _config(folder, record)
+    with _record_checked(folder):
+        if before["checkpoint"].get("trained_only"):
+            return ""  # they are read again and compared
+        earlier = initial_weights(before)
+    unread = [f"{key}={value}" for key, value in initial_weights(to_dict(cfg)).items() if value != earlier.get(key)]
     if not unread:
         return ""
     home = "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
@@ -108,22 +115,21 @@ def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer)
     )
 
 
-def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
+def config_changes(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
     """Return the config changes of a resumed run that affect its numbers, key by key; or empty. Requires that
     `resume_faults` is empty; arguments and errors as there."""
-    return "; ".join(_found(changed_numbers, folder, without_removed(_config(folder, record), only_defaults=True), cfg))
+    before = without_removed(_config(folder, record), only_defaults=True)
+    with _record_checked(folder):
+        return "; ".join(changed_numbers(before, cfg))
 
 
-def _found(
-    look: Callable[[Mapping[str, Any], ConfigContainer], Iterator[str]],
-    folder: Place,
-    before: Mapping[str, Any],
-    cfg: ConfigContainer,
-) -> list[str]:
+@contextmanager
+def _record_checked(folder: Place) -> Iterator[None]:
+    """Turn errors of comparing with a recorded config into damage: the marker only proves that it is unchanged."""
     try:
-        return [*look(before, cfg)]
+        yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise damaged(folder, f"{folders.RECORD} holds no config of a run ({error!r})") from error
+        raise damaged(folder, f"{RECORD} holds no config of modules ({error!r})") from error
 
 
 def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
@@ -139,10 +145,8 @@ def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, 
             key = f"data.mix[{at}].fields" if now["mix"] and now["mix"][at]["fields"] else "data.fields"
             yield _samples_fault(key, folder, old, new, home)
     for name in ("video", "null_captions", "background", "blind", "separate_documents"):
-        old, new = before[name], now[name]
-        same = _ground(old) == _ground(new) if name == "background" else old == new
-        if not same:
-            yield _samples_fault(f"data.{name}", folder, old, new, home)
+        if before[name] != now[name]:
+            yield _samples_fault(f"data.{name}", folder, before[name], now[name], home)
 
 
 def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
@@ -172,15 +176,7 @@ def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, h
 
 
 def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one.get("fields") or data.get("fields") or {} for one in data.get("mix") or [{}]]
-
-
-def _ground(said: Any) -> Any:
-    """Return the colour of `data.background`; invalid values of a record are returned unchanged."""
-    try:
-        return colour_of(said)
-    except (DataError, TypeError):
-        return said
+    return [source.get("fields") or data.get("fields") or {} for source in data.get("mix") or [{}]]
 
 
 def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fault:
@@ -194,24 +190,17 @@ def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fa
 def _other_shards(
     before: dict[str, Any], record: dict[str, Any], cfg: ConfigContainer, size: tuple[int, int] | None
 ) -> str:
-    said, was = [], record.get("data_size")
-    for name in ("shards", "mix", "validation_fraction"):
-        old, new = before["data"].get(name), asdict(cfg.data)[name]
+    changes, was, now = [], record.get("data_size"), asdict(cfg.data)
+    # The last two cut .bin and .idx files into samples.
+    for name in ("shards", "mix", "validation_fraction", "sequence_length", "split"):
+        old, new = before["data"].get(name, now[name]), now[name]
         if old != new:
-            said.append(f"data.{name} was {old or 'empty'}, is {new or 'empty'}")
+            changes.append(f"data.{name} was {old or 'empty'}, is {new or 'empty'}")
     if size is not None and isinstance(was, list) and len(was) == 2:
         had, have = (f"{plural(shards, 'shard')} with {plural(samples, 'sample')}" for shards, samples in (was, size))
         same = f"there are {have} as before, and names, sizes or contents are others"
-        said.append(same if had == have else f"there were {had}, and are {have}")
-    return "; ".join(said) or "names, sizes, contents or counts of samples are others"
-
-
-def _cut(before: dict[str, Any], cfg: ConfigContainer) -> str:
-    """Return changed keys that cut .bin and .idx files into other samples."""
-    now = {"sequence_length": cfg.data.sequence_length, "split": cfg.data.split}
-    was = {name: before["data"].get(name, value) for name, value in now.items()}
-    said = [f"data.{name} was {was[name] or 'empty'}" for name, value in now.items() if was[name] != value]
-    return f"; of .bin and .idx files, samples are cut by it: {', '.join(said)}" if said else ""
+        changes.append(same if had == have else f"there were {had}, and are {have}")
+    return "; ".join(changes) or "names, sizes, contents or counts of samples are others"
 
 
 def left_behind(cfg: ConfigContainer) -> list[Fault]:
@@ -235,10 +224,11 @@ def weights_faults(
 ) -> list[Fault]:
     """Return why a new run cannot start with a checkpoint's weights (`checkpoint.weights`). Arguments and errors as in
     `resume_faults`; the fingerprint covers the vocabulary only."""
-    found = []
-    changes = _changes(folder, _config(folder, record), cfg, new_run=True)
+    faults = []
+    with _record_checked(folder):
+        changes = "; ".join(model_changes(_config(folder, record), cfg, new_run=True))
     if changes:
-        found.append(
+        faults.append(
             Fault(
                 "checkpoint.weights",
                 f"checkpoint {folder} is of another model: {changes}; give the config that it was saved with",
@@ -246,7 +236,7 @@ def weights_faults(
         )
     remedy = "give the tokenizer that these weights were trained with"
     was = record.get("vocabulary_fingerprint")
-    return found + _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
+    return faults + _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
 
 
 def module_faults(
@@ -268,15 +258,13 @@ def module_faults(
     load, key = cfg.checkpoint.load_modules[name], f"checkpoint.load_modules.{name}"
     before, source = _config(folder, record), load.source(name)
     if source not in before["modules"]:
-        there = ", ".join(before["modules"])
-        return [Fault(f"{key}.module", f"checkpoint {folder} has no module {source!r}, it has {there}")], []
-    try:
+        modules = ", ".join(before["modules"])
+        return [Fault(f"{key}.module", f"checkpoint {folder} has no module {source!r}, it has {modules}")], []
+    with _record_checked(folder):
         changes = list(module_changes(before, source, cfg.modules[name], f"modules.{name}"))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
-    found = []
+    faults = []
     if changes and load.strict:
-        found.append(
+        faults.append(
             Fault(
                 key,
                 f"checkpoint {folder} is of another model: {'; '.join(changes)}; give the same config of the module, "
@@ -286,15 +274,8 @@ def module_faults(
     if name == LANGUAGE:
         remedy = "give the tokenizer that these weights were trained with"
         was = record.get("vocabulary_fingerprint")
-        found += _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
-    return found, changes
-
-
-def _changes(folder: Place, before: dict[str, Any], cfg: ConfigContainer, *, new_run: bool) -> str:
-    try:
-        return "; ".join(model_changes(before, cfg, new_run=new_run))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
+        faults += _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
+    return faults, changes
 
 
 def _other_text(what: str, folder: Place, was: str | None, now: str | None, remedy: str) -> list[Fault]:
@@ -313,10 +294,10 @@ def _config(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a record; all versions have written the keys checked here."""
     config = record.get("config")
     if not isinstance(config, dict):
-        raise damaged(folder, f"{folders.RECORD} holds no config")
+        raise damaged(folder, f"{RECORD} holds no config")
     for section, name in (("run", "seed"), ("data", "shuffle"), ("modules", "language")):
         if not isinstance(config.get(section), dict) or name not in config[section]:
-            raise damaged(folder, f"{folders.RECORD} has no config.{section}.{name}")
+            raise damaged(folder, f"{RECORD} has no config.{section}.{name}")
     return config
 
 

@@ -58,8 +58,8 @@ def open_source(path: Place, *, trust_code: bool = False) -> Source:
 def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     """Read a checkpoint into a model with initial weights. Collective; raises as `store.load_checkpoint` does."""
     from mimo_train.checkpoint.folders import LEFT_OUT
+    from mimo_train.checkpoint.load import load_base, load_checkpoint
     from mimo_train.checkpoint.load_modules import load_modules
-    from mimo_train.checkpoint.store import load_base, load_checkpoint
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained
     from mimo_train.models.parameters import load_start_weights

@@ -8,12 +8,12 @@ from encoders.errors import EncoderError
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT, base_of
 from mimo_train.checkpoint.resume.same_run import (
-    begun_otherwise,
+    config_changes,
     config_if_trusted,
-    continued_otherwise,
     left_behind,
     module_faults,
     resume_faults,
+    unread_weights,
     weights_faults,
 )
 from mimo_train.config.compose import to_dict
@@ -84,11 +84,9 @@ def add_run_dir(
             known = not found and (cfg.train.iters or not cfg.train.epochs)
             if known and record.get("step", 0) >= cfg.train.iters:
                 report.warnings.append(all_made(cfg.train, record["step"]))
-            otherwise = continued_otherwise(checkpoint, record, cfg) if known else ""
-            if otherwise:
-                report.notes.append(f"results will differ from the original run from there on: {otherwise}")
-            unread = "" if found else begun_otherwise(checkpoint, record, cfg)
-            if unread:
+            if known and (changes := config_changes(checkpoint, record, cfg)):
+                report.notes.append(f"results will differ from the original run from there on: {changes}")
+            if not found and (unread := unread_weights(checkpoint, record, cfg)):
                 report.warnings.append(unread)
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"

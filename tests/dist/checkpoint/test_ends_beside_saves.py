@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.checkpoint import background_save, folders
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import save as saves
 from mimo_train.checkpoint.format.index import WEIGHT, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.training.callbacks import Callback
@@ -38,15 +39,14 @@ class Held(Callback):
     rank 0; notes what is told."""
 
     def __init__(self, happens=lambda: None):
-        from mimo_train.checkpoint import store
         from mimo_train.logging.console import Console
 
         self.told: list[str] = []
         self._happens, self._gate, self._rank = happens, threading.Event(), int(os.environ["RANK"])
-        write = store.write_rank
+        write = saves.write_rank
         Console.message = lambda console, text: self.tell(text)
         if self._rank == 1:
-            store.write_rank = lambda *arguments: self._gate.wait() and write(*arguments)
+            saves.write_rank = lambda *arguments: self._gate.wait() and write(*arguments)
 
     def tell(self, text):
         self.told.append(text)
@@ -78,7 +78,7 @@ def terminate() -> None:
 def _without_memory(cfg) -> list[str]:
     """A run whose rank 1 has no memory free for a copy."""
     if os.environ["RANK"] == "1":
-        background_save.free_memory = lambda: 0
+        saves.free_memory = lambda: 0
     return _held(cfg, list)
 
 

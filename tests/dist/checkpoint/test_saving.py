@@ -43,10 +43,10 @@ class Watch(Callback):
         self.seen: list[tuple[int, list[str]]] = []
         self._until, self._gate = until, threading.Event()
         if int(os.environ["RANK"]) == rank:
-            from mimo_train.checkpoint import store
+            from mimo_train.checkpoint import save as saves
 
-            write = store.write_rank
-            store.write_rank = lambda *arguments: self._gate.wait() and write(*arguments)
+            write = saves.write_rank
+            saves.write_rank = lambda *arguments: self._gate.wait() and write(*arguments)
 
     def on_step_start(self, state):
         step = state.train_state.step + 1
@@ -96,11 +96,11 @@ class Fails:
     """The writer of rank 1 fails the given times."""
 
     def __init__(self, codes: dict[int, int]):
-        from mimo_train.checkpoint import store
+        from mimo_train.checkpoint import save as saves
 
-        self._codes, self._count, self._write = codes, 0, store.write_rank
+        self._codes, self._count, self._write = codes, 0, saves.write_rank
         if int(os.environ["RANK"]) == 1:
-            store.write_rank = self
+            saves.write_rank = self
 
     def __call__(self, *arguments):
         self._count += 1
@@ -146,7 +146,7 @@ def test_a_save_that_fails_does_not_end_the_run_until_too_many_do(digits, tmp_pa
 
 def _asked_to_exit(cfg) -> str:
     """A run whose first step wants a checkpoint and another machine; how it ends."""
-    from mimo_train.checkpoint.failed_save import SaveFailed
+    from mimo_train.checkpoint.save import SaveFailed
     from mimo_train.debug.rerun import Rerun
     from mimo_train.training.pretrain import pretrain
 

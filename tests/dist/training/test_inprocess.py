@@ -21,7 +21,7 @@ def _train_with_failures(cfg, failing_rank: int, failures: int, torchrun: bool =
     step 5 in its first lives, and writes no checkpoint behind the first until it has failed."""
     import torch.distributed as dist
 
-    from mimo_train.checkpoint import store
+    from mimo_train.checkpoint import save as saves
     from mimo_train.training.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
 
@@ -44,9 +44,9 @@ def _train_with_failures(cfg, failing_rank: int, failures: int, torchrun: bool =
     if not torchrun:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-    callback, write = Fails(), store.write_rank
+    callback, write = Fails(), saves.write_rank
     if torchrun and int(os.environ["RANK"]) == failing_rank:
-        store.write_rank = lambda folder, *rest: (
+        saves.write_rank = lambda folder, *rest: (
             ("00000004" not in folder.name or callback.failed.wait()) and write(folder, *rest)
         )
     return pretrain(cfg, callbacks=[callback]), callback.lives, callback.left

@@ -10,7 +10,6 @@ import pytest
 
 from data.order.sources import fingerprint_of
 from mimo_train.checkpoint.resume.config_diff import (
-    BEGAN,
     BY_CONTENT,
     BY_MODULE,
     FREE,
@@ -19,7 +18,7 @@ from mimo_train.checkpoint.resume.config_diff import (
     REFUSED,
     SPECS,
 )
-from mimo_train.checkpoint.resume.same_run import begun_otherwise, continued_otherwise, resume_faults
+from mimo_train.checkpoint.resume.same_run import config_changes, resume_faults, unread_weights
 from mimo_train.config import compose
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
@@ -79,7 +78,7 @@ def test_another_value_is_refused_or_said_or_changes_nothing(section):
         faults = resume_faults(folder, record, cfg, data_fingerprint="same", text_fingerprint=None)
         refused = {fault.key.rpartition(".")[2] for fault in faults}
         assert refused == ({field.name} & REFUSED.get(section, set())), field.name
-        said = continued_otherwise(folder, record, cfg)
+        said = config_changes(folder, record, cfg)
         keys = [f"modules.{name}.{field.name}" for name in cfg.modules] if section == "modules" else []
         for key in keys or [f"{section}.{field.name}"]:
             assert (f"{key} was " in said or f"{key}." in said) == (field.name in SAID[section]), field.name
@@ -88,7 +87,7 @@ def test_another_value_is_refused_or_said_or_changes_nothing(section):
 def test_fp8_is_said_by_the_module_that_has_it():
     cfg = load("vlm_digits")
     record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
-    said = partial(continued_otherwise, Path("a"), record)
+    said = partial(config_changes, Path("a"), record)
     assert said(changed({"modules.images.fp8": "none", "modules.language.compile": "none"})) == ""
     assert said(changed({"modules.images.fp8": "tensorwise"})) == "modules.images.fp8 was none, is tensorwise"
     both = "modules.images.fp8 was none, is blockwise; modules.language.fp8 was none, is blockwise"
@@ -99,10 +98,10 @@ def test_experts_that_balance_a_microbatch_mind_what_is_in_one():
     cfg = changed({"modules.language.llm.num_experts": 4})
     record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
     others = {"modules.language.llm.num_experts": 4, "train.micro_batch_size": 2, "data.pack": True}
-    assert continued_otherwise(Path("a"), record, changed(others)) == "", "the loss of a sequence is the same in each"
+    assert config_changes(Path("a"), record, changed(others)) == "", "the loss of a sequence is the same in each"
     balanced = {"modules.language.llm.router_balancing": "aux_loss"}
     record["config"]["modules"]["language"]["llm"]["router_balancing"] = "aux_loss"
-    said = continued_otherwise(Path("a"), record, changed(others | balanced))
+    said = config_changes(Path("a"), record, changed(others | balanced))
     assert said == "data.pack was False, is True; train.micro_batch_size was 8, is 2"
 
 
@@ -110,28 +109,24 @@ def test_new_weights_of_a_mixture_are_said():
     sources = [SourceConfig(shards="a", weight=3.0), SourceConfig(shards="b", weight=1.0)]
     record = {"config": compose.to_dict(changed({"data.mix": sources})), "data_fingerprint": "same"}
     now = changed({"data.mix": [sources[0], SourceConfig(shards="b", weight=7.0)]})
-    assert continued_otherwise(Path("a"), record, now) == "data.mix[1].weight was 1.0, is 7.0"
+    assert config_changes(Path("a"), record, now) == "data.mix[1].weight was 1.0, is 7.0"
 
 
 def test_weights_that_a_run_does_not_begin_with_are_said():
     """It continues with its own; they would be read if its folder were empty."""
     record = {"config": compose.to_dict(load("vlm_digits")), "data_fingerprint": "same"}
-    said = partial(begun_otherwise, Path("a"), record)
+    said = partial(unread_weights, Path("a"), record)
     same, other = load("vlm_digits"), load("vlm_digits", "checkpoint.weights=runs/b")
     assert said(same) == ""
     assert said(other) == (
         "checkpoint.weights=runs/b: not read, since this run continues with its own weights; in another run.dir a run "
         "begins with them"
     )
-    assert begun_otherwise(Path("a"), record | {"config": compose.to_dict(other)}, other) == "", "the same command"
+    assert unread_weights(Path("a"), record | {"config": compose.to_dict(other)}, other) == "", "the same command"
     assert said(changed({"modules.images.pretrained": "b"})).startswith("modules.images.pretrained=b: not read")
     adapter = changed({"modules.language.lora.adapter": "b", "checkpoint.dir": "s3://a/b"})
     assert said(adapter).startswith("modules.language.lora.adapter=b: not read")
     assert "in another checkpoint.dir" in said(adapter)
-    later = record | {"config": compose.to_dict(other), BEGAN: {}}
-    assert said(other) == begun_otherwise(Path("a"), later, other), "also when a start of that command has saved"
-    later = record | {"config": compose.to_dict(same), BEGAN: {"checkpoint.weights": "runs/b"}}
-    assert begun_otherwise(Path("a"), later, other) == "", "it began with them, whatever a later start was told"
     modules = load("vlm_digits", "checkpoint.load_modules={language: {path: runs/gpt}}")
     assert said(modules).startswith("checkpoint.load_modules.language.path=runs/gpt: not read")
     record["config"]["checkpoint"]["trained_only"] = True
@@ -150,7 +145,7 @@ def test_a_key_of_a_model_is_refused_unless_it_changes_no_weight():
         assert bool(faults) == (key not in MAY_CHANGE | {"adapter"}) and all(name in one.message for one in faults), key
         if not faults:
             free = key in FREE_OF_SPECS | {"adapter"}
-            assert (f"{name} was another" in continued_otherwise(Path("a"), record, cfg)) == (not free), key
+            assert (f"{name} was another" in config_changes(Path("a"), record, cfg)) == (not free), key
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,7 @@ def test_a_key_that_was_added_later_means_its_default():
     (fault,) = resume_faults(Path("a"), record, blind, data_fingerprint="same", text_fingerprint=None)
     assert fault.key == "data.blind" and "is True, and checkpoint a was trained with False" in fault.message
     short = changed({"data.sequence_length": 48})
-    assert continued_otherwise(Path("a"), record, short) == "data.sequence_length was 1024, is 48"
+    assert config_changes(Path("a"), record, short) == "data.sequence_length was 1024, is 48"
 
 
 def test_what_is_compared_by_content(tmp_path):

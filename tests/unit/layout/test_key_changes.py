@@ -35,15 +35,15 @@ def changes(before: Section, now: Section, free: frozenset[str] = frozenset()) -
         (
             {"parts": [Part(), Part(2.0)]},
             {"parts": [Part(3.0)]},
-            ["a.parts[0].weight was 1.0, is 3.0", "a.parts[1] was {'weight': 2.0, 'place': ''}, and is away"],
+            ["a.parts[0].weight was 1.0, is 3.0", "a.parts[1] was {'weight': 2.0, 'place': ''}, and is gone"],
         ),
-        ({"parts": [Part()]}, {"parts": []}, ["a.parts[0] was {'weight': 1.0, 'place': ''}, and is away"]),
+        ({"parts": [Part()]}, {"parts": []}, ["a.parts[0] was {'weight': 1.0, 'place': ''}, and is gone"]),
         ({"parts": []}, {"parts": [Part()]}, ["a.parts[0] is new: {'weight': 1.0, 'place': ''}"]),
         (
             {"named": {"x": Part(), "z": Part()}},
             {"named": {"y": Part(), "z": Part()}},
             [
-                "a.named.x was {'weight': 1.0, 'place': ''}, and is away",
+                "a.named.x was {'weight': 1.0, 'place': ''}, and is gone",
                 "a.named.y is new: {'weight': 1.0, 'place': ''}",
             ],
         ),

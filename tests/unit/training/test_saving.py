@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.checkpoint import background_save
-from mimo_train.checkpoint.background_save import InFlight
-from mimo_train.checkpoint.failed_save import SaveFailed
+from mimo_train.checkpoint import save as saves
+from mimo_train.checkpoint.save import Save, SaveFailed, Snapshot, Target
 from mimo_train.training import saving
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.saving import Saver
@@ -19,7 +18,7 @@ class Slow:
     """A checkpointer whose saves are never done before they are waited for."""
 
     def __init__(self, calls: list, clock: list):
-        self.calls, self.clock, self.lacking = calls, clock, ""
+        self.calls, self.clock, self.memory_shortage = calls, clock, ""
 
     def begin(self, data, *, non_persistent):
         self.calls.append("begin")
@@ -103,20 +102,23 @@ def test_what_a_failed_save_took_is_not_told_of_the_next_one():
 
 def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp_path, monkeypatch):
     """Rank 0 alone commits. Each message has what `local_status` was when it was sent, summed over the ranks."""
-    ranks, abandoned = [], []
+    ranks, removed = [], []
 
-    def commit():
+    def commit(*_, **__):
         raise OSError(28, "No space left on device")
 
-    def together(_own, _run_dir):
+    def together(_error, _run_dir):
         if any(rank._job.error for rank in ranks):
             raise SaveFailed("run.dir: full")
 
-    monkeypatch.setattr(background_save, "raise_together", together)
+    monkeypatch.setattr(saves, "raise_together", together)
+    monkeypatch.setattr(saves, "complete", commit)
+    monkeypatch.setattr(saves, "_create_folder", lambda target, nbytes: (tmp_path / "partial", tmp_path / "final"))
+    monkeypatch.setattr(saves, "write_rank", lambda *_: None)
+    monkeypatch.setattr(saves.folder_changes, "remove", removed.append)
     for number in (0, 1):
-        monkeypatch.setattr(background_save.dist, "get_rank", lambda number=number: number)
-        abandon = lambda number=number: abandoned.append(number)  # noqa: E731
-        ranks.append(InFlight(tmp_path, tmp_path, list, commit, abandon, lambda: True, in_background=True))
+        monkeypatch.setattr(saves.dist, "get_rank", lambda number=number: number)
+        ranks.append(Save(Target(tmp_path, 4, False, 0, 0), [], {}, (0, 0), Snapshot()))
     for step in range(2):
         for rank in ranks:
             rank._job.join(20)
@@ -128,4 +130,4 @@ def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp
                     rank.poll(busy, failed)
             else:
                 assert not rank.poll(busy, failed)
-    assert abandoned == [0] and not any(rank.is_complete for rank in ranks)
+    assert removed == [tmp_path / "partial"] and not any(rank.is_complete for rank in ranks)
