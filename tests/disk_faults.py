@@ -16,7 +16,7 @@ class DiskCalls:
     """Stands for the module `os` where checkpoints are written: counts its calls, and does something at one of them.
 
     Attributes:
-        count: calls so far, those of `CALLS` and exchanges of two names.
+        count: calls so far of `CALLS`.
         named: the function and the file of the newest call, as far as it names one.
     """
 
@@ -39,12 +39,11 @@ class DiskCalls:
 
         return call
 
-    def install(self, exchange: Callable | None = None) -> "DiskCalls":
-        """For this process; `exchange` instead of that of two names."""
+    def install(self) -> "DiskCalls":
+        """For this process."""
         from mimo_train.checkpoint.format import files
 
         files.os = self
-        files._exchange = self.counted(exchange or files._exchange)
         return self
 
 

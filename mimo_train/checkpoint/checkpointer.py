@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from data.storage.url import Place, place_of
-from mimo_train.checkpoint import folder_changes, folders
+from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.write import Part
 from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen
@@ -260,7 +260,8 @@ class Checkpointer:
         if cfg.checkpoint.resume == "auto":
             folder, self.set_aside = newest_that_loads(self._run.checkpoints, self._continue_from)
         else:
-            folder = chosen_by_first(self._choose, "checkpoint.resume")
+            key = "checkpoint.resume"
+            folder = chosen_by_first(lambda: folders.chosen(self._run.checkpoints, cfg.checkpoint.resume), key)
             if folder is not None:
                 self._continue_from(folder)
         if folder is not None:
@@ -340,10 +341,6 @@ class Checkpointer:
     def _weights_faults(self, folder: Place) -> list[Fault]:
         record, vocabulary = folders.read_record(folder, "config"), self._fingerprints.vocabulary
         return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=vocabulary)
-
-    def _choose(self) -> Place | None:
-        folder_changes.finish_renames(self._run.checkpoints)
-        return folders.chosen(self._run.checkpoints, self._run.cfg.checkpoint.resume)
 
     def close(self) -> None:
         """Wait for what this rank writes, also after a failure. Not collective."""

@@ -1,12 +1,12 @@
 """Errors for checkpoints that are damaged, unreadable, or written by another program."""
 
-import time
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from data.storage.url import Place, Url
-from mimo_train.checkpoint.format.files import COMPLETE, Damage
+from mimo_train.checkpoint.format.files import COMPLETE, PARTIAL, Damage
 from mimo_train.config.errors import PeersError, UserError
 
 
@@ -18,8 +18,6 @@ class FolderFailed(UserError, OSError):
     """The storage cannot list a folder or rename in it. This is no damage: nothing is moved or assumed missing."""
 
 
-_LOOKS, _PAUSE = 5, 0.05
-"""Number of looks at a folder without a marker, and seconds between them."""
 _DAMAGED = " is damaged: "
 REMEDY = "; name another checkpoint (`mimo-train checkpoint list` shows those of a run), or remove this folder"
 """End of a damage message; it suits training, export and any other reader."""
@@ -27,12 +25,18 @@ REMEDY = "; name another checkpoint (`mimo-train checkpoint list` shows those of
 
 def damaged(folder: Place, why: str) -> UserError:
     """Return the error for a damaged checkpoint, or another one if a run is removing it."""
-    if _is_removed(folder):
+    if isinstance(folder, Path) and _is_removed(folder):
         return UserError(
             f"checkpoint {folder} was removed while it was read, as a run removes its old ones: start again, which "
             "takes the newest, or let that run keep more (checkpoint.keep, checkpoint.keep_every)"
         )
     return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{REMEDY}")
+
+
+def _is_removed(folder: Path) -> bool:
+    """True if a folder is gone or being removed."""
+    exists = os.path.exists
+    return not exists(folder) or (exists(folder / PARTIAL) and not exists(folder / COMPLETE))
 
 
 def all_damaged(run_dir: Place, key: str, errors: Sequence[UserError]) -> UserError:
@@ -44,24 +48,10 @@ def all_damaged(run_dir: Place, key: str, errors: Sequence[UserError]) -> UserEr
     """
     lines = [str(error).removesuffix(REMEDY) for error in errors]
     last = (
-        f"{key}: no checkpoint in {run_dir} can be read ({len(errors)} tried), and none was moved: copy the damaged "
-        f"files again, or begin a new run in another {key}"
+        f"{key}: no checkpoint in {run_dir} can be read ({len(errors)} tried), and none was set aside: copy the "
+        f"damaged files again, or begin a new run in another {key}"
     )
     return UserError("\n".join([*lines, last]))
-
-
-def _is_removed(folder: Place) -> bool:
-    """True if a folder is gone or being removed: its marker goes first, then the rest."""
-    if not isinstance(folder, Path):
-        return False
-    with suppress(OSError):  # then it is unknown
-        for _ in range(_LOOKS):
-            if not folder.exists():
-                return True
-            if (folder / COMPLETE).exists():
-                break
-            time.sleep(_PAUSE)
-    return False
 
 
 def unreadable(folder: Place, error: OSError) -> FolderFailed:

@@ -1,18 +1,26 @@
 """Find checkpoint folders (read only): names, completeness, the newest, and the base of trained-only checkpoints.
 
-They are on file systems or in object storage (`object_folders`). A `run_dir` is `run.dir` or `checkpoint.dir`: the
-folder or URL that contains `checkpoints`.
+A `run_dir` is `run.dir` or `checkpoint.dir`: the folder or URL that contains `checkpoints`. Files in a checkpoint's
+folder tell its state; on file systems and in object storage alike:
+
+COMPLETE  it is complete; written last
+PARTIAL   it is being written or removed; the next save removes it
+DAMAGED   a run has set it aside; nothing removes it
+
+A step that is saved again goes into `step_N.002`, next to the older one until that is removed.
 """
 
 import json
 import os
+import re
 import stat
-from fnmatch import fnmatchcase
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.storage.stores import store_of
 from data.storage.url import WEB, Place, Url, place_of
-from mimo_train.checkpoint import object_folders as objects
 from mimo_train.checkpoint.damage import (
     REMEDY,
     DamagedCheckpoint,
@@ -23,10 +31,15 @@ from mimo_train.checkpoint.damage import (
     require_own_format,
     unreadable,
 )
-from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
+from mimo_train.checkpoint.format.files import COMPLETE, PARTIAL, marked_file, objects_in, patiently
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.config.errors import UserError
 from mimo_train.layout.ranks import RunLayout
+
+DAMAGED = "DAMAGED"
+
+STEP = re.compile(r"step_(\d{8})(?:\.(\d{3}))?")
+"""Names of checkpoints: the step, and a number if it is not the step's first."""
 
 RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""
@@ -38,24 +51,43 @@ LAYOUT = ("first_rank", "tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 """Fields of a module's layout in a record, in this order."""
 
 
+@dataclass(frozen=True)
+class Folder:
+    """A folder that is named as a checkpoint."""
+
+    path: Place
+    names: Set[str]
+    """Names of the files in it."""
+
+    @property
+    def is_set_aside(self) -> bool:
+        """True if a run has found it damaged."""
+        return DAMAGED in self.names
+
+    @property
+    def is_complete(self) -> bool:
+        """True if it has the marker of a complete checkpoint and was not set aside."""
+        return COMPLETE in self.names and not self.is_set_aside
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True during a write or removal, or after one that was killed."""
+        return not self.names & {COMPLETE, DAMAGED} and (PARTIAL in self.names or not self.names)
+
+
 def checkpoints_dir(run_dir: Place, non_persistent: bool = False) -> Place:
     """Return the folder of a run's checkpoints, or of the non-persistent ones, of which only the newest is kept."""
     return run_dir / "checkpoints" / "non_persistent" if non_persistent else run_dir / "checkpoints"
 
 
-def final_folder(run_dir: Place, step: int, non_persistent: bool = False) -> Place:
-    """Return the folder of the complete checkpoint of a step."""
+def step_folder(run_dir: Place, step: int, non_persistent: bool = False) -> Place:
+    """Return the folder of the first checkpoint of a step."""
     return checkpoints_dir(run_dir, non_persistent) / f"step_{step:08d}"
-
-
-def partial_folder(run_dir: Place, step: int, non_persistent: bool = False) -> Place:
-    """Return the folder that a checkpoint is written into before it is renamed."""
-    return final_folder(run_dir, step, non_persistent).with_name(f"step_{step:08d}.partial")
 
 
 def step_in(folder: Place) -> int:
     """Return the step in a checkpoint's name."""
-    named = objects.STEP.fullmatch(folder.name)
+    named = STEP.fullmatch(folder.name)
     assert named, folder
     return int(named[1])
 
@@ -65,37 +97,41 @@ def run_of(folder: Place) -> Place | None:
     return next((parent.parent for parent in folder.absolute().parents if parent.name == "checkpoints"), None)
 
 
-def named(run_dir: Place, non_persistent: bool) -> list[Place]:
-    """Return everything of one kind that is named as a checkpoint, complete or not, sorted.
+def every(run_dir: Place, non_persistent: bool = False) -> list[Folder]:
+    """Return all folders of one kind that are named as a checkpoint, sorted by name; none if there is no such folder.
 
     Raises:
-        FolderFailed: the storage cannot list the folder, even after retries.
+        FolderFailed: the storage cannot list them, even after retries; an unreadable folder is no empty one.
     """
-    folder = checkpoints_dir(run_dir, non_persistent)
-    if isinstance(folder, Url):
-        with failure_named(folder):
-            return [*objects.named(folder)]
-    return [*listed(folder, "step_????????")]
+    parent = checkpoints_dir(run_dir, non_persistent)
+    with failure_named(parent):
+        if isinstance(parent, Url):
+            names: dict[Url, set[str]] = {}
+            for found in store_of(parent).list(parent):
+                names.setdefault(found.url.parent, set()).add(found.url.name)
+            return [
+                Folder(url, names[url]) for url in sorted(names) if url.parent == parent and STEP.fullmatch(url.name)
+            ]
+        folders = [parent / name for name in sorted(_names_in(parent)) if STEP.fullmatch(name)]
+        return [Folder(folder, _names_in(folder)) for folder in folders if folder.is_dir()]
 
 
-def listed(folder: Path, pattern: str) -> list[Path]:
-    """Return everything in a folder whose name matches, sorted; empty if the folder does not exist. Unlike `Path.glob`
-    it does not take an unreadable folder for an empty one. Raises FolderFailed."""
-    with failure_named(folder):
-        try:
-            found = patiently(lambda: os.listdir(folder), folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-    return [folder / name for name in sorted(found) if fnmatchcase(name, pattern)]
+def contents(path: Place) -> Folder:
+    """Return a folder with the names in it; none if it does not exist. Raises FolderFailed."""
+    with failure_named(path):
+        return Folder(path, objects_in(path).keys() if isinstance(path, Url) else _names_in(path))
+
+
+def _names_in(folder: Path) -> set[str]:
+    try:
+        return set(patiently(lambda: os.listdir(folder), folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
 
 
 def complete(run_dir: Place, non_persistent: bool = False) -> list[Place]:
     """Return complete checkpoints of one kind, oldest first. Raises FolderFailed."""
-    folder = checkpoints_dir(run_dir, non_persistent)
-    if isinstance(folder, Url):
-        with failure_named(folder):
-            return [*objects.complete(folder)]
-    return [found for found in named(run_dir, non_persistent) if is_complete(found)]
+    return [folder.path for folder in every(run_dir, non_persistent) if folder.is_complete]
 
 
 def newest(run_dir: Place) -> Place | None:
@@ -105,9 +141,11 @@ def newest(run_dir: Place) -> Place | None:
 
 
 def newest_first(run_dir: Place) -> list[Place]:
-    """Return all folders named as checkpoints, newest first, persistent ones before others. Raises FolderFailed."""
-    found = [path for kind in (False, True) for path in named(run_dir, kind)]
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    """Return all folders that are neither unfinished nor set aside, newest first, persistent ones before others.
+    Raises FolderFailed."""
+    folders = [folder for kind in (False, True) for folder in every(run_dir, kind)]
+    named = [folder.path for folder in folders if not folder.is_unfinished and not folder.is_set_aside]
+    return sorted(named, key=lambda path: path.name, reverse=True)
 
 
 def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
@@ -116,40 +154,38 @@ def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
     Raises:
         UserError: all are damaged.
     """
-    passed_over: list[DamagedCheckpoint] = []
+    skipped: list[DamagedCheckpoint] = []
     for folder in newest_first(run_dir):
         try:
             require_complete(folder)
             read_record(folder)
             require_files(folder)
         except DamagedCheckpoint as error:
-            passed_over.append(error)
+            skipped.append(error)
             continue
-        return folder, [str(error).removesuffix(REMEDY) for error in passed_over]
-    if passed_over:
-        raise all_damaged(run_dir, key_of(run_dir), passed_over)
+        return folder, [str(error).removesuffix(REMEDY) for error in skipped]
+    if skipped:
+        raise all_damaged(run_dir, key_of(run_dir), skipped)
     return None, []
 
 
-def _newest_of_whole(run_dir: Place, key: str) -> Place | None:
-    """Return the newest complete checkpoint, if no later one is incomplete. Runs never leave one: they rename at the
-    end.
+def _newest_without_gap(run_dir: Place, key: str) -> Place | None:
+    """Return the newest complete checkpoint. A later incomplete one that no run has left is an error.
 
     Raises:
         UserError: there is one, such as a partial copy; with `key`.
     """
-    found = newest(run_dir)
-    after = found.name if found is not None else ""
-    there = (path for kind in (False, True) for path in named(run_dir, kind))
-    spoilt = sorted((path for path in there if path.name > after and not is_complete(path)), key=str)
-    for path in spoilt:
+    start = newest(run_dir)
+    later = [path for path in newest_first(run_dir) if start is None or path.name > start.name]
+    incomplete = sorted((path for path in later if not is_complete(path)), key=str)
+    for path in incomplete:
         require_own_format(path, f"{key}: ")
-    if spoilt:
+    if incomplete:
         raise UserError(
-            f"{key}: {', '.join(map(str, spoilt))}: no complete checkpoint, there is no {COMPLETE} in it, but later "
-            f"than {found or 'the start of the run'}: copy what is missing, or remove it to use that one"
+            f"{key}: {', '.join(map(str, incomplete))}: no complete checkpoint, there is no {COMPLETE} in it, but "
+            f"later than {start or 'the start of the run'}: copy what is missing, or remove it to use that one"
         )
-    return found
+    return start
 
 
 def chosen(run_dir: Place, resume: str) -> Place | None:
@@ -175,7 +211,7 @@ def require_none_later(run_dir: Place, start: Place | None) -> None:
     Raises:
         UserError: there are later checkpoints, or an incomplete one.
     """
-    found = _newest_of_whole(run_dir, "checkpoint.resume")
+    found = _newest_without_gap(run_dir, "checkpoint.resume")
     if found is None or found == start:
         return
     step = read_record(start, "step")["step"] if start is not None else 0
@@ -198,7 +234,7 @@ def in_folder(folder: Place, key: str) -> Place:
             f"{key}: no complete checkpoint at {folder}: give the URL of a checkpoint itself, since a web server does "
             "not list what is in a run's folder"
         )
-    found = folder if is_complete(folder) else _newest_of_whole(folder, key)
+    found = folder if is_complete(folder) else _newest_without_gap(folder, key)
     if found is None:
         require_own_format(folder, f"{key}: ")
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
@@ -213,9 +249,9 @@ def is_complete(folder: Place) -> bool:
     """
 
     def look() -> bool:
-        if isinstance(folder, Url):
-            return objects.is_there(folder / COMPLETE)
         try:
+            if isinstance(folder, Url):
+                return bool(store_of(folder).look(folder / COMPLETE))
             return stat.S_ISREG((folder / COMPLETE).stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -264,7 +300,7 @@ def read_record(folder: Place, *needed: str) -> dict[str, Any]:
         raise damaged(folder, f"{RECORD} cannot be read ({error})") from error
     if not isinstance(record, dict):
         raise damaged(folder, f"{RECORD} holds no record, but {type(record).__name__}")
-    step, named = record.get("step"), objects.STEP.fullmatch(folder.name)
+    step, named = record.get("step"), STEP.fullmatch(folder.name)
     if named and step is not None and step != int(named[1]):
         raise damaged(folder, f"it is named as of step {int(named[1])}, and its {RECORD} is of step {step}")
     lacking = [key for key in needed if key not in record]

@@ -10,9 +10,9 @@ from typing import Any
 
 from data.storage.object_store import store_of
 from data.storage.url import WEB, ObjectMeta, Place, Url
-from mimo_train.checkpoint import folders, object_folders
+from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damage_in
-from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage
+from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, objects_in
 from mimo_train.checkpoint.format.index import WEIGHT, Index, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.config.errors import UserError
@@ -75,35 +75,18 @@ def folders_at(path: Place) -> list[Place]:
     Raises:
         UserError: there is none.
     """
-    found = _objects_at(path) if isinstance(path, Url) else _files_at(path)
-    if not found and isinstance(path, Path) and not path.exists():
-        raise UserError(f"PATH: there is no {path}: give the folder of a run, or of a checkpoint")
+    if folders.is_complete(path):
+        return [path]
+    found: list[Place] = []
+    if folders.STEP.fullmatch(path.name):
+        found = [path] if folders.contents(path).names else []
+    elif not (isinstance(path, Url) and path.scheme in WEB):
+        run_dir = path.parent if path.name == "checkpoints" else path
+        found = [folder.path for kind in (False, True) for folder in folders.every(run_dir, kind)]
     if not found:
-        raise UserError(f"PATH: no checkpoint in {path}: give the folder of a run, or of a checkpoint")
+        what = "there is no" if isinstance(path, Path) and not path.exists() else "no checkpoint in"
+        raise UserError(f"PATH: {what} {path}: give the folder of a run, or of a checkpoint")
     return sorted(found, key=lambda folder: (folder.name, str(folder)))
-
-
-def _files_at(path: Path) -> list[Place]:
-    if (path / COMPLETE).is_file() or path.name.startswith("step_"):
-        return [path] if path.is_dir() else []
-    run_dir = path.parent if path.name == "checkpoints" and not (path / "checkpoints").is_dir() else path
-    places = [run_dir / "checkpoints", run_dir / "checkpoints" / "non_persistent"]
-    return [folder for place in places for folder in folders.listed(place, "step_????????*") if folder.is_dir()]
-
-
-def _objects_at(url: Url) -> list[Place]:
-    try:
-        if object_folders.is_there(url / COMPLETE):
-            return [url]
-        if url.scheme in WEB:
-            return []
-        if object_folders.STEP.fullmatch(url.name):
-            return [url] if object_folders.in_folder(url).objects else []
-        run_dir = url.parent if url.name == "checkpoints" else url
-        places = [run_dir / "checkpoints", run_dir / "checkpoints" / "non_persistent"]
-        return [folder.url for place in places for folder in object_folders.every(place)]
-    except OSError as error:
-        raise UserError(f"PATH: {url} cannot be listed ({error})") from error
 
 
 def look(path: Place) -> list[Found]:
@@ -150,7 +133,7 @@ def _look(folder: Place) -> Found:
 def _objects_in(folder: Url, blocks: Reader | None) -> dict[str, ObjectMeta]:
     """Return objects by name; on a web server, which cannot list, those that belong to a checkpoint."""
     if folder.scheme not in WEB:
-        return object_folders.in_folder(folder).objects
+        return objects_in(folder)
     found = {}
     for name in (COMPLETE, INDEX, folders.RECORD, *(file.name for file in (blocks.index.files if blocks else ()))):
         with suppress(FileNotFoundError):
@@ -202,22 +185,15 @@ def _tensor(index: Index, module: str, name: str, by_state: dict[str, Key]) -> T
 
 
 def kind_of(folder: Place) -> str:
-    """Return PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE by the folder's name, or by marks in object storage.
+    """Return PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE by the files in a folder.
 
     Raises:
-        UserError: object storage does not answer.
+        UserError: the storage does not answer.
     """
-    if isinstance(folder, Url) and folder.scheme not in WEB:
-        try:
-            there = object_folders.in_folder(folder)
-        except OSError as error:
-            raise UserError(f"PATH: {folder} cannot be listed ({error})") from error
-        if there.is_set_aside or there.is_unfinished:
-            return SET_ASIDE if there.is_set_aside else UNFINISHED
-    if ".partial" in folder.name:
-        return UNFINISHED
-    if ".damaged" in folder.name:
-        return SET_ASIDE
+    if not isinstance(folder, Url) or folder.scheme not in WEB:
+        contents = folders.contents(folder)
+        if contents.is_set_aside or contents.is_unfinished:
+            return SET_ASIDE if contents.is_set_aside else UNFINISHED
     return NON_PERSISTENT if folder.parent.name == "non_persistent" else PERSISTENT
 
 

@@ -1,6 +1,6 @@
 """One save, from a snapshot in host memory to a complete checkpoint, in the foreground or alongside training.
 
-Every rank writes its part; then rank 0 commits: index, marker, name. Threads take no part in collectives: their status
+Every rank writes its part; then rank 0 commits: index and marker. Threads take no part in collectives: their status
 travels in every step's message, so that all ranks learn it at the same step. Errors are the same on every rank, at the
 same step.
 """
@@ -87,7 +87,7 @@ class Save:
     """A save that has begun on every rank. All ranks make the same calls; errors are raised on every rank.
 
     Attributes:
-        folder: folder of the complete checkpoint.
+        folder: folder of the checkpoint.
         is_complete: True if all ranks know that it is complete.
         hold: function to call before the values of the parts change.
     """
@@ -114,7 +114,7 @@ class Save:
             SaveFailed: the folder cannot be created, lacks space, or is not visible to a rank.
         """
         self._target, self._record, self._sizes = target, record, sizes
-        self._partial, self.folder = _create_folder(target, sum(sizes))
+        self.folder = _create_folder(target, sum(sizes))
         self._in_background, self.is_complete = snapshot is not None, False
         self._commits = self._over = False
         self._is_first = dist.get_rank() == 0
@@ -128,7 +128,7 @@ class Save:
         def write() -> None:
             wait()
             sources.clear()
-            write_rank(self._partial, dist.get_rank(), copies)
+            write_rank(self.folder, dist.get_rank(), copies)
 
         self._job = _Job(write, in_background=self._in_background)
 
@@ -165,9 +165,9 @@ class Save:
         if self._over or self._commits or self._job.error is not None or not self._is_first:
             return
         until = time.monotonic() + LONGEST_PARTS
-        listings = [of_rank(rank)[1] for rank in range(len(self._sizes))]
+        listings = {of_rank(rank)[1] for rank in range(len(self._sizes))}
         with suppress(Exception):  # the run has already failed and reports why
-            while not (written := folder_changes.holds(self._partial, listings)) and time.monotonic() < until:
+            while not (written := listings <= folders.contents(self.folder).names) and time.monotonic() < until:
                 time.sleep(0.05)
             if written:
                 self._commit()
@@ -176,7 +176,7 @@ class Save:
         """Complete the checkpoint and remove old ones. On rank 0, when all parts are written."""
         target = self._target
         text = folders.record_text(self._record)  # here, because it takes as long as copying 40 MB
-        complete(self._partial, self.folder, len(self._sizes), {folders.RECORD: text}, self._sizes)
+        complete(self.folder, len(self._sizes), {folders.RECORD: text}, self._sizes)
         try:
             folder_changes.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
         except OSError as error:
@@ -191,7 +191,7 @@ class Save:
                 self._over = True
                 if self._is_first:
                     with suppress(OSError):
-                        folder_changes.remove(self._partial)
+                        folder_changes.remove(self.folder)
                 raise
         if self._commits:
             self._over = self.is_complete = True
@@ -201,8 +201,8 @@ class Save:
             self._job = _Job(self._commit, in_background=self._in_background)
 
 
-def _create_folder(target: Target, nbytes: int) -> tuple[Place, Place]:
-    """Create the folder to write into on rank 0; return it, and its name when it is complete. Collective.
+def _create_folder(target: Target, nbytes: int) -> Place:
+    """Create the folder to write into on rank 0, and return it. Collective.
 
     Raises:
         SaveFailed: it cannot be created, lacks space, or is not visible to this rank; on every rank.
@@ -216,7 +216,7 @@ def _create_folder(target: Target, nbytes: int) -> tuple[Place, Place]:
     raise_together(_Job(make, in_background=False).error, target.run_dir)
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box)
-    look = _Job(lambda: folder_changes.require_shared(box[0][0]), in_background=False)
+    look = _Job(lambda: folder_changes.require_begun(box[0]), in_background=False)
     raise_together(look.error, target.run_dir)
     return box[0]
 

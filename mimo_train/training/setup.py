@@ -303,7 +303,7 @@ def _open_log(
     for loaded in checkpointer.loaded:
         console.message(str(loaded))
     for damaged in checkpointer.set_aside:
-        progress.append(run.dir, "damaged", path=damaged.now, why=damaged.why)
+        progress.append(run.dir, "damaged", path=damaged.folder, why=damaged.damage)
         console.message(str(damaged))
     if stops is not None:
         console.message(str(stops))

@@ -4,15 +4,11 @@ rank_00000.safetensors ...   each rank's tensors
 index.json                   positions of all tensors
 run.json                     the run's record
 COMPLETE                     sizes and hashes of the two, written last
-
-Object storage cannot rename folders, so it has marks too: PARTIAL during a write or removal, and DAMAGED after a run
-has set the checkpoint aside.
+PARTIAL                      exists during a write or removal
 """
 
-import ctypes
 import json
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +24,7 @@ from data.storage.object_store import read_range, store_of
 from data.storage.url import ObjectMeta, Place, Url
 from mimo_train.flight.recorder import RECORDER
 
-INDEX, COMPLETE = "index.json", "COMPLETE"
+INDEX, COMPLETE, PARTIAL = "index.json", "COMPLETE", "PARTIAL"
 MOST_MARKER = 100_000
 """Largest size of a marker, which has about 150 bytes."""
 
@@ -47,8 +43,14 @@ def of_rank(rank: int) -> tuple[str, str]:
 
 def write_marker(folder: Place, files: Mapping[str, bytes]) -> None:
     """Mark a folder as complete."""
-    marker = {name: [len(content), digest(content)] for name, content in files.items()}
-    write_file(folder / COMPLETE, [json.dumps(marker).encode()])
+    marker = json.dumps({name: [len(content), digest(content)] for name, content in files.items()}).encode()
+    if isinstance(folder, Url):
+        write_file(folder / COMPLETE, [marker])
+        return
+    new = folder / f"{COMPLETE}.new"
+    write_file(new, [marker])
+    os.rename(new, folder / COMPLETE)
+    flush_folder(folder)
 
 
 def marked_file(folder: Place, name: str) -> bytes:
@@ -173,9 +175,6 @@ FLUSHED = 2**28
 IN_ONE = 2**23
 """Largest object in bytes that is written by a single request."""
 
-PARTIAL = "PARTIAL"
-"""Name of the mark in a folder of objects during a write or removal."""
-
 
 def digest(data: bytes | memoryview) -> str:
     """Return the hash of some bytes; it detects damage but not tampering."""
@@ -240,47 +239,14 @@ def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
             left = left[FLUSHED:]
 
 
-def put_in_place(new: Place, final: Place) -> None:
-    """Give a folder its final name, replacing an existing one.
-
-    The old folder is removed after the new one is on disk. A kill leaves one of the two, under its name or one that
-    `folder_changes.finish_renames` knows. A folder of objects has its name already and loses its PARTIAL mark.
-
-    Raises:
-        OSError: the old folder is still in place.
-    """
-    if isinstance(new, Url) or isinstance(final, Url):
-        assert isinstance(new, Url) and new == final, (new, final)
-        store_of(new).remove([new / PARTIAL])
-        return
-    old: Path | None = None
-    if not final.exists():
-        os.rename(new, final)
-    elif _exchange(new, final):
-        old = new
-    else:
-        old = old_name(final)
-        os.rename(final, old)
-        try:
-            os.rename(new, final)
-        except OSError:
-            os.rename(old, final)
-            raise
-    flush_folder(final.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def old_name(final: Path) -> Path:
-    """Return the temporary name of a folder that is being replaced."""
-    return final.with_suffix(".old.partial")
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; False if the system does not support it."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+def remove_files(paths: Sequence[Place]) -> None:
+    """Remove files of one folder; missing ones are ignored."""
+    urls = [path for path in paths if isinstance(path, Url)]
+    if urls:
+        store_of(urls[0]).remove(urls)
+    for path in paths:
+        if isinstance(path, Path):
+            path.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:

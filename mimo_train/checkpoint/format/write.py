@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from xxhash import xxh3_128
 
-from data.storage.object_store import store_of
 from data.storage.url import Place, Url
 from data.text_format import listed
 from mimo_train.checkpoint.format.files import (
@@ -19,8 +18,8 @@ from mimo_train.checkpoint.format.files import (
     flush_folder,
     objects_in,
     of_rank,
-    put_in_place,
     read_files,
+    remove_files,
     require_size,
     write_file,
     write_marker,
@@ -92,10 +91,8 @@ def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:
     write_file(folder / listing, [content, digest(content).encode()])
 
 
-def complete(
-    partial: Place, final: Place, ranks: int, others: Mapping[str, bytes], sizes: Sequence[int] | None = None
-) -> None:
-    """Turn a folder with every rank's file into a checkpoint. It gets its final name when everything is on disk.
+def complete(folder: Place, ranks: int, others: Mapping[str, bytes], sizes: Sequence[int] | None = None) -> None:
+    """Turn a folder with every rank's file into a checkpoint. It gets its marker when everything else is on disk.
 
     Args:
         others: further files by name.
@@ -106,24 +103,23 @@ def complete(
         OSError: the folder cannot be written.
     """
     index = Index()
-    listings = [partial / of_rank(rank)[1] for rank in range(ranks)]
+    listings = [folder / of_rank(rank)[1] for rank in range(ranks)]
     for listing, text in zip(listings, read_files(listings), strict=True):
         index.join(_listed(listing.name, text))
     index.require_whole()
-    there = objects_in(partial) if isinstance(partial, Url) else None
-    if there is not None and PARTIAL not in there:
-        raise Damage(f"{PARTIAL} was removed while this was written, by another process")
+    objects = objects_in(folder) if isinstance(folder, Url) else None
     for number, file in enumerate(index.files):
-        require_size(partial / file.name, file.size, there)
+        require_size(folder / file.name, file.size, objects)
         if sizes is not None and file.size - file.header != sizes[number]:
             raise Damage(f"{file.name} has {file.size - file.header} bytes of values, not {sizes[number]}")
     files = {INDEX: index.dump(), **others}
     for name, content in files.items():
-        write_file(partial / name, [content])
-    _remove(listings)
-    write_marker(partial, files)
-    flush_folder(partial)
-    put_in_place(partial, final)
+        write_file(folder / name, [content])
+    remove_files(listings)
+    for flushed in (folder, folder.parent):
+        flush_folder(flushed)
+    write_marker(folder, files)
+    remove_files([folder / PARTIAL])
 
 
 def _listed(name: str, text: bytes) -> Index:
@@ -131,15 +127,6 @@ def _listed(name: str, text: bytes) -> Index:
     if digest(content).encode() != written:
         raise Damage(f"{name} is not what its rank has written")
     return Index.load(content, whole=False)
-
-
-def _remove(files: Sequence[Place]) -> None:
-    urls = [file for file in files if isinstance(file, Url)]
-    if urls:
-        store_of(urls[0]).remove(urls)
-    for file in files:
-        if not isinstance(file, Url):
-            file.unlink()
 
 
 def _name(part: Part) -> str:

@@ -5,10 +5,12 @@ Ranks that searched on their own could find different ones, while another run wr
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
-from data.storage.url import Place, Url
+from data.storage.url import Place
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import all_damaged, damage_in
 from mimo_train.config.errors import UserError
@@ -24,14 +26,7 @@ def chosen_by_first(choose: Callable[[], Place | None], key: str) -> Place | Non
     Raises:
         UserError: the error of `choose`, or a rank does not see the checkpoint; on every rank.
     """
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    box = list[Place | None]([None])
-    with agreed():
-        if alone or dist.get_rank() == 0:
-            box = [choose()]
-    if not alone:
-        dist.broadcast_object_list(box)
-    folder = box[0]
+    folder = _on_first(choose)
     with agreed():
         if folder is not None:
             folders.require_seen(folder, key)
@@ -43,14 +38,10 @@ class SetAside:
     """A damaged checkpoint that a run did not resume from."""
 
     folder: Place
-    """Old name."""
-    now: Place
-    """New name; in object storage, the DAMAGED mark."""
-    why: str
+    damage: str
 
     def __str__(self) -> str:
-        what = "its mark" if isinstance(self.now, Url) else "it"
-        return f"checkpoint {self.folder} is damaged: {self.why}; {what} is now {self.now}"
+        return f"checkpoint {self.folder} is damaged: {self.damage}; it is set aside by a file {folders.DAMAGED} in it"
 
 
 def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Place | None, list[SetAside]]:
@@ -63,64 +54,47 @@ def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Pl
         The loaded checkpoint, None for a new run; and what was set aside.
 
     Raises:
-        UserError: all checkpoints are damaged, and none was moved; or one cannot be loaded for another reason. On every
-            rank alike.
+        UserError: all checkpoints are damaged, and none was set aside; or one cannot be loaded for another reason. On
+            every rank alike.
     """
-    given_up: list[tuple[Place, UserError]] = []
-    for folder in _candidates(run_dir):
+    failed: list[tuple[Place, UserError]] = []
+    key = folders.key_of(run_dir)
+    for folder in _on_first(lambda: folders.newest_first(run_dir)):
         try:
-            _require_whole(folder, folders.key_of(run_dir))
+            _on_first(partial(folders.require_complete, folder))
+            with agreed():
+                folders.require_seen(folder, key)
             load(folder)
         except UserError as error:
             if damage_in(folder, error):
-                given_up.append((folder, error))
+                failed.append((folder, error))
                 continue
-            if not given_up:
+            if not failed:
                 raise
-            before = "\n".join(str(found) for _, found in given_up)
-            raise UserError(f"{before}\nand of the one before: {error}") from error
-        return folder, _set_aside(given_up)
-    if given_up:
-        raise all_damaged(run_dir, folders.key_of(run_dir), [error for _, error in given_up])
+            newer = "\n".join(str(damage) for _, damage in failed)
+            raise UserError(f"{newer}\nand of the one before: {error}") from error
+        aside = [SetAside(path, damage_in(path, error)) for path, error in failed]
+        _on_first(lambda: _set_aside(failed))
+        return folder, aside
+    if failed:
+        raise all_damaged(run_dir, key, [error for _, error in failed])
     return None, []
 
 
-def _candidates(run_dir: Place) -> list[Place]:
-    """Return rank 0's folders named as checkpoints, newest first. Collective."""
-    box = list[list[Place]]([[]])
+def _on_first[Result](work: Callable[[], Result]) -> Result:
+    """Return rank 0's result of `work`; its UserError is raised on every rank. Collective."""
+    box: list[Any] = [None]
     with agreed():
-        if dist.get_rank() == 0:
-            folder_changes.finish_renames(run_dir)
-            box = [folders.newest_first(run_dir)]
-    dist.broadcast_object_list(box)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            box = [work()]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(box)
     return box[0]
 
 
-def _require_whole(folder: Place, key: str) -> None:
-    """Raise UserError on every rank unless rank 0 finds a checkpoint complete and every rank sees it. Collective."""
-    with agreed():
-        if dist.get_rank() == 0:
-            folders.require_complete(folder)
-    with agreed():
-        folders.require_seen(folder, key)
-
-
-def _renamed(folder: Place, damage: UserError) -> Place:
-    try:
-        return folder_changes.set_aside(folder)
-    except OSError as error:
-        raise UserError(f"{damage}\nand it cannot be renamed ({error}): rename or remove it") from error
-
-
-def _set_aside(given_up: list[tuple[Place, UserError]]) -> list[SetAside]:
-    """Rename the damaged checkpoints. Collective."""
-    if not given_up:
-        return []
-    found = []
-    with agreed():
-        if dist.get_rank() == 0:
-            for folder, error in given_up:
-                found.append(SetAside(folder, _renamed(folder, error), damage_in(folder, error)))
-    box = [found]
-    dist.broadcast_object_list(box)
-    return box[0]
+def _set_aside(damaged: list[tuple[Place, UserError]]) -> None:
+    for folder, error in damaged:
+        try:
+            folder_changes.set_aside(folder)
+        except OSError as failure:
+            raise UserError(f"{error}\nand it cannot be marked ({failure}): rename or remove it") from error

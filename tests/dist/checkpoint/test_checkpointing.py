@@ -93,7 +93,7 @@ def test_both_kinds_are_saved_at_their_intervals_and_never_twice(digits, tmp_pat
     whole = curve(read_metrics(tmp_path / "metrics.jsonl"))
 
     # As if the run had died in its last step.
-    shutil.rmtree(folders.final_folder(tmp_path, 11))
+    shutil.rmtree(folders.step_folder(tmp_path, 11))
     assert saves(cfg) == ["step_00000011"]
     assert curve(read_metrics(tmp_path / "metrics.jsonl")) == whole
 

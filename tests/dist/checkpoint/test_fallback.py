@@ -26,7 +26,7 @@ def whole(digits, tmp_path_factory) -> Path:
     beside = "checkpoint.asynchronous=true"
     saving = ("checkpoint.save_interval=2", f"train.iters={STEPS}", "train.log_interval=1", beside)
     train_on_ranks(config("vlm_digits", run_dir, digits, *MODEL, *saving))
-    shutil.rmtree(folders.final_folder(run_dir, STEPS))
+    shutil.rmtree(folders.step_folder(run_dir, STEPS))
     return run_dir
 
 
@@ -65,9 +65,9 @@ def copies(whole: Path, to: Path) -> Iterator[tuple[str, str, Path]]:
 
     def copied(name: str) -> Path:
         shutil.copytree(whole / "checkpoints", to / name / "checkpoints")
-        return folders.final_folder(to / name, 4)
+        return folders.step_folder(to / name, 4)
 
-    for file in sorted(path.name for path in folders.final_folder(whole, 4).iterdir()):
+    for file in sorted(path.name for path in folders.step_folder(whole, 4).iterdir()):
         for way, damage in WAYS.items():
             damage(copied(f"{file} {way}") / file)
             yield f"{file} {way}", file, to / f"{file} {way}"
@@ -78,8 +78,8 @@ def copies(whole: Path, to: Path) -> Iterator[tuple[str, str, Path]]:
 
 def both_damaged(whole: Path, to: Path) -> Path:
     shutil.copytree(whole / "checkpoints", to / "both" / "checkpoints")
-    flip(next(folders.final_folder(to / "both", 2).glob("*.safetensors")))
-    (folders.final_folder(to / "both", 4) / COMPLETE).unlink()
+    flip(next(folders.step_folder(to / "both", 2).glob("*.safetensors")))
+    (folders.step_folder(to / "both", 4) / COMPLETE).unlink()
     return to / "both"
 
 
@@ -118,7 +118,7 @@ def _resumed(cfg, good: str, runs: list[str]) -> list[tuple]:
     assert not start(f"{good}/new", good)
     right, found = state(), []
     for run in runs:
-        chosen = start(f"{run}/new", str(folders.final_folder(Path(run), 4)))
+        chosen = start(f"{run}/new", str(folders.step_folder(Path(run), 4)))
         steps.train()
         fault = start(run, "auto")
         same = all(torch.equal(one, other) for one, other in zip(state(), right, strict=True))
@@ -131,12 +131,12 @@ def test_the_curve_goes_on_from_the_one_before(whole, digits, tmp_path):
     """As if the run had never been stopped; metrics and progress have what a reader needs, once."""
     shutil.copytree(whole, tmp_path / "run")
     run_dir = tmp_path / "run"
-    newest = folders.final_folder(run_dir, 4)
+    newest = folders.step_folder(run_dir, 4)
     flip(next(newest.glob("*.safetensors")))
     lines = train_on_ranks(config("vlm_digits", run_dir, digits, *MODEL, f"train.iters={STEPS}"))
     assert curve(lines) == curve(read_metrics(whole / "metrics.jsonl"))
     (noted,) = [line for line in (run_dir / "progress.txt").read_text().splitlines() if "\tdamaged\t" in line]
-    assert f"path={newest}.damaged\twhy=rank_00000.safetensors is damaged between bytes" in noted
+    assert f"path={newest}\twhy=rank_00000.safetensors is damaged between bytes" in noted
     assert [folder.name for folder in folders.complete(run_dir)] == ["step_00000002", "step_00000005"]
 
 
@@ -144,26 +144,25 @@ def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(whole, 
     """All of them by one model in turn, so that what a torn read leaves behind would show."""
     cases = list(copies(whole, tmp_path))
     cfg = config("vlm_digits", tmp_path / "new", digits, *MODEL, "train.iters=99")
-    good = folders.final_folder(whole, 2)
+    good = folders.step_folder(whole, 2)
     both = both_damaged(whole, tmp_path)
     ranks = run_ranks(_resumed, 2, cfg, str(good), [*(str(run) for *_, run in cases), str(both)])
     (_, _, aside, fault, _), (_, _, *others, _) = (of.pop() for of in ranks)
     assert ranks[0] == ranks[1] and others == [aside, fault]
     *damages, remedy = fault.splitlines()
     assert not aside and [line.partition(" is damaged: ")[0] for line in damages] == [
-        f"checkpoint {folders.final_folder(both, step)}" for step in (4, 2)
+        f"checkpoint {folders.step_folder(both, step)}" for step in (4, 2)
     ]
-    assert remedy.startswith(f"run.dir: no checkpoint in {both} can be read (2 tried), and none was moved: copy ")
+    assert remedy.startswith(f"run.dir: no checkpoint in {both} can be read (2 tried), and none was set aside: copy ")
     assert "remove this folder" not in fault
     assert len(folders.newest_first(both)) == 2, "nothing is moved where nothing is left"
     for (name, file, run), (same, step, aside, fault, chosen) in zip(cases, ranks[0], strict=True):
-        newest = folders.final_folder(run, 4)
-        kept = newest.with_name("step_00000004.damaged")
+        newest = folders.step_folder(run, 4)
         assert not fault and same and step == 2, (name, fault)
         assert len(aside) == 1 and aside[0].startswith(f"checkpoint {newest} is damaged: "), (name, aside)
         assert file in aside[0] or COMPLETE in name, (name, aside)
-        assert aside[0].endswith(f"it is now {kept}") and kept.is_dir() and not newest.exists(), name
-        if (kept / COMPLETE).is_file():
+        assert (newest / folders.DAMAGED).is_file() and newest not in folders.newest_first(run), name
+        if (newest / COMPLETE).is_file():
             assert chosen.startswith(f"checkpoint {newest} is damaged: ") and "remove this folder" in chosen, chosen
         else:
             assert "no complete checkpoint in" in chosen

@@ -9,7 +9,7 @@ import pytest
 
 from data.storage.object_store import store_of
 from data.storage.url import Url
-from mimo_train.checkpoint import folders, inspection, object_folders
+from mimo_train.checkpoint import folders, inspection
 from mimo_train.cli import main
 from mimo_train.config.errors import UserError
 from mimo_train.logging.sinks.jsonl import read_metrics
@@ -122,8 +122,8 @@ def test_neither_a_kill_nor_an_upload_that_fails_loses_anything(whole, storage, 
     with pytest.raises(RankFailure, match="died|Connection|connection|closed"):
         run_ranks(_train, 2, cfg, storage, Kill(0, 2))
     torn = folders.checkpoints_dir(root) / "step_00000004"
-    there = object_folders.in_folder(torn)
-    assert there.is_unfinished and "rank_00000.safetensors" not in there.objects
+    there = folders.contents(torn)
+    assert there.is_unfinished and "rank_00000.safetensors" not in there.names
     assert names(root) == ["step_00000002"] == [one.name for one in folders.newest_first(root)]
     assert [(one.path, one.kind) for one in inspection.look(root)][1] == (torn, inspection.UNFINISHED)
 
@@ -132,7 +132,7 @@ def test_neither_a_kill_nor_an_upload_that_fails_loses_anything(whole, storage, 
     (said,) = [text for text in told(tmp_path) if text.startswith("no checkpoint of step 4")]
     assert said.startswith(f"no checkpoint of step 4: checkpoint.dir: a checkpoint cannot be written to {root} (")
     assert curve(read_metrics(tmp_path / "metrics.jsonl")) == curve(read_metrics(whole / "metrics.jsonl"))
-    assert [one.url.name for one in object_folders.every(folders.checkpoints_dir(root))] == names(root)
+    assert [one.path.name for one in folders.every(root)] == names(root)
     assert names(root) == ["step_00000002", "step_00000006"]
 
 
@@ -154,7 +154,7 @@ def test_damage_is_named_set_aside_and_another_layout_goes_on(whole, storage, di
     run_ranks(_train, 1, cfg, storage)
     texts = told(tmp_path)
     assert any(f"checkpoint {newest} is damaged: rank_00001" in text for text in texts), texts
-    assert any(f"resumed from {folders.final_folder(root, 6)}" in text for text in texts), texts
+    assert any(f"resumed from {folders.step_folder(root, 6)}" in text for text in texts), texts
     (line,) = curve(read_metrics(tmp_path / "metrics.jsonl"))
     assert max(largest_difference(curve(read_metrics(whole / "metrics.jsonl"))[6:], [line])) < TOLERANCE
     assert names(root) == ["step_00000006", "step_00000007.002"]

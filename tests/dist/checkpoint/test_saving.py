@@ -132,7 +132,7 @@ def test_a_save_that_fails_does_not_end_the_run_until_too_many_do(digits, tmp_pa
     saved = ["2", "6", "10"]
     assert [save["step"] for save in events(tmp_path, "checkpoint")] == saved
     assert [str(int(folder.name[5:])) for folder in folders.complete(tmp_path)] == saved
-    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(saved)
     first, second = (text for text in told if text.startswith("no checkpoint of step"))
     assert first.startswith(f"no checkpoint of step 4: run.dir: {tmp_path} cannot take more files (No space left")
     assert second.startswith(f"no checkpoint of step 8: run.dir: a checkpoint cannot be written to {tmp_path} ([Errno")
@@ -254,7 +254,6 @@ def test_kills_at_steps_and_inside_saves_leave_the_curve_as_it_is(interval, digi
             except RankFailure:
                 killed[what] += 1
             launcher.kill()
-        assert not [folder for folder in folders.complete(tmp_path / "killed") if folder.suffix]
     assert all(killed), killed
     train_on_ranks(cfg)
     assert exact(tmp_path / "killed") == exact(tmp_path / "whole")

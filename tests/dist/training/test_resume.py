@@ -72,7 +72,7 @@ def test_only_the_newest_checkpoints_stay_and_unfinished_ones_are_ignored(digits
     cfg = run_config(digits, tmp_path, "layout=one_process")
     train_on_ranks(cfg)
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_00000012", f"step_{STEPS:08d}"]
-    unfinished = folders.final_folder(tmp_path, 99)
+    unfinished = folders.step_folder(tmp_path, 99)
     unfinished.mkdir()
     assert folders.newest(tmp_path).name == f"step_{STEPS:08d}"
 

@@ -12,7 +12,7 @@ from tests.records import write_record
 
 def saved(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
     """A complete checkpoint, as far as its folder tells."""
-    folder = folders.final_folder(run_dir, step, non_persistent)
+    folder = folders.step_folder(run_dir, step, non_persistent)
     folder.mkdir(parents=True)
     write_record(folder, {"step": step})
     return folder
@@ -23,9 +23,8 @@ def names(run_dir: Path, non_persistent: bool = False) -> list[int]:
 
 
 def test_the_two_kinds_have_their_own_folders(tmp_path):
-    assert folders.final_folder(tmp_path, 7) == tmp_path / "checkpoints" / "step_00000007"
-    assert folders.final_folder(tmp_path, 7, True) == tmp_path / "checkpoints" / "non_persistent" / "step_00000007"
-    assert folders.partial_folder(tmp_path, 7, True).parent == folders.checkpoints_dir(tmp_path, True)
+    assert folders.step_folder(tmp_path, 7) == tmp_path / "checkpoints" / "step_00000007"
+    assert folders.step_folder(tmp_path, 7, True) == tmp_path / "checkpoints" / "non_persistent" / "step_00000007"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_the_newest_of_both_kinds_is_resumed(tmp_path, persistent, non_persisten
         saved(tmp_path, step)
     for step in non_persistent:
         saved(tmp_path, step, True)
-    expected = newest and folders.final_folder(tmp_path, *newest)
+    expected = newest and folders.step_folder(tmp_path, *newest)
     assert folders.newest(tmp_path) == expected and folders.newest_readable(tmp_path) == (expected, [])
     if expected:
         assert folders.chosen(tmp_path / "other", str(tmp_path)) == expected
@@ -71,20 +70,19 @@ def test_a_run_begins_at_no_earlier_step_than_its_folder_holds(tmp_path):
 
 def test_an_unfinished_checkpoint_is_none(tmp_path):
     saved(tmp_path, 2)
-    folders.partial_folder(tmp_path, 3, True).mkdir(parents=True)
-    folders.final_folder(tmp_path, 1).mkdir()
-    assert folders.newest(tmp_path) == folders.newest_readable(tmp_path)[0] == folders.final_folder(tmp_path, 2)
+    folder_changes.begin(tmp_path, 3, True, 0)
+    folders.step_folder(tmp_path, 1).mkdir()
+    assert folders.newest(tmp_path) == folders.newest_readable(tmp_path)[0] == folders.step_folder(tmp_path, 2)
 
 
 @pytest.mark.parametrize("complete", [None, 2])
-@pytest.mark.parametrize("spoil", [Path.mkdir, Path.touch], ids=["no record", "a file"])
-def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
+def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete):
     """Without an error the run would begin again before it, and write over it."""
     if complete:
         saved(tmp_path, complete)
-    copy = folders.final_folder(tmp_path, 3)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    spoil(copy)
+    copy = folders.step_folder(tmp_path, 3)
+    copy.mkdir(parents=True)
+    (copy / "index.json").touch()
     for ask in (
         lambda: folders.chosen(tmp_path / "new", str(tmp_path)),
         lambda: folders.require_none_later(tmp_path, None),
@@ -95,9 +93,7 @@ def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
         folders.in_folder(tmp_path, "checkpoint.weights")
     if complete:
         before, (said,) = folders.newest_readable(tmp_path)
-        assert before == folders.final_folder(tmp_path, 2) and said.startswith(
-            f"checkpoint {copy} is damaged: COMPLETE"
-        )
+        assert before == folders.step_folder(tmp_path, 2) and said.startswith(f"checkpoint {copy} is damaged: COMPLETE")
     else:
         both = (
             rf"^checkpoint {copy} is damaged: COMPLETE is missing, .*\nrun.dir: no checkpoint in {tmp_path} can be read"
@@ -117,19 +113,16 @@ def test_only_damage_of_the_checkpoint_itself_sets_it_aside(tmp_path):
 
 
 def test_what_is_set_aside_is_no_checkpoint_and_stays(tmp_path):
-    for _ in range(2):
-        folder_changes.set_aside(saved(tmp_path, 4))
+    folder_changes.set_aside(saved(tmp_path, 4))
     saved(tmp_path, 2), saved(tmp_path, 3)
     folder_changes.remove_old(tmp_path, 1)
     assert [path.name for path in folders.newest_first(tmp_path)] == ["step_00000003"]
-    assert sorted(path.name for path in folders.checkpoints_dir(tmp_path).glob("*.damaged*")) == [
-        "step_00000004.damaged",
-        "step_00000004.damaged.2",
-    ]
+    assert (folders.step_folder(tmp_path, 4) / folders.DAMAGED).is_file()
+    assert folder_changes.begin(tmp_path, 4, False, 0).name == "step_00000004.002"
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
-    renamed = saved(tmp_path, 3).rename(folders.final_folder(tmp_path, 9))
+    renamed = saved(tmp_path, 3).rename(folders.step_folder(tmp_path, 9))
     with pytest.raises(
         UserError, match=f"{renamed} is damaged: it is named as of step 9, and its run.json is of step 3"
     ):
@@ -142,12 +135,11 @@ def test_each_kind_is_thinned_out_by_its_own_rule(tmp_path):
     for step in (1, 2, 3, 4):
         saved(tmp_path, step)
         saved(tmp_path, step, True)
-    folders.partial_folder(tmp_path, 5).mkdir()
-    folders.partial_folder(tmp_path, 5, True).mkdir()
+    unfinished = [folder_changes.begin(tmp_path, 5, kind, 0) for kind in (False, True)]
     folder_changes.remove_old(tmp_path, 2)
     folder_changes.remove_unfinished(tmp_path)
     assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [1, 2, 3, 4]
-    assert not folders.partial_folder(tmp_path, 5).exists() and folders.partial_folder(tmp_path, 5, True).exists()
+    assert [folder.exists() for folder in unfinished] == [False, True]
     folder_changes.remove_old(tmp_path, 0, True)
     assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [4]
     folder_changes.remove_old(tmp_path, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.storage import files as retry
-from mimo_train.checkpoint import damage, folder_changes, folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint, damage_in, damage_named
 from mimo_train.checkpoint.format import files, read
 from mimo_train.checkpoint.format.files import RETRIES, Damage
@@ -26,11 +26,10 @@ PASSING = [errno.EIO, errno.ESTALE, errno.EMFILE]
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0)
-    partial = folders.partial_folder(tmp_path, 4)
-    partial.mkdir(parents=True)
-    write_rank(partial, 0, [Part(KEY, Span.of_whole((8,)), torch.ones(8), True)])
-    complete(partial, folders.final_folder(tmp_path, 4), 1, {folders.RECORD: folders.record_text({"step": 4})})
-    return folders.final_folder(tmp_path, 4)
+    folder = folder_changes.begin(tmp_path, 4, False, 0)
+    write_rank(folder, 0, [Part(KEY, Span.of_whole((8,)), torch.ones(8), True)])
+    complete(folder, 1, {folders.RECORD: folders.record_text({"step": 4})})
+    return folder
 
 
 @pytest.fixture
@@ -101,21 +100,16 @@ def test_a_file_that_is_gone_is_damage(folder):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-def test_a_folder_that_cannot_be_listed_or_renamed_in_is_named_and_not_taken_for_an_empty_one(code, folder, fails):
+def test_a_folder_that_cannot_be_listed_is_named_and_not_taken_for_an_empty_one(code, folder, fails):
     """As an error of users, which all ranks then end with; a run that saw no checkpoint would begin anew."""
     run_dir = folder.parents[1]
     calls = (
         lambda: folders.newest_first(run_dir),
         lambda: folders.newest_readable(run_dir),
-        lambda: folder_changes.finish_renames(run_dir),
         lambda: folders.chosen(run_dir / "other", str(run_dir)),
         lambda: folders.in_folder(run_dir, "checkpoint.weights"),
     )
     words = f"^the checkpoints in {run_dir}/checkpoints cannot be looked at .*mend that"
-    folder.rename(folders.partial_folder(run_dir, 4))
-    fails(Path, "rename", code, 1)
-    with pytest.raises(UserError, match=words):
-        folder_changes.finish_renames(run_dir)
     fails(os, "listdir", code, 999)
     for call in calls:
         with pytest.raises(UserError, match=words):
@@ -125,13 +119,13 @@ def test_a_folder_that_cannot_be_listed_or_renamed_in_is_named_and_not_taken_for
 
 
 @pytest.mark.parametrize("before", ["the marker", "the folder"])
-def test_a_checkpoint_that_its_run_removes_is_not_called_damaged(folder, before, monkeypatch):
+def test_a_checkpoint_that_its_run_removes_is_not_called_damaged(folder, before):
     """Who exports from a run that goes on is not told to remove the folder."""
     if before == "the folder":
         folder_changes.remove(folder)
     else:
+        (folder / files.PARTIAL).touch()
         (folder / files.COMPLETE).unlink()
-        monkeypatch.setattr(damage.time, "sleep", lambda seconds: folder_changes.remove(folder))
     with pytest.raises(UserError, match=REMOVED) as raised:
         folders.read_record(folder)
     assert not damage_in(folder, raised.value)

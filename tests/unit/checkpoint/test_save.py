@@ -32,9 +32,9 @@ def begun(run_dir: Path, step: int, *, in_background: bool = True) -> Save:
     create = saves._create_folder
 
     def both(target: Target, nbytes: int):
-        partial, final = create(target, nbytes)
-        write_rank(partial, 1, [half(1)])
-        return partial, final
+        folder = create(target, nbytes)
+        write_rank(folder, 1, [half(1)])
+        return folder
 
     saves._create_folder = both
     try:
@@ -44,11 +44,11 @@ def begun(run_dir: Path, step: int, *, in_background: bool = True) -> Save:
         saves._create_folder = create
 
 
-def saved(run_dir: Path, step: int, *, in_background: bool = True, damage=lambda partial: None) -> None:
+def saved(run_dir: Path, step: int, *, in_background: bool = True, damage=lambda folder: None) -> None:
     """A whole save. What `damage` does to its folder is done when both have written, before rank 0 knows."""
     save = begun(run_dir, step, in_background=in_background)
     save._job.join()
-    damage(save._partial)
+    damage(save.folder)
     while not save.poll(*save.local_status()):
         save._job.join()
 
@@ -79,7 +79,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_file_system_that_hangs(hangs, tmp_
 def test_a_copy_is_written_as_the_tensors_themselves_are(tmp_path):
     for name, in_background in (("background", True), ("here", False)):
         saved(tmp_path / name, 4, in_background=in_background)
-    one, other = (folders.final_folder(tmp_path / name, 4) for name in ("background", "here"))
+    one, other = (folders.step_folder(tmp_path / name, 4) for name in ("background", "here"))
     assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
     assert all(file.read_bytes() == (other / file.name).read_bytes() for file in one.iterdir())
 
@@ -104,15 +104,15 @@ WAYS |= {f"flipped at {place}": partial(flip, place=place) for place in (0, 9, 2
 def test_what_is_damaged_in_flight_is_no_checkpoint_or_is_found_by_a_reader(name, way, tmp_path):
     """Never wrong weights; and the checkpoint before is as it was."""
     saved(tmp_path, 2)
-    before = {file: file.read_bytes() for file in folders.final_folder(tmp_path, 2).iterdir()}
+    before = {file: file.read_bytes() for file in folders.step_folder(tmp_path, 2).iterdir()}
     try:
-        saved(tmp_path, 4, damage=lambda partial: WAYS[way](partial / name))
+        saved(tmp_path, 4, damage=lambda folder: WAYS[way](folder / name))
     except SaveFailed as error:
         assert name in str(error), error
         assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     else:
         assert "flipped" in way and name.endswith(".safetensors"), "only what is read again and hashed may go unnoticed"
-        reader = Reader(folders.final_folder(tmp_path, 4))
+        reader = Reader(folders.step_folder(tmp_path, 4))
         with pytest.raises(Damage, match=name):
             reader.require_files()
             reader.whole(KEY)

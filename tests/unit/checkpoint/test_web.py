@@ -22,10 +22,10 @@ KEY = Key("language", "weight", WEIGHT)
 
 
 def test_a_checkpoint_is_read_from_a_web_server(tmp_path):
-    partial, final = tmp_path / "partial", tmp_path / "step_00000004"
-    partial.mkdir()
-    write_rank(partial, 0, [Part(KEY, Span.of_whole((8,)), torch.arange(8.0), True)])
-    complete(partial, final, 1, {folders.RECORD: folders.record_text({"step": 4, "layout": {}})})
+    final = tmp_path / "step_00000004"
+    final.mkdir()
+    write_rank(final, 0, [Part(KEY, Span.of_whole((8,)), torch.arange(8.0), True)])
+    complete(final, 1, {folders.RECORD: folders.record_text({"step": 4, "layout": {}})})
     contents = {f"{final.name}/{path.name}": path.read_bytes() for path in final.iterdir()}
     with serving(contents) as server:
         url = Url.parse(server.url("right", final.name))
@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_see_the_storage_names_its_key(monkeypatch):
     root = Url.parse("s3://bucket/run")
     monkeypatch.setattr(choose, "agreed", nullcontext)
     monkeypatch.setattr(choose.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(choose, "_candidates", lambda run_dir: [root / "checkpoints" / "step_00000004"])
+    monkeypatch.setattr(choose, "_on_first", lambda work: [root / "checkpoints" / "step_00000004"])
     monkeypatch.setattr(folders, "is_complete", lambda folder: False)
     with pytest.raises(UserError, match=r"^checkpoint\.dir: a rank does not find s3://bucket/run/checkpoints/"):
         choose.newest_that_loads(root, pytest.fail)

@@ -24,13 +24,13 @@ def whole(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("run")
     first = written(tmp_path_factory.mktemp("first"))
     for step, non_persistent in ((2, False), (3, True), (4, False)):
-        folder = folders.final_folder(run_dir, step, non_persistent)
+        folder = folders.step_folder(run_dir, step, non_persistent)
         shutil.copytree(first, folder)
         write_record(folder, {"step": step, "layout": LAYOUT})
-    shutil.copytree(
-        folder, folder_changes.set_aside(shutil.copytree(folder, folder.with_name("step_00000005"))), dirs_exist_ok=True
-    )
-    folders.partial_folder(run_dir, 6).mkdir()
+    aside = shutil.copytree(folder, folder.with_name("step_00000005"))
+    write_record(aside, {"step": 5, "layout": LAYOUT})
+    folder_changes.set_aside(aside)
+    folder_changes.begin(run_dir, 6, False, 0)
     return run_dir
 
 
@@ -53,25 +53,25 @@ def test_all_folders_are_listed(whole, capsys):
         ("2", "persistent"),
         ("3", "non-persistent"),
         ("4", "persistent"),
-        ("4", "set"),
+        ("5", "set"),
         ("?", "unfinished"),
     ]
     assert "images dp2, language tp2 pp2" in out
     assert said(capsys, "list", whole / "checkpoints")[1] == out
     code, out, _ = said(capsys, "list", whole, "--json")
     first = json.loads(out)[0]
-    assert first["path"] == str(folders.final_folder(whole, 2)) and first["step"] == 2 and first["damage"] == ""
-    assert first["nbytes"] == sum(path.stat().st_size for path in folders.final_folder(whole, 2).iterdir())
+    assert first["path"] == str(folders.step_folder(whole, 2)) and first["step"] == 2 and first["damage"] == ""
+    assert first["nbytes"] == sum(path.stat().st_size for path in folders.step_folder(whole, 2).iterdir())
 
 
 def test_the_newest_is_shown_with_its_tensors(whole, capsys):
     code, out, err = said(capsys, "show", whole)
-    assert (code, err) == (0, "") and f"{folders.final_folder(whole, 4)}\nstep 4, persistent" in out
+    assert (code, err) == (0, "") and f"{folders.step_folder(whole, 4)}\nstep 4, persistent" in out
     (row,) = [line.split() for line in out.splitlines() if "linear_fc1" in line]
     assert row == ["language.decoder.layers.0.mlp.linear_fc1.weight", "37x29", "F32", "8.58", "kB", "3", "exp_avg"]
     (row,) = [line.split() for line in out.splitlines() if line.startswith("language ")]
     assert row == ["language", "2", "1,501,073", "1,073", "6.01", "MB"]
-    one = folders.final_folder(whole, 3, True)
+    one = folders.step_folder(whole, 3, True)
     code, out, _ = said(capsys, "show", one, "--json", "--tensors", "images.*token")
     assert [(tensor["name"], tensor["shape"], tensor["dtype"]) for tensor in json.loads(out)["tensors"]] == [
         ("encoders.images.class_token", [3, 1, 5], "BF16")
@@ -91,7 +91,7 @@ DAMAGES = ["rank_00001.safetensors", INDEX, folders.RECORD, COMPLETE]
 @pytest.mark.parametrize("file", DAMAGES)
 @pytest.mark.parametrize("gone", [False, True], ids=["flipped", "gone"])
 def test_damage_is_named(file, gone, run_dir, capsys):
-    path = folders.final_folder(run_dir, 4) / file
+    path = folders.step_folder(run_dir, 4) / file
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.unlink() if gone else path.write_bytes(content)
@@ -115,7 +115,7 @@ def test_no_checkpoint_is_an_error(command, tmp_path, capsys):
 
 
 def test_names_cannot_write_to_a_terminal(run_dir, capsys):
-    folder = folders.final_folder(run_dir, 4)
+    folder = folders.step_folder(run_dir, 4)
     record = {"step": 4, "layout": {"lan\x1b[2Jguage": [0, 1, 1, 1, 1, 1, 1, 1]}}
     write_record(folder, record)
     _, out, _ = said(capsys, "list", folder)

@@ -113,7 +113,7 @@ def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp
 
     monkeypatch.setattr(saves, "raise_together", together)
     monkeypatch.setattr(saves, "complete", commit)
-    monkeypatch.setattr(saves, "_create_folder", lambda target, nbytes: (tmp_path / "partial", tmp_path / "final"))
+    monkeypatch.setattr(saves, "_create_folder", lambda target, nbytes: tmp_path / "step")
     monkeypatch.setattr(saves, "write_rank", lambda *_: None)
     monkeypatch.setattr(saves.folder_changes, "remove", removed.append)
     for number in (0, 1):
@@ -130,4 +130,4 @@ def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp
                     rank.poll(busy, failed)
             else:
                 assert not rank.poll(busy, failed)
-    assert removed == [tmp_path / "partial"] and not any(rank.is_complete for rank in ranks)
+    assert removed == [tmp_path / "step"] and not any(rank.is_complete for rank in ranks)

@@ -42,7 +42,7 @@ def interleaved(prose, tmp_path_factory) -> tuple[Path, list[tuple]]:
 
 def require_continued(whole: list[tuple], run_dir: Path, prose: Path, folder: Path, *layout: str) -> None:
     """Fails unless a run that resumes in the middle of `whole` gives the rest of it."""
-    resume = f"checkpoint.resume={folders.final_folder(run_dir, SAVED)}"
+    resume = f"checkpoint.resume={folders.step_folder(run_dir, SAVED)}"
     lines = curve(train_on_ranks(run_config(prose, folder, *layout, resume)))
     assert [line[0] for line in lines] == list(range(SAVED + 1, LAST + 1))
     loss, norm = largest_difference(whole[SAVED:], lines)
@@ -57,7 +57,7 @@ def test_checkpoint_of_chunks_continues_at_another_layout(layout, interleaved, p
 
 def test_checkpoint_of_chunks_continues_bitwise_at_its_own_layout(interleaved, prose, tmp_path):
     run_dir, whole = interleaved
-    resume = f"checkpoint.resume={folders.final_folder(run_dir, SAVED)}"
+    resume = f"checkpoint.resume={folders.step_folder(run_dir, SAVED)}"
     assert curve(train_on_ranks(run_config(prose, tmp_path, *CHUNKS, resume))) == whole[SAVED:]
 
 

@@ -69,35 +69,29 @@ class Calls:
 
 
 def test_no_name_is_on_the_disk_before_what_it_stands_for(tmp_path, monkeypatch):
-    """Folders that are new, with their names in those above; each file; the marker when all files are there; the names
-    in the folder; its own name, in the folder above; and only then what was there before is removed."""
+    """Folders that are new, with their names in those above; each file; the names in the folder; its own name, in the
+    folder above; then the marker, under its name when it is there."""
     calls, run_dir = Calls(), tmp_path / "runs" / "one"
     monkeypatch.setattr(durable, "os", calls)
-    exchange, remove = durable._exchange, durable.shutil.rmtree
-    monkeypatch.setattr(durable, "_exchange", lambda *two: calls.done.append("exchange") or exchange(*two))
-
-    def removed(folder, **options):
-        calls.done.append(f"remove {folder.name}")
-        remove(folder, **options)
-
-    monkeypatch.setattr(durable.shutil, "rmtree", removed)
 
     def save() -> list[str]:
         calls.done.clear()
-        partial, final = folder_changes.begin(run_dir, 4, False, 100)
+        folder = folder_changes.begin(run_dir, 4, False, 100)
         for rank in range(2):
             part = Part(Key("language", str(rank), WEIGHT), Span.of_whole((3,)), torch.zeros(3))
-            write_rank(partial, rank, [part])
-        complete(partial, final, 2, {folders.RECORD: folders.record_text({"step": 4})})
+            write_rank(folder, rank, [part])
+        complete(folder, 2, {folders.RECORD: folders.record_text({"step": 4})})
         return [what for what, _ in groupby(calls.done)]
 
     above = [f"flush {folder.name}" for folder in (run_dir, *run_dir.parents)]
     written = ["rank_00000.safetensors", "rank_00000.json", "rank_00001.safetensors", "rank_00001.json"]
-    written += ["index.json", "run.json", "COMPLETE"]
+    written += ["index.json", "run.json"]
     files = [f"{what} {name}" for name in written for what in ("write", "flush")]
-    new, last = "step_00000004.partial", "flush checkpoints"
-    first = save()
-    kept = [what for what in above if what in first]  # a folder on another file system is not flushed
-    assert kept[:3] == above[:3]
-    assert first == [*kept, *files, f"flush {new}", f"rename {new} step_00000004", last]
-    assert save() == [*files, f"flush {new}", "exchange", last, f"remove {new}"]
+    end = ["write COMPLETE.new", "flush COMPLETE.new", "rename COMPLETE.new COMPLETE"]
+    for name in ("step_00000004", "step_00000004.002"):
+        calls.done.clear()
+        done = save()
+        kept = [what for what in above if what in done]  # a folder on another file system is not flushed
+        assert kept[:3] == (above[:3] if name == "step_00000004" else [])
+        middle = [f"flush {name}", "flush checkpoints"]
+        assert done == [*kept, "flush PARTIAL", *files, *middle, *end, f"flush {name}"]

@@ -48,16 +48,16 @@ def values(span: Span, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def written(run: Path, ranks: int = 3, columns: bool = True) -> Path:
-    partial, final = run / "step_00000004.partial", run / "step_00000004"
-    partial.mkdir(parents=True)
+    folder = run / "step_00000004"
+    folder.mkdir(parents=True)
     parts: list[list[Part]] = [[] for _ in range(ranks)]
     for key, tensor in TENSORS.items():
         for number, span in enumerate(cut(tuple(tensor.shape), ranks, columns)):
             parts[number % ranks].append(Part(key, span, values(span, tensor)))
     for rank, of_rank in enumerate(parts):
-        write_rank(partial, rank, of_rank)
-    complete(partial, final, ranks, {"run.json": b'{"step": 4}'})
-    return final
+        write_rank(folder, rank, of_rank)
+    complete(folder, ranks, {"run.json": b'{"step": 4}'})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,10 @@ def test_who_reads_weights_alone_reads_the_blocks_of_weights_alone(tmp_path, mon
     """As do the other ranks of data parallelism, whatever order parts are given in."""
     keys = [Key("language", f"{number}.weight", state) for number in range(8) for state in (WEIGHT, "exp_avg")]
     span = Span.of_whole((2**18,))
-    (tmp_path / "step.partial").mkdir()
+    (tmp_path / "step").mkdir()
     parts = [Part(key, span, torch.full(span.shape, float(number))) for number, key in enumerate(keys)]
-    write_rank(tmp_path / "step.partial", 0, parts)
-    complete(tmp_path / "step.partial", tmp_path / "step", 1, {"run.json": b"{}"})
+    write_rank(tmp_path / "step", 0, parts)
+    complete(tmp_path / "step", 1, {"run.json": b"{}"})
     reader, blocks, take = Reader(tmp_path / "step"), [], Reader._read
     monkeypatch.setattr(Reader, "_read", lambda self, *of: blocks.append(of[0]) or take(self, *of))
     wanted = [Wanted(key, span, torch.empty(span.shape)) for key in keys if key.state == WEIGHT]
@@ -210,23 +210,23 @@ def test_what_is_no_index_is_refused(text):
 
 
 def test_a_checkpoint_lacks_the_part_of_a_rank(tmp_path):
-    partial = tmp_path / "step_00000001.partial"
+    partial = tmp_path / "step_00000001"
     partial.mkdir()
     key, tensor = next(iter(TENSORS.items()))
     first, second = cut(tuple(tensor.shape), 2, False)
     write_rank(partial, 0, [Part(key, first, values(first, tensor))])
     with pytest.raises(Damage, match=r"rank_00001.json is missing"):
-        complete(partial, tmp_path / "step_00000001", 2, {})
+        complete(partial, 2, {})
     write_rank(partial, 1, [])
     with pytest.raises(Damage, match=f"has {first.numel} of its {tensor.numel()} elements"):
-        complete(partial, tmp_path / "step_00000001", 2, {})
+        complete(partial, 2, {})
     (partial / "rank_00001.json").unlink()
     (partial / "rank_00001.safetensors").unlink()
     write_rank(partial, 1, [Part(key, second, values(second, tensor))])
     (partial / "rank_00001.safetensors").write_bytes(b"")
     with pytest.raises(Damage, match=r"rank_00001.safetensors has 0 bytes"):
-        complete(partial, tmp_path / "step_00000001", 2, {})
-    assert not (tmp_path / "step_00000001").exists()
+        complete(partial, 2, {})
+    assert not (partial / COMPLETE).exists()
 
 
 def test_blocks_are_read_once_where_neighbours_are_asked_for(folder, monkeypatch):

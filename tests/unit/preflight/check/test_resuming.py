@@ -32,7 +32,8 @@ def saved(run_dir: Path, *overrides: str, fingerprint: str = "", steps=(100, 200
         config_of_run = compose.to_dict(load(config, *overrides))
         record = {"step": step, "config": config_of_run, "data_fingerprint": fingerprint, **more}
         write_record(folder, record)
-    (run_dir / "checkpoints" / "step_00000300.partial").mkdir()
+    (run_dir / "checkpoints" / "step_00000300").mkdir()
+    (run_dir / "checkpoints" / "step_00000300" / "PARTIAL").touch()
     return f"run.dir={run_dir}"
 
 
@@ -281,11 +282,11 @@ def test_a_checkpoint_that_lost_a_file_is_damaged(tmp_path, spoil):
     """For example one that was copied in part: training would set it aside, or fail."""
     override = saved(tmp_path)
     first, newest = (tmp_path / "checkpoints" / f"step_00000{step}" for step in (100, 200))
-    partial, record = newest.with_suffix(".partial"), (newest / "run.json").read_bytes()
-    partial.mkdir()
+    record = (newest / "run.json").read_bytes()
     shutil.rmtree(newest)
-    write_rank(partial, 0, [Part(Key("language", "weight", WEIGHT), Span.of_whole((8,)), torch.ones(8), True)])
-    complete(partial, newest, 1, {"run.json": record})
+    newest.mkdir()
+    write_rank(newest, 0, [Part(Key("language", "weight", WEIGHT), Span.of_whole((8,)), torch.ones(8), True)])
+    complete(newest, 1, {"run.json": record})
     assert check(load("vlm_digits", override)).warnings == []
     (file,) = newest.glob("*.safetensors")
     spoil(file)
