@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.storage.stores import store_of
+from data.storage.object_store import store_of
 from data.storage.url import WEB, Place, Url, place_of
 from mimo_train.checkpoint.damage import (
     REMEDY,
