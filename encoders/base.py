@@ -214,13 +214,8 @@ class LayeredSpec(EncoderSpec):
 
     def layer_faults(self) -> list[tuple[str, str]]:
         """Return (field, message) of every wrong layer size."""
-        faults = [
-            (name, f"must be at least 1, is {getattr(self, name)}")
-            for name in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
-            if getattr(self, name) < 1
-        ]
-        heads, layers = self.num_attention_heads, self.num_layers
-        if not faults and self.hidden_size % heads:
+        faults, heads, layers = [], self.num_attention_heads, self.num_layers
+        if self.hidden_size % heads:
             text = f"{heads} does not divide hidden_size {self.hidden_size}: change one of them"
             faults.append(("num_attention_heads", text))
         if self.normalization not in ("LayerNorm", "RMSNorm"):
@@ -228,7 +223,7 @@ class LayeredSpec(EncoderSpec):
         choices = (*ACTIVATIONS, GATED)
         if self.activation not in choices:
             faults.append(("activation", f"must be one of {', '.join(choices)}, is {self.activation!r}"))
-        if layers >= 1 and not -layers <= self.feature_layer <= -1:
+        if not -layers <= self.feature_layer <= -1:
             text = f"must be from -{layers} (of num_layers {layers}) to -1, is {self.feature_layer}"
             faults.append(("feature_layer", text))
         return faults

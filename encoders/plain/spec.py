@@ -48,8 +48,6 @@ class PlainSpec(EncoderSpec):
         found = []
         if self.hidden_size < 1:
             found.append(("hidden_size", f"must be at least 1, the width of the features, is {self.hidden_size}"))
-        if not 0 <= self.dropout < 1:
-            found.append(("dropout", f"must be at least 0 and below 1, is {self.dropout:g}"))
         return found
 
 
@@ -193,8 +191,6 @@ class AudioSpec(PlainSpec):
         found = super().faults()
         if self.sample_rate < 1:
             found.append(("sample_rate", f"must be at least 1, is {self.sample_rate}"))
-        if self.max_seconds <= 0:
-            found.append(("max_seconds", f"must be above 0, is {self.max_seconds}"))
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:

@@ -40,9 +40,6 @@ class Dinov2Spec(TowerSpec):
         """True if interpolation to a coarser grid averages positions: in the models with register tokens."""
         return self.register_tokens > 0
 
-    def faults(self) -> list[tuple[str, str]]:
-        return super().faults() + _own_faults(self)
-
 
 @dataclass
 class Dinov3Spec(TowerSpec):
@@ -73,13 +70,4 @@ class Dinov3Spec(TowerSpec):
     key_bias = False
 
     def faults(self) -> list[tuple[str, str]]:
-        return super().faults() + _own_faults(self) + self.rotary_faults()
-
-
-def _own_faults(spec: Dinov2Spec | Dinov3Spec) -> list[tuple[str, str]]:
-    found = []
-    if spec.register_tokens < 0:
-        found.append(("register_tokens", f"must be at least 0, is {spec.register_tokens}"))
-    if spec.layer_scale <= 0:
-        found.append(("layer_scale", f"must be above 0, is {spec.layer_scale:g}"))
-    return found
+        return super().faults() + self.rotary_faults()

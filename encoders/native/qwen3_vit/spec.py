@@ -78,6 +78,4 @@ class Qwen3VitSpec(PatchSpec):
         if set(self.deepstack) - set(range(self.num_layers)) or sorted(set(self.deepstack)) != self.deepstack:
             text = f"must name layers from 0 to {self.num_layers - 1} in order, each once, is {self.deepstack}"
             found.append(("deepstack", text))
-        if self.deepstack_width < 1:
-            found.append(("deepstack_width", f"must be at least 1, is {self.deepstack_width}"))
         return found + self.rotary_faults()

@@ -58,8 +58,6 @@ class Siglip2Spec(TowerSpec):
         found = super().faults()
         if self.resize != "native":
             found.append(("resize", f"must be native, is {self.resize!r}: images of one size are family siglip"))
-        if self.max_patches < 1:
-            found.append(("max_patches", f"must be at least 1, is {self.max_patches}"))
         found += [
             (name, f"is {getattr(self, name)}, and the size of images follows from max_patches: set it to 0")
             for name in ("min_pixels", "max_pixels")

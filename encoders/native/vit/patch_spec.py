@@ -269,11 +269,9 @@ class PatchSpec(FixedKeys, LayeredSpec):
     def rotary_faults(self) -> list[tuple[str, str]]:
         """Return (field, message) of sizes that rotation by row and column does not support."""
         faults, heads = [], self.num_attention_heads
-        if heads > 0 and self.hidden_size % (4 * heads) and not self.hidden_size % heads:
+        if self.hidden_size % (4 * heads) and not self.hidden_size % heads:
             text = f"rotation on two axes needs heads of a multiple of 4, {self.hidden_size} / {heads} is none"
             faults.append(("num_attention_heads", f"{text}: change one of them"))
-        if self.rotary_base <= 0:
-            faults.append(("rotary_base", f"must be above 0, is {self.rotary_base:g}"))
         return faults
 
     def num_parameters(self) -> int:

@@ -122,14 +122,7 @@ class WhisperSpec(FixedKeys, LayeredSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        found = [
-            (name, f"must be at least 1, is {getattr(self, name)}")
-            for name in ("sample_rate", "num_mels", "window", "hop")
-            if getattr(self, name) < 1
-        ]
-        found += self.layer_faults()
-        if self.max_seconds <= 0:
-            found.append(("max_seconds", f"must be above 0, is {self.max_seconds}"))
+        found = self.layer_faults()
         if found:
             return found
         if self.hidden_size % 2:

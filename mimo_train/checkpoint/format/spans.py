@@ -80,13 +80,8 @@ def common_range(wanted: Span, stored: Span) -> tuple[int, int] | None:
     if wanted.box == stored.box:
         first, last = max(wanted.start, stored.start), min(wanted.stop, stored.stop)
         return (first, last) if first < last else None
-    found = [there.range_of(low, high) for _, there, low, high in _common_blocks(wanted, stored)]
-    return (min(first for first, _ in found), max(last for _, last in found)) if found else None
-
-
-def common_numel(wanted: Span, stored: Span) -> int:
-    """Return the number of common elements of two spans of one tensor."""
-    return sum(prod(b - a for a, b in zip(low, high, strict=True)) for *_, low, high in _common_blocks(wanted, stored))
+    ranges = [block.range_of(low, high) for _, block, low, high in _common_blocks(wanted, stored)]
+    return (min(first for first, _ in ranges), max(last for _, last in ranges)) if ranges else None
 
 
 def copy_common(wanted: Span, into: "torch.Tensor", stored: Span, values: "torch.Tensor") -> int:

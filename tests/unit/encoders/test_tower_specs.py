@@ -61,8 +61,6 @@ def test_layers_behind_the_one_that_is_read_are_not_built():
         (Siglip2Spec(resize="fixed"), "resize", "family siglip"),
         (Siglip2Spec(max_pixels=4), "max_pixels", "max_patches"),
         (Dinov2Spec(position_size=500), "patch_size", "position_size 500"),
-        (Dinov2Spec(register_tokens=-1), "register_tokens", "-1"),
-        (Dinov3Spec(layer_scale=0.0), "layer_scale", "above 0"),
         (Dinov3Spec(num_attention_heads=128), "num_attention_heads", "multiple of 4"),
         (QwenVitSpec(full_attention=[32]), "full_attention", "[32]"),
         (QwenVitSpec(window_size=100), "window_size", "patch_size 14"),

@@ -64,8 +64,6 @@ def test_longer_clips_are_refused():
         ({"num_mels": 201}, "num_mels", ["201", "window 400"]),
         ({"hidden_size": 7, "num_attention_heads": 7}, "hidden_size", ["even", "7"]),
         ({"num_attention_heads": 4}, "num_attention_heads", ["4", "hidden_size 6"]),
-        ({"max_seconds": 0.0}, "max_seconds", ["above 0"]),
-        ({"hop": 0}, "hop", ["at least 1"]),
         ({"activation": "tanh"}, "activation", ["'tanh'"]),
     ],
 )
