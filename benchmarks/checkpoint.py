@@ -103,10 +103,10 @@ class Ways:
     """All ways to save and load one model on this rank."""
 
     def __init__(self, session: Any):
-        from mimo_train.checkpoint.local_shards import held_tensors
+        from mimo_train.checkpoint.local_shards import shards_of_model
 
         self.session, self.checkpointer = session, session.checkpointer
-        held = held_tensors(session.model)
+        held = shards_of_model(session.model)
         self.parts, _ = self.checkpointer.local_parts(None, finite=True)
         self.nbytes = sum(part.nbytes for part in self.parts)
         self._copy = torch.zeros(self.nbytes, dtype=torch.uint8)

@@ -17,12 +17,9 @@ from mimo_train.checkpoint.load import load_base, load_checkpoint, load_weights
 from mimo_train.checkpoint.load_modules import Loaded, load_modules
 from mimo_train.checkpoint.local_shards import (
     Fingerprints,
-    Held,
-    Repeatable,
-    Stateful,
-    Sums,
-    held_tensors,
+    LocalShard,
     parts_to_write,
+    shards_of_model,
 )
 from mimo_train.checkpoint.rank_state import parts_of_rank
 from mimo_train.checkpoint.resume.choose import SetAside, chosen_by_first, newest_that_loads
@@ -60,8 +57,8 @@ class Checkpointer:
         model: list[MegatronModule],
         optimizer: ModuleOptimizer,
         schedulers: ModuleSchedulers,
-        train_state: Stateful,
-        rerun: Repeatable,
+        train_state: Any,
+        rerun: Any,
         fingerprints: Fingerprints,
         read_pretrained: Callable[[], bool] = lambda: False,
         read_adapters: Callable[[], bool] = lambda: False,
@@ -72,6 +69,8 @@ class Checkpointer:
         """Keep references to everything that a checkpoint contains.
 
         Args:
+            train_state: progress of the run (`TrainState`).
+            rerun: state of a step that may have to be repeated (`debug.rerun.Rerun`).
             read_pretrained: fills a new run's model from its modules' directories; returns True if there are any.
                 Collective.
             read_adapters: fills a new run's adapters from those that its modules start with; returns True if there are
@@ -86,8 +85,8 @@ class Checkpointer:
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
         self._snapshot, self._save = Snapshot(), cast(Save | None, None)
         self._status: Sequence[float] | None = None
-        self._parameters: list[Held] | None = None
-        self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
+        self._parameters: list[LocalShard] | None = None
+        self._sums, self._resumed = cast(Any, None), cast(tuple[int, dict[str, Any] | None], (0, None))
         self.set_aside: list[SetAside] = []
         """Damaged checkpoints that `resume` has skipped."""
         self.loaded: list[Loaded] = []
@@ -173,21 +172,21 @@ class Checkpointer:
         save, self._save = self._save, None
         return save.finish() if save is not None else None
 
-    def note_sums(self, sums: Sums) -> None:
+    def note_sums(self, sums: Any) -> None:
         """Save these sums from now on. Load them if the run has just resumed and made no step since."""
         self._sums = sums
         step, state = self._resumed
         if state is not None and step == self._train_state.step:
             sums.load_state_dict(state)
 
-    def _held(self) -> list[Held]:
+    def _shards(self) -> list[LocalShard]:
         """Return this rank's tensors of the model, cached if all are parameters. Parameters stay the same objects, and
         finding them takes as long as copying 150 MB; a buffer may be replaced."""
         if self._parameters is None:
-            held = held_tensors(self._model)
-            if not all(isinstance(one.tensor, torch.nn.Parameter) for one in held):
-                return held
-            self._parameters = held
+            shards = shards_of_model(self._model)
+            if not all(isinstance(shard.tensor, torch.nn.Parameter) for shard in shards):
+                return shards
+            self._parameters = shards
         return self._parameters
 
     def _begin(self, data: Any, non_persistent: bool, run_dir: Place | None, *, in_background: bool) -> bool:
@@ -235,12 +234,12 @@ class Checkpointer:
         Returns:
             (the parts, record entries of the weights that are left out).
         """
-        held, left_out = self._held(), {}
+        shards, left_out = self._shards(), {}
         if self._run.cfg.checkpoint.trained_only:
-            frozen = [one for one in held if is_frozen(one, self._optimizer.releases)]
+            frozen = [shard for shard in shards if is_frozen(shard, self._optimizer.releases)]
             left_out = {LEFT_OUT: fingerprint(frozen)}
-            held = [one for one in held if one not in frozen]
-        parts = [*parts_to_write(held, self._optimizer, finite=finite), *parts_of_rank("rng", device.get_rng_state())]
+            shards = [shard for shard in shards if shard not in frozen]
+        parts = [*parts_to_write(shards, self._optimizer, finite=finite), *parts_of_rank("rng", device.get_rng_state())]
         return parts + (parts_of_rank("rerun", rerun) if rerun is not None else []), left_out
 
     def resume(self) -> Place | None:

@@ -16,7 +16,7 @@ from data.storage.url import Place
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.spans import Span
-from mimo_train.checkpoint.local_shards import Held
+from mimo_train.checkpoint.local_shards import LocalShard
 from mimo_train.config.errors import UserError
 from mimo_train.layout.run import Run
 from mimo_train.models.parameters import seed_for
@@ -28,18 +28,18 @@ _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd constants of splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2660193.2660195), as signed numbers."""
 
 
-def is_frozen(held: Held, released: Collection[torch.nn.Parameter]) -> bool:
+def is_frozen(shard: LocalShard, released: Collection[torch.nn.Parameter]) -> bool:
     """True if a run never trains this tensor.
 
     Args:
         released: parameters that are frozen now and trained later.
     """
-    tensor = held.tensor
+    tensor = shard.tensor
     later = any(tensor is parameter for parameter in released)
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and not later
 
 
-def fingerprint(weights: Collection[Held]) -> str:
+def fingerprint(weights: Collection[LocalShard]) -> str:
     """Return a fingerprint of weights that is equal at every layout. Collective over the world.
 
     It is a sum over elements of a hash of tensor, position in the whole tensor, and value.
@@ -48,17 +48,17 @@ def fingerprint(weights: Collection[Held]) -> str:
         The number of elements, and 16 hexadecimal digits.
     """
     total = count = 0
-    for one in weights:
-        if not any(one.replica):
-            for first, last, span in one.spans(0, one.tensor.numel()):
-                total += _hash(one, span, one.tensor.detach().reshape(-1)[first:last])
+    for shard in weights:
+        if not any(shard.replica):
+            for first, last, span in shard.spans(0, shard.tensor.numel()):
+                total += _hash(shard, span, shard.tensor.detach().reshape(-1)[first:last])
                 count += last - first
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (total & _MASK, count))
     return f"{sum(count for _, count in everyone):,} weights {sum(total for total, _ in everyone) & _MASK:016x}"
 
 
-def require_same(record: dict[str, Any], missing: Collection[Held], folder: Place) -> None:
+def require_same(record: dict[str, Any], missing: Collection[LocalShard], folder: Place) -> None:
     """Require that the left-out weights equal those of the checkpoint's run. Collective.
 
     Raises:
@@ -88,13 +88,13 @@ def _sources(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in sources.items() if value} | {"run.seed": config["run"]["seed"]}
 
 
-def _hash(held: Held, span: Span, data: torch.Tensor) -> int:
+def _hash(shard: LocalShard, span: Span, data: torch.Tensor) -> int:
     """Return the sum over a box's elements of splitmix64 of (tensor, position, bits).
 
     Args:
         data: [span.numel], a whole box.
     """
-    of_tensor = seed_for(0, held.module, held.name, *span.shape, data.dtype)
+    of_tensor = seed_for(0, shard.module, shard.name, *span.shape, data.dtype)
     bits = data.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
     total = 0
     for number, value in enumerate(bits.reshape(-1).split(_CHUNK)):

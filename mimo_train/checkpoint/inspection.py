@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from data.storage.object_store import store_of
-from data.storage.url import WEB, ObjectMeta, Place, Url
+from data.storage.url import WEB, Place, Url
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damage_in
-from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, objects_in
+from mimo_train.checkpoint.format.files import COMPLETE, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Index, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.config.errors import UserError
@@ -34,7 +34,9 @@ class Found:
     saved_at: float | None
     """Unix time when it became complete."""
     files: int
+    """Number of the ranks' files; 0 if the index is unreadable."""
     nbytes: int
+    """Size of these files."""
     layout: dict[str, str]
     damage: str
     """Why a run cannot resume from it, as far as visible; empty otherwise."""
@@ -98,47 +100,31 @@ def look(path: Place) -> list[Found]:
 def _look(folder: Place) -> Found:
     damage = ""
     record: dict[str, Any] = {}
-    blocks: Reader | None = None
+    reader: Reader | None = None
     try:
         folders.require_complete(folder)
         record = folders.read_record(folder, "step", "layout")
-        blocks = Reader(folder)
-        blocks.require_files()
+        reader = Reader(folder)
+        reader.require_files()
     except UserError as error:
         damage = damage_in(folder, error) or str(error)
     except (Damage, OSError) as error:
         damage = str(error)
-    sizes: list[int] = []
+    files = reader.index.files if reader is not None else []
     saved_at: float | None = None
     with suppress(OSError):
-        if isinstance(folder, Url):
-            objects = _objects_in(folder, blocks)
-            sizes = [found.size for found in objects.values()]
-            saved_at = objects[COMPLETE].modified if COMPLETE in objects else None
-        else:
-            sizes = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
-            saved_at = (folder / COMPLETE).stat().st_mtime
+        marker = folder / COMPLETE
+        saved_at = store_of(marker).look(marker).modified if isinstance(marker, Url) else marker.stat().st_mtime
     return Found(
         path=folder,
         kind=kind_of(folder),
         step=step if isinstance(step := record.get("step"), int) else None,
         saved_at=saved_at,
-        files=len(sizes),
-        nbytes=sum(sizes),
+        files=len(files),
+        nbytes=sum(file.size for file in files),
         layout=_layout(record.get("layout")),
         damage=damage,
     )
-
-
-def _objects_in(folder: Url, blocks: Reader | None) -> dict[str, ObjectMeta]:
-    """Return objects by name; on a web server, which cannot list, those that belong to a checkpoint."""
-    if folder.scheme not in WEB:
-        return objects_in(folder)
-    found = {}
-    for name in (COMPLETE, INDEX, folders.RECORD, *(file.name for file in (blocks.index.files if blocks else ()))):
-        with suppress(FileNotFoundError):
-            found[name] = store_of(folder).look(folder / name)
-    return found
 
 
 def verify(folder: Place, workers: int) -> Verified:
@@ -146,12 +132,12 @@ def verify(folder: Place, workers: int) -> Verified:
     try:
         folders.require_complete(folder)
         folders.read_record(folder)
-        blocks = Reader(folder)
+        reader = Reader(folder)
     except UserError as error:
         return Verified(folder, 0, 0, 0, [damage_in(folder, error) or str(error)])
     except (Damage, OSError) as error:
         return Verified(folder, 0, 0, 0, [str(error)])
-    damage, files = blocks.damage(workers), blocks.index.files
+    damage, files = reader.damage(workers), reader.index.files
     nbytes = sum(file.size for file in files)
     return Verified(folder, len(files), nbytes, sum(len(file.hashes) - 1 for file in files), damage)
 

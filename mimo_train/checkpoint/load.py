@@ -23,7 +23,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.frozen_base import require_same
-from mimo_train.checkpoint.local_shards import MOMENTS, Held, Updated, held_tensors, updated_ranges
+from mimo_train.checkpoint.local_shards import MOMENTS, LocalShard, optimizer_shards, shards_of_model
 from mimo_train.checkpoint.rank_state import state_of_rank
 from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.config.errors import UserError
@@ -60,26 +60,32 @@ def load_checkpoint(
             some. On every rank alike.
     """
     reader, record = opened(folder)
-    held = held_tensors(model)
-    updated = [one for each in (optimizer.inner() if optimizer else ()) for one in updated_ranges(each)]
-    missing = [one for one in held if one.key() not in reader.index.pieces]
-    new = [] if optimizer else [one for one in missing if is_adapter(one.name)]
+    shards = shards_of_model(model)
+    updated = [part for inner in (optimizer.inner() if optimizer else ()) for part in optimizer_shards(inner)]
+    missing = [shard for shard in shards if shard.key() not in reader.index.pieces]
+    new = [] if optimizer else [shard for shard in missing if is_adapter(shard.name)]
     if LEFT_OUT in record:
-        base = [one for one in missing if one not in new]
+        base = [shard for shard in missing if shard not in new]
         require_same(record, base, folder)
         new += base
-    wanted = [one for one in held if one not in new]
-    require_taken(held, reader, folder, None if optimizer else layout.modules)
+    wanted = [shard for shard in shards if shard not in new]
+    require_taken(shards, reader, folder, None if optimizer else layout.modules)
     require_held(wanted, reader, folder)
-    by_parameter = {id(one.tensor): one for one in held}
-    require_held([by_parameter[id(one.parameter)] for one in updated], reader, folder, states=True)
+    by_parameter = {id(shard.tensor): shard for shard in shards}
+    require_held([by_parameter[id(part.parameter)] for part in updated], reader, folder, states=True)
     with agreed(), damage_named(folder):
-        _read(reader, wanted, updated, by_parameter)
+        states = [
+            (by_parameter[id(part.parameter)].key(state), span, values[first - part.start : last - part.start])
+            for part in updated
+            for first, last, span in by_parameter[id(part.parameter)].spans(part.start, part.stop)
+            for state, values in part.values.items()
+        ]
+        fill(reader, [*weight_targets((shard, shard.key()) for shard in wanted), *states])
         rng = rerun = None
         if optimizer is not None and record["layout"] == folders.recorded_layout(layout):
             rng = state_of_rank(reader, "rng")
             rerun = state_of_rank(reader, "rerun") if record["rerun"] else None
-    added = {id(one.tensor) for one in new}
+    added = {id(shard.tensor) for shard in new}
     for chunk in map(unwrap_model, model):
         start_magnitudes(chunk, [name for name, value in chunk.named_parameters() if id(value) in added])
     with agreed(), _record_fits(folder):
@@ -125,8 +131,8 @@ def opened(folder: Place) -> tuple[Reader, dict[str, Any]]:
     return reader, record
 
 
-def require_held(asked: Iterable[Held], reader: Reader, folder: Place, *, states: bool = False) -> None:
-    """Require every requested tensor in the checkpoint, with the same shape. Collective.
+def require_held(shards: Iterable[LocalShard], reader: Reader, folder: Place, *, states: bool = False) -> None:
+    """Require every tensor in the checkpoint, with the same shape. Collective.
 
     Args:
         states: True to require the tensors' optimizer states instead.
@@ -135,111 +141,90 @@ def require_held(asked: Iterable[Held], reader: Reader, folder: Place, *, states
         UserError: some are missing; on every rank, with the findings of the lowest such rank.
     """
     with agreed():
-        complaints: dict[str, str] = {}
-        for one in asked:
-            for state in MOMENTS if states else (WEIGHT,):
-                if why := _complaint(one.key(state), one, reader):
-                    complaints.setdefault(f"{one.module} {one.name}", why)
-        if complaints and states:
+        faults: dict[str, str] = {}
+        for shard in shards:
+            for key in (shard.key(state) for state in (MOMENTS if states else (WEIGHT,))):
+                if key not in reader.index.pieces:
+                    fault = f"has no {key.state} in it" if states else "is not in it"
+                elif (fault := shape_fault(shard, key, reader)) == "":
+                    continue
+                faults.setdefault(f"{shard.module} {shard.name}", fault)
+        if faults and states:
             raise UserError(
-                f"checkpoint {folder} is of a run that trained other parameters: {told(complaints)}; give the "
+                f"checkpoint {folder} is of a run that trained other parameters: {listed_faults(faults)}; give the "
                 "config that it was saved with, or begin a new run with its weights: another run.dir, and "
                 f"checkpoint.weights={folder}"
             )
-        if complaints:
+        if faults:
             raise UserError(
-                f"checkpoint {folder} is of another model: {told(complaints)}; give the config that it was saved "
+                f"checkpoint {folder} is of another model: {listed_faults(faults)}; give the config that it was saved "
                 "with, or begin a new run in another run.dir"
             )
 
 
-def require_taken(held: Iterable[Held], reader: Reader, folder: Place, modules: Collection[str] | None) -> None:
+def shape_fault(shard: LocalShard, key: Key, reader: Reader) -> str:
+    """Return how the shape of a tensor in the checkpoint differs from the model's; empty if it does not."""
+    was, now = reader.index.shape(key), shard.boxes[0][1].shape
+    return "" if was == now else f"has shape {was} there and {now} here"
+
+
+def listed_faults(faults: dict[str, str]) -> str:
+    """Return a short list of what is wrong with tensors."""
+    return listed([f"{name} {fault}" for name, fault in faults.items()])
+
+
+def require_taken(shards: Iterable[LocalShard], reader: Reader, folder: Place, modules: Collection[str] | None) -> None:
     """Require a place in the model, on any rank, for every weight in the checkpoint. Collective.
 
     Args:
-        held: this rank's tensors of the model.
+        shards: this rank's tensors of the model.
         modules: modules of this run, if other encoders may be skipped.
 
     Raises:
         UserError: some weights would be lost; on every rank.
     """
-    asked = {one.key() for one in held}
-    everyone: list[Any] = [asked]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, asked)
+    keys = over_ranks({shard.key() for shard in shards})
     with agreed():
-        lost = [key for key in _weights(reader.index.pieces, modules) if key not in set().union(*everyone)]
+        lost = {
+            f"{key.module} {key.name}": "has no place in this one"
+            for key in reader.index.pieces.keys() - keys
+            if key.state == WEIGHT and not is_of_rank(key)
+            if modules is None or key.module == LANGUAGE or key.module in modules
+        }
         if lost:
-            named = dict.fromkeys((f"{key.module} {key.name}" for key in lost), "has no place in this one")
             raise UserError(
-                f"checkpoint {folder} is of another model: {told(named)}; give the config that it was saved with, "
-                "its adapters (modules.*.lora) and its changes to the model too"
+                f"checkpoint {folder} is of another model: {listed_faults(dict(sorted(lost.items())))}; give the "
+                "config that it was saved with, its adapters (modules.*.lora) and its changes to the model too"
             )
 
 
-def _weights(keys: Iterable[Key], modules: Collection[str] | None) -> list[Key]:
-    """Return the model's weights without optimizer and rank states, restricted to `modules` if given."""
-    return [
-        key
-        for key in keys
-        if key.state == WEIGHT
-        and not is_of_rank(key)
-        and (modules is None or key.module == LANGUAGE or key.module in modules)
-    ]
+def over_ranks[Item](items: set[Item]) -> set[Item]:
+    """Return the union of sets over ranks. Collective."""
+    with agreed(items) as ranks:
+        pass
+    return set().union(*ranks)
 
 
-def told(complaints: dict[str, str]) -> str:
-    """Return a short list of what is wrong with tensors."""
-    return listed([f"{key} {why}" for key, why in complaints.items()])
+TargetSpan = tuple[Key, Span, torch.Tensor]
+"""A span of a tensor in a checkpoint, and the memory [span.numel] that it is read into, on any device."""
 
 
-def _complaint(key: Key, asked: Held, reader: Reader) -> str:
-    if key not in reader.index.pieces:
-        return "is not in it" if key.state == WEIGHT else f"has no {key.state} in it"
-    was, now = reader.index.shape(key), asked.boxes[0][1].shape
-    return "" if was == now else f"has shape {was} there and {now} here"
+def weight_targets(shards: Iterable[tuple[LocalShard, Key]]) -> Iterator[TargetSpan]:
+    """Yield the targets of this rank's weights, by their keys in the checkpoint."""
+    for shard, key in shards:
+        flat = shard.tensor.detach().view(-1)
+        for first, last, span in shard.spans(0, flat.numel()):
+            yield key, span, flat[first:last]
 
 
-def fill_weights(reader: Reader, wanted: Iterable[tuple[Held, Key]]) -> None:
-    """Read tensors by their keys in the checkpoint. Raises Damage if a needed block is damaged."""
-    fill(
-        reader,
-        [
-            (key, span, one.tensor.detach().view(-1)[first:last])
-            for one, key in wanted
-            for first, last, span in one.spans(0, one.tensor.numel())
-        ],
-    )
-
-
-def fill(reader: Reader, targets: list[tuple[Key, Span, torch.Tensor]]) -> None:
-    """Read spans into tensors on any device, [span.numel] each; errors as in `fill_weights`."""
-    staged = [
-        (into, into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")) for *_, into in targets
-    ]
-    reader.fill(Wanted(key, span, here) for (key, span, _), (_, here) in zip(targets, staged, strict=True))
-    for into, here in staged:
+def fill(reader: Reader, targets: Iterable[TargetSpan]) -> None:
+    """Read spans of tensors. Raises Damage if a needed block is damaged."""
+    targets = list(targets)
+    staged = [into if into.device.type == "cpu" else torch.empty_like(into, device="cpu") for *_, into in targets]
+    reader.fill(Wanted(key, span, here) for (key, span, _), here in zip(targets, staged, strict=True))
+    for (*_, into), here in zip(targets, staged, strict=True):
         if into is not here:
             into.copy_(here)
-
-
-def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter: dict[int, Held]) -> None:
-    targets: list[tuple[Key, Span, torch.Tensor]] = []
-    filled = {id(one.tensor) for one in held}
-    for one in held:
-        flat = one.tensor.detach().view(-1)
-        targets += [(one.key(), span, flat[first:last]) for first, last, span in one.spans(0, one.tensor.numel())]
-    for each in updated:
-        for first, last, span in by_parameter[id(each.parameter)].spans(each.start, each.stop):
-            for state, values in each.values.items():
-                into = values[first - each.start : last - each.start]
-                # In fp32 the master copy is the parameter itself.
-                own = each.parameter.data_ptr() + first * each.parameter.element_size()
-                if id(each.parameter) in filled and into.data_ptr() == own and into.dtype == each.parameter.dtype:
-                    continue
-                targets.append((by_parameter[id(each.parameter)].key(state), span, into))
-    fill(reader, targets)
 
 
 @contextmanager

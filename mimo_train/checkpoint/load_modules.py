@@ -1,24 +1,23 @@
 """Load `checkpoint.load_modules`: a new run's modules from other runs' checkpoints, at any layout."""
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from data.storage.url import Place, place_of
-from data.text_format import plural
+from data.text_format import listed, plural
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
+from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.load import fill_weights, opened, told
-from mimo_train.checkpoint.local_shards import Held, held_tensors
+from mimo_train.checkpoint.load import fill, listed_faults, opened, over_ranks, shape_fault, weight_targets
+from mimo_train.checkpoint.local_shards import LocalShard, shards_of_model
 from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.checkpoint.resume.same_run import module_faults
 from mimo_train.config.errors import ConfigError, UserError
@@ -73,11 +72,10 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
         if faults:
             raise ConfigError(faults)
     reader, _ = opened(folder)
-    held = [one for one in held_tensors(model) if one.module == name]
+    shards = [shard for shard in shards_of_model(model) if shard.module == name]
     names = _names_there(reader, load.source(name), name)
-    wanted = [one for one in held if _is_asked_for(one.name, load.only)]
-    everyone = _over_ranks([one.name for one in held])
-    asked = {one for one in everyone if _is_asked_for(one, load.only)}
+    wanted = [shard for shard in shards if _is_asked_for(shard.name, load.only)]
+    asked = {each for each in over_ranks({shard.name for shard in shards}) if _is_asked_for(each, load.only)}
     report = Loaded(
         module=name,
         folder=folder,
@@ -87,41 +85,32 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
         unused=sorted(names.keys() - asked),
         changes=changes,
     )
-    taken = [one for one in wanted if one.name in names]
+    taken = [shard for shard in wanted if shard.name in names]
     with agreed():
         if LEFT_OUT in record:
             _require_trained(report, key)
         _require_matches(load, key, names, folder)
-        _require_shapes(key, taken, names, reader)
+        others = {shard.name: fault for shard in taken if (fault := shape_fault(shard, names[shard.name], reader))}
+        if others:
+            raise UserError(
+                f"{key}: {listed_faults(others)}; give the same config of the module, or leave it out by {key}.only"
+            )
         if load.strict:
             _require_all(report, load, key)
     with agreed(), damage_named(folder):
-        fill_weights(reader, [(one, names[one.name]) for one in taken])
-    _start_adapters(name, model, held, {id(one.tensor) for one in taken})
+        fill(reader, weight_targets((shard, names[shard.name]) for shard in taken))
+    _start_adapters(name, model, shards, {id(shard.tensor) for shard in taken})
     return report
 
 
 def _names_there(reader: Reader, source: str, name: str) -> dict[str, Key]:
     """Return the source's weights by their names here: encoder names contain the module's name."""
-    found = {}
-    for key in reader.index.pieces:
-        if key.module == source and key.state == WEIGHT and not is_of_rank(key):
-            first, own, rest = key.name.partition(f"encoders.{source}.")
-            found[f"encoders.{name}.{rest}" if own and not first else key.name] = key
-    return found
+    weights = [key for key in reader.index.pieces if key.module == source and key.state == WEIGHT]
+    return {re.sub(rf"^encoders\.{re.escape(source)}\.", f"encoders.{name}.", key.name): key for key in weights}
 
 
 def _is_asked_for(name: str, only: Collection[str]) -> bool:
     return not only or any(fnmatchcase(name, PARTS.get(pattern, pattern)) for pattern in only)
-
-
-def _over_ranks(names: list[str]) -> set[str]:
-    """Return the names on all ranks. Collective."""
-    everyone: list[Any] = [names]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, names)
-    return set().union(*everyone)
 
 
 def _require_matches(load: LoadConfig, key: str, there: Collection[str], folder: Place) -> None:
@@ -135,40 +124,30 @@ def _require_trained(report: Loaded, key: str) -> None:
     if missing := [name for name in report.new if not is_adapter(name)]:
         raise UserError(
             f"{key}: checkpoint {report.folder} has trained weights only (checkpoint.trained_only), and not "
-            f"{len(missing)} of {report.source} ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): "
+            f"{len(missing)} of {report.source} ({listed(missing, 3)}): "
             f"choose what it has with {key}.only, or give a whole one, as its run writes with "
             "checkpoint.trained_only=false"
         )
 
 
-def _require_shapes(key: str, taken: list[Held], names: dict[str, Key], reader: Reader) -> None:
-    others = {}
-    for one in taken:
-        was, now = reader.index.shape(names[one.name]), one.boxes[0][1].shape
-        if was != now:
-            others[one.name] = f"has shape {was} there and {now} here"
-    if others:
-        raise UserError(f"{key}: {told(others)}; give the same config of the module, or leave it out by {key}.only")
-
-
 def _require_all(report: Loaded, load: LoadConfig, key: str) -> None:
     new = [name for name in report.new if not is_adapter(name)]
     lost = [name for name in report.unused if _is_asked_for(name, load.only)]
-    said = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    faults = [
+        f"{len(names)} {what} ({listed(names, 3)})"
         for what, names in (("here are not in it", new), ("in it have no place here", lost))
         if names
     ]
-    if said:
+    if faults:
         raise UserError(
-            f"{key}: of the weights of {report.source} in checkpoint {report.folder} {' and '.join(said)}; choose with "
-            f"{key}.only, or take what fits: {key}.strict=false"
+            f"{key}: of the weights of {report.source} in checkpoint {report.folder} {' and '.join(faults)}; choose "
+            f"with {key}.only, or take what fits: {key}.strict=false"
         )
 
 
-def _start_adapters(name: str, model: list[MegatronModule], held: list[Held], taken: set[int]) -> None:
+def _start_adapters(name: str, model: list[MegatronModule], shards: list[LocalShard], taken: set[int]) -> None:
     """Derive the magnitudes of new adapters from the loaded weights."""
-    new = {id(one.tensor) for one in held if is_adapter(one.name) and id(one.tensor) not in taken}
+    new = {id(shard.tensor) for shard in shards if is_adapter(shard.name) and id(shard.tensor) not in taken}
     for chunk in map(unwrap_model, model):
         parameters: Iterable[tuple[str, torch.nn.Parameter]] = chunk.named_parameters()
-        start_magnitudes(chunk, [one for one, value in parameters if id(value) in new])
+        start_magnitudes(chunk, [tensor for tensor, value in parameters if id(value) in new])

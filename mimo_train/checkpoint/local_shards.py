@@ -1,10 +1,10 @@
-"""This rank's shards of parameters, buffers and optimizer state, and the other contents of a checkpoint."""
+"""This rank's shards of parameters, buffers and optimizer state, and the fingerprints of a run's inputs."""
 
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -30,7 +30,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShard:
     """A parameter or buffer of this rank, possibly only a part of it."""
 
     module: str
@@ -54,27 +54,32 @@ class Held:
                 yield first, last, box.part(first - at, last - at)
 
 
-def held_tensors(model: list[MegatronModule]) -> list[Held]:
+def shards_of_model(model: list[MegatronModule]) -> list[LocalShard]:
     """Return all parameters and buffers of this rank that belong in a checkpoint."""
-    return [one for module, chunks in modules_of(model).items() for chunk in chunks for one in held_of(module, chunk)]
+    return [
+        shard
+        for module, chunks in modules_of(model).items()
+        for chunk in chunks
+        for shard in shards_of_module(module, chunk)
+    ]
 
 
-def held_of(module: str, chunk: MegatronModule) -> Iterator[Held]:
+def shards_of_module(module: str, chunk: MegatronModule) -> Iterator[LocalShard]:
     """Yield the tensors of a module's model chunk. Raises UserError if a layer has a state that is not a tensor."""
     names, inner = tensor_names(chunk), unwrap_model(chunk)
     groups = getattr(inner, "pg_collection", None)
     # As in `MimoModel`: without it a plain GPT would look up Megatron-Core's global state.
     metadata = METADATA if groups is None else METADATA | {"dp_cp_group": groups.dp_cp}
-    for place in nested_values(inner.sharded_state_dict(metadata=dict(metadata))):
-        if isinstance(place, ShardedObject):
-            _require_empty(module, place)
-        elif isinstance(place, ShardedTensor | ShardedTensorFactory) and place.data is not None:
-            yield _held(module, names[id(place.data)], place)
+    for sharded in nested_values(inner.sharded_state_dict(metadata=dict(metadata))):
+        if isinstance(sharded, ShardedObject):
+            _require_empty(module, sharded)
+        elif isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data is not None:
+            yield _shard(module, names[id(sharded.data)], sharded)
 
 
-def _require_empty(module: str, place: ShardedObject) -> None:
+def _require_empty(module: str, sharded: ShardedObject) -> None:
     """Reject states that need pickle. Transformer Engine's `_extra_state` has one with delayed scaling only (2.20)."""
-    data = place.data
+    data = sharded.data
     if isinstance(data, io.BytesIO):
         size = data.getbuffer().nbytes
     elif isinstance(data, torch.Tensor):
@@ -83,29 +88,29 @@ def _require_empty(module: str, place: ShardedObject) -> None:
         size = 0 if data is None else 1
     if size:
         raise UserError(
-            f"modules.{module}: {place.key} has a state of its own ({type(data).__name__}), which only a pickle can "
+            f"modules.{module}: {sharded.key} has a state of its own ({type(data).__name__}), which only a pickle can "
             "hold: checkpoints hold tensors, so that such a layer (fp8 of Transformer Engine before 2.20, or "
             "with delayed scaling) cannot be saved or loaded"
         )
 
 
-def _held(module: str, name: str, place: ShardedBase) -> Held:
-    parts = list(nested_values(place.build())) if isinstance(place, ShardedTensorFactory) else [place]
-    first = place.data.storage_offset()
+def _shard(module: str, name: str, sharded: ShardedBase) -> LocalShard:
+    parts = list(nested_values(sharded.build())) if isinstance(sharded, ShardedTensorFactory) else [sharded]
+    first = sharded.data.storage_offset()
     boxes = []
     for part in parts:
         # The halves of a gated layer are consecutive views.
         assert part.data.is_contiguous(), f"{name}: its part is not contiguous"
-        assert part.data.untyped_storage().data_ptr() == place.data.untyped_storage().data_ptr(), name
+        assert part.data.untyped_storage().data_ptr() == sharded.data.untyped_storage().data_ptr(), name
         # Skip the leading layer and expert numbers, which are in the name.
         shape, offset = (sizes[part.prepend_axis_num :] for sizes in (part.global_shape, part.global_offset))
         size = tuple(part.local_shape)
         boxes.append((part.data.storage_offset() - first, Span(tuple(shape), tuple(offset), size, 0, prod(size))))
-    return Held(module, name, place.data, tuple(boxes), tuple(place.replica_id))
+    return LocalShard(module, name, sharded.data, tuple(boxes), tuple(sharded.replica_id))
 
 
 @dataclass(frozen=True)
-class Updated:
+class OptimizerShard:
     """The optimizer's values for a range of a parameter of this rank."""
 
     parameter: torch.nn.Parameter
@@ -117,22 +122,22 @@ class Updated:
     """True if data-parallel ranks have other ranges."""
 
 
-def updated_ranges(optimizer: MegatronOptimizer) -> Iterator[Updated]:
+def optimizer_shards(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
     """Yield everything that a Megatron-Core optimizer holds on this rank; missing moments are created."""
     if optimizer.is_stub_optimizer:
         return
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     if isinstance(optimizer, DistributedOptimizer):
-        for parameter, place in _ranges(optimizer):
+        for parameter, sharded in _ranges(optimizer):
             states = optimizer._get_main_param_and_optimizer_states(parameter)
             values = {WEIGHT: states["param"], **{key: states[key] for key in MOMENTS}}
-            yield Updated(parameter, place.start, place.end, _flat(values), is_cut=True)
+            yield OptimizerShard(parameter, sharded.start, sharded.end, _flat(values), is_cut=True)
         return
     for parameter in _parameters(optimizer):
         main = getattr(parameter, "main_param", parameter)
         state = optimizer.optimizer.state[main]
         values = {WEIGHT: main, **{key: state[key] for key in MOMENTS}}
-        yield Updated(parameter, 0, parameter.numel(), _flat(values), is_cut=False)
+        yield OptimizerShard(parameter, 0, parameter.numel(), _flat(values), is_cut=False)
 
 
 def _flat(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -151,8 +156,8 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Paramete
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
-                for parameter, place in bucket["param_map"].items():
-                    yield parameter, place["param"]
+                for parameter, sharded in bucket["param_map"].items():
+                    yield parameter, sharded["param"]
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
@@ -164,59 +169,32 @@ def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
     return {id(parameter) for parameter in _parameters(optimizer)}
 
 
-def parts_to_write(held: list[Held], optimizer: ModuleOptimizer, *, finite: bool) -> Iterator[Part]:
+def parts_to_write(shards: list[LocalShard], optimizer: ModuleOptimizer, *, finite: bool) -> Iterator[Part]:
     """Yield this rank's parts of a checkpoint, as views of the live tensors; only the first of several replicas writes.
 
     Args:
-        held: this rank's tensors of the model.
+        shards: this rank's tensors of the model.
         finite: True to require finite weights.
     """
-    by_parameter = {id(one.tensor): one for one in held}
+    by_parameter = {id(shard.tensor): shard for shard in shards}
     trained: set[int] = set()
-    for each in optimizer.inner():
-        trained |= trained_parameters(each)
-        for updated in updated_ranges(each):
-            one = by_parameter[id(updated.parameter)]
-            if any(one.replica[:2] if updated.is_cut else one.replica):
+    for inner_optimizer in optimizer.inner():
+        trained |= trained_parameters(inner_optimizer)
+        for updated in optimizer_shards(inner_optimizer):
+            shard = by_parameter[id(updated.parameter)]
+            if any(shard.replica[:2] if updated.is_cut else shard.replica):
                 continue
-            for first, last, span in one.spans(updated.start, updated.stop):
+            for first, last, span in shard.spans(updated.start, updated.stop):
                 for state, values in updated.values.items():
                     part = values[first - updated.start : last - updated.start]
-                    yield Part(one.key(state), span, part, finite and state == WEIGHT)
-    for one in held:
-        if id(one.tensor) not in trained and not any(one.replica):
-            flat = one.tensor.detach().reshape(-1)
-            if flat.is_cuda and not isinstance(one.tensor, torch.nn.Parameter):
+                    yield Part(shard.key(state), span, part, finite and state == WEIGHT)
+    for shard in shards:
+        if id(shard.tensor) not in trained and not any(shard.replica):
+            flat = shard.tensor.detach().reshape(-1)
+            if flat.is_cuda and not isinstance(shard.tensor, torch.nn.Parameter):
                 flat = flat.clone()  # a forward pass may change it before its background copy
-            for first, last, span in one.spans(0, one.tensor.numel()):
-                yield Part(one.key(), span, flat[first:last])
-
-
-class Stateful(Protocol):
-    """Plain numbers in a checkpoint."""
-
-    step: int
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class Sums(Protocol):
-    """The log's sums since its last line, such as `mimo_train.training.log.StepLog`."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the sums on the rank that writes the log, None on others."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Repeatable(Protocol):
-    """State of a step that may have to be repeated, such as `mimo_train.debug.rerun.Rerun`."""
-
-    def state_dict(self, data: Any) -> dict[str, Any] | None: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+            for first, last, span in shard.spans(0, shard.tensor.numel()):
+                yield Part(shard.key(), span, flat[first:last])
 
 
 @dataclass(frozen=True)

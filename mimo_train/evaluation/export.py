@@ -9,7 +9,7 @@ from data.text.tokens import Tokenizer
 from data.text_format import plural
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.load import opened, require_held, require_taken
-from mimo_train.checkpoint.local_shards import held_tensors
+from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
@@ -82,7 +82,7 @@ def export(
         load_model(checkpoint, run.cfg, built.pipeline, built.tokenizer)
     (chunk,) = built.pipeline.model
     if LEFT_OUT not in record:
-        held = [*held_tensors([chunk])]
+        held = [*shards_of_model([chunk])]
         require_held(held, reader, checkpoint)
         require_taken(held, reader, checkpoint, None)
     stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)

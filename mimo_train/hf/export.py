@@ -15,7 +15,7 @@ from data.storage.url import Place
 from encoders.weight_map import Rule, WeightMap, spelt
 from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.read import Reader, Wanted
-from mimo_train.checkpoint.local_shards import held_tensors
+from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.parts import is_adapter
 from mimo_train.hf.directory import write_config, write_json
 from mimo_train.hf.documents import Document, Whole, Written, grown
@@ -44,7 +44,7 @@ class Stored:
         if folder is not None:
             with damage_named(folder):
                 self._reader = Reader(folder)
-        self._held = {id(one.tensor): one for one in held_tensors([chunk])}
+        self._held = {id(one.tensor): one for one in shards_of_model([chunk])}
 
     def has(self, tensor: torch.Tensor) -> bool:
         """True if checkpoints have this tensor of the model."""

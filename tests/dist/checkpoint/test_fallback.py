@@ -88,7 +88,7 @@ def _resumed(cfg, good: str, runs: list[str]) -> list[tuple]:
     what was set aside, error, error of a start from the damaged one by its name)."""
     import torch
 
-    from mimo_train.checkpoint.local_shards import updated_ranges
+    from mimo_train.checkpoint.local_shards import optimizer_shards
     from mimo_train.config.errors import UserError
     from mimo_train.layout.run import resolve
     from tests.dist.steps import Steps
@@ -109,7 +109,7 @@ def _resumed(cfg, good: str, runs: list[str]) -> list[tuple]:
         moments = [
             value.clone()
             for optimizer in steps.optimizer.inner()
-            for one in updated_ranges(optimizer)
+            for one in optimizer_shards(optimizer)
             for value in one.values.values()
         ]
         return [*steps.parameters().values(), *moments]

@@ -87,7 +87,7 @@ class Read:
 def _reshard(cfgs: list, trained_pairs: set[tuple[int, int]]) -> tuple[list[tuple], list[Read]]:
     """The next step of each layout without a stop, and what each has read of all others."""
     from mimo_train.checkpoint.format.read import Reader
-    from mimo_train.checkpoint.local_shards import held_tensors, updated_ranges
+    from mimo_train.checkpoint.local_shards import optimizer_shards, shards_of_model
     from tests.dist.steps import Steps
 
     runs, saved, whole = [], [], []
@@ -102,14 +102,14 @@ def _reshard(cfgs: list, trained_pairs: set[tuple[int, int]]) -> tuple[list[tupl
 
     def values(steps: Steps):
         """(key, span, values) of everything that this rank holds of a run."""
-        held = held_tensors(steps.model)
+        held = shards_of_model(steps.model)
         of = {id(one.tensor): one for one in held}
         for one in held:
             flat = one.tensor.detach().view(-1)
             for first, last, span in one.spans(0, one.tensor.numel()):
                 yield one.key(), span, flat[first:last]
         for optimizer in steps.optimizer.inner():
-            for each in updated_ranges(optimizer):
+            for each in optimizer_shards(optimizer):
                 one = of[id(each.parameter)]
                 for first, last, span in one.spans(each.start, each.stop):
                     for state, held_values in each.values.items():

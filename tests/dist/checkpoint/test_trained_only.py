@@ -103,13 +103,13 @@ def _fingerprints(cfg) -> list[str]:
     import torch
 
     from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen
-    from mimo_train.checkpoint.local_shards import held_tensors
+    from mimo_train.checkpoint.local_shards import shards_of_model
     from mimo_train.models.parameters import global_names, modules_of
 
     run = Steps(cfg)
 
     def now() -> str:
-        return fingerprint([one for one in held_tensors(run.model) if is_frozen(one, run.optimizer.releases)])
+        return fingerprint([one for one in shards_of_model(run.model) if is_frozen(one, run.optimizer.releases)])
 
     (language,) = modules_of(run.model)["language"]
     names, found = global_names(language), [now()]

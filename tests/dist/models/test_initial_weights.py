@@ -26,11 +26,11 @@ LAYOUTS = {
 
 def initial_weights(cfg) -> list[tuple]:
     """What this rank has: (module, name, flat values of a box, its span) of each box."""
-    from mimo_train.checkpoint.local_shards import held_tensors
+    from mimo_train.checkpoint.local_shards import shards_of_model
     from mimo_train.training.step.pipeline import build_parts, start_processes
 
     parts = build_parts(resolve(cfg), *start_processes(cfg))
-    return list(_boxes(held_tensors(parts.pipeline.model)))
+    return list(_boxes(shards_of_model(parts.pipeline.model)))
 
 
 def _boxes(held: list) -> Iterator[tuple]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from mimo_train.checkpoint.local_shards import held_of
+from mimo_train.checkpoint.local_shards import shards_of_module
 from mimo_train.config.errors import UserError
 
 
@@ -34,9 +34,9 @@ PICKLE = pickle.dumps({"scale": 1.0})
 )
 def test_a_pickle_of_a_layer_is_refused(extra):
     with pytest.raises(UserError, match=r"modules\.language: fc1\._extra_state has a state of its own .*pickle"):
-        list(held_of("language", Layer(extra)))
+        list(shards_of_module("language", Layer(extra)))
 
 
 @pytest.mark.parametrize("extra", [None, torch.empty(0, dtype=torch.uint8), io.BytesIO()])
 def test_an_empty_one_is_left_out(extra):
-    assert [one.name for one in held_of("language", Layer(extra))] == ["weight"]
+    assert [one.name for one in shards_of_module("language", Layer(extra))] == ["weight"]
