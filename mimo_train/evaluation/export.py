@@ -16,12 +16,12 @@ from mimo_train.config.pretrained.fill_in import all_parts, parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.evaluation.generation.source import load_model, on_one_process
-from mimo_train.hf.adapters import ModuleAdapters, is_base, module_adapters, named_in_hub
+from mimo_train.hf.adapters import is_base, module_adapters, named_in_hub
 from mimo_train.hf.documents import Document, separate
 from mimo_train.hf.export import Stored, write_document
 from mimo_train.hf.joined import llava
 from mimo_train.hf.llava_limits import NoLlava
-from mimo_train.hf.peft import write_adapters
+from mimo_train.hf.peft import Adapted, write_adapters
 from mimo_train.layout.run import resolve
 from mimo_train.training.step.pipeline import build_parts, start_processes
 
@@ -128,9 +128,9 @@ def _documents(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Documen
         return apart, str(reason)
 
 
-def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -> dict[str, list[ModuleAdapters]]:
+def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -> dict[str, list[Adapted]]:
     """Return the adapters of each directory, by its name."""
-    adapters: dict[str, list[ModuleAdapters]] = {}
+    adapters: dict[str, list[Adapted]] = {}
     for name, module in cfg.modules.items():
         if not module.lora.rank:
             continue

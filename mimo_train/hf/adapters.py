@@ -24,14 +24,7 @@ from mimo_train.layout.adapters import WHOLE, Linear, adapted_linears, linears
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
 
 
-@dataclass(frozen=True)
-class ModuleAdapters(Adapted):
-    """The adapters of one module."""
-
-    module: str = ""
-
-
-def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: Document | None) -> ModuleAdapters:
+def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: Document | None) -> Adapted:
     """Return a module's adapters for the layers that an exported directory has; for all layers without a directory."""
     config, source = cfg.modules[name], Weights(stored, name)
     layers = linears(name, config, cfg.llm.hidden_size)
@@ -49,7 +42,7 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
     for part in document.parts if document is not None and config.lora.adapter else ():
         if part.module == name and any(rule.ours.startswith(ENCODER) for rule in part.weights.rules):
             carried |= unread_tensors(config, name, part.weights, part.loaded)
-    return ModuleAdapters(adapters, config.lora, layers, places, carried, name)
+    return Adapted(adapters, config.lora, layers, places, carried, name)
 
 
 def is_base(document: Document, stored: Stored) -> bool:

@@ -57,40 +57,19 @@ Places = Mapping[str, Mapping[str, Place]]
 _NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 
 
-def write_adapter(
-    folder: Path,
-    adapters: Mapping[str, torch.Tensor],
-    lora: LoraConfig,
-    linears: Sequence[Linear],
-    places: Places,
-    *,
-    base_model: str = "",
-    task_type: str = "CAUSAL_LM",
-) -> None:
-    """Write the adapters of one module into `folder`.
-
-    Args:
-        adapters: whole tensors by their names in the module, from `lora.whole_adapters`.
-        linears: linear layers of the module (`layout.adapters.linears`).
-        base_model: folder or name of the adapters' base model.
-
-    Raises:
-        UserError: a layer with adapters has no place in the Hugging Face model.
-    """
-    one = Adapted(adapters, lora, linears, places)
-    write_adapters(folder, [one], base_model=base_model, task_type=task_type)
-
-
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters of one module; see `write_adapter`."""
+    """The adapters of one module."""
 
     adapters: Mapping[str, torch.Tensor]
+    """Whole tensors by their names in the module, from `lora.whole_adapters`."""
     lora: LoraConfig
     linears: Sequence[Linear]
+    """Linear layers of the module (`layout.adapters.linears`)."""
     places: Places
     carried: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further tensors by PEFT's names, written unchanged."""
+    module: str = ""
 
 
 def write_adapters(
@@ -99,10 +78,12 @@ def write_adapters(
     """Write the adapters of modules that form one Hugging Face model into `folder`. Rank and alpha may differ.
 
     Args:
+        base_model: folder or name of the adapters' base model.
         revision: hub revision of `base_model`; empty for any.
 
     Raises:
-        UserError: see `write_adapter`; or the modules differ in a setting that PEFT has once per adapter.
+        UserError: a layer with adapters has no place in the Hugging Face model, or the modules differ in a setting that
+            PEFT has once per adapter.
     """
     tensors: dict[str, torch.Tensor] = {}
     ranks, alphas = {}, {}
@@ -174,7 +155,7 @@ def read_adapter(
 ) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """Return the adapter in `folder`: a module's LoRA config, and whole tensors by their names in the module.
 
-    The tensors suit `lora.load_adapters`. See `write_adapter` for arguments.
+    The tensors suit `lora.load_adapters`. See `Adapted` for arguments.
 
     Args:
         others: layers of the Hugging Face model to skip, because they belong to other modules.

@@ -1,9 +1,7 @@
 """Runs that are ended, or lose their folder, while a checkpoint is being written beside them: vlm_digits with dropout
 on two processes, so that a curve goes on only if the state of every random generator does."""
 
-import errno
 import os
-import shutil
 import signal
 import threading
 from math import prod
@@ -101,37 +99,6 @@ def test_a_signal_while_a_save_is_in_flight_and_a_host_without_memory_for_one(wh
     assert "checkpoint.asynchronous=auto: saves block training, because copies take " in said and "not 0" in said
     assert not any("training blocked" in text for text in told)
     assert exact(tmp_path) == exact(whole)
-
-
-def test_a_run_dir_that_is_removed_under_a_save(whole, digits, tmp_path):
-    """Training goes on. What was being written has failed, and nobody says that it is there; later saves are whole, and
-    metrics.jsonl has every line."""
-    run_dir = tmp_path / "run"
-    cfg = run_config(digits, run_dir, *STEPS, "checkpoint.asynchronous=true")
-    told, other = run_ranks(_held, 2, cfg, Removes(run_dir))
-    (failed,) = (text for text in told if text.startswith("no checkpoint of step 3: "))
-    assert failed in other and "run.dir" in failed and "Training continues" in failed
-    saved = [text.split(" in ")[0] for text in told if text.startswith("saved checkpoint at step")]
-    assert saved == ["saved checkpoint at step 6 (save_interval)", "saved checkpoint at step 8 (finished)"]
-    assert [int(folder.name[5:]) for folder in folders.complete(run_dir)] == [6, 8]
-    assert exact(run_dir) == exact(whole)
-
-
-class Removes:
-    """Removes a folder with all that is in it, also what the run writes into it meanwhile (heartbeats, metrics)."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __call__(self):
-        while True:
-            try:
-                return shutil.rmtree(self.folder)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                    raise
-                if not self.folder.exists():
-                    return None
 
 
 class Fills(Held):

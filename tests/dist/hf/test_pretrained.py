@@ -114,16 +114,6 @@ def test_every_layout_begins_with_the_same_weights(llama, digits, tmp_path):
     assert abs(curve(train_on_ranks(other))[0][1] / curves[0][0][1] - 1) < 0.05, "the seed moves the encoder alone"
 
 
-def test_a_run_continues_from_its_own_checkpoint(llama, prose, tmp_path):
-    """Not from the directory again."""
-    constant = "optim.decay=constant"
-    whole = pretrained("gpt_tiny", tmp_path / "whole", prose, llama, constant, "train.iters=4")
-    half = pretrained("gpt_tiny", tmp_path / "half", prose, llama, constant, "train.iters=2")
-    rest = pretrained("gpt_tiny", tmp_path / "half", prose, llama, constant, "train.iters=4")
-    train_on_ranks(half)
-    assert curve(train_on_ranks(rest)) == curve(train_on_ranks(whole))
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -22,11 +22,6 @@ def names(run_dir: Path, non_persistent: bool = False) -> list[int]:
     return [folders.read_record(folder)["step"] for folder in folders.complete(run_dir, non_persistent)]
 
 
-def test_the_two_kinds_have_their_own_folders(tmp_path):
-    assert folders.step_folder(tmp_path, 7) == tmp_path / "checkpoints" / "step_00000007"
-    assert folders.step_folder(tmp_path, 7, True) == tmp_path / "checkpoints" / "non_persistent" / "step_00000007"
-
-
 @pytest.mark.parametrize(
     ("persistent", "non_persistent", "newest"),
     [

@@ -19,7 +19,6 @@ from mimo_train.hf.peft import (
     Adapted,
     Place,
     read_adapter,
-    write_adapter,
     write_adapters,
 )
 from mimo_train.layout.adapters import WHOLE, adapted_linears, linears
@@ -37,6 +36,10 @@ def places() -> dict[str, dict[str, Place]]:
         _, _, layer, part, _ = linear.name.split(".")
         found[linear.name] = {one: Place(f"model.layers.{layer}.{PARTS[part]}.{one}") for one, _ in linear.projections}
     return found
+
+
+def write_adapter(folder: Path, *of, base_model: str = "") -> None:
+    write_adapters(folder, [Adapted(*of)], base_model=base_model, task_type="CAUSAL_LM")
 
 
 def drawn(lora: LoraConfig) -> dict[str, torch.Tensor]:
@@ -114,19 +117,13 @@ def test_a_layer_without_a_place_is_named(tmp_path):
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 8}}, "rank_pattern gives .* and adapters of a module"),
-        ({"rank_pattern": {"(q_proj": 8}}, "cannot be read .*missing \\), unterminated subpattern"),
-        ({"alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 8}}, "alpha_pattern gives .* and adapters of a module"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication is"),
-        ({"lora_bias": True}, "lora_bias is True"),
         ({"init_lora_weights": "pissa"}, "'pissa' changes the weights of the base"),
         ({"a_key_of_tomorrow": 1}, "a_key_of_tomorrow is 1"),
         ({"use_dora": True, "lora_dropout": 0.1}, "lora.dropout: is 0.1, and DoRA"),
         ({"use_dora": True}, "lora_magnitude_vector is missing, with use_dora true"),
         ({"r": 4}, r"shape \(3, 12\), and decoder.layers.0.self_attention.linear_qkv needs \(4, 12\)"),
-        ({"r": "many"}, "cannot be read"),
     ],
 )
 def test_what_adapters_here_cannot_be_is_refused_by_name(changes, words, tmp_path):
@@ -227,10 +224,3 @@ def test_a_model_of_a_hubs_cache_is_named_as_in_the_hub(tmp_path):
     config = json.loads((tmp_path / CONFIG).read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/name-1.5", revision)
     read_adapter(tmp_path, LINEARS, places())
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_an_adapter_on_a_full_disk_is_an_error_of_the_system(tmp_path):
-    (tmp_path / WEIGHTS).symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
-        write_adapters(tmp_path, [adapted()], task_type="CAUSAL_LM")

@@ -76,14 +76,6 @@ def test_the_end_of_a_run_does_not_wait_for_a_file_system_that_hangs(hangs, tmp_
     gate.set()
 
 
-def test_a_copy_is_written_as_the_tensors_themselves_are(tmp_path):
-    for name, in_background in (("background", True), ("here", False)):
-        saved(tmp_path / name, 4, in_background=in_background)
-    one, other = (folders.step_folder(tmp_path / name, 4) for name in ("background", "here"))
-    assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
-    assert all(file.read_bytes() == (other / file.name).read_bytes() for file in one.iterdir())
-
-
 def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place % len(content)] ^= 1

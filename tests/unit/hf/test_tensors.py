@@ -193,24 +193,17 @@ LIES = [
     (7, "holds no tensor as .*, but int"),
     ({"dtype": "F32", "shape": [2]}, "data_offsets null"),
     (entry(data_offsets=["0", "8"]), r'data_offsets \["0", "8"\]'),
-    (entry(data_offsets=[0, 8, 8]), "data_offsets"),
     (entry(data_offsets=[-8, 0]), "data_offsets"),
-    (entry(data_offsets=[0, 2**63]), "data_offsets"),
     (entry(data_offsets=[0, 2**40]), r"has \d+ bytes, and .* ends at \d+"),
     (entry(data_offsets=[4, 8], shape=[1]), r"begins at byte \d+, and what is before it ends at \d+"),
     (entry(data_offsets=[0, 4], shape=[1]), r"has \d+ bytes, and its last tensor ends at"),
     (entry(data_offsets=[8, 0]), "has -8 bytes of"),
-    (entry(dtype=["F32"]), r"with dtype \["),
     (entry(dtype="F33"), 'with dtype "F33", which cannot be read'),
     (entry(dtype="F64"), r"has 8 bytes of .*, and \[2\] of F64 takes 16"),
     (entry(shape=[2**33, 4]), r"has 8 bytes of .*, and \[8589934592, 4\] of F32 takes"),
     (entry(shape=[-2]), r"the shape \[-2\]"),
-    (entry(shape=[-2, -1]), r"the shape"),
     (entry(shape=[1.0, 2]), "the shape"),
-    (entry(shape=[True, 2]), "the shape"),
     (entry(shape=[1] * 99), "the shape list"),
-    (entry(shape=7), "the shape 7"),
-    (entry(shape={"2": 2}), "the shape"),
 ]
 
 
@@ -251,13 +244,9 @@ def test_a_header_is_not_as_long_as_its_file(tmp_path):
     ("places", "said"),
     [
         (7, "has no weight_map"),
-        ([SINGLE], "has no weight_map"),
-        ({}, "has no weight_map"),
         ({"a": 7}, "has a in 7, which is no file next to it"),
         ({"a": f"../../{SINGLE}"}, "which is no file next to it"),
-        ({"a": ".."}, "which is no file next to it"),
         ({"a": "/dev/zero"}, "which is no file next to it"),
-        ({"a": "b\0"}, "which is no file next to it"),
         ({"b": "x.safetensors"}, f"x.safetensors has no b, which {INDEX} has there"),
     ],
 )
