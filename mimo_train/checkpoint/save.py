@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -301,11 +301,14 @@ def _disk_error(error: BaseException, run_dir: Place) -> str:
     return ""
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    # Data errors name their own folder, which may be on another disk.
-    while error is not None and not isinstance(error, DataError):
-        yield error
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """Return an error and its causes, which may lead back to it. Data errors and what is behind them are left out: they
+    name their own folder, which may be on another disk."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes and not isinstance(error, DataError):
+        causes.append(error)
         error = error.__cause__ or error.__context__
+    return causes
 
 
 class Snapshot:

@@ -169,6 +169,12 @@ def _within(kind, cause) -> BaseException:
         return error
 
 
+def _circle() -> BaseException:
+    error, cause = OSError(errno.EIO, "the storage fails"), RuntimeError("a library failed")
+    error.__context__, cause.__context__ = cause, error
+    return error
+
+
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -190,6 +196,7 @@ def test_a_full_disk_is_named(error, tmp_path):
     "error",
     [
         PermissionError(errno.EACCES, "no"),
+        _circle(),
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/of/another/disk"),
         _within(DataError, FULL),  # the index of shards on another disk: it has a name and a remedy of its own
     ],
