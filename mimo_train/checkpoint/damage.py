@@ -99,12 +99,8 @@ def damage_named(folder: Place) -> Iterator[None]:
         raise unreadable(folder, error) from error
 
 
-_FORMATS = {
-    (".metadata", "*.distcp", "common.pt"): "the format of torch.distributed.checkpoint",
-    ("mp_rank_*/*.pt", "iter_*/mp_rank_*/*.pt"): "Megatron-LM's own format",
-    ("*.pt", "*.pth", "*.ckpt"): "the format of torch.save",
-}
-"""Files that only checkpoints of other formats have."""
+_OTHER_FORMATS = (".metadata", "*.distcp", "*.pt", "*.pth", "*.ckpt", "mp_rank_*/*.pt", "iter_*/mp_rank_*/*.pt")
+"""Files that only checkpoints of torch.distributed.checkpoint, Megatron-LM and torch.save have."""
 
 
 def require_own_format(folder: Place, before: str = "") -> None:
@@ -112,11 +108,10 @@ def require_own_format(folder: Place, before: str = "") -> None:
     checkpoints are not damaged, and copying does not help. They do not exist in object storage."""
     if isinstance(folder, Url):
         return
-    for names, program in _FORMATS.items():
-        found = next((path for name in names for path in sorted(folder.glob(name))), None)
-        if found is not None:
-            raise UserError(
-                f"{before}checkpoint {folder} is of {program} ({found.relative_to(folder)}), which is read by "
-                "unpickling, and so not here: go on with the program that wrote it, or export it as a directory of "
-                "transformers there and start from that (modules.NAME.pretrained)"
-            )
+    files = [path for pattern in _OTHER_FORMATS for path in sorted(folder.glob(pattern))]
+    if files:
+        raise UserError(
+            f"{before}checkpoint {folder} has another format ({files[0].relative_to(folder)}), which can only be read "
+            "by unpickling. Export it as a directory of transformers with the program that wrote it, and start from "
+            "that (modules.NAME.pretrained)"
+        )

@@ -120,26 +120,14 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers ^ (numbers >> 31)
 
 
-_LOOKED_AT = 16
-"""Most checkpoints that are checked: `checkpoint.resume=auto` may fall back to any of them."""
-
-
 def loads_every_weight(run: Run) -> bool:
-    """True if this start resumes from a checkpoint with all weights of the model, as rank 0 sees it. Collective. It is
-    False if that is uncertain: a record is unreadable, or there are too many checkpoints."""
-    box = [False]
+    """True if every checkpoint that this start may resume from has all weights of the model, as rank 0 sees it. False
+    if a record is unreadable. Collective."""
+    box, resume = [False], run.cfg.checkpoint.resume
     if dist.get_rank() == 0:
         with suppress(UserError, DataError, OSError):  # `Checkpointer.resume` reports it on every rank
-            box = [_all_are_whole(run)]
+            chosen = None if resume == "auto" else folders.chosen(run.checkpoints, resume)
+            paths = folders.newest_first(run.checkpoints) if resume == "auto" else [chosen] if chosen else []
+            box = [bool(paths) and all(LEFT_OUT not in folders.read_record(path) for path in paths)]
     dist.broadcast_object_list(box)
     return box[0]
-
-
-def _all_are_whole(run: Run) -> bool:
-    resume = run.cfg.checkpoint.resume
-    if resume == "auto":
-        found = folders.newest_first(run.checkpoints)
-    else:
-        chosen = folders.chosen(run.checkpoints, resume)
-        found = [] if chosen is None else [chosen]
-    return 0 < len(found) <= _LOOKED_AT and all(LEFT_OUT not in folders.read_record(folder) for folder in found)

@@ -5,7 +5,7 @@ All keys of `data`, `modules`, `train` and `optim`, including future ones, are c
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from mimo_train.config.parts import LANGUAGE
@@ -130,24 +130,31 @@ def _changes(old: Any, value: Any, now: Any, key: str, free: Set[str]) -> Iterat
     """Yield sentences about a value: `old` from the record, `value` now, and `now` in record form."""
     if dataclasses.is_dataclass(value) and isinstance(old, dict):
         yield from key_changes(old, value, key, free)
-    elif isinstance(value, list) and isinstance(old, list) and _of_sections(value, old):
-        for index, (was, item) in enumerate(zip(old, value, strict=False)):
-            yield from _changes(was, item, now[index], f"{key}[{index}]", free)
-        yield from (f"{key}[{index}] was {old[index]}, and is gone" for index in range(len(value), len(old)))
-        yield from (f"{key}[{index}] is new: {now[index]}" for index in range(len(old), len(value)))
-    elif isinstance(value, dict) and isinstance(old, dict) and _of_sections(value.values(), old.values()):
-        named = {str(name): item for name, item in value.items()}
-        for name in (name for name in named if name in old):
-            yield from _changes(old[name], named[name], now[name], f"{key}.{name}", free)
-        yield from (f"{key}.{name} was {old[name]}, and is gone" for name in old if name not in named)
-        yield from (f"{key}.{name} is new: {now[name]}" for name in named if name not in old)
+    elif isinstance(value, list | dict) and type(old) is type(value) and _has_sections(value, old):
+        before, after, plain_after = (_entries(each) for each in (old, value, now))
+        for name in {**before, **after}:
+            if name not in after:
+                yield f"{key}{name} was {before[name]}, and is gone"
+            elif name not in before:
+                yield f"{key}{name} is new: {plain_after[name]}"
+            else:
+                yield from _changes(before[name], after[name], plain_after[name], f"{key}{name}", free)
     elif old != now:
         yield f"{key} was {old}, is {now}"
 
 
-def _of_sections(values: Collection[Any], old: Collection[Any]) -> bool:
+def _entries(value: list[Any] | dict[Any, Any]) -> dict[str, Any]:
+    """Return the entries of a list or mapping by the ends of their keys."""
+    if isinstance(value, list):
+        return {f"[{index}]": item for index, item in enumerate(value)}
+    return {f".{name}": item for name, item in value.items()}
+
+
+def _has_sections(value: list[Any] | dict[Any, Any], old: list[Any] | dict[Any, Any]) -> bool:
     """True if a list or mapping has sections; if it is empty now, its record decides."""
-    return any(map(dataclasses.is_dataclass, values)) or (not values and any(isinstance(one, dict) for one in old))
+    if not value:
+        return any(isinstance(item, dict) for item in _entries(old).values())
+    return any(map(dataclasses.is_dataclass, _entries(value).values()))
 
 
 def plain(section: Any) -> dict[str, Any]:
