@@ -107,8 +107,8 @@ def every(run_dir: Place, non_persistent: bool = False) -> list[Folder]:
     with failure_named(parent):
         if isinstance(parent, Url):
             names: dict[Url, set[str]] = {}
-            for found in store_of(parent).list(parent):
-                names.setdefault(found.url.parent, set()).add(found.url.name)
+            for item in store_of(parent).list(parent):
+                names.setdefault(item.url.parent, set()).add(item.url.name)
             return [
                 Folder(url, names[url]) for url in sorted(names) if url.parent == parent and STEP.fullmatch(url.name)
             ]
@@ -194,9 +194,9 @@ def chosen(run_dir: Place, resume: str) -> Place | None:
     Raises:
         UserError: the folder has no complete checkpoint, or a later incomplete one; or see `require_none_later`.
     """
-    found = None if resume == "never" else in_folder(place_of(resume), "checkpoint.resume")
-    require_none_later(run_dir, found)
-    return found
+    start = None if resume == "never" else in_folder(place_of(resume), "checkpoint.resume")
+    require_none_later(run_dir, start)
+    return start
 
 
 def require_none_later(run_dir: Place, start: Place | None) -> None:
@@ -211,13 +211,13 @@ def require_none_later(run_dir: Place, start: Place | None) -> None:
     Raises:
         UserError: there are later checkpoints, or an incomplete one.
     """
-    found = _newest_without_gap(run_dir, "checkpoint.resume")
-    if found is None or found == start:
+    latest = _newest_without_gap(run_dir, "checkpoint.resume")
+    if latest is None or latest == start:
         return
     step = read_record(start, "step")["step"] if start is not None else 0
-    if step_in(found) > step:
+    if step_in(latest) > step:
         raise UserError(
-            f"checkpoint.resume: {found} is of a later step than {step}, at which this run begins: "
+            f"checkpoint.resume: {latest} is of a later step than {step}, at which this run begins: "
             f"checkpoint.resume=auto continues from it; to begin there, give another {key_of(run_dir)}, or remove the "
             "later ones"
         )
@@ -234,11 +234,11 @@ def in_folder(folder: Place, key: str) -> Place:
             f"{key}: no complete checkpoint at {folder}: give the URL of a checkpoint itself, since a web server does "
             "not list what is in a run's folder"
         )
-    found = folder if is_complete(folder) else _newest_without_gap(folder, key)
-    if found is None:
+    checkpoint = folder if is_complete(folder) else _newest_without_gap(folder, key)
+    if checkpoint is None:
         require_own_format(folder, f"{key}: ")
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
-    return found
+    return checkpoint
 
 
 def is_complete(folder: Place) -> bool:
@@ -349,10 +349,10 @@ def base_of(folder: Place, given: str = "") -> Place | None:
     weights = given or record["config"]["checkpoint"]["weights"]
     if not weights:
         return None
-    found = in_folder(place_of(weights), "checkpoint.weights")
-    if found.resolve() == folder.resolve():
+    base = in_folder(place_of(weights), "checkpoint.weights")
+    if base.resolve() == folder.resolve():
         raise UserError(
-            f"checkpoint.weights: {found} has trained weights only, and cannot be its own base: give the weights that "
+            f"checkpoint.weights: {base} has trained weights only, and cannot be its own base: give the weights that "
             "its run began with"
         )
-    return found
+    return base

@@ -79,22 +79,22 @@ def folders_at(path: Place) -> list[Place]:
     """
     if folders.is_complete(path):
         return [path]
-    found: list[Place] = []
+    paths: list[Place] = []
     if folders.STEP.fullmatch(path.name):
-        found = [path] if folders.contents(path).names else []
+        paths = [path] if folders.contents(path).names else []
     elif not (isinstance(path, Url) and path.scheme in WEB):
         run_dir = path.parent if path.name == "checkpoints" else path
-        found = [folder.path for kind in (False, True) for folder in folders.every(run_dir, kind)]
-    if not found:
+        paths = [folder.path for kind in (False, True) for folder in folders.every(run_dir, kind)]
+    if not paths:
         what = "there is no" if isinstance(path, Path) and not path.exists() else "no checkpoint in"
         raise UserError(f"PATH: {what} {path}: give the folder of a run, or of a checkpoint")
-    return sorted(found, key=lambda folder: (folder.name, str(folder)))
+    return sorted(paths, key=lambda folder: (folder.name, str(folder)))
 
 
 def look(path: Place) -> list[Found]:
     """Describe the folders of `folders_at` without reading tensors. Folders that vanish meanwhile are skipped."""
-    found = [(folder, _look(folder)) for folder in folders_at(path)]
-    return [one for folder, one in found if isinstance(folder, Url) or folder.is_dir()]
+    described = [(folder, _look(folder)) for folder in folders_at(path)]
+    return [found for folder, found in described if isinstance(folder, Url) or folder.is_dir()]
 
 
 def _look(folder: Place) -> Found:
@@ -185,10 +185,10 @@ def kind_of(folder: Place) -> str:
 
 def _layout(sizes: Any) -> dict[str, str]:
     """Return sizes by module in `RunLayout`'s notation; empty if the record has something else."""
-    found = {}
+    layout = {}
     for name, of in sizes.items() if isinstance(sizes, dict) else ():
-        if not isinstance(of, list) or len(of) != len(folders.LAYOUT) or not all(isinstance(one, int) for one in of):
+        if not isinstance(of, list) or len(of) != len(folders.LAYOUT) or not all(isinstance(size, int) for size in of):
             return {}
         by_axis = dict(zip(folders.LAYOUT, of, strict=True))
-        found[name] = " ".join(f"{axis}{by_axis[axis]}" for axis in AXES if by_axis[axis] > 1) or "one rank"
-    return found
+        layout[name] = " ".join(f"{axis}{by_axis[axis]}" for axis in AXES if by_axis[axis] > 1) or "one rank"
+    return layout

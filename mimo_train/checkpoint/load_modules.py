@@ -113,8 +113,8 @@ def _is_asked_for(name: str, only: Collection[str]) -> bool:
     return not only or any(fnmatchcase(name, PARTS.get(pattern, pattern)) for pattern in only)
 
 
-def _require_matches(load: LoadConfig, key: str, there: Collection[str], folder: Place) -> None:
-    idle = [pattern for pattern in load.only if not any(_is_asked_for(name, [pattern]) for name in there)]
+def _require_matches(load: LoadConfig, key: str, names: Collection[str], folder: Place) -> None:
+    idle = [pattern for pattern in load.only if not any(_is_asked_for(name, [pattern]) for name in names)]
     if idle:
         raise UserError(f"{key}.only: {', '.join(idle)} matches nothing in checkpoint {folder}: remove or correct it")
 

@@ -141,9 +141,8 @@ def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     rope = both.get("rope_parameters")
     if isinstance(rope, dict):
         both |= _rope_of_version_4(rope)
-    for new, old in (("num_local_experts", "num_experts"),):
-        if new in both and both.get("model_type") == "qwen3_moe":
-            both.setdefault(old, both[new])
+    if both.get("model_type") == "qwen3_moe" and "num_local_experts" in both:
+        both.setdefault("num_experts", both["num_local_experts"])
     return both
 
 

@@ -20,7 +20,7 @@ from encoders.native.whisper.positions import sinusoids
 from encoders.pretrained import Published
 from encoders.projectors.weights import connector
 from encoders.registry import FAMILIES
-from encoders.weight_map import WeightMap
+from encoders.weight_map import WeightMap, spelt
 from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
@@ -144,12 +144,12 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     source = parts[0].folder
     folder = TensorFolder(source, parts[0].key)
     readers = [Reader(folder, part.weights, part.key) for part in parts]
-    spelt = {name for part in parts for name in _names(part.written)}
+    written = {spelt(name, part.written.prefixes[0]) for part in parts for name in part.written.row_counts()}
     made = {name for reader in readers for name in reader.read_names}
     carried = {}
     for name in folder.tensors:
         new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
-        if name not in made and new not in spelt and not any(name in reader.copies for reader in readers):
+        if name not in made and new not in written and not any(name in reader.copies for reader in readers):
             carried[name] = new
     directory = read_directory(str(source), parts[0].key)
     config = dict(directory.config)
@@ -166,7 +166,8 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
             )
         config = config | special_ids(tokenizer)
         write_files = partial(_write_with_tokenizer, source, cfg, tokenizer)
-    loaded = {part.begins: loaded_spelling(part.weights) for part in parts}
+    # transformers 5's spelling of names in memory is the last one of a map.
+    loaded = {part.begins: part.weights.prefixes[-1] for part in parts}
     if composite.encoder_loaded is not None:
         loaded |= dict.fromkeys((ENCODER, PROJECTOR) if composite.projector else (ENCODER,), composite.encoder_loaded)
     return Document(
@@ -234,11 +235,6 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return generation_config.json for a model made here; it stops where `mimo-train generate` does."""
     stops = sorted(tokenizer.template.stop_ids)
     return special_ids(tokenizer) | {"eos_token_id": stops[0] if len(stops) == 1 else stops, "do_sample": False}
-
-
-def loaded_spelling(weights: WeightMap) -> Any:
-    """Return transformers 5's spelling of names in memory: the last one of a map."""
-    return weights.prefixes[-1]
 
 
 def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
@@ -313,9 +309,3 @@ def _own(place: str, what: str, module: str, begins: str, spec: Any, why: str = 
         whole=[Whole(module, begins)],
         is_plain=True,
     )
-
-
-def _names(weights: WeightMap) -> Mapping[str, None]:
-    from encoders.weight_map import spelt
-
-    return {spelt(name, weights.prefixes[0]): None for name in weights.row_counts()}

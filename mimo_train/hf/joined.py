@@ -138,13 +138,10 @@ def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str
     there = reader.spelling
     assert isinstance(there, str), there
     rest = [one for one in folder.tensors if one.startswith(there) and one not in reader.read_names]
-    rest = [one for one in rest if not one.endswith("position_ids") and (there or not _of_others(one))]
+    # These belong to CLIP or SigLIP but not to the tower.
+    others = () if there else ("text_", "visual_projection", "logit_")
+    rest = [one for one in rest if not one.endswith("position_ids") and not one.startswith(others)]
     return config, weights, [carried_tensor(folder, one, before + one.removeprefix(there)) for one in rest]
-
-
-def _of_others(tensor: str) -> bool:
-    """True if a tensor belongs to CLIP or SigLIP but not to the tower."""
-    return tensor.startswith(("text_", "visual_projection", "logit_"))
 
 
 def _language(

@@ -121,7 +121,11 @@ def write_tensors(folder: Path, planned: Iterable[Planned], values: Iterable[tor
         if files[-1] and sum(other.size for other in files[-1]) + tensor.size > largest_file:
             files.append([])
         files[-1].append(tensor)
-    names = [SINGLE] if len(files) == 1 else [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in _counted(files)]
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    )
     values = iter(values)
     for name, tensors in zip(names, files, strict=True):
         with (folder / name).open("wb") as file:
@@ -136,10 +140,6 @@ def write_tensors(folder: Path, planned: Iterable[Planned], values: Iterable[tor
         total = sum(tensor.size for tensors in files for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _counted(files: list) -> range:
-    return range(1, len(files) + 1)
 
 
 def _header(tensors: list[Planned]) -> bytes:

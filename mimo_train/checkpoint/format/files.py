@@ -62,13 +62,13 @@ def marked_file(folder: Place, name: str) -> bytes:
     """
     marker = patiently(partial(read_file, folder / COMPLETE, at_most=MOST_MARKER), folder / COMPLETE)
     try:
-        size, said = json.loads(marker)[name]
+        size, expected = json.loads(marker)[name]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise Damage(f"{COMPLETE} does not name {name}") from error
     if not isinstance(size, int):
         raise Damage(f"{COMPLETE} has no size for {name}")
     content = patiently(partial(read_file, folder / name, at_most=size), folder / name)
-    if len(content) != size or digest(content) != said:
+    if len(content) != size or digest(content) != expected:
         raise Damage(f"{name} is not what {COMPLETE} says: it has {len(content)} bytes")
     return content
 
@@ -114,11 +114,11 @@ def read_files(paths: Sequence[Place]) -> Iterator[bytes]:
 
 def _read_object(url: Url, at_most: int | None) -> bytes:
     try:
-        found = store_of(url).look(url)
+        meta = store_of(url).look(url)
     except FileNotFoundError:
         raise Damage(f"{url.name} is missing") from None
-    _require_at_most(url, found.size, at_most)
-    return bytes(read_range(url, 0, found.size, found.tag))
+    _require_at_most(url, meta.size, at_most)
+    return bytes(read_range(url, 0, meta.size, meta.tag))
 
 
 def _require_at_most(path: Place, size: int, at_most: int | None) -> None:
@@ -128,7 +128,7 @@ def _require_at_most(path: Place, size: int, at_most: int | None) -> None:
 
 def objects_in(folder: Url) -> dict[str, ObjectMeta]:
     """Return the objects in a folder, by name. Raises OSError if they cannot be listed."""
-    return {found.url.name: found for found in store_of(folder).list(folder, deep=False)}
+    return {item.url.name: item for item in store_of(folder).list(folder, deep=False)}
 
 
 def require_size(path: Place, size: int, objects: Mapping[str, ObjectMeta] | None = None) -> None:
@@ -160,13 +160,13 @@ def open_file(path: Path) -> int:
         OSError: it cannot be opened.
     """
     try:
-        found = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise Damage(f"{path.name} is missing") from None
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
         raise Damage(f"{path.name} is no file")
-    return found
+    return file
 
 
 FLUSHED = 2**28

@@ -115,9 +115,9 @@ class Index:
         """
         for key, pieces in self.pieces.items():
             _require_apart(key, [piece.span for piece in pieces])
-            there, all_of_it = sum(piece.span.numel for piece in pieces), prod(self.shape(key))
-            if there != all_of_it:
-                raise Damage(f"{' '.join(key)} has {there} of its {all_of_it} elements")
+            count, expected = sum(piece.span.numel for piece in pieces), prod(self.shape(key))
+            if count != expected:
+                raise Damage(f"{' '.join(key)} has {count} of its {expected} elements")
 
     def dump(self) -> bytes:
         """Return the index as JSON."""
@@ -149,16 +149,16 @@ class Index:
             Damage: it is not an index, or has impossible content.
         """
         try:
-            found = json.loads(text)
-            version = found["version"]
+            content = json.loads(text)
+            version = content["version"]
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise Damage("is no index") from error
-        if version != VERSION or found.get("block") != BLOCK:
+        if version != VERSION or content.get("block") != BLOCK:
             raise Damage(f"is of version {version!r}, this program reads {VERSION}")
         index = cls()
         try:
-            index.files = [_file(*entry) for entry in found["files"]]
-            for key, dtype, piece in _pieces(found["tensors"]):
+            index.files = [_file(*entry) for entry in content["files"]]
+            for key, dtype, piece in _pieces(content["tensors"]):
                 index._require_inside(key, dtype, piece)
                 index.add(key, dtype, piece)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -187,7 +187,7 @@ def _file(name: Any, size: Any, header: Any, hashes: Any) -> File:
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise Damage(f"names a file {name!r}")
     blocks = -(-(_number(size) - _number(header)) // BLOCK)
-    if len(hashes) != 1 + blocks or not all(isinstance(one, str) and len(one) == 32 for one in hashes):
+    if len(hashes) != 1 + blocks or not all(isinstance(value, str) and len(value) == 32 for value in hashes):
         raise Damage(f"has {len(hashes)} hashes of {name}, not {1 + blocks}")
     return File(name, size, header, tuple(hashes))
 

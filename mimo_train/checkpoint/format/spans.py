@@ -98,10 +98,10 @@ def copy_common(wanted: Span, into: "torch.Tensor", stored: Span, values: "torch
         into[first - wanted.start : last - wanted.start] = values[first - stored.start : last - stored.start]
         return last - first
     copied = 0
-    for mine, there, low, high in _common_blocks(wanted, stored):
+    for mine, theirs, low, high in _common_blocks(wanted, stored):
         target = into[mine.at - wanted.start :][: prod(mine.size)].view(mine.size)
-        source = values[there.at - stored.start :][: prod(there.size)].view(there.size)
-        target[mine.slices(low, high)] = source[there.slices(low, high)]
+        source = values[theirs.at - stored.start :][: prod(theirs.size)].view(theirs.size)
+        target[mine.slices(low, high)] = source[theirs.slices(low, high)]
         copied += prod(b - a for a, b in zip(low, high, strict=True))
     return copied
 

@@ -166,7 +166,7 @@ def _are_finite(values: torch.Tensor) -> bool:
 
 
 def _not_finite(parts: Sequence[Part]) -> NotFinite:
-    found = dict.fromkeys(
+    names = dict.fromkeys(
         f"{part.key.module} {part.key.name}" for part in parts if part.must_be_finite and not _are_finite(part.values)
     )
-    return NotFinite(listed(list(found)))
+    return NotFinite(listed(list(names)))

@@ -207,13 +207,13 @@ def left_behind(cfg: ConfigContainer) -> list[Fault]:
     """Return the fault of a run that would start anew in `checkpoint.dir` while `run.dir` has checkpoints."""
     if not cfg.checkpoint.dir or cfg.checkpoint.resume != "auto":
         return []
-    found = folders.newest(Path(cfg.run.dir))
-    if found is None:
+    newest = folders.newest(Path(cfg.run.dir))
+    if newest is None:
         return []
     return [
         Fault(
             "checkpoint.dir",
-            f"{cfg.checkpoint.dir} has no checkpoint, and run.dir has {found}: continue from there with "
+            f"{cfg.checkpoint.dir} has no checkpoint, and run.dir has {newest}: continue from there with "
             f"checkpoint.resume={cfg.run.dir}, or begin a new run in another run.dir",
         )
     ]

@@ -128,7 +128,8 @@ def test_a_save_that_fails_does_not_end_the_run_until_too_many_do(digits, tmp_pa
     saving = ("train.iters=10", "checkpoint.save_interval=2")
     cfg = run_config(digits, tmp_path, *saving, "checkpoint.asynchronous=true")
     told, other = run_ranks(_failing, 2, cfg, {2: errno.ENOSPC, 4: errno.EROFS})
-    assert [text.split(" in ")[0] for text in told] == [text.split(" in ")[0] for text in other]
+    saves = [[text.split(" in ")[0] for text in texts if not text.startswith("step ")] for texts in (told, other)]
+    assert saves[0] == saves[1]
     saved = ["2", "6", "10"]
     assert [save["step"] for save in events(tmp_path, "checkpoint")] == saved
     assert [str(int(folder.name[5:])) for folder in folders.complete(tmp_path)] == saved

@@ -1,13 +1,17 @@
 """Ranges of boxes: what two have in common is what counting every element gives."""
 
+import math
 from itertools import product
 from math import prod
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimo_train.checkpoint.format.spans import Span, common_range, copy_common
+from mimo_train.checkpoint.frozen_base import _places
 
 
 @st.composite
@@ -53,3 +57,16 @@ def test_the_common_range_is_the_shortest_with_all_of_it(pair):
     both = set(elements(wanted))
     places = [stored.start + at for at, number in enumerate(elements(stored)) if number in both]
     assert common_range(wanted, stored) == ((min(places), max(places) + 1) if places else None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "size"), [((7, 5, 3), (2, 0, 1), (4, 5, 2)), ((9,), (3,), (4,)), ((2, 3), (1, 0), (1, 3))]
+)
+def test_elements_of_a_box_have_the_places_that_numpy_says(shape, offset, size):
+    count = math.prod(size)
+    coordinates = [first + at for first, at in zip(offset, np.indices(size).reshape(len(size), -1), strict=True)]
+    expected = np.ravel_multi_index(coordinates, shape)
+    span = Span(shape, offset, size, 0, count)
+    for first in range(0, count, 3):  # piece by piece
+        values = torch.zeros(min(3, count - first))
+        assert _places(span, first, values).tolist() == expected[first : first + 3].tolist()
