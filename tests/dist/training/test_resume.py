@@ -1,7 +1,6 @@
 """A killed run, started again with the same command, gives the curve of one that was never interrupted."""
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,13 +107,11 @@ def test_what_is_otherwise_than_before_is_said(digits, tmp_path):
     unread = "checkpoint.weights=runs/gone"
     others = ("train.iters=5", "data.sequence_length=40", "modules.language.llm.dropout=0.25", "data.workers=1")
     other = run_config(digits, tmp_path, "layout=two_processes", unread, *others)
-    later = replace(other, train=replace(other.train, iters=6))
-    starts = ((1, short, "first"), (1, short, "again"), (2, other, "other"), (2, later, "later"))
+    starts = ((1, short, "first"), (1, short, "again"), (2, other, "other"))
     for ranks, cfg, name in starts:
         run_ranks(train_and_note_messages, ranks, cfg, tmp_path / name)
     assert "results will differ" not in (tmp_path / "first").read_text() + (tmp_path / "again").read_text()
-    for name in ("other", "later"):  # the first of them has saved, with this key in its config
-        assert f"warning: {unread}: not read, since this run continues" in (tmp_path / name).read_text()
+    assert f"warning: {unread}: not read, since this run continues" in (tmp_path / "other").read_text()
     length = short.data.sequence_length
     said = f"data.sequence_length was {length}, is 40; train.iters was 4, is 5; modules.language.llm.dropout was 0.0"
     warning = f"warning: results will differ from the original run from this step on: {said}, is 0.25\n"
