@@ -191,14 +191,13 @@ def _read_part(source: Source, spools: Path, number: int, progress: Callable[[in
                     part.faults.append(str(error)[:_LONGEST_REASON])
                     unknown += isinstance(error, UnknownRecord)
                     continue
-                if sample is not None:
-                    raw = pickle.dumps(sample.members)
-                    spool.write(raw)
-                    size = sum(tar_bytes(size_of(content)) for _, content in sample.members)
-                    samples.extend((offset, len(raw), size))
-                    offset += len(raw)
-                    part.notes.update(sample.notes)
-                    part.media.update(sample.kinds)
+                raw = pickle.dumps(sample.members)
+                spool.write(raw)
+                size = sum(tar_bytes(size_of(content)) for _, content in sample.members)
+                samples.extend((offset, len(raw), size))
+                offset += len(raw)
+                part.notes.update(sample.notes)
+                part.media.update(sample.kinds)
         except ShardError as error:
             part.faults.append(f"{error} Of this tar nothing was taken.")
     return part._replace(samples=np.array(samples, dtype=np.int64).reshape(-1, 3), unknown=unknown)

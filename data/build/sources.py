@@ -43,8 +43,8 @@ _DOUBLED = re.compile(r'".*"".*"', re.DOTALL)
 _STATS = "_stats.json"  # written by img2dataset next to each shard
 _FILE_NAME = re.compile(r"([^.]+)[.](.+)")
 
-Row = Callable[[], Sample | None]
-"""Makes the sample of a row; None if the row is no sample. Raises RecordError and NothingToLearn."""
+Row = Callable[[], Sample]
+"""Makes the sample of a row. Raises RecordError and NothingToLearn."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,6 @@ class Source:
 
     def _tar_rows(self, tar: Path) -> Iterator[Row]:
         index = build_index(tar)
-        yield partial(_require_stats, tar, len(index))
         for row in range(len(index)):
             members = [
                 MediaItem(
@@ -283,18 +282,3 @@ def _parsed(raw: bytes, is_json: bool, where: str) -> Any:
         return json.loads(text) if is_json else {"caption": text_of_file(text)}
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{where}: its record is not {'JSON' if is_json else 'UTF-8'} ({error})") from error
-
-
-def _require_stats(tar: Path, samples: int) -> None:
-    """Raise RecordError if img2dataset counts other samples; video2dataset counts failed downloads too."""
-    try:
-        stats = json.loads(tar.with_name(tar.stem + _STATS).read_bytes())
-    except FileNotFoundError:
-        return
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{tar.stem + _STATS} is not JSON ({error})") from error
-    successes = stats.get("successes") if isinstance(stats, dict) else None
-    if isinstance(successes, int) and samples not in (successes, stats.get("count")):
-        raise RecordError(
-            f"{tar.name} has {plural(samples, 'sample')}, and {tar.stem + _STATS} counts {successes}: some are missing"
-        )

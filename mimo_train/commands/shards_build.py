@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.text_format import plural
 from mimo_train.commands.arguments import about_files, positive, whole
 from mimo_train.config.errors import UserError
-
-if TYPE_CHECKING:
-    from mimo_train.logging.console import CountBar
 
 
 def add(commands: Any) -> None:
@@ -66,6 +63,7 @@ def _build(args: argparse.Namespace) -> int:
     from data.build.build import LEFT_OUT, Settings, build_shards
     from data.build.find import find_source
     from data.build.samples import Columns
+    from mimo_train.logging.console import CountBar
 
     names: dict[str, str] = {}
     for given in args.columns:
@@ -85,11 +83,20 @@ def _build(args: argparse.Namespace) -> int:
         skip_bad=args.skip_bad,
         max_bad=0.1 if args.max_bad is None else args.max_bad,
     )
-    bars, to = _Bars(), Path(args.to)
+    bars, to = dict[str, CountBar](), Path(args.to)
+
+    def progress(step: str, more: int, total: int | None) -> None:
+        if step not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[step] = CountBar(step, total)
+        bars[step].add(more)
+
     try:
-        built = build_shards(source, to, settings, workers=args.workers, progress=bars)
+        built = build_shards(source, to, settings, workers=args.workers, progress=progress)
     finally:
-        bars.close()
+        for bar in bars.values():
+            bar.close()
     for note in built.notes:
         print(f"note: {note}", file=sys.stderr)
     if built.left_out:
@@ -99,25 +106,3 @@ def _build(args: argparse.Namespace) -> int:
     numbers = {"image": "image", "video": "video", "audio": "audio clip"}
     print(f"{to}: {', '.join(plural(built.media[kind], name) for kind, name in numbers.items())}")
     return 0
-
-
-class _Bars:
-    """A progress bar for each step of a build, one after the other."""
-
-    def __init__(self) -> None:
-        self._what = ""
-        self._bar: CountBar | None = None
-
-    def __call__(self, what: str, more: int, total: int | None) -> None:
-        from mimo_train.logging.console import CountBar
-
-        if what != self._what:
-            self.close()
-            self._what, self._bar = what, CountBar(what, total)
-        assert self._bar is not None
-        self._bar.add(more)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None

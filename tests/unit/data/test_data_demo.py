@@ -254,10 +254,3 @@ def test_the_command_line_imports_no_heavy_package():
     code = f"import sys, mimo_train.commands.shards; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-def test_indexing_needs_no_torch():
-    modules = "data.index.catalogue, data.order.order, data.text.tokens, data.records.records"
-    code = f"import sys, {modules}; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"

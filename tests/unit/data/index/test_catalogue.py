@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import threading
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ import pytest
 from data.errors import DataError, ShardError
 from data.index.catalogue import open_catalogue, open_index
 from data.index.find_shards import find_shards
-from data.index.index_file import FolderFile, Part, catalogue_path, load_file, write_file
+from data.index.index_file import FolderFile, catalogue_path, load_file, write_file
 from data.index.indexing import build_index
-from data.index.shard_index import MEMBER, SAMPLE, pack_keys
-from data.storage.files import ShardVersion
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image
 
@@ -173,25 +170,6 @@ def test_a_user_without_a_home_folder_is_told_the_key(folder, monkeypatch):
     for cache_dir in (None, "~/index"):
         with pytest.raises(DataError, match=r"data\.cache_dir: .* no home folder"):
             open_catalogue(find_shards(folder), cache_dir)
-
-
-def test_ten_thousand_shards_take_little_memory_of_their_own(tmp_path):
-    codes = (("json", "jpg"), ("other", "image"), ())
-    samples, members = np.zeros(101, dtype=SAMPLE), np.zeros(200, dtype=MEMBER)
-    samples["first_member"] = 2 * np.arange(101)
-    keys = pack_keys([f"{n:09d}" for n in range(100)])
-    body = samples.tobytes() + members.tobytes() + keys
-    body += bytes(-len(body) % 64)
-    version = ShardVersion(10**7, 1, 2, "0" * 32)
-    rows = (100, 200, len(keys))
-    write_file(tmp_path / "c", [Part(f"shard-{n:06d}.tar", version, body, rows, codes) for n in range(10_000)], "index")
-    tracemalloc.start()
-    try:
-        found = load_file(tmp_path / "c", "index")
-        assert tracemalloc.get_traced_memory()[1] < 12e6
-    finally:
-        tracemalloc.stop()
-    assert len(found.row_of) == 10_000 and found.is_intact(9_999) and found.version(5) == version
 
 
 def test_a_shard_of_large_numbers_is_told_as_it_is(tmp_path):
