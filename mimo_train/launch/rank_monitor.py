@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from mimo_train.config.errors import PeersError
 from mimo_train.flight.file_format import CALLER, ERROR
@@ -39,37 +39,17 @@ def watched(run: Run) -> Iterator[None]:
         RECORDER.close()
 
 
-class Driven:
-    """Recorder and watchdog of a run that the user's program steps. It may pause between `calls`."""
-
-    def __init__(self) -> None:
-        self._ends = ExitStack()
-
-    @contextmanager
-    def starts(self, run: Run) -> Iterator[None]:
-        """Set up the run in the block, and keep it `watched` until `close` or an error in the block."""
-        with ExitStack() as ends:
-            ends.enter_context(watched(run))
-            yield
-            RECORDER.to(CALLER)
-            self._ends = ends.pop_all()
-
-    @staticmethod
-    @contextmanager
-    def calls() -> Iterator[None]:
-        """Record that the run works in the block, and note an error that leaves it."""
-        RECORDER.to("loop")
-        try:
-            yield
-        except BaseException as error:
-            note_error(error)
-            raise
-        finally:
-            RECORDER.to(CALLER)
-
-    def close(self) -> None:
-        """End the recording."""
-        self._ends.close()
+@contextmanager
+def working() -> Iterator[None]:
+    """Record that a run which the user's program steps works in the block; it may pause between blocks."""
+    RECORDER.to("loop")
+    try:
+        yield
+    except BaseException as error:
+        note_error(error)
+        raise
+    finally:
+        RECORDER.to(CALLER)
 
 
 def note_error(error: BaseException) -> None:

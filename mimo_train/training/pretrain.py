@@ -6,7 +6,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -20,10 +20,11 @@ from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_run import RunConfig
 from mimo_train.config.user_code import FORWARD_STEP
+from mimo_train.flight.file_format import CALLER
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import is_idle, numbered, require_none_idle, say_idle, started_run
-from mimo_train.launch.rank_monitor import Driven, note_error, watched
+from mimo_train.launch.rank_monitor import note_error, watched, working
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.layout.run import Run, require_config
 from mimo_train.logging.rank_log import show
@@ -173,9 +174,11 @@ class SteppedRun:
         if forward_step_func is not None:
             require_one_forward_step(config)
         require_none_idle(run)
-        self._watch = Driven()
-        with self._watch.starts(run):
+        with ExitStack() as stack:
+            stack.enter_context(watched(run))
             self.session = setup(run, votes, start_time=time.time(), pre_wrap_hook=pre_wrap_hook)
+            RECORDER.to(CALLER)
+            self._watch = stack.pop_all()
         self.step_func = prepare_forward_step_func(
             forward_step_func or default_forward_step(config), self.session.state
         )
@@ -188,7 +191,7 @@ class SteppedRun:
     def step(self) -> StepResult:
         """Make the next step."""
         session, progress = self.session, self.session.state.train_state
-        with Driven.calls():
+        with working():
             RECORDER.begin_step(progress.step + 1)
             session.freeze_stages.apply(progress.step)
             with session.parts.stopwatch("step"):

@@ -13,10 +13,11 @@ from mimo_train.bridge.training.state import SessionState
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.flight.file_format import CALLER
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import require_none_idle, started_run
-from mimo_train.launch.rank_monitor import Driven
+from mimo_train.launch.rank_monitor import watched
 from mimo_train.layout.run import Run
 from mimo_train.models.heads import ModelHook
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -83,10 +84,9 @@ def setup(
     with ExitStack() as stack:
         signals = stack.enter_context(ExitSignal()) if exit_signal is None else exit_signal.listen()
         votes = ExitVotes(signals, run.cfg.train.exit_duration_minutes, start_time, ends_waits=True)
-        watch = Driven()
-        with watch.starts(run):
-            session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
-        stack.callback(watch.close)
+        stack.enter_context(watched(run))
+        session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
+        RECORDER.to(CALLER)
         resources = stack.pop_all()
     return SetupOutput(
         state=SessionState.of(session, listeners),

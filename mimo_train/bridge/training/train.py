@@ -19,7 +19,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.debug.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.launch.rank_monitor import Driven
+from mimo_train.launch.rank_monitor import working
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.layout.run import resolve
 from mimo_train.logging import progress
@@ -73,7 +73,7 @@ def train(
     hooks = None
     if process_non_loss_data_func is not None or non_loss_data_func is not None:
         hooks = EvaluationHooks(process_non_loss_data_func, non_loss_data_func)
-    with Driven.calls():
+    with working():
         return loop.train(session, forward_step_func, global_state.callbacks, hooks)
 
 
@@ -111,7 +111,7 @@ def train_step(
     progress, began = global_state.train_state, time.perf_counter()
     if skipped := global_state.cfg.train.skip_iters:
         raise UserError(f"train.skip_iters: is {skipped}, and train_step skips no step. Call train() or remove the key")
-    with Driven.calls():
+    with working():
         _end_if_stopped(global_state)
         RECORDER.begin_step(progress.step + 1)
         session.freeze_stages.apply(progress.step)
