@@ -20,9 +20,9 @@ MOST = 16
 
 def export(run: Path, to: Path) -> None:
     """As the command does."""
-    from mimo_train.commands.export import main
+    from mimo_train.cli import main
 
-    assert main(str(run), to, dtype="", file_gigabytes=5, merge=True) == 0
+    assert main(["export", str(run), "--to", str(to), "--merge"]) == 0
 
 
 def main() -> None:

@@ -73,9 +73,9 @@ def train(config: str, overrides: list[str]) -> None:
 
 def export(run: Path, to: Path) -> None:
     """As the command does."""
-    from mimo_train.commands.export import main
+    from mimo_train.cli import main
 
-    assert main(str(run), to, dtype="", file_gigabytes=5, merge=False) == 0
+    assert main(["export", str(run), "--to", str(to)]) == 0
 
 
 def image() -> Any:

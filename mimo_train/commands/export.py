@@ -41,41 +41,15 @@ def add(commands: Any) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    options = {"dtype": args.dtype or "", "file_gigabytes": args.file_gigabytes, "merge": args.merge}
-    options["base_model"] = args.base_model
-    return main(args.checkpoint, args.to, **options, trust_code=args.trust_code)
-
-
-def main(
-    checkpoint: str,
-    to: Path,
-    *,
-    dtype: str,
-    file_gigabytes: float,
-    merge: bool,
-    base_model: str = "",
-    trust_code: bool = False,
-) -> int:
-    """Write the model of a checkpoint to `to`. Returns the exit code.
-
-    Args:
-        file_gigabytes: above which a new file begins; a tensor is never divided.
-        base_model: what adapters name as their model, see `mimo_train.evaluation.export`.
-        trust_code: import encoders that the checkpoint's config names by their paths.
-
-    Raises:
-        UserError: no complete checkpoint or a damaged one, it names code that is not trusted, `to` is not empty, the
-            directory of a module has gone, or PEFT has no place for an adapter.
-    """
     from data.storage.url import place_of
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.resume.same_run import recorded_config
     from mimo_train.hf.directory import new_directory
     from mimo_train.logging.rank_log import adopt_torch, divert_command
 
-    folder = folders.in_folder(place_of(checkpoint), "CHECKPOINT")
-    cfg = recorded_config(folder, trust_code=trust_code)
-    with new_directory(to):
+    folder = folders.in_folder(place_of(args.checkpoint), "CHECKPOINT")
+    cfg = recorded_config(folder, trust_code=args.trust_code)
+    with new_directory(args.to):
         run_dir = folders.run_of(folder)
         divert_command("export", run_dir if isinstance(run_dir, Path) else None)
         import torch.distributed as dist
@@ -83,9 +57,14 @@ def main(
         adopt_torch()
         from mimo_train.evaluation.export import export
 
-        largest_file = int(file_gigabytes * 10**9)
         written, why = export(
-            folder, cfg, to, dtype=dtype, largest_file=largest_file, merge=merge, base_model=base_model
+            folder,
+            cfg,
+            args.to,
+            dtype=args.dtype or "",
+            largest_file=int(args.file_gigabytes * 10**9),
+            merge=args.merge,
+            base_model=args.base_model,
         )
     if why:
         print(f"each part by itself, for no model of transformers has them all: {why}")

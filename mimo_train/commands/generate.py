@@ -100,54 +100,22 @@ def add(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    """Print the answer to a prompt while it is decoded, then those to the messages of a chat."""
     if args.prompt is None and not args.chat:
         args.usage_error("one of --prompt TEXT and --chat is required")
-    temperature = args.temperature
-    if temperature is None:
-        temperature = 1.0 if args.top_k or args.top_p < 1 else 0.0
-    return main(
-        args.checkpoint,
-        prompt=args.prompt,
-        media=[(kind, Path(file)) for kind in KINDS for file in getattr(args, kind)],
-        chat=args.chat,
-        system=args.system,
-        prompt_format=args.prompt_format,
-        sampling=Sampling(temperature, args.top_k, args.top_p, args.seed),
-        max_new_tokens=args.max_new_tokens,
-        trust_code=args.trust_code,
-    )
-
-
-def main(
-    checkpoint: str,
-    *,
-    prompt: str | None,
-    media: list[tuple[str, Path]],
-    chat: bool,
-    system: str,
-    prompt_format: str,
-    sampling: Sampling,
-    max_new_tokens: int,
-    trust_code: bool = False,
-) -> int:
-    """Print the answer to `prompt` while it is decoded, then those to the messages of a chat. Returns the exit code.
-
-    Args:
-        media: (kind, file) of images, videos and clips, in their order.
-        prompt_format: auto, chat or text.
-        trust_code: import encoders that the checkpoint's config names by their paths.
-
-    Raises:
-        UserError: no complete checkpoint or a damaged one, an image or clip that cannot be read or that no module
-            takes, options that exclude each other, or a prompt that does not fit into `data.sequence_length`.
-    """
     from data.storage.url import place_of
     from mimo_train.evaluation.generation.source import open_source
     from mimo_train.logging.rank_log import adopt_torch, divert_command
 
-    source = open_source(place_of(checkpoint), trust_code=trust_code)
-    asking = _parts_of_conversation(media, chat, system)
-    if prompt_format == "text" and asking:
+    temperature, prompt, chat = args.temperature, args.prompt, args.chat
+    if temperature is None:
+        temperature = 1.0 if args.top_k or args.top_p < 1 else 0.0
+    sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
+    media = [(kind, Path(file)) for kind in KINDS for file in getattr(args, kind)]
+    source = open_source(place_of(args.checkpoint), trust_code=args.trust_code)
+    options = {"--chat": chat, "--system": args.system, "media": media}
+    asking = [name for name, is_given in options.items() if is_given]  # what only a conversation has
+    if args.prompt_format == "text" and asking:
         raise UserError(f"--prompt-format: text continues a prompt without turns, leave out {' and '.join(asking)}")
     for kind, file in media:
         if not file.is_file():  # before a model is loaded
@@ -164,14 +132,14 @@ def main(
     try:
         source.load(parts.pipeline, parts.tokenizer)
         prompts = Prompts(source.cfg, parts.tokenizer)
-        answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(sampling), max_new_tokens)
+        answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(sampling), args.max_new_tokens)
         has_template = not parts.tokenizer.template.is_own
-        is_auto_chat = prompt_format == "auto" and bool(asking or source.cfg.encoders or has_template)
-        if prompt_format != "chat" and not is_auto_chat:
+        is_auto_chat = args.prompt_format == "auto" and bool(asking or source.cfg.encoders or has_template)
+        if args.prompt_format != "chat" and not is_auto_chat:
             assert prompt is not None, "--chat asks for a conversation"
             _finish(answers(prompts.of_text(prompt), _write))
             return 0
-        talk = Chat(prompts, answers, system)
+        talk = Chat(prompts, answers, args.system)
         talk.attached = [prompts.medium(kind, file) for kind, file in media]
         if prompt is not None:
             _finish(talk.say(prompt, _write))
@@ -180,11 +148,6 @@ def main(
     finally:
         dist.destroy_process_group()
     return 0
-
-
-def _parts_of_conversation(media: list[tuple[str, Path]], chat: bool, system: str) -> list[str]:
-    """What is given that only a conversation has."""
-    return [name for name, is_given in (("--chat", chat), ("--system", system), ("media", media)) if is_given]
 
 
 def _build(source: "Source") -> "Parts":

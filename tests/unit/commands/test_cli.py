@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from mimo_train.cli import main
-from mimo_train.commands import export, generate, train
+from mimo_train.commands import train
 from mimo_train.config import compose
-from mimo_train.evaluation.generation.options import Sampling
 from tests.unit.preflight.check.shards import on, shard, sound
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
@@ -33,10 +32,10 @@ def alone(monkeypatch, tmp_path):
 def trainer(monkeypatch):
     """Replaces `main` of a command; `body` is what it does."""
 
-    def install(body: str, command=train, arguments: str = "run") -> list:
+    def install(body: str) -> list:
         names = {"calls": []}
-        exec(f"def main({arguments}):\n    {body}\n", names)
-        monkeypatch.setattr(command, "main", names["main"])
+        exec(f"def main(run):\n    {body}\n", names)
+        monkeypatch.setattr(train, "main", names["main"])
         return names["calls"]
 
     return install
@@ -234,21 +233,6 @@ def test_an_interrupt_exits_130(trainer):
     assert main(["train", "gpt_tiny"]) == 130
 
 
-def test_generate_hands_its_arguments_on(trainer):
-    names = "prompt, media, chat, system, prompt_format, sampling, max_new_tokens, trust_code"
-    calls = trainer(f"calls.append((checkpoint, {names}))", generate, f"checkpoint, *, {names}")
-    options = ["--image", "a.png", "--audio", "c.wav", "--image", "b.png", "--top-k", "3", "--seed", "0"]
-    assert main(["generate", "runs/x", "--prompt", "What?", *options]) == 0
-    assert main(["generate", "runs/x", "--chat", "--system", "Be brief.", "--max-new-tokens", "5"]) == 0
-    assert main(["generate", "runs/x", "--prompt", "a", "--temperature", "0", "--top-p", "0.5", "--trust-code"]) == 0
-    media = [("image", Path("a.png")), ("image", Path("b.png")), ("audio", Path("c.wav"))]
-    assert calls == [
-        ("runs/x", "What?", media, False, "", "auto", Sampling(1.0, 3, 1.0, 0), 64, False),
-        ("runs/x", None, [], True, "Be brief.", "auto", Sampling(), 5, False),
-        ("runs/x", "a", [], False, "", "auto", Sampling(0.0, 0, 0.5), 64, True),
-    ]
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -317,9 +301,9 @@ def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path, capsys, command)
 
 
 def test_an_export_on_a_full_disk_has_no_traceback(monkeypatch, capsys):
-    def full(*_: object, **__: object) -> int:
+    def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export, "main", full)
+    monkeypatch.setattr("mimo_train.checkpoint.folders.in_folder", full)
     assert main(["export", "runs/a", "--to", "out"]) == 1
     assert capsys.readouterr().err.startswith("error: [Errno 28] No space left on device")
