@@ -55,7 +55,7 @@ def test_the_nodes_share_the_ranks_whoever_names_them(variables, nodes):
 
 def test_code_that_is_not_there_is_an_error_before_any_rank_starts():
     with pytest.raises(ConfigError) as caught:
-        start_of("vlm_digits", [*FOUR, "train.callbacks=[nowhere:One]", "train.forward_step=tests:nothing"], {})
+        start_of("vlm_digits", [*FOUR, "train.callbacks=[nowhere:One]", "train.forward_step=tests.nowhere:nothing"], {})
     assert [fault.key for fault in caught.value.faults] == ["train.callbacks", "train.forward_step"]
     assert all("PYTHONPATH" in fault.message for fault in caught.value.faults)
 
