@@ -135,15 +135,6 @@ def test_a_colour_of_a_palette_that_is_transparent_takes_the_colour_behind(kind)
     assert found[:, 0, 0].tolist() == [255] * 3 and found[:, 2, 2].tolist() == [9, 9, 200]
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-def test_without_transparency_pixels_are_those_of_before(kind, mode):
-    image = Image.open(io.BytesIO(encode_image(20, 30, "PNG", seed=5))).convert(mode)
-    raw = save(image, kind, **({"lossless": True} if kind == "WEBP" else {}))
-    assert torch.equal(decode_image_file(raw), decode_image_file(raw, background=None))
-    assert np.array_equal(decode_image_file(raw).permute(1, 2, 0), np.asarray(image.convert("RGB")))
-
-
 def heic(image: Image.Image, **options) -> bytes:
     pillow_heif = pytest.importorskip("pillow_heif")
     buffer = io.BytesIO()

@@ -51,13 +51,6 @@ def test_placeholders_in_an_assistant_turn_carry_no_loss():
     assert result.labels[result.loss_mask == 1].tolist() == [ord("x"), ord("y"), END]
 
 
-def test_two_modules_share_each_image():
-    media = {"image": [[(IMAGE, 2), (DINO, 1)], [(IMAGE, 1), (DINO, 3)]]}
-    result = sample(parse(llava(("human", "<image>a<image>"), ("gpt", "b")), image=2), media)
-    expected = [BEGIN, USER, IMAGE, IMAGE, DINO, ord("a"), IMAGE, DINO, DINO, DINO, END, ASSISTANT, ord("b"), END]
-    assert result.input_ids[: result.length].tolist() == expected
-
-
 def test_truncation_cuts_text_behind_the_media_only():
     conversation = parse(llava(("human", "<image>question"), ("gpt", "answer")), image=1)
     whole = sample(conversation, one_image(3), length=40)
