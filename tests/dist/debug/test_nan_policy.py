@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.config import keys
+from mimo_train.config import schema_run
 from mimo_train.config.compose import load
 from mimo_train.layout.run import config_faults, resolve
 from mimo_train.logging.sinks.jsonl import read_metrics
@@ -316,7 +316,7 @@ def test_the_replay_file_makes_the_step_again(digits, tmp_path):
 
 
 def test_the_replay_of_a_run_that_restarts_in_its_processes_is_no_fault(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(keys, "is_installed", lambda name: True)
+    monkeypatch.setattr(schema_run, "is_installed", lambda name: True)
     cfg = vlm(digits, tmp_path / "run", "one_process", "run.inprocess_restarts=2")
     _, record, _ = failed(cfg, "pixel")
     assert not config_faults(load(record["config_file"], record["overrides"]))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mimo_train.config import keys
+from mimo_train.config import schema_run
 from mimo_train.config.errors import ConfigError, PeersError
 from mimo_train.layout.run import config_faults, resolve, with_iters
 from mimo_train.logging.progress import FINISHED
@@ -88,7 +88,7 @@ def test_without_restarts_nothing_is_wrapped():
 
 
 def test_without_the_package_it_is_a_fault(monkeypatch):
-    monkeypatch.setattr(keys, "is_installed", lambda name: False)
+    monkeypatch.setattr(schema_run, "is_installed", lambda name: False)
     (fault,) = config_faults(load("vlm_digits", "run.inprocess_restarts=2"))
     assert fault.key == "run.inprocess_restarts" and "pip install 'mimo-train[resiliency]'" in fault.message
     assert not config_faults(load("vlm_digits"))
@@ -103,6 +103,6 @@ def test_without_the_package_it_is_a_fault(monkeypatch):
     ],
 )
 def test_impossible_values_are_faults(overrides, words, monkeypatch):
-    monkeypatch.setattr(keys, "is_installed", lambda name: True)
+    monkeypatch.setattr(schema_run, "is_installed", lambda name: True)
     (fault,) = config_faults(load("vlm_digits", *overrides))
     assert overrides[0].startswith(f"{fault.key}=") and words in fault.message
