@@ -64,7 +64,7 @@ def layer_activations(
     """
     size, keys, query = BYTES[precision], key_width or hidden, query_width or hidden
     inputs = (2 if post_norms else 0) + (2 if frozen else 4) + (2 if scaled else 0)
-    whole = inputs * hidden * size + (2 * hidden if dropout else 0)
+    replicated = inputs * hidden * size + (2 * hidden if dropout else 0)
     split = 2 * query + 2 * keys + (query + keys if rope else 0)
     if cp > 1:
         split = (3 if rope else 2) * query + 2 * keys * cp
@@ -74,7 +74,7 @@ def layer_activations(
         split += query
     split += ((4 if plain else 5) if gated else 2) * ffn - (ffn if frozen else 0)
     split *= size
-    return tokens * (whole + split) // tp if sp else tokens * whole + tokens * split // tp
+    return tokens * (replicated + split) // tp if sp else tokens * replicated + tokens * split // tp
 
 
 def layer_work(
@@ -102,22 +102,22 @@ def expert_activations(
     before they are gathered. The router keeps 3 E numbers in fp32, the shared expert as much as a dense block.
     """
     size, gated, width = BYTES[precision], llm.is_gated, llm.expert_width
-    own = tokens // (tp if sp else 1)
-    rows = own * llm.experts_per_token * etp
+    local = tokens // (tp if sp else 1)
+    rows = local * llm.experts_per_token * etp
     routed = rows * (llm.hidden_size + (6 if gated else 3) * width // etp) * size
     routed += rows // etp * llm.hidden_size * size if etp > 1 else 0
     shared = tokens * (5 if gated else 2) * llm.shared_expert_ffn_hidden_size * size // tp
-    return routed + shared + own * 3 * llm.num_experts * 4
+    return routed + shared + local * 3 * llm.num_experts * 4
 
 
 def expert_work(tokens: int, llm: LlmSpec, precision: str, *, tp: int = 1, etp: int = 1, sp: bool = False) -> int:
     """Return the work in bytes of the backward pass of a layer with experts. As `layer_work`, for expert rows: their
     gradients exist before and after the dispatch, plus those of the activation function's output (3 h + 2 f / etp)."""
     size, width = BYTES[precision], llm.expert_width // etp
-    own = tokens // (tp if sp else 1)
-    rows = own * llm.experts_per_token * etp
+    local = tokens // (tp if sp else 1)
+    rows = local * llm.experts_per_token * etp
     gathered = tokens * llm.hidden_size * size if sp else 0
-    return (2 * own * llm.hidden_size + rows * (3 * llm.hidden_size + 2 * width)) * size + gathered
+    return (2 * local * llm.hidden_size + rows * (3 * llm.hidden_size + 2 * width)) * size + gathered
 
 
 def output_work(

@@ -286,8 +286,8 @@ class ModuleWork:
     def of_stage(self, stage: int, stages: int, chunks: int = 1) -> Work:
         """Return the work of one pipeline stage, over all its model chunks."""
         numbers = stage_layers(len(self.layers), stage, stages, chunks) if self.layers else ()
-        own = sum((self.layers[layer] for layer in numbers), Work())
-        return own + (self.start if stage == 0 else Work()) + (self.end if stage == stages - 1 else Work())
+        work = sum((self.layers[layer] for layer in numbers), Work())
+        return work + (self.start if stage == 0 else Work()) + (self.end if stage == stages - 1 else Work())
 
 
 def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: float) -> ModuleWork:

@@ -76,13 +76,13 @@ def _layer_parameters(llm: LlmSpec, experts: bool, tp: int) -> int:
     up = (2 if llm.is_gated else 1) * ffn
     norm = 2 if llm.normalization == "LayerNorm" else 1
     split = hidden * qkv + query * hidden + hidden * up + ffn * hidden
-    whole = (4 if llm.post_norms else 2) * hidden * norm + (2 * llm.head_width * norm if llm.qk_norm else 0)
-    whole += hidden * (llm.num_experts + llm.shared_expert_gate) if experts else 0
+    replicated = (4 if llm.post_norms else 2) * hidden * norm + (2 * llm.head_width * norm if llm.qk_norm else 0)
+    replicated += hidden * (llm.num_experts + llm.shared_expert_gate) if experts else 0
     split += qkv if llm.bias or llm.qkv_bias else 0
-    whole += hidden if llm.bias or llm.proj_bias else 0
+    replicated += hidden if llm.bias or llm.proj_bias else 0
     if llm.bias:
-        split, whole = split + up, whole + hidden
-    return split // tp + whole
+        split, replicated = split + up, replicated + hidden
+    return split // tp + replicated
 
 
 def expert_parameters(
@@ -112,8 +112,8 @@ def encoder_parameters(encoder: LayeredSpec, *, tp: int = 1, stage: int = 0, sta
 
 def projector_parameters(projector: ProjectorSpec, width: int, language_width: int, *, tp: int = 1) -> int:
     """Return the parameters on one rank of a projector of features of `width`."""
-    split, whole = projector.parameters(width, language_width)
-    return whole + split // tp
+    split, replicated = projector.parameters(width, language_width)
+    return replicated + split // tp
 
 
 def freeze_patterns(module: ModuleConfig) -> list[str]:

@@ -73,7 +73,7 @@ class AdaptedLinear:
         linear, rank, of_row = self.linear, lora.rank, lora.rank + lora.dora
         inputs = linear.inputs if linear.column else linear.inputs // tp
         rows = [linear.rows(projection) // (tp if linear.column else 1) for projection in self.projections]
-        return sum(rank * inputs + of_row * one for one in rows)
+        return sum(rank * inputs + of_row * row_count for row_count in rows)
 
 
 def layers_name(module: str) -> str:
@@ -95,15 +95,16 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
         groups, head, gated = module.llm.key_heads, module.llm.head_width, module.llm.is_gated
     qkv = (("q_proj", heads // groups * head), ("k_proj", head), ("v_proj", head))
     up = (("gate_proj", ffn), ("up_proj", ffn)) if gated else (("up_proj", ffn),)
-    found = []
+    result = []
     for layer in range(layers):
         attention, mlp = (f"{layers_name(name)}.{layer}.{part}" for part in ("self_attention", "mlp"))
-        found.append(Linear(f"{attention}.linear_qkv", hidden, qkv, groups, True, layer=layer))
-        found.append(Linear(f"{attention}.linear_proj", heads * head, (("o_proj", hidden),), column=False, layer=layer))
+        result.append(Linear(f"{attention}.linear_qkv", hidden, qkv, groups, True, layer=layer))
+        output = (("o_proj", hidden),)
+        result.append(Linear(f"{attention}.linear_proj", heads * head, output, column=False, layer=layer))
         if not (module.llm and module.llm.has_experts(layer)):
-            found.append(Linear(f"{mlp}.linear_fc1", hidden, up, layer=layer))
-            found.append(Linear(f"{mlp}.linear_fc2", ffn, (("down_proj", hidden),), column=False, layer=layer))
-    return found if name == LANGUAGE else found + _projector_linears(module, language_width)
+            result.append(Linear(f"{mlp}.linear_fc1", hidden, up, layer=layer))
+            result.append(Linear(f"{mlp}.linear_fc2", ffn, (("down_proj", hidden),), column=False, layer=layer))
+    return result if name == LANGUAGE else result + _projector_linears(module, language_width)
 
 
 def _layers(module: ModuleConfig) -> int:
@@ -124,18 +125,18 @@ def _projector_linears(module: ModuleConfig, language_width: int) -> list[Linear
 
 def adapted_linears(name: str, module: ModuleConfig, language_width: int) -> dict[str, AdaptedLinear]:
     """Return the linear layers with adapters by name, for a module without faults. Arguments as in `linears`."""
-    found = {}
+    adapters = {}
     for linear in linears(name, module, language_width) if module.lora.rank else ():
         named = {projection for pattern in module.lora.targets for projection in _matches(pattern, linear)}
         if named:
             order = (WHOLE, *(projection for projection, _ in linear.projections))
-            found[linear.name] = AdaptedLinear(linear, tuple(one for one in order if one in named))
-    return found
+            adapters[linear.name] = AdaptedLinear(linear, tuple(each for each in order if each in named))
+    return adapters
 
 
 def adapts_projector(adapters: dict[str, AdaptedLinear]) -> bool:
     """True if a linear layer of the projector has an adapter."""
-    return any(one.linear.layer is None for one in adapters.values())
+    return any(adapter.linear.layer is None for adapter in adapters.values())
 
 
 def adapter_parameters(
@@ -152,7 +153,7 @@ def adapter_parameters(
     here: set[int | None] = {*stage_layers(_layers(module), stage, stages, vpp)}
     here |= {None} if stage == stages - 1 else set()
     adapters = adapted_linears(name, module, language_width).values()
-    return sum(one.parameters(module.lora, tp) for one in adapters if one.linear.layer in here)
+    return sum(adapter.parameters(module.lora, tp) for adapter in adapters if adapter.linear.layer in here)
 
 
 def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iterator[Fault]:
@@ -161,7 +162,7 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
     if isinstance(module.encoder, PlainSpec) or lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
         return
     candidates = linears(name, module, language_width)
-    unmatched = [pattern for pattern in lora.targets if not any(_matches(pattern, one) for one in candidates)]
+    unmatched = [pattern for pattern in lora.targets if not any(_matches(pattern, linear) for linear in candidates)]
     experts = getattr(module.llm, "num_experts", 0)
     of_experts = [pattern for pattern in unmatched if pattern in ("linear_fc1", "linear_fc2")]
     if of_experts and experts:
@@ -175,12 +176,13 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
             f"{prefix}.lora.targets", f"{unmatched[0]!r} matches no linear layer. {_near(unmatched[0], candidates)}"
         )
     adapters = adapted_linears(name, module, language_width)
-    for one in adapters.values():
-        if WHOLE in one.projections and len(one.projections) > 1:
+    for adapter in adapters.values():
+        path = adapter.linear.name
+        if WHOLE in adapter.projections and len(adapter.projections) > 1:
             yield Fault(
                 f"{prefix}.lora.targets",
-                f"{one.linear.name} is named as a whole, and its {' and '.join(one.projections[1:])} too: adapters are "
-                f"next to {one.linear.name.rpartition('.')[2]} or next to its projections; remove one of the targets",
+                f"{path} is named as a whole, and its {' and '.join(adapter.projections[1:])} too: adapters are next "
+                f"to {path.rpartition('.')[2]} or next to its projections; remove one of the targets",
             )
             break
     yield from _frozen_adapters(name, module, adapters)
@@ -190,7 +192,7 @@ def _frozen_adapters(name: str, module: ModuleConfig, adapters: dict[str, Adapte
     prefix = f"modules.{name}"
     for entry in (*parts_of(name), "*"):
         pattern = PARTS.get(entry, entry)
-        if entry in module.freeze and any(fnmatchcase(one, pattern) for one in adapters):
+        if entry in module.freeze and any(fnmatchcase(path, pattern) for path in adapters):
             yield Fault(
                 f"{prefix}.freeze",
                 f"{entry!r} freezes the adapters of {prefix}.lora.rank {module.lora.rank} too: remove it, the other "
@@ -204,12 +206,12 @@ def _matches(pattern: str, linear: Linear) -> set[str]:
     if of_projector != (linear.layer is None):
         return set()
     by_path = of_projector or "." in pattern
-    found = {
+    projections = {
         projection
         for name, projection in linear.names().items()
         if fnmatchcase(name if by_path else name.rpartition(".")[2], pattern)
     }
-    return {WHOLE} if WHOLE in found else found
+    return {WHOLE} if WHOLE in projections else projections
 
 
 def _near(pattern: str, candidates: list[Linear]) -> str:

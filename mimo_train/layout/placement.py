@@ -34,14 +34,14 @@ def place(cfg: ConfigContainer) -> Placement:
 
 def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """Yield all faults of the placement, for sizes of at least 1 and a config with a language module."""
-    found = list(_key_faults(cfg))
-    yield from found
-    if found:
+    faults = list(_key_faults(cfg))
+    yield from faults
+    if faults:
         return
     spans = _spans(cfg)
-    found = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans)]
-    yield from found
-    if not found:
+    faults = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans)]
+    yield from faults
+    if not faults:
         yield from node_faults(cfg, cfg.placement.ranks_per_node)
         yield from _dropout_faults(cfg, spans)
 

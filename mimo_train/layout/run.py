@@ -217,10 +217,10 @@ def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         )
 
 
-def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
+def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
     for name, module in cfg.encoders.items():
         prefix = f"modules.{name}"
-        if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in found):
+        if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in faults):
             continue
         encoder, merge = module.encoder, module.projector.merge
         tokens = most_tokens(encoder, module.projector)

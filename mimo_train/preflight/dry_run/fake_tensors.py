@@ -145,8 +145,9 @@ def install_attention(device: str) -> None:
 
     def cumulative(self: Documents, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ends = original(self, rank, device)
-        meetings = self.meetings(rank)
-        pairs = sum((one.last_query - one.first_query) * (one.last_key - one.first_key) for one in meetings)
+        pairs = sum(
+            (span.last_query - span.first_query) * (span.last_key - span.first_key) for span in self.meetings(rank)
+        )
         setattr(ends[1], PAIRS, pairs)
         return ends
 

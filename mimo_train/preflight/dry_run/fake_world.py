@@ -99,14 +99,14 @@ def balance_experts(counts: FakeCounts) -> None:
         rows = routing_map.size(0) * self.config.moe_router_topk
         counts.selected = rows
         each, ranks = balanced(rows, self.num_experts), self.tp_size * self.ep_size
-        own = each[self.local_expert_indices]
+        local = each[self.local_expert_indices]
         if ranks > 1:
             self.input_splits = each.reshape(self.ep_size, self.num_local_experts).sum(axis=1)
-            self.output_splits = numpy.full(self.ep_size, own.sum())
-            self.output_splits_tp = numpy.full(self.tp_size, own.sum() * self.ep_size)
+            self.output_splits = numpy.full(self.ep_size, local.sum())
+            self.output_splits_tp = numpy.full(self.tp_size, local.sum() * self.ep_size)
         with counts.on_the_host():
             if self.num_local_experts > 1:
-                self.num_global_tokens_per_local_expert = torch.from_numpy(numpy.tile(own, (ranks, 1)))
-            return torch.from_numpy(own * ranks)
+                self.num_global_tokens_per_local_expert = torch.from_numpy(numpy.tile(local, (ranks, 1)))
+            return torch.from_numpy(local * ranks)
 
     Dispatcher.preprocess = preprocess

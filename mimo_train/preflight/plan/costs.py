@@ -119,15 +119,15 @@ class Costs:
         llm, links, size = self._cfg.llm, self._links, self._size
         tp, cp, across = layout.tp, layout.cp, layout.tp * layout.cp
         # Two all-reduces, or two gathers and two scatters; sequence parallel gathers the two inputs once more.
-        one = links.gather(tokens * llm.hidden_size * size, tp, tp)
-        forward, backward = 4 * one, (6 if layout.sp else 4) * one
+        message = links.gather(tokens * llm.hidden_size * size, tp, tp)
+        forward, backward = 4 * message, (6 if layout.sp else 4) * message
         keys = llm.head_width * max(llm.key_heads, tp) / tp
         gathered = links.gather(2 * keys * tokens * cp * size, cp, across)
         forward, backward = forward + gathered, backward + gathered
         if llm.num_experts:
-            own = tokens / (tp if layout.sp else 1) * llm.experts_per_token * llm.hidden_size * size
+            local = tokens / (tp if layout.sp else 1) * llm.experts_per_token * llm.hidden_size * size
             span = max(layout.ep * layout.etp, across)
-            dealt = 2 * (links.gather(own, layout.ep, span) + links.gather(own * layout.etp, layout.etp, tp))
+            dealt = 2 * (links.gather(local, layout.ep, span) + links.gather(local * layout.etp, layout.etp, tp))
             forward, backward = forward + dealt, backward + dealt
         return forward, backward
 
