@@ -90,10 +90,14 @@ class Console:
             self._held_back = line
             return
         self._last_time, self._held_back = now, ""
-        self.message(line)
+        self._print(line)
 
     def message(self, text: str) -> None:
-        """Print `text` on its own line. If the reader has ended (`| head`) or the disk is full, show nothing more."""
+        """Print `text` on its own line."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        """Print a line. If the reader has ended (`| head`) or the disk is full, show nothing more."""
         if self._stream is None:
             return
         try:
@@ -115,12 +119,12 @@ class Console:
             _evaluated(key, None if key.rpartition("/")[0] + "/" in unscored and math.isnan(value) else value)
             for key, value in values.items()
         ]
-        self.message("  ".join([f"evaluation at step {step}", *measured]))
+        self._print("  ".join([f"evaluation at step {step}", *measured]))
 
     def close(self) -> None:
         """Show the last step if it was held back, and restore the terminal."""
         if self._held_back:
-            self.message(self._held_back)
+            self._print(self._held_back)
             self._held_back = ""
         if self._bar is not None:
             with suppress(OSError):
