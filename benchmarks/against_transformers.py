@@ -97,9 +97,9 @@ def config_of(case: Case, folder: Path, name: str) -> ConfigContainer:
 
 def train_ours(case: Case, folder: Path, name: str, turns: Turns, prepare: Callable[[], None] | None = None) -> None:
     """Our training loop, with everything that it does by default, behind what `prepare` does in its process."""
+    from benchmarks.stepped_run import SteppedRun
     from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
-    from mimo_train.training.pretrain import SteppedRun
 
     class Wait(Callback):
         def on_step_start(self, state: Any) -> None:
@@ -113,7 +113,7 @@ def train_ours(case: Case, folder: Path, name: str, turns: Turns, prepare: Calla
 
 def record_batches(case: Case, folder: Path, name: str, turns: Turns) -> None:
     """Write the microbatches of this rank's first steps, and what the reference needs to be as large as ours."""
-    from mimo_train.training.pretrain import SteppedRun
+    from benchmarks.stepped_run import SteppedRun
 
     run = SteppedRun(config_of(case, folder, name))
     steps = []

@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], help="a way to leave out")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    from mimo_train.training.pretrain import SteppedRun
+    from benchmarks.stepped_run import SteppedRun
 
     rank = int(os.environ["RANK"])
     place = [tempfile.mkdtemp(prefix="checkpoint_", dir=".")] if rank == 0 else [""]

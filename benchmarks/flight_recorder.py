@@ -102,7 +102,7 @@ def main() -> None:
 def _measure(cfg, pairs: int, steps: int) -> None:
     import torch.distributed as dist
 
-    from mimo_train.training.pretrain import SteppedRun
+    from benchmarks.stepped_run import SteppedRun
 
     run = SteppedRun(cfg)
     for _ in range(5):

@@ -59,7 +59,7 @@ class Variant:
     """One run, stepped by hand."""
 
     def __init__(self, cfg: Any):
-        from mimo_train.training.pretrain import SteppedRun
+        from benchmarks.stepped_run import SteppedRun
 
         self._run = SteppedRun(cfg)
         self.seconds: tuple[list[float], list[float]] = [], []

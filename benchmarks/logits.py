@@ -35,7 +35,8 @@ def main() -> None:
 
 def measure(config: str, overrides: tuple[str, ...], rounds: int) -> None:
     """Make a step of each kind in turn; the first of each is not counted."""
-    from mimo_train.training.pretrain import SteppedRun, default_forward_step
+    from benchmarks.stepped_run import SteppedRun
+    from mimo_train.training.pretrain import default_forward_step
 
     cfg = load(config, overrides)
     forward_step, way = default_forward_step(cfg), LEARNED

@@ -179,9 +179,9 @@ class Alternate(Callback):
 
 def measure(cfg: ConfigContainer, pairs: int, steps: int) -> list[Pair]:
     """Train for `pairs` blocks of `steps` steps, with as many blocks of the bare loop between them."""
+    from benchmarks.stepped_run import SteppedRun
     from mimo_train.training.callbacks import Callbacks
     from mimo_train.training.loop import train
-    from mimo_train.training.pretrain import SteppedRun
 
     alternate = Alternate(pairs, steps)
     cfg.train.iters = pairs * steps + 1  # the step after the last block ends the time of its last step

@@ -187,8 +187,8 @@ def reading(
         steps: that are timed, behind as many that are not.
     """
     require(*runs.NEEDED)
+    from benchmarks.stepped_run import SteppedRun
     from mimo_train.config.compose import load
-    from mimo_train.training.pretrain import SteppedRun
 
     shards = runs.write_images(Path(folder), image, [characters] * 64)
     fixed = [*runs.FIXED, f"run.dir={folder}/run", f"run.device={device}", f"data.shards={shards}"]

@@ -18,22 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from mimo_train.config.errors import UserError
 from mimo_train.estimate.activations import WIDEST_HEAD
 from mimo_train.models.documents import Documents
-from mimo_train.models.transformer_config import require_neutral
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
 _LEAST_BLOCK = 512
 """Minimum number of queries in a block of a windowed layer."""
-
-_UNKNOWN = {
-    "softmax_type": "vanilla",
-    "qk_clip": False,
-    "log_max_attention_logit": False,
-    "apply_query_key_layer_scaling": False,
-}
-"""Options of Megatron-Core's attention that are unsupported here."""
 
 
 class SdpaAttention(MegatronModule):
@@ -44,10 +34,6 @@ class SdpaAttention(MegatronModule):
 
     Config options: `window_size` is (tokens before a token that it attends to, 0), `window_attn_skip_freq` gives the
     layers with a window, `attention_softcap` is the cap of scores (see `mimo_train.models.transformer_config`).
-
-    Raises:
-        UserError: a mask type other than causal and no_mask, context parallelism or a window without a causal mask, a
-            window that reaches past a token, attention to another sequence, or an unsupported option.
     """
 
     def __init__(
@@ -63,27 +49,16 @@ class SdpaAttention(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ):
         super().__init__(config=config)
-        require_neutral(type(self).__name__, config, **_UNKNOWN)
-        if attention_type != "self":
-            raise UserError(f"SdpaAttention attends to its own sequence, attention_type is {attention_type!r}")
-        if cp_comm_type not in (None, "all_gather"):
-            raise UserError(f"SdpaAttention gathers keys and values, cp_comm_type is {cp_comm_type!r}: leave it out")
-        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            raise UserError(f"SdpaAttention masks causally or not at all, mask type is {attn_mask_type}")
+        assert attention_type == "self" and cp_comm_type in (None, "all_gather"), (attention_type, cp_comm_type)
+        assert config.softmax_type == "vanilla" and not config.qk_clip, "no kernel has these options"
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), attn_mask_type
         self.is_causal = attn_mask_type is AttnMaskType.causal
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
-        if self.cp_group and not self.is_causal:
-            raise UserError(f"SdpaAttention cuts causal sequences only, cp is {config.context_parallel_size}")
         # 0: all tokens. Megatron-Core counts the tokens before; we include the token itself.
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else 0
-        if self.window and not self.is_causal:
-            raise UserError(f"SdpaAttention has windows under a causal mask only, window_size is {config.window_size}")
-        if self.window and config.window_size[1] != 0:
-            raise UserError(
-                f"SdpaAttention sees nothing behind a token, window_size is {config.window_size}: its second number "
-                "must be 0"
-            )
+        assert self.is_causal or not (self.cp_group or self.window), "only causal sequences are cut or have windows"
+        assert not self.window or config.window_size[1] == 0, "a token sees nothing behind itself"
         self.softcap: float = getattr(config, "attention_softcap", 0.0)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -105,14 +80,9 @@ class SdpaAttention(MegatronModule):
 
         Args:
             packed_seq_params: `Documents` of a packed row; B is 1.
-
-        Raises:
-            UserError: a mask for a layer without one, or an unsupported mask type.
         """
-        if attention_mask is not None and not self.is_causal:
-            raise UserError(f"SdpaAttention without a causal mask has none, and gets one of {attention_mask.shape}")
-        if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.no_mask):
-            raise UserError(f"SdpaAttention masks causally or not at all, the pass asks for {attn_mask_type}")
+        assert attention_mask is None or self.is_causal, "a layer without a causal mask has no mask"
+        assert attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.no_mask), attn_mask_type
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, Documents), packed_seq_params
             return self._attend_inside_documents(query_SBND, key_SBND, value_SBND, packed_seq_params)
@@ -139,9 +109,9 @@ class SdpaAttention(MegatronModule):
         cp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
         key_SBND, value_SBND = _gathered(key_CBND, value_CBND, cp_group)
-        own = chunks_of(cp_group.rank(), cp_group.size())
+        chunks = chunks_of(cp_group.rank(), cp_group.size())
         attended = []
-        for chunk, query in zip(own, query_CBND.chunk(2), strict=True):
+        for chunk, query in zip(chunks, query_CBND.chunk(2), strict=True):
             seen = (chunk + 1) * len(query)
             attended.append(self._attend_in_blocks(query, key_SBND[:seen], value_SBND[:seen]))
         return torch.cat(attended)
@@ -163,8 +133,8 @@ class SdpaAttention(MegatronModule):
         attended = []
         for first_query, last_query, first_key, last_key in meetings:
             parts = (query_CBND[first_query:last_query], key_SBND[first_key:last_key], value_SBND[first_key:last_key])
-            whole = last_query - first_query == last_key - first_key and not self.window and not self.softcap
-            attended.append(self._attend(*parts, None, True) if whole else self._attend_in_blocks(*parts))
+            is_square = last_query - first_query == last_key - first_key and not self.window and not self.softcap
+            attended.append(self._attend(*parts, None, True) if is_square else self._attend_in_blocks(*parts))
         return torch.cat(attended)
 
     def _attend_run_by_run(

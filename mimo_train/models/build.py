@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from encoders.registry import family_of
-from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.cpu.grad_accumulation import InPlaceGradients
@@ -39,6 +38,9 @@ from mimo_train.parallel.groups import RunGroups
 
 _LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
 """Functions of (config, chunk, stage): the number of a model chunk's first layer, and its number of layers."""
+
+_POSITIONS = {"rope": "rope", "learned": "learned_absolute"}
+"""Megatron-Core's names of position kinds."""
 
 
 def build_model(
@@ -82,6 +84,7 @@ def build_model(
             compile_layers(chunks, cfg, LANGUAGE, device.type)
             return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
         (language_spec,) = language_specs
+        language = groups.collections.get(LANGUAGE)
         model = PlacedMimoModel(
             MimoModelConfig(
                 language_model_spec=language_spec,
@@ -91,7 +94,8 @@ def build_model(
                 special_token_ids=special_token_ids,
                 module_to_grid_map=groups.grids,
             ),
-            **_partition_groups(groups),
+            cp_group=language.cp if language else None,
+            tp_group=language.tp if language else None,
         )
     model.model_type = ModelType.encoder_or_decoder
     model.to(device)
@@ -133,11 +137,6 @@ def _tell_tensor_parallel_group(module: torch.nn.Module, tp_group: dist.ProcessG
             child.tp_group = tp_group
 
 
-def _partition_groups(groups: RunGroups) -> dict:
-    language = groups.collections.get(LANGUAGE)
-    return {"cp_group": language.cp, "tp_group": language.tp} if language else {}
-
-
 def _language_specs(
     cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool, drawn: bool
 ) -> list[ModuleSpec]:
@@ -154,7 +153,8 @@ def _language_specs(
         "vocab_size": embedding_rows(llm, vocab_size),
         "tokens": llm.vocab_size or vocab_size,
         "share_embeddings_and_output_weights": llm.tie_embeddings,
-        "position_embedding_type": _positions(llm, has_media=bool(cfg.encoders)),
+        # Text alone needs one axis: all axes would be equal.
+        "position_embedding_type": "mrope" if llm.mrope_section and cfg.encoders else _POSITIONS[llm.position],
         "rotary_base": llm.rope_base,
         # MimoModel joins text and media first and splits along the sequence afterwards.
         "scatter_embedding_sequence_parallel": not cfg.encoders,
@@ -164,21 +164,14 @@ def _language_specs(
     for chunk in range(chunks):
         vp_stage = chunk if chunks > 1 else None
         first, count = (function(config, vp_stage, stage) for function in _LAYERS_OF_CHUNK)
-        own = {
+        chunk_params = {
             "transformer_layer_spec": TransformerBlockSubmodules(layers[first : first + count], norm_class(te)),
             "pre_process": stage == 0 and chunk == 0,
             "post_process": stage == last and chunk == chunks - 1,
             "vp_stage": vp_stage,
         }
-        specs.append(ModuleSpec(module=SeededGPTModel, params=params | own))
+        specs.append(ModuleSpec(module=SeededGPTModel, params=params | chunk_params))
     return specs
-
-
-def _positions(llm: LlmSpec, *, has_media: bool) -> str:
-    """Return Megatron-Core's name of the position kind. Text alone needs one axis: all axes would be equal."""
-    if llm.mrope_section and has_media:
-        return "mrope"
-    return {"rope": "rope", "learned": "learned_absolute"}[llm.position]
 
 
 def _encoder_spec(
@@ -207,9 +200,9 @@ def _encoder_spec(
     else:
         builders = {}
         for part, spec in parts.items():
-            own = encoder_config(cfg, module_layout, part)
-            own.perform_initialization = config.perform_initialization
-            params = encoder.params | {"config": own, "spec": spec} | layers(own)
+            part_config = encoder_config(cfg, module_layout, part)
+            part_config.perform_initialization = config.perform_initialization
+            params = encoder.params | {"config": part_config, "spec": spec} | layers(part_config)
             builders[part] = partial(family_of(spec.family).load(), **params)
         encoder.params["parts"] = builders
     projector = ModuleSpec(

@@ -20,7 +20,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -84,19 +83,20 @@ class DenseLayer:
     @classmethod
     def of(cls, layer: TransformerLayer) -> "DenseLayer | None":
         """Return the `DenseLayer` of a layer; None if the layer has other parts or other work."""
-        return cls(layer) if _is_dense(layer) and _does_nothing_else(layer.config) else None
+        config = layer.config
+        if config.recompute_granularity == "selective" or not _is_dense(layer):
+            return None
+        is_idle = all(getattr(config, name, neutral) == neutral for name, neutral in NOTHING_TO_DO.items())
+        return cls(layer) if is_idle else None
 
     @property
     def is_free(self) -> bool:
         """True if no part has a hook or a replaced forward, which need Megatron-Core's layer to call the part."""
-        return not _has_any_global_hook() and not any(
-            part._forward_pre_hooks
-            or part._forward_hooks
-            or part._backward_hooks
-            or part._backward_pre_hooks
-            or "forward" in part.__dict__
-            for part in self._parts
-        )
+        for part in self._parts:
+            hooks = part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks
+            if hooks or "forward" in part.__dict__:
+                return False
+        return not _has_any_global_hook()
 
     def __call__(
         self,
@@ -210,13 +210,6 @@ def _is_dense(layer: TransformerLayer) -> bool:
         and layer.self_attn_bda is get_bias_dropout_add
         and layer.mlp_bda is get_bias_dropout_add
         and not layer.hidden_dropout
-    )
-
-
-def _does_nothing_else(config: TransformerConfig) -> bool:
-    """True if no option requires omitted work."""
-    return config.recompute_granularity != "selective" and all(
-        getattr(config, name, neutral) == neutral for name, neutral in NOTHING_TO_DO.items()
     )
 
 

@@ -45,7 +45,7 @@ class Documents(PackedSeqParams):
     """
 
     def __init__(self, ends: Sequence[int], ranks: int = 1, windows: "Documents | None" = None):
-        assert ends and ends[0] > 0 and all(one < other for one, other in pairwise(ends)), ends
+        assert ends and ends[0] > 0 and all(end < following for end, following in pairwise(ends)), ends
         self.ends, self.ranks, self.windows = tuple(ends), ranks, windows
         assert ranks == 1 or not self.tokens % (2 * ranks), (self.tokens, ranks)
         # Megatron-Core makes a table of angles of this length for each microbatch, which nothing reads.
@@ -79,24 +79,24 @@ class Documents(PackedSeqParams):
 
     def _met_by(self, rank: int) -> Any:
         chunk = self.tokens // (2 * self.ranks if self.ranks > 1 else 1)
-        held = 0
+        offset = 0
         for number in chunks_of(rank, self.ranks) if self.ranks > 1 else (0,):
             first, last = number * chunk, (number + 1) * chunk
-            at = bisect_right(self.ends, first)
+            document = bisect_right(self.ends, first)
             while first < last:
-                start, end = self.ends[at - 1] if at else 0, min(self.ends[at], last)
-                yield Meeting(held, held + end - first, start, end)
-                held += end - first
-                first, at = end, at + 1
+                start, end = self.ends[document - 1] if document else 0, min(self.ends[document], last)
+                yield Meeting(offset, offset + end - first, start, end)
+                offset += end - first
+                first, document = end, document + 1
 
     def cumulative(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (ends of queries, ends of keys: int32, from 0 on; offsets of these keys in the row), for kernels that
         take all meetings at once. Copied to the device once for all layers."""
         if (rank, device) not in self._tensors:
-            found = self.meetings(rank)
-            queries = [0, *accumulate(one.last_query - one.first_query for one in found)]
-            keys = [0, *accumulate(one.last_key - one.first_key for one in found)]
-            places = torch.cat([torch.arange(one.first_key, one.last_key) for one in found])
+            meetings = self.meetings(rank)
+            queries = [0, *accumulate(part.last_query - part.first_query for part in meetings)]
+            keys = [0, *accumulate(part.last_key - part.first_key for part in meetings)]
+            places = torch.cat([torch.arange(part.first_key, part.last_key) for part in meetings])
             self._tensors[rank, device] = tuple(
                 to_device(tensor, device)
                 for tensor in (
@@ -140,8 +140,7 @@ def attention_inside_documents(attention: type) -> type:
             parallelism, since Transformer Engine requires a row cut by document."""
             run: Callable[..., torch.Tensor] = super().forward
             if not isinstance(packed_seq_params, Documents):
-                whole = (query_SBND, key_SBND, value_SBND)
-                return run(*whole, *arguments, packed_seq_params=packed_seq_params, **options)
+                return run(query_SBND, key_SBND, value_SBND, *arguments, packed_seq_params=packed_seq_params, **options)
             if packed_seq_params.ranks > 1:
                 raise UserError(
                     f"a packed row is on {packed_seq_params.ranks} context-parallel ranks, and the attention of these "

@@ -1,7 +1,7 @@
 """An encoder and its projector as one module of a `MimoModel`, in one or several pipeline stages."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from encoders.projectors.resampler import PerceiverResampler
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.parts import PARTS
 from mimo_train.models.lora import add_adapters
-from mimo_train.models.transformer_config import require_neutral
 from mimo_train.parallel import device
 from mimo_train.parallel.device import to_device
 
@@ -42,7 +41,10 @@ class StagedModality(VisionModalitySubmodules):
         """
         ((name, encoder),) = self.encoders.items()
         if encoder_inputs is None:
-            return None if self.is_last_stage else _no_rows(encoder.config)
+            if self.is_last_stage:
+                return None
+            dtype, width = encoder.config.pipeline_dtype, encoder.config.hidden_size
+            return torch.empty(0, width, dtype=dtype, device=device.current(), requires_grad=True)
         if not self.is_first_stage:
             encoder_inputs = {name: encoder_inputs[name] | {"hidden_states": hidden_states}}
         outputs = self.encode(encoder_inputs)
@@ -76,19 +78,8 @@ def _features_of_each(encoder: Any, inputs: dict[str, Any]) -> list[int]:
     sizes = inputs.get("sizes")
     if sizes is None:
         image = spec.kind == "image"
-        sizes = [tuple(one.shape[-2:]) if image else (len(one), spec.sample_rate) for one in media]
+        sizes = [tuple(item.shape[-2:]) if image else (len(item), spec.sample_rate) for item in media]
     return [spec.num_tokens(*size, merge=encoder.merge) for size in sizes]
-
-
-def _no_rows(config: TransformerConfig) -> torch.Tensor:
-    return torch.empty(0, config.hidden_size, dtype=config.pipeline_dtype, device=device.current(), requires_grad=True)
-
-
-class FeatureStore(Protocol):
-    """A store of computed features (`mimo_train.training.step.feature_cache.FeatureCache`)."""
-
-    def write(self, key: str, features: torch.Tensor) -> None:
-        """Store the features of a sample under its identity."""
 
 
 class EncoderModule(StagedModality):
@@ -97,11 +88,12 @@ class EncoderModule(StagedModality):
     If its inputs include a `MicrobatchMedia`, the encoder is frozen and runs only for samples without features.
 
     Attributes:
-        cache: stores computed features; None if there is no cache, or another rank of the tensor-parallel group writes.
+        cache: `FeatureCache` that stores computed features; None if there is no cache, or another rank of the
+            tensor-parallel group writes.
         cached: True if this tensor-parallel group looks up the features of samples.
     """
 
-    cache: FeatureStore | None = None
+    cache: Any = None
     cached: bool = False
 
     def encode(self, encoders_data_batch: dict[str, Any]) -> list[torch.Tensor]:
@@ -123,8 +115,8 @@ class EncoderModule(StagedModality):
 
     @torch.no_grad()
     def _features(self, name: str, inputs: dict[str, Any], media: MicrobatchMedia) -> torch.Tensor:
-        known = self._known_everywhere(media.samples)
-        missing = [sample for sample, is_known in zip(media.samples, known, strict=True) if not is_known]
+        has_features = self._known_everywhere(media.samples)
+        missing = [sample for sample, is_present in zip(media.samples, has_features, strict=True) if not is_present]
         if any(sample.features is not None for sample in missing):
             # Another rank of the group lacks features that this rank has: read the media that were skipped.
             inputs = to_device(media.read([sample.number for sample in missing]), self._device)
@@ -133,8 +125,8 @@ class EncoderModule(StagedModality):
             (rows,) = super().encode({name: inputs})
             computed = iter(rows.split([sample.rows for sample in missing]))
         parts = []
-        for sample, is_known in zip(media.samples, known, strict=True):
-            if is_known:
+        for sample, is_present in zip(media.samples, has_features, strict=True):
+            if is_present:
                 assert sample.features is not None, sample.number
                 parts.append(to_device(sample.features, self._device))
                 continue
@@ -146,29 +138,16 @@ class EncoderModule(StagedModality):
     def _known_everywhere(self, samples: Sequence[SampleMedia]) -> list[bool]:
         """Return for each sample if every rank of the tensor-parallel group has its features, since the ranks must run
         the encoder together. One message, if there are several ranks and a cache."""
-        known = [sample.features is not None for sample in samples]
+        has_features = [sample.features is not None for sample in samples]
         if not self.cached or self.pg_collection.tp.size() == 1:
-            return known
-        agreed = torch.tensor(known, dtype=torch.int32, device=self._device)
+            return has_features
+        agreed = torch.tensor(has_features, dtype=torch.int32, device=self._device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.pg_collection.tp)
-        return [bool(one) for one in agreed.tolist()]
+        return [bool(value) for value in agreed.tolist()]
 
     @property
     def _device(self) -> torch.device:
         return next(self.parameters()).device
-
-
-_NOT_RESAMPLED = {
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "qk_layernorm": False,
-    "softmax_scale": None,
-    "window_size": None,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "sequence_parallel": False,
-}
-"""Layer options that a resampler's layers do not support."""
 
 
 class Projector(MultimodalProjector):
@@ -192,7 +171,7 @@ class Projector(MultimodalProjector):
         self.resampler = None
         if spec.latents:
             torch.manual_seed(config.init_seed + 2)
-            self.resampler = resampler(resampler_config, spec.latents, norm, pg_collection.tp)
+            self.resampler = PerceiverResampler(resampler_config, spec.latents, norm, pg_collection.tp)
         self.newline = None
         if spec.newline:
             torch.manual_seed(config.init_seed + 3)
@@ -224,12 +203,3 @@ class Projector(MultimodalProjector):
             return projected
         assert counts is not None and sum(counts) == len(projected), (counts, projected.shape)
         return self.resampler(projected, counts)
-
-
-def resampler(
-    config: TransformerConfig, latents: int, norm: type, tp_group: torch.distributed.ProcessGroup
-) -> PerceiverResampler:
-    """Return a resampler; arguments as in `PerceiverResampler`. Raise UserError for a config option that its layers do
-    not support."""
-    require_neutral("PerceiverResampler", config, **_NOT_RESAMPLED)
-    return PerceiverResampler(config, latents, norm, tp_group)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -80,7 +79,11 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
             language = unwrap_model(chunk)
             language.share_embeddings_and_output_weights = False
             if language.post_process:
-                language.output_layer = _new_head(language, hidden_size, output_size, sequence_parallel)
+                head = LinearForLastLayer(hidden_size, output_size, sequence_parallel)
+                norm = language.decoder.final_layernorm
+                fill(head.weight.detach(), language.config.init_method_std, language.config.init_seed)
+                head.tp_group = language.pg_collection.tp
+                language.output_layer = head.to(device=norm.weight.device, dtype=norm.weight.dtype)
             elif language.pre_process:
                 # Clear the flag of a shared weight, since its copy on the last stage is gone.
                 language.embedding.word_embeddings.weight.shared_embedding = False
@@ -118,14 +121,6 @@ def _freeze_parameter_if_present(module: object, name: str) -> None:
     parameter = getattr(module, name, None)
     if isinstance(parameter, torch.nn.Parameter):
         parameter.requires_grad_(False)
-
-
-def _new_head(language: GPTModel, hidden_size: int, output_size: int, sequence_parallel: bool) -> LinearForLastLayer:
-    config, norm = language.config, language.decoder.final_layernorm.weight
-    head = LinearForLastLayer(hidden_size, output_size, sequence_parallel)
-    fill(head.weight.detach(), config.init_method_std, config.init_seed)
-    head.tp_group = language.pg_collection.tp
-    return head.to(device=norm.device, dtype=norm.dtype)
 
 
 def _register_linear_for_last_layer_mapping() -> None:

@@ -73,7 +73,8 @@ class SeededGPTModel(GPTModel):
         """
         added, self.deepstack_LSBH = self.deepstack_LSBH, None
         learned, self.learned_N = self.learned_N, None
-        self._require_own_part(input_ids, packed_seq_params)
+        if self.config.packed or self.config.context_parallel_size > 1:
+            self._require_own_part(input_ids, packed_seq_params)
         kwargs["packed_seq_params"] = packed_seq_params
         # Other heads have other outputs.
         if learned is not None and self.post_process and isinstance(self.output_layer, ColumnParallelLinear):
@@ -91,12 +92,12 @@ class SeededGPTModel(GPTModel):
                 "they end: give the model packed_seq_params=documents_of(batch, cp), of mimo_train.models.documents"
             )
         cp, length = self.config.context_parallel_size, self.max_sequence_length
-        whole = packed.tokens if isinstance(packed, Documents) else length
-        if cp > 1 and input_ids is not None and input_ids.size(1) > whole // cp:
-            of = f"data.sequence_length {length}" if packed is None else f"a packed row of {whole}"
+        tokens = packed.tokens if isinstance(packed, Documents) else length
+        if cp > 1 and input_ids is not None and input_ids.size(1) > tokens // cp:
+            row = f"data.sequence_length {length}" if packed is None else f"a packed row of {tokens}"
             raise UserError(
                 f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
-                f"cp {cp} ranks, and {of} is {whole // cp} for each: cut the microbatch by "
+                f"cp {cp} ranks, and {row} is {tokens // cp} for each: cut the microbatch by "
                 "mimo_train.parallel.context.own_part"
             )
 
@@ -109,17 +110,17 @@ class SeededGPTModel(GPTModel):
     ) -> tuple:
         """Preprocess as in Megatron-Core, with rotary angles that restart in each document of a packed row. In fp32
         losses of tokens would otherwise move by 1e-3, although only distances count."""
-        found = super()._preprocess(
+        preprocessed = super()._preprocess(
             *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
         if not isinstance(packed_seq_params, Documents) or self.position_embedding_type != "rope":
-            return found
+            return preprocessed
         assert position_ids is not None, "positions of the documents"
         if position_ids.size(-1) == packed_seq_params.tokens:
             position_ids = own_part({"positions": position_ids}, self.pg_collection.cp)["positions"]
         # `packed_seq`: all positions, not this context-parallel rank's.
         table = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)
-        decoder_input, _, *others = found
+        decoder_input, _, *others = preprocessed
         return decoder_input, table[position_ids[0]], *others
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -143,21 +144,16 @@ class SeededGPTModel(GPTModel):
         **options: Any,
     ) -> torch.Tensor:
         if self.post_process and self.training and torch.is_grad_enabled() and self.pg_collection.tp.rank() == 0:
-            self.trained_logits += self._positions(hidden_states, output_processor)
+            # All positions with another head than ours.
+            parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+            positions = hidden_states.size(0) * hidden_states.size(1) * parts
+            self.trained_logits += positions if output_processor is None else len(output_processor.args[0])
         output = super()._postprocess(
             hidden_states, *arguments, labels=labels, output_processor=output_processor, **options
         )
         if labels is None and self.post_process and (padding_V := self._padding(output)) is not None:
             output[..., padding_V] = torch.finfo(output.dtype).min
         return output
-
-    def _positions(self, hidden_states: torch.Tensor, chosen: partial | None) -> int:
-        """Return the number of positions of `hidden_states` [S, B, H] that get logits: all with another head than
-        ours."""
-        if chosen is not None:
-            return len(chosen.args[0])
-        parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-        return hidden_states.size(0) * hidden_states.size(1) * parts
 
     def _padding(self, logits: torch.Tensor) -> slice | None:
         """Return the padded columns of logits [..., V]; None if they have none, or another head made them."""
@@ -174,12 +170,12 @@ class TrainedLogits:
     do."""
 
     def __init__(self, model: list[MegatronModule]):
-        self._chunks = [one for chunk in model for one in chunk.modules() if isinstance(one, SeededGPTModel)]
+        self._chunks = [part for chunk in model for part in chunk.modules() if isinstance(part, SeededGPTModel)]
         self._before = 0
 
     def local_count(self) -> list[int]:
         """Return the count since the last call, for the step's message."""
-        now = sum(one.trained_logits for one in self._chunks)
+        now = sum([chunk.trained_logits for chunk in self._chunks])
         before, self._before = self._before, now
         return [now - before]
 

@@ -67,14 +67,14 @@ class SeededTransformerLayer(TransformerLayer):
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer, as in Megatron-Core: (output [S, B, H], context)."""
-        own = {
+        inputs = {
             "attention_mask": attention_mask,
             "rotary_pos_emb": rotary_pos_emb,
             "packed_seq_params": packed_seq_params,
         }
         if self._dense and self._dense.is_free and all(value is None for value in options.values()):
-            return self._dense(hidden_states, **own), None
-        return super().forward(hidden_states, **own, **options)
+            return self._dense(hidden_states, **inputs), None
+        return super().forward(hidden_states, **inputs, **options)
 
 
 def use_transformer_engine(kind: str) -> bool:
@@ -205,7 +205,9 @@ def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLa
 def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[ModuleSpec]:
     """Return the specs of all layers of the model, over all pipeline stages. With `te`, layers are Transformer Engine's
     where it supports what the model needs."""
-    te = te and _transformer_engine_can(llm, config)
+    # Transformer Engine's attention caps no scores. It supports windows with context parallelism only by exchanges that
+    # Megatron-Core does not use by default.
+    te = te and not llm.attention_softcap and not (llm.window and config.context_parallel_size > 1)
 
     @cache
     def spec(experts: bool, takes_features: bool) -> ModuleSpec:
@@ -232,12 +234,6 @@ class DeepStackLayer(SeededTransformerLayer):
         """Run the layer, as in Megatron-Core. `context`: [layers that add, S, B, H], zero where there is no image."""
         output, _ = super().forward(hidden_states, *arguments, context=None, **options)
         return output if context is None else output + context[self.layer_number - 1], context
-
-
-def _transformer_engine_can(llm: LlmSpec, config: TransformerConfig) -> bool:
-    """True if Transformer Engine's attention supports the model. It caps no scores. It supports windows with context
-    parallelism only by exchanges that Megatron-Core does not use by default."""
-    return not llm.attention_softcap and not (llm.window and config.context_parallel_size > 1)
 
 
 def _with_bias(linear: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:

@@ -81,8 +81,8 @@ class FusedRows:
         if WHOLE in wanted:
             return {WHOLE: rows}
         pieces = rows.unflatten(0, (self._groups, -1)).split(list(self._sizes.values()), dim=1)
-        of = dict(zip(self._sizes, pieces, strict=True))
-        return {name: of[name].flatten(0, 1) for name in wanted}
+        by_name = dict(zip(self._sizes, pieces, strict=True))
+        return {name: by_name[name].flatten(0, 1) for name in wanted}
 
     def join(self, pieces: Mapping[str, torch.Tensor], dim: int, fill: float) -> torch.Tensor:
         """Join the pieces of projections along `dim` to all rows, with `fill` for missing projections."""
@@ -200,7 +200,7 @@ class Adaptable:
     def _adapted_weight(self) -> torch.Tensor:
         """Return this rank's part of W + scale * B A, in fp32."""
         assert self.lora is not None
-        products = {name: one.lora_b.float() @ one.lora_a.float() for name, one in self._adapters.items()}
+        products = {name: adapter.lora_b.float() @ adapter.lora_a.float() for name, adapter in self._adapters.items()}
         return self.weight.float() + self.lora.scale * self._rows.join(products, dim=0, fill=0.0)
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class Adaptable:
     def _gain(self) -> torch.Tensor:
         """Return DoRA's factor of each output, fp32; 1 for rows without an adapter."""
         norms = self._rows.split(self._norms().float(), self._adapters)
-        gains = {name: one.lora_magnitude.float() / norms[name] for name, one in self._adapters.items()}
+        gains = {name: adapter.lora_magnitude.float() / norms[name] for name, adapter in self._adapters.items()}
         return self._rows.join(gains, dim=0, fill=1.0)
 
     @torch.no_grad()
@@ -223,10 +223,10 @@ class Adaptable:
         """Set the magnitudes of `names` (inside this layer) to the norms that they divide by. Collective like
         `_norms`."""
         paths = {name: f"{name}.lora_magnitude".removeprefix(".") for name in self._adapters}
-        mine = {name: one for name, one in self._adapters.items() if paths[name] in names}
-        if mine:
-            norms = self._rows.split(self._norms(), mine)
-            for name, holder in mine.items():
+        chosen = {name: holder for name, holder in self._adapters.items() if paths[name] in names}
+        if chosen:
+            norms = self._rows.split(self._norms(), chosen)
+            for name, holder in chosen.items():
                 holder.lora_magnitude.copy_(norms[name])
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -338,12 +338,8 @@ def adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, Adaptable]]:
 
 def whole_adapters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the adapters of a module that one process holds whole, by their names in the module."""
-    found = {}
-    for name, parameter in global_names(chunk).items():
-        if is_adapter(name):
-            found[name] = parameter.detach()
     assert all(layer.tp_group.size() == 1 for _, layer in adapted_layers(chunk)), "adapters are cut"
-    return found
+    return {name: parameter.detach() for name, parameter in global_names(chunk).items() if is_adapter(name)}
 
 
 @torch.no_grad()

@@ -71,9 +71,16 @@ class PlacedMimoModel(MimoModel):
             return features, loss_mask
         # All encoders run before the first exchange, so that every rank makes the exchanges in the same order, also in
         # backward.
-        received |= {name: self._to_language(name, rows) for name, rows in features.items()}
-        received = {name: rows if name == LANGUAGE else self._joined(name, rows) for name, rows in received.items()}
-        if self.role.is_first_stage(LANGUAGE):
+        for name, rows in features.items():
+            received[name] = self.shared_bridges[name](rows) if name in self.shared_bridges else rows
+        for name, rows in received.items():
+            if name == LANGUAGE:
+                continue
+            if not self.shapes.features_need_gradient(name):
+                received[name] = rows.detach()
+            elif self._cp_group is not None:
+                received[name] = sum_gradients(rows, self._cp_group)
+        if self.role.is_first_stage(LANGUAGE) and unwrap_model(self.language_model).config.deepstack:
             received = self._without_deepstack(received, input_ids)
         return self._forward_language_module(
             input_ids, position_ids, attention_mask, loss_mask, labels, received, {"documents": documents}
@@ -81,8 +88,9 @@ class PlacedMimoModel(MimoModel):
 
     def _build_packed_seq_params(self, packing_kwargs: dict | None) -> PackedSeqParams | None:
         """Megatron-Core 0.19.2 supports no other format here than `thd` (mimo/model/base.py:585)."""
-        ranks = 1 if self._cp_group is None else self._cp_group.size()
-        return documents_of(packing_kwargs or {}, ranks)
+        if not packing_kwargs or packing_kwargs["documents"] is None:
+            return None
+        return documents_of(packing_kwargs, 1 if self._cp_group is None else self._cp_group.size())
 
     def get_text_embeddings(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, special_token_ids: dict[str, int]
@@ -123,14 +131,12 @@ class PlacedMimoModel(MimoModel):
         """Return the features for the language model's input, and set those for its layers on it for this pass."""
         language = unwrap_model(self.language_model)
         hidden, layers = language.config.hidden_size, language.config.deepstack
-        if not layers:
-            return features
         assert input_ids is not None, "the first stage has the text"
         nothing_SBH = features[next(iter(features))].new_zeros(*input_ids.T.shape, hidden)
         levels = []
         for layer in range(layers):
             first, last = hidden * (1 + layer), hidden * (2 + layer)
-            rows = {name: found[:, first:last] for name, found in features.items() if found.size(1) >= last}
+            rows = {name: rows[:, first:last] for name, rows in features.items() if rows.size(1) >= last}
             places = self.align_embeddings_by_token_positions(
                 {"text": nothing_SBH, **rows}, input_ids, self.special_token_ids
             )
@@ -140,11 +146,9 @@ class PlacedMimoModel(MimoModel):
 
     def _empty_encoder_output(self, encoder_name: str) -> torch.Tensor:
         """Return the features of a microbatch without media, which are not sent: [0, width]."""
-        output, spec = super()._empty_encoder_output(encoder_name), self._spec(encoder_name)
+        output = super()._empty_encoder_output(encoder_name)
+        spec: EncoderSpec = unwrap_model(self.modality_submodules[encoder_name]).encoders[encoder_name].spec
         return output.new_empty(0, output.size(1) * (1 + len(spec.deepstack)), requires_grad=True)
-
-    def _spec(self, name: str) -> EncoderSpec:
-        return unwrap_model(self.modality_submodules[name]).encoders[name].spec
 
     def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return outputs of the encoder stages of this rank; [0, hidden size] without media. If no gradient is needed,
@@ -161,14 +165,3 @@ class PlacedMimoModel(MimoModel):
             needed = shapes.features_need_gradient(name) if last else shapes.stage_needs_gradient(name, stage)
             outputs[name] = output if needed else output.detach()
         return outputs
-
-    def _joined(self, name: str, features: torch.Tensor) -> torch.Tensor:
-        """Return features for the language model: detached if nothing needs their gradient, else with their gradient
-        summed over the context-parallel ranks."""
-        if not self.shapes.features_need_gradient(name):
-            return features.detach()
-        return features if self._cp_group is None else sum_gradients(features, self._cp_group)
-
-    def _to_language(self, name: str, features: torch.Tensor) -> torch.Tensor:
-        bridge = self.shared_bridges.get(name)
-        return features if bridge is None else bridge(features)

@@ -8,7 +8,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.cpu import kernels
 from mimo_train.models.parameters import mark
-from mimo_train.models.transformer_config import require_neutral
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
 """Output of attention or of a feed-forward block, and a bias that is still to be added."""
@@ -23,21 +22,16 @@ class TorchNorm:
 
     Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that `finalize_model_grads`
     sums their gradients over the tensor-parallel ranks.
-
-    Raises:
-        UserError: the config has an unsupported norm; the message names the option.
     """
 
     def __new__(  # type: ignore[misc]  # it builds a norm, and is none
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
-        require_neutral("TorchNorm", config, persist_layer_norm=False, memory_efficient_layer_norm=False)
         cpu_kernels = getattr(config, "cpu_kernels", False)
         if config.layernorm_zero_centered_gamma:
-            require_neutral("TorchNorm with layernorm_zero_centered_gamma", config, normalization="RMSNorm")
+            assert config.normalization == "RMSNorm", config.normalization
             norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype, cpu_kernels)
         else:
-            require_neutral("TorchNorm", config, normalization=tuple(_NORMS))
             norms = _NORMS | {"RMSNorm": kernels.RMSNorm} if cpu_kernels else _NORMS
             norm = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():

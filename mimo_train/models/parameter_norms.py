@@ -34,7 +34,7 @@ def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> f
             data-parallel rank keeps a part of them (`main_param`, `main_param_sharded`).
     """
     pieces = []
-    for _, chunk in _chunks_by_module(model):
+    for chunk in (chunk for chunks in modules_of(model).values() for chunk in chunks):
         for _, param, own in _counted(chunk):
             if own is None:
                 continue
@@ -62,13 +62,17 @@ def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
         example `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
     """
     own: dict[str, torch.Tensor | None] = {}
-    for module, chunk in _chunks_by_module(model):
+    for module, chunk in ((module, chunk) for module, chunks in modules_of(model).items() for chunk in chunks):
         for name, param, piece in _counted(chunk):
             if not param_is_not_shared(param):
                 continue
             grad = getattr(param, "main_grad", param.grad) if param.requires_grad and piece is not None else None
             own[f"{module}.{name}"] = None if grad is None else grad.reshape(-1)[piece]
-    names = _names_of_all_ranks(model[0], list(own))
+    if not hasattr(model[0], "names_of_all_ranks"):  # gathered once, in rank order without duplicates
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, list(own))
+        model[0].names_of_all_ranks = list(dict.fromkeys(name for names in gathered for name in names))
+    names = model[0].names_of_all_ranks
     index = {name: number for number, name in enumerate(names)}
     here = {name: piece for name, piece in own.items() if piece is not None}
     rows = torch.tensor([index[name] for name in here], dtype=torch.long)
@@ -79,12 +83,6 @@ def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
     squares, counts = squares_and_counts.tolist()
     norms = {f"{PREFIX}/global": sum(squares) ** 0.5}
     return norms | {f"{PREFIX}/{name}": squares[row] ** 0.5 for name, row in index.items() if counts[row]}
-
-
-def _chunks_by_module(model: list[MegatronModule]) -> Iterator[tuple[str, MegatronModule]]:
-    for name, chunks in modules_of(model).items():
-        for chunk in chunks:
-            yield name, chunk
 
 
 def _counted(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter, slice | None]]:
@@ -113,15 +111,6 @@ def _slices(module: torch.nn.Module) -> dict[torch.nn.Parameter, slice]:
             for param, (start, stop) in bucket.param_to_index.items():
                 slices[param] = slice(max(first - start, 0), max(min(end, stop) - start, 0))
     return slices
-
-
-def _names_of_all_ranks(chunk: MegatronModule, own: list[str]) -> list[str]:
-    """Return the names of all ranks without duplicates, in rank order; gathered once per model, and stored in it."""
-    if not hasattr(chunk, "names_of_all_ranks"):
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        chunk.names_of_all_ranks = list(dict.fromkeys(name for names in gathered for name in names))
-    return chunk.names_of_all_ranks
 
 
 def squares_of(pieces: list[torch.Tensor]) -> torch.Tensor:

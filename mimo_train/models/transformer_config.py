@@ -12,7 +12,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -267,13 +266,3 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
     # Only these layers can be compiled.
     config.dense_layers = cfg.run.cpu_kernels or cfg.compile_of(layout.name) == "layers"
     return config
-
-
-def require_neutral(layer: str, config: TransformerConfig, **values: Any) -> None:
-    """Reject config options that a layer does not support, by raising a UserError that names the option. `layer` is the
-    name of its class, and `values` has the neutral value of each option, or a tuple of them."""
-    for name, neutral in values.items():
-        value = getattr(config, name, None)
-        choices = neutral if isinstance(neutral, tuple) else (neutral,)
-        if not any(value is choice or value == choice for choice in (*choices, None)):
-            raise UserError(f"{layer} has no {name}, which is {value!r}: leave it at {choices[0]!r}")

@@ -67,7 +67,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
             if not parameters:
                 continue
             group["step"] += 1
-            states = [self._state_of(parameter) for parameter in parameters]
+            states = [self.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             # Filled on the device: copying a number would wait for all queued work.
             device = parameters[0].device
             step = torch.full((), float(group["step"]), device=device)
@@ -87,13 +90,6 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 maximize=False,
                 grad_scale=torch.full((), 1.0 / factor, device=device) if factor != 1.0 else None,
             )
-
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
 
 
 def install() -> None:

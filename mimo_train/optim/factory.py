@@ -1,7 +1,5 @@
 """Builds one Megatron-Core optimizer per module under one `ModuleOptimizer`."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.optimizer import ModuleOptimizerInfo
@@ -109,13 +107,11 @@ def _group_overrides(
         overrides[ParamKey(name=f"module.{PARTS['projector']}")] = {"max_lr": projector_lr}
     for step in sorted(set(releases.values())):
         # Equal parameters have equal steps on every rank, although each rank has only its own.
-        released_then = ParamPredicate(f"trained from step {step}", partial(_is_released, releases, step))
+        released_then = ParamPredicate(
+            f"trained from step {step}", lambda parameter, step=step: releases.get(parameter) == step
+        )
         overrides[ParamKey(predicate=released_then)] = {RELEASE: step}
     return overrides
-
-
-def _is_released(releases: dict[torch.nn.Parameter, int], step: int, parameter: torch.nn.Parameter) -> bool:
-    return releases.get(parameter) == step
 
 
 def _grad_scaler(cfg: ConfigContainer) -> MegatronGradScaler | None:

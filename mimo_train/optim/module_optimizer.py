@@ -33,21 +33,10 @@ class GradNorms:
 
     squares: dict[str, float]
     """Square of the norm by module."""
-    has_overflow: bool = False
-    """True if loss scaling found a gradient that is not finite."""
+    total: float
+    """The norm over all modules; inf or nan if any gradient is not finite: weights must not be updated."""
     num_zeros: int | None = None
     """Number of gradient elements that are zero; None unless they are counted."""
-
-    @property
-    def total(self) -> float:
-        """The norm over all modules; inf or nan if any gradient is not finite."""
-        norm = math.sqrt(sum(self.squares.values()))
-        return math.inf if self.has_overflow and math.isfinite(norm) else norm
-
-    @property
-    def is_finite(self) -> bool:
-        """True if weights may be updated."""
-        return math.isfinite(self.total)
 
 
 class ModuleOptimizer(MimoOptimizer):
@@ -86,7 +75,7 @@ class ModuleOptimizer(MimoOptimizer):
         super().__init__(infos, config)
         self.updates = 0
         self.module_grad_norms: dict[str, float] = {}
-        self.before_update: Callable[[], None] = lambda: None
+        self.before_update: Callable[[], None] | None = None
         self.grad_scaler, self.releases = grad_scaler, releases
         self._clip_grads, self._device = clip_grads, device
         self._overlapping = [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
@@ -132,17 +121,20 @@ class ModuleOptimizer(MimoOptimizer):
         host = on_host(message if sums is None else torch.cat([message, sums]))
         *squares, overflows, zeros = host[: len(message)]
         counted = int(zeros) if self.config.log_num_zeros_in_grad and math.isfinite(zeros) else None
-        norms = GradNorms(dict(zip(names, squares, strict=True)), overflows > 0, counted)
+        total = math.sqrt(sum(squares))
+        if overflows and math.isfinite(total):
+            total = math.inf  # loss scaling found a gradient that is not finite
+        norms = GradNorms(dict(zip(names, squares, strict=True)), total, counted)
         self.module_grad_norms = {name: math.sqrt(norms.squares[name]) for name in self._clip_grads}
         return norms, host[len(message) :]
 
     @torch.no_grad()
     def clip(self, norms: GradNorms) -> None:
         """Scale the gradients of every clip group down to its largest norm. Do nothing if a gradient is not finite."""
-        if not norms.is_finite:
+        if not math.isfinite(norms.total):
             return
         squares = norms.squares
-        together = math.sqrt(sum(squares[name] for name, limit in self._clip_grads.items() if limit is None))
+        together = math.sqrt(sum([squares[name] for name, limit in self._clip_grads.items() if limit is None]))
         for name, limit in self._clip_grads.items():
             largest, norm = (self.config.clip_grad, together) if limit is None else (limit, math.sqrt(squares[name]))
             coefficient = largest / (norm + _LEAST_NORM)
@@ -154,11 +146,13 @@ class ModuleOptimizer(MimoOptimizer):
     def update(self, norms: GradNorms) -> bool:
         """Update all weights, and adapt the loss scale of fp16. Return False if a gradient is not finite: weights and
         states are then unchanged."""
+        is_finite = math.isfinite(norms.total)
         if self.grad_scaler is not None:
-            self.grad_scaler.update(not norms.is_finite)
-        if not norms.is_finite:
+            self.grad_scaler.update(not is_finite)
+        if not is_finite:
             return False
-        self.before_update()
+        if self.before_update is not None:
+            self.before_update()
         self.step_with_ready_grads()
         self.updates += 1
         return True
@@ -201,18 +195,13 @@ class ModuleOptimizer(MimoOptimizer):
             if each.optimizer is not None:
                 yield from each.optimizer.chained_optimizers
 
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self.inner():
-            yield from optimizer.param_groups
-
-    def _waits(self, group: dict[str, Any]) -> bool:
-        return group.get(RELEASE, 0) not in self._updates_before
-
     def _set_group_steps(self) -> None:
         """Set Adam's step counter of each group. Adam does not count steps of empty groups, and Transformer Engine's
         counts steps of frozen groups."""
-        for group in self._groups():
-            group["step"] = 0 if self._waits(group) else self.updates - self._updates_before[group.get(RELEASE, 0)]
+        for optimizer in self.inner():
+            for group in optimizer.param_groups:
+                before = self._updates_before.get(group.get(RELEASE, 0))
+                group["step"] = 0 if before is None else self.updates - before
 
     def _collect_gradients(self) -> torch.Tensor:
         """Copy the reduced gradients to the optimizers' parameters, without the loss scale. Return [1], above 0 if a
@@ -222,7 +211,7 @@ class ModuleOptimizer(MimoOptimizer):
             # The optimizer has no scaler, so this only copies.
             optimizer.prepare_grads()
             for group in optimizer.param_groups:
-                if self._waits(group):
+                if group.get(RELEASE, 0) not in self._updates_before:  # not trained yet
                     for parameter in group["params"]:
                         parameter.grad = None
             gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
@@ -236,13 +225,14 @@ class ModuleOptimizer(MimoOptimizer):
         module's norm, as Megatron-Core sums it over the module's ranks."""
         message = torch.zeros(len(names) + 2, dtype=torch.float64, device=self._device)
         for index, name in enumerate(names):
-            info = self.module_infos[name]
-            gradients = [
-                gradient
-                for optimizer in self.inner(info)
-                if self._counts(optimizer, info)
-                for gradient in optimizer.get_grads_for_grad_norm()
-            ]
+            info, gradients = self.module_infos[name], []
+            for optimizer in self.inner(info):
+                # All shards count; gradients that replicas hold whole count on the first replica.
+                if not self.config.use_distributed_optimizer:
+                    are_experts = any(group["is_expert_parallel"] for group in optimizer.param_groups)
+                    if (info.pg_collection.expt_dp if are_experts else info.pg_collection.dp_cp).rank():
+                        continue
+                gradients += optimizer.get_grads_for_grad_norm()
             if not gradients:
                 continue
             message[index] = squares_of(gradients).sum()
@@ -250,14 +240,6 @@ class ModuleOptimizer(MimoOptimizer):
                 message[-1] += sum(gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients)
         message[-2] = overflow[0]
         return message
-
-    def _counts(self, optimizer: MegatronOptimizer, info: ModuleOptimizerInfo) -> bool:
-        """True if this rank's gradients count: all shards do; whole gradients count on the first replica."""
-        if self.config.use_distributed_optimizer:
-            return True
-        are_experts = any(group["is_expert_parallel"] for group in optimizer.param_groups)
-        replicas = info.pg_collection.expt_dp if are_experts else info.pg_collection.dp_cp
-        return replicas.rank() == 0
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:

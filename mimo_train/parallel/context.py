@@ -20,8 +20,8 @@ def own_part(batch: dict[str, Any], cp_group: dist.ProcessGroup) -> dict[str, An
     """Return a microbatch with this rank's part [B, C, ...] of every tensor [B, S, ...]. Other values are unchanged."""
     if cp_group.size() == 1:
         return batch
-    whole = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
-    return batch | get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=cp_group)
+    tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+    return batch | get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False, cp_group=cp_group)
 
 
 def local_offsets(chosen_BS: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -46,11 +46,11 @@ def gather_sequence(part_C: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.
     if ranks == 1:
         return part_C
     gathered = gather_from_sequence_parallel_region(part_C, tensor_parallel_output_grad=True, group=cp_group)
-    held = [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]
+    chunks = [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]
     pieces = gathered.chunk(2 * ranks, dim=0)
-    return torch.cat([pieces[held.index(chunk)] for chunk in range(2 * ranks)])
+    return torch.cat([pieces[chunks.index(chunk)] for chunk in range(2 * ranks)])
 
 
-def sum_gradients(whole: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return `whole` unchanged, with its gradient summed over the ranks: each rank uses a part of it."""
-    return whole if cp_group.size() == 1 else copy_to_tensor_model_parallel_region(whole, group=cp_group)
+def sum_gradients(sequence: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `sequence` unchanged, with its gradient summed over the ranks: each rank uses a part of it."""
+    return sequence if cp_group.size() == 1 else copy_to_tensor_model_parallel_region(sequence, group=cp_group)

@@ -58,27 +58,18 @@ def choose(requested: str, processes: int = 1, local_rank: int = 0) -> Choice:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available >= processes:
         return Choice("cuda", local_rank)
-    if available == 1 and _own_device():
-        return Choice("cuda")
-    if requested == "auto":
-        said = f"run.device=auto: on the CPU, since {_too_few(processes, available)}"
-        return Choice("cpu", remark=said if available else "")
-    if not available:
-        raise UserError("run.device: is cuda, but torch sees no CUDA device here: use cpu or auto")
-    raise UserError(f"run.device: is cuda, but {_too_few(processes, available)}, or cpu")
-
-
-def _too_few(processes: int, available: int) -> str:
-    return (
+    visible = [index for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index]
+    if available == len(visible) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return Choice("cuda")  # the launcher gave this process one device, and other processes theirs
+    too_few = (
         f"{plural(processes, 'process')} on this machine have {plural(available, 'CUDA device')}: use a layout of "
         "fewer ranks (layout=one_process), more nodes"
     )
-
-
-def _own_device() -> bool:
-    """True if the launcher gave this process one device, and other processes theirs."""
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    return len(visible) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if requested == "auto":
+        return Choice("cpu", remark=f"run.device=auto: on the CPU, since {too_few}" if available else "")
+    if not available:
+        raise UserError("run.device: is cuda, but torch sees no CUDA device here: use cpu or auto")
+    raise UserError(f"run.device: is cuda, but {too_few}, or cpu")
 
 
 def install(kind: str, index: int = 0, *, cpu_kernels: bool = False) -> torch.device:
@@ -92,11 +83,6 @@ def install(kind: str, index: int = 0, *, cpu_kernels: bool = False) -> torch.de
         if cpu_kernels:
             keep_freed_memory()
     return CPU
-
-
-def identity(device: torch.device) -> str:
-    """Return the UUID of a CUDA device; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def remarks(layout_overlaps: bool) -> Iterator[str]:
@@ -116,11 +102,6 @@ def remarks(layout_overlaps: bool) -> Iterator[str]:
         )
 
 
-def backend(kind: str) -> str:
-    """Return the backends of the world's group, which communicates tensors of either device and objects."""
-    return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-
-
 def backend_of_groups() -> str | None:
     """Return the backend of all other groups; None is the world's. With NCCL alone, no group has a mesh of gloo
     connections. The few objects they exchange travel as device tensors."""
@@ -131,7 +112,8 @@ def init_process_group(kind: str, timeout_minutes: float, store: torch.distribut
     """Join the processes of the run over `store`, or by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT). No `device_id` is bound (see `mimo_train.parallel.groups`)."""
     torch.distributed.init_process_group(
-        backend(kind),
+        # Of the world's group, which communicates tensors of either device and objects.
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=store,
         # -1: torch reads them itself, with the address.
         rank=-1 if store is None else int(os.environ["RANK"]),
@@ -278,14 +260,14 @@ def stop_cuda_profiler() -> None:
     torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
 
 
-REFUSED = ("wandb", "torch.utils.tensorboard")
+UNUSED = ("wandb", "torch.utils.tensorboard")
 
 
-class _Refusal(MetaPathFinder):
-    """A finder that reports the modules of `REFUSED` as not installed."""
+class _NotInstalled(MetaPathFinder):
+    """A finder that reports the modules of `UNUSED` as not installed."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if fullname in REFUSED:
+        if fullname in UNUSED:
             raise ModuleNotFoundError(f"{fullname} is not imported with Megatron-Core", name=fullname)
 
 
@@ -300,15 +282,15 @@ def light_imports(device: str) -> Iterator[None]:
         device: `run.device`. With `cpu`, or `auto` if torch finds no CUDA, functions defined in the block stay
             uncompiled.
     """
-    refusal, compiler = _Refusal(), torch.compile
-    sys.meta_path.insert(0, refusal)
+    finder, compiler = _NotInstalled(), torch.compile
+    sys.meta_path.insert(0, finder)
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         torch.compile = _uncompiled
     try:
         yield
     finally:
         torch.compile = compiler
-        sys.meta_path.remove(refusal)
+        sys.meta_path.remove(finder)
 
 
 def _uncompiled(model: Callable | None = None, **options: Any) -> Callable:

@@ -101,9 +101,9 @@ def _named(name: str) -> Iterator[None]:
     other. The name has a counter, because one process may set up several runs in turn.
     """
     original = distributed_c10d._process_group_name
-    taken = {*distributed_c10d._world.pg_names.values()}
+    used = {*distributed_c10d._world.pg_names.values()}
     names = (hashlib.sha256(f"{name}, {number}".encode()).hexdigest() for number in itertools.count())
-    unused = distributed_c10d.GroupName(next(name for name in names if name not in taken))
+    unused = distributed_c10d.GroupName(next(name for name in names if name not in used))
     distributed_c10d._process_group_name = lambda ranks, use_hashed_name: unused
     try:
         yield

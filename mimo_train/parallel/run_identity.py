@@ -1,8 +1,6 @@
 """Set-up checks that all ranks were started for the same run and see the same folder."""
 
 import copy
-import hashlib
-import json
 import os
 import secrets
 import socket
@@ -26,62 +24,49 @@ LONGEST_SIGHT = 70.0
 """Seconds that a rank on another host waits for a file of rank 0. NFS may cache a folder's listing for a minute
 (`acdirmax`)."""
 
+_NOT = "not set"
+
 
 @dataclass(frozen=True)
 class Start:
     """The facts that a rank tells the others when it starts."""
 
-    config: str
-    """Hash of the shared part of the config."""
+    config: dict[str, Any]
+    """The config without folders that may differ between nodes: caches."""
     host: str = field(default_factory=socket.gethostname)
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     """A random tag; rank 0 writes its own into the lock of `run.dir`."""
-    device: str = ""
-    """UUID of this rank's CUDA device."""
 
     @classmethod
-    def of(cls, cfg: ConfigContainer, device: str = "") -> "Start":
+    def of(cls, cfg: ConfigContainer) -> "Start":
         """Return the start of this process."""
-        return cls(hashlib.sha256(json.dumps(_said_to_all(cfg), sort_keys=True).encode()).hexdigest(), device=device)
+        plain = copy.deepcopy(to_dict(cfg))
+        plain["data"]["cache_dir"] = ""
+        for module in plain["modules"].values():
+            module["feature_cache"]["dir"] = bool(module["feature_cache"]["dir"])
+        return cls(plain)
 
 
-def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
-    """Check that all ranks have one config. Collective. Raise ConfigError, with the keys and both values, if a rank was
-    started with another config than rank 0."""
+def require_one_config(starts: Sequence[Start]) -> None:
+    """Raise ConfigError on every rank, with the keys and both values, if a rank was started with another config than
+    rank 0."""
     other = next((rank for rank, start in enumerate(starts) if start.config != starts[0].config), None)
     if other is None:
         return
-    configs: list[Any] = [None] * len(starts)
-    dist.all_gather_object(configs, _said_to_all(cfg))
-    with agreed():
-        if dist.get_rank() == 0:
-            first, second = (dict(_leaves(configs[rank])) for rank in (0, other))
-            keys = [key for key in {**first, **second} if first.get(key, _NOT) != second.get(key, _NOT)]
-            where = [f"rank {rank} on {starts[rank].host}" for rank in (0, other)]
-            faults = [
-                Fault(
-                    key,
-                    f"is {first.get(key, _NOT)!r} for {where[0]}, and {second.get(key, _NOT)!r} for {where[1]}: start "
-                    "all ranks with the same config and overrides",
-                )
-                for key in keys[:LISTED]
-            ]
-            if len(keys) > LISTED:
-                faults.append(Fault("", f"{len(keys) - LISTED} more keys differ"))
-            raise ConfigError(faults)
-
-
-def require_own_devices(starts: Sequence[Start]) -> None:
-    """Check that no two ranks share a CUDA device, which NCCL would reject in its first message. Raise UserError on all
-    ranks."""
-    first: dict[str, int] = {}
-    for rank, start in enumerate(starts):
-        if start.device and first.setdefault(start.device, rank) != rank:
-            raise UserError(
-                f"run.device: ranks {first[start.device]} and {rank} on {start.host} have the same CUDA device "
-                f"({start.device}): let CUDA_VISIBLE_DEVICES name another one for each process, or all of them for "
-                "all, or use a layout of fewer ranks or run.device=cpu"
-            )
+    first, second = (dict(_leaves(starts[rank].config)) for rank in (0, other))
+    keys = [key for key in {**first, **second} if first.get(key, _NOT) != second.get(key, _NOT)]
+    places = [f"rank {rank} on {starts[rank].host}" for rank in (0, other)]
+    faults = [
+        Fault(
+            key,
+            f"is {first.get(key, _NOT)!r} for {places[0]}, and {second.get(key, _NOT)!r} for {places[1]}: start "
+            "all ranks with the same config and overrides",
+        )
+        for key in keys[:LISTED]
+    ]
+    if len(keys) > LISTED:
+        faults.append(Fault("", f"{len(keys) - LISTED} more keys differ"))
+    raise ConfigError(faults)
 
 
 def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LONGEST_SIGHT) -> None:
@@ -98,16 +83,14 @@ def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LO
         return
     rank = dist.get_rank()
     with agreed():
-        if _sees(file, starts[0].mark, patience if starts[rank].host != starts[0].host else 0.0):
+        # Not on rank 0: closing the file there would free the lock.
+        if rank == 0 or _sees(file, starts[0].mark, patience if starts[rank].host != starts[0].host else 0.0):
             return
         hosts = len({start.host for start in starts})
         raise UserError(
             f"run.dir: rank {rank} on {starts[rank].host} does not see what rank 0 on {starts[0].host} writes into "
             f"{file.parent.absolute()}: give a folder on a file system that all hosts of this run share ({hosts})"
         )
-
-
-_NOT = "not set"
 
 
 def _sees(file: Path, mark: str, patience: float) -> bool:
@@ -122,15 +105,6 @@ def _sees(file: Path, mark: str, patience: float) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(min(1.0, patience))
-
-
-def _said_to_all(cfg: ConfigContainer) -> dict[str, Any]:
-    """Return the config without folders that may differ between nodes: caches."""
-    plain = copy.deepcopy(to_dict(cfg))
-    plain["data"]["cache_dir"] = ""
-    for module in plain["modules"].values():
-        module["feature_cache"]["dir"] = bool(module["feature_cache"]["dir"])
-    return plain
 
 
 def _leaves(plain: Any, key: str = "") -> Iterator[tuple[str, Any]]:

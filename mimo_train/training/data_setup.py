@@ -62,9 +62,9 @@ class DataEnd:
     """`train`, with its number of steps."""
 
     def __str__(self) -> str:
-        of = f" of {self.source}" if self.source else ""
+        source = f" of {self.source}" if self.source else ""
         return (
-            f"data.exhausted=stop: the {plural(self.samples, 'sample')}{of} last until step {self.step} of "
+            f"data.exhausted=stop: the {plural(self.samples, 'sample')}{source} last until step {self.step} of "
             f"{length_of(self.train)}, where the run ends"
         )
 
@@ -134,12 +134,12 @@ def count_texts(run: Run, dataset: ShardDataset, should_stop: Callable[[], bool]
     """
     rank = dist.get_rank()
     for builds in (rank == 0, is_first_of_node(run.layout, rank)):
-        work, unfinished = _Work(run, dataset) if builds else None, True
+        work, unfinished = _Counting(run, dataset) if builds else None, True
         try:
             while unfinished:
                 local: list[bool] = []
                 with agreed(local) as everyones:
-                    local += [work is not None and work.go_on(ROUND, should_stop), should_stop()]
+                    local += [work is not None and work.count(ROUND, should_stop), should_stop()]
                 unfinished = any(unfinished for unfinished, _ in everyones)
                 if unfinished and any(stops for _, stops in everyones):
                     raise CountingStopped(
@@ -153,13 +153,13 @@ def count_texts(run: Run, dataset: ShardDataset, should_stop: Callable[[], bool]
         TextLengths(dataset).serve()
 
 
-class _Work:
+class _Counting:
     def __init__(self, run: Run, dataset: ShardDataset):
         self._run, self._dataset = run, dataset
         self._jobs: Generator[Counted] | None = None
         self._bar: CountBar | None = None
 
-    def go_on(self, seconds: float, should_stop: Callable[[], bool]) -> bool:
+    def count(self, seconds: float, should_stop: Callable[[], bool]) -> bool:
         """Count for `seconds`, or until `should_stop`; returns True if anything is left to count."""
         end = time.monotonic() + seconds
         if self._jobs is None:

@@ -95,7 +95,11 @@ class Evaluator(Callback):
         finally:
             bar.close()
         self._write(values, sets)
-        self._give_to_hooks(sets)
+        hooks = self._hooks
+        if hooks is not None and not sets[0].is_test:
+            data = sets[0].non_loss_data(self._step_func, hooks.give)
+            if hooks.process is not None and state.is_logging_rank:
+                hooks.process(data, step, state.tensorboard_logger)
         self._callbacks.fire("on_evaluation", state, values)
         return votes
 
@@ -138,14 +142,6 @@ class Evaluator(Callback):
             )
         means = {key: f"{value:.6g}" for key, value in values.items()}
         progress.append(state.run_dir, progress.EVALUATION, step=step, sets=self._digest(sets), **means)
-
-    def _give_to_hooks(self, sets: list[HeldOut]) -> None:
-        hooks, state = self._hooks, self._session.state
-        if hooks is None or sets[0].is_test:
-            return
-        data = sets[0].non_loss_data(self._step_func, hooks.give)
-        if hooks.process is not None and state.is_logging_rank:
-            hooks.process(data, state.train_state.step, state.tensorboard_logger)
 
     def _digest(self, sets: list[HeldOut]) -> str:
         """Return a fingerprint of what an evaluation measures: its sets, forward step and loss weights."""

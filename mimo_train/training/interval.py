@@ -55,10 +55,15 @@ def add_step(
     Raises:
         UserError: a loss has the name of another number of the log, or is not one number.
     """
-    losses = {name: _scalar(name, loss) for name, loss in losses.items()}
-    for name in losses:
+    losses = {name: torch.as_tensor(loss) for name, loss in losses.items()}
+    for name, loss in losses.items():
         if name in OTHER_NUMBERS or name.startswith((EMPTY, SUM, TOKENS, *OF_EVALUATIONS)):
             raise taken_name(name)
+        if loss.numel() != 1:
+            raise UserError(
+                f"loss {name!r} must be one number, got a tensor of shape {tuple(loss.shape)}. Log its mean"
+            )
+        losses[name] = loss.reshape(())
     totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
     totals[SKIPPED] = totals.get(SKIPPED, 0) + skipped_iter
     totals.setdefault(NAN, 0)
@@ -81,13 +86,6 @@ def taken_name(name: str) -> UserError:
         f"the loss function returns a loss named {name!r}, under which the log keeps another number. Give it another "
         "name"
     )
-
-
-def _scalar(name: str, loss: Any) -> torch.Tensor:
-    loss = torch.as_tensor(loss)
-    if loss.numel() != 1:
-        raise UserError(f"loss {name!r} must be one number, got a tensor of shape {tuple(loss.shape)}. Log its mean")
-    return loss.reshape(())
 
 
 def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -127,11 +125,6 @@ def sums_on_device(plain: dict[str, list], device: torch.device) -> dict[str, An
     }
 
 
-def _without_empty_sources(losses: dict[str, float]) -> dict[str, float]:
-    tokens = {name.removeprefix(TOKENS): count for name, count in losses.items() if name.startswith(TOKENS)}
-    return {name: loss for name, loss in losses.items() if not name.startswith(TOKENS) and tokens.get(name, 1)}
-
-
 @dataclass(frozen=True)
 class IntervalNumbers:
     """Numbers of all ranks since the last logging step."""
@@ -152,14 +145,6 @@ class IntervalNumbers:
     """Largest over ranks, by the names of `report_memory`; empty unless `log.metrics` has `memory`."""
     losses: dict[str, float]
     """Means over the interval; empty on ranks without losses."""
-
-    @property
-    def model_flops(self) -> float:
-        """FLOPs of all modules over the interval."""
-        return sum(flops.model for flops in self.flops.values())
-
-
-_NO_FLOPS = Flops()
 
 
 class Interval:
@@ -188,8 +173,8 @@ class Interval:
         flops: dict[str, Flops],
         plan: StepPlan,
         seconds: float,
-        logits: torch.Tensor | None = None,
-        of_logit: Flops = _NO_FLOPS,
+        logits: torch.Tensor | None,
+        of_logit: Flops,
     ) -> None:
         """Count a step.
 
@@ -232,18 +217,20 @@ class Interval:
         seconds = self._stopwatch.read_and_reset()
         report = report_memory(None) if self._memory_names else {}
         local = [seconds[name] for name in INTERVALS] + [float(report.get(name, 0)) for name in self._memory_names]
-        world, columns, names = self._state.layout.world_size, len(local), sorted(losses)
-        rank = dist.get_rank()
-        before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
-        rows = devices.tensor(before + local + after, torch.float64, self._device)
-        if world > 1:
-            dist.all_reduce(rows)
-        means = [losses[name].double().reshape(1) for name in names]
-        host = torch.cat([rows, self._of_logits, self._counts.new, *means]).tolist()
+        world, columns, names, rank = self._state.layout.world_size, len(local), sorted(losses), dist.get_rank()
+        rows = [0.0] * (world * columns)
+        rows[rank * columns : (rank + 1) * columns] = local
+        sums = devices.tensor(rows, torch.float64, self._device)
+        dist.all_reduce(sums)
+        on_device = [losses[name].double().reshape(1) for name in names]
+        host = torch.cat([sums, self._of_logits, self._counts.new, *on_device]).tolist()
         table = [host[rank * columns : (rank + 1) * columns] for rank in range(world)]
         model, hardware, bad, empty, *values = host[world * columns :]
         self._flops[LANGUAGE] += Flops(model, hardware)
         self._state.train_state.floating_point_operations_so_far += model
+        values_by_name = dict(zip(names, values, strict=True))
+        # A source without tokens has no loss.
+        means = {name: value for name, value in values_by_name.items() if values_by_name.get(TOKENS + name, 1)}
         times = len(INTERVALS)
         numbers = IntervalNumbers(
             steps=self.steps,
@@ -254,7 +241,7 @@ class Interval:
             flops=self._flops,
             times=[row[:times] for row in table],
             memory={name: max(row[times + i] for row in table) for i, name in enumerate(self._memory_names)},
-            losses=_without_empty_sources(dict(zip(names, values, strict=True))),
+            losses={name: value for name, value in means.items() if not name.startswith(TOKENS)},
         )
         self._counts.settle((bad, empty))
         self._reset()

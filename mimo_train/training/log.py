@@ -201,9 +201,9 @@ class StepLog:
         so_far = {name: getattr(state.train_state, name) for name in ("bad_samples", "empty_steps", "skipped_iters")}
         values |= {name: float(count) for name, count in (so_far | {"nan_iters": nan_steps}).items() if count}
         values |= self._speed(numbers, sequence_length, history)
-        values |= layer_norms | numbers.memory | self._drawn() | timer_seconds(state.timers, numbers.steps)
-        if taken := sorted(losses.keys() & values.keys()):
-            raise taken_name(taken[0])
+        values |= layer_norms | numbers.memory | self._mixture() | timer_seconds(state.timers, numbers.steps)
+        if names := sorted(losses.keys() & values.keys()):
+            raise taken_name(names[0])
         values, step = losses | values, state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.step(step, values, self._busiest.name(numbers.times), losses)
@@ -214,25 +214,16 @@ class StepLog:
         self._callbacks.fire("on_log", state, values)
         return show_memory and not numbers.memory
 
-    def _drawn(self) -> dict[str, float]:
+    def _mixture(self) -> dict[str, float]:
         """Return the samples of a mixture's sources so far, and their epochs."""
         data = self._dataset
         if data is None or len(data.sources) < 2:
             return {}
         counts = data.source_counts(self._state.train_state.consumed_train_samples)
-        drawn = [*zip(data.sources, counts, data.source_sizes, strict=True)]
-        return {f"samples/{source.name}": float(count) for source, count, _ in drawn} | {
-            f"epochs/{source.name}": count / size for source, count, size in drawn
-        }
-
-    def _peaks(self) -> dict[str, float | None]:
-        """Return the peak TFLOP/s of a device by module; of fp8 for modules with fp8 layers."""
-        cfg, name = self._state.cfg, devices.name(self._pipeline.device)
-        precisions = dict.fromkeys(has_fp8(cfg), "fp8")
-        return {
-            module: cfg.log.peak_tflops or peak_tflops(name, precisions.get(module, cfg.train.precision))
-            for module in cfg.modules
-        }
+        values = {}
+        for source, count, size in zip(data.sources, counts, data.source_sizes, strict=True):
+            values[f"samples/{source.name}"], values[f"epochs/{source.name}"] = float(count), count / size
+        return values
 
     def _speed(
         self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float]
@@ -244,13 +235,20 @@ class StepLog:
             values["padding"] = 1 - numbers.tokens / numbers.positions
         values |= self._imbalance
         flops = {module: total * (1 / numbers.steps) for module, total in numbers.flops.items()}
-        values |= utilisation(flops, values["step_seconds"], state.layout, self._peaks())
+        device, precisions = devices.name(self._pipeline.device), dict.fromkeys(has_fp8(state.cfg), "fp8")
+        peaks = {
+            module: log.peak_tflops or peak_tflops(device, precisions.get(module, state.cfg.train.precision))
+            for module in state.cfg.modules
+        }
+        values |= utilisation(flops, values["step_seconds"], state.layout, peaks)
         work = {module: total.hardware for module, total in flops.items()}
         values |= time_split(numbers.times, state.layout, work)
         if self.stragglers is not None:
             compute = INTERVALS.index("forward_backward")
             seconds = {rank: row[compute] * numbers.steps for rank, row in enumerate(numbers.times)}
-            values |= self.stragglers.observe(seconds, numbers.steps, numbers.model_flops)
+            values |= self.stragglers.observe(
+                seconds, numbers.steps, sum(flops.model for flops in numbers.flops.values())
+            )
         if log.throughput_window:
             values |= report_throughput(
                 state.cfg.train,

@@ -1,4 +1,4 @@
-"""Entry points: `pretrain` and `finetune` drive the same loop; `SteppedRun` lets the caller make each step."""
+"""Entry points: `pretrain` and `finetune` drive the same loop, with in-process restarts if the config asks for them."""
 
 import gc
 import os
@@ -6,25 +6,22 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint.save import full_disk
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_run import RunConfig
 from mimo_train.config.user_code import FORWARD_STEP
-from mimo_train.flight.file_format import CALLER
-from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
-from mimo_train.launch.processes import is_idle, numbered, require_none_idle, say_idle, started_run
-from mimo_train.launch.rank_monitor import note_error, watched, working
+from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
+from mimo_train.launch.rank_monitor import note_error, watched
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.layout.run import Run, require_config
 from mimo_train.logging.rank_log import show
@@ -36,9 +33,8 @@ from mimo_train.training.loop import train
 from mimo_train.training.setup import Session, setup
 from mimo_train.training.shutdown import ExitVotes
 from mimo_train.training.step import forward_step
-from mimo_train.training.step.forward_step import ForwardStepCallable, load_forward_step, prepare_forward_step_func
-from mimo_train.training.step.state import GlobalState, StepResult
-from mimo_train.training.train_step import train_step
+from mimo_train.training.step.forward_step import ForwardStepCallable, load_forward_step
+from mimo_train.training.step.state import GlobalState
 
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
@@ -153,60 +149,6 @@ def finetune(
     return pretrain(
         config, forward_step_func, exit_signal=exit_signal, callbacks=callbacks, pre_wrap_hook=pre_wrap_hook
     )
-
-
-class SteppedRun:
-    """A run that is set up, or resumed from its newest checkpoint, and makes one step per call.
-
-    It has no log, no evaluation and no checkpoints, only counts non-finite gradients, and ignores `train.skip_iters`.
-    Collective: all ranks make the same calls in the same order.
-    """
-
-    def __init__(
-        self,
-        config: ConfigContainer,
-        forward_step_func: ForwardStepCallable | None = None,
-        pre_wrap_hook: ModelHook | None = None,
-    ):
-        """Set up the run; the arguments are those of `pretrain`."""
-        votes = ExitVotes(ExitSignal(), 0, 0)
-        run = started_run(config)
-        if forward_step_func is not None:
-            require_one_forward_step(config)
-        require_none_idle(run)
-        with ExitStack() as stack:
-            stack.enter_context(watched(run))
-            self.session = setup(run, votes, start_time=time.time(), pre_wrap_hook=pre_wrap_hook)
-            RECORDER.to(CALLER)
-            self._watch = stack.pop_all()
-        self.step_func = prepare_forward_step_func(
-            forward_step_func or default_forward_step(config), self.session.state
-        )
-
-    @property
-    def model(self) -> list[MegatronModule]:
-        """The model chunks of this rank."""
-        return self.session.model
-
-    def step(self) -> StepResult:
-        """Make the next step."""
-        session, progress = self.session, self.session.state.train_state
-        with working():
-            RECORDER.begin_step(progress.step + 1)
-            session.freeze_stages.apply(progress.step)
-            with session.parts.stopwatch("step"):
-                session.data.advance()
-                result = train_step(session, self.step_func)
-        progress.count(session.data.current.size, session.data.current.plan.tokens, result)
-        session.counts.note(session.data, result.tokens)
-        return result
-
-    def close(self) -> None:
-        """End threads and writers; nothing is saved."""
-        try:
-            self.session.close()
-        finally:
-            self._watch.close()
 
 
 def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> Callable[[], int]:

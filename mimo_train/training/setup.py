@@ -51,7 +51,6 @@ from mimo_train.parallel.run_identity import (
     Start,
     require_one_config,
     require_one_folder,
-    require_own_devices,
 )
 from mimo_train.training.data_setup import DataEnd, count_texts, data_end, make_demo_shards, with_steps
 from mimo_train.training.shutdown import ExitVotes
@@ -126,7 +125,7 @@ def setup(
     kind, device = start_processes(run.cfg, store)
     opened = ExitStack()
     try:
-        _claim_folder(run, device, opened)
+        _claim_folder(run, opened)
         return _build(run, votes, kind, device, opened, start_time, pre_wrap_hook)
     except BaseException:
         opened.close()
@@ -251,11 +250,11 @@ def _build(
     )
 
 
-def _claim_folder(run: Run, device: torch.device, opened: ExitStack) -> None:
+def _claim_folder(run: Run, opened: ExitStack) -> None:
     """Lock `run.dir` and `checkpoint.dir`, and check that all ranks were started alike. Collective over all ranks."""
     RECORDER.to("lock")
     saves = run.checkpoints
-    start, longest = Start.of(run.cfg, devices.identity(device)), 30 * run.cfg.run.timeout_minutes
+    start, longest = Start.of(run.cfg), 30 * run.cfg.run.timeout_minutes
     try:
         with agreed(start) as starts:
             make_folder(run.dir)
@@ -267,8 +266,7 @@ def _claim_folder(run: Run, device: torch.device, opened: ExitStack) -> None:
     except UserError:
         RECORDER.discard()  # the folder belongs to another run
         raise
-    require_one_config(run.cfg, starts)
-    require_own_devices(starts)
+    require_one_config(starts)
     require_one_folder(run.dir / LOCK_FILE, starts, min(LONGEST_SIGHT, longest))
     if isinstance(saves, Url):
         with agreed():

@@ -61,18 +61,6 @@ def is_due(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def agreed_votes(sums: Sequence[float]) -> AgreedVotes:
-    """Return the votes from the sums of `ExitVotes.numbers`. Raises StepsDiffer if ranks summed different steps."""
-    signalled, out_of_time, ranks, steps, squares = sums
-    if ranks * squares != steps**2:
-        raise StepsDiffer(
-            f"{ranks:.0f} ranks have summed different steps at the end of backward (their mean modulo {_STEPS} is "
-            f"{steps / ranks:g}): a rank skipped a collective or called one too many. Nothing of this step is "
-            "saved. Run `mimo-train hang` with the run.dir to see which rank"
-        )
-    return AgreedVotes(bool(signalled), bool(out_of_time))
-
-
 class ExitVotes:
     """This rank's reasons to end the run, a signal and its clock.
 
@@ -107,8 +95,15 @@ class ExitVotes:
         return (*self.local(), 1, short, short * short)
 
     def receive(self, sums: Sequence[float]) -> None:
-        """Take the sums over ranks of `numbers`. Raises StepsDiffer as `agreed_votes` does."""
-        self.agreed = agreed_votes(sums)
+        """Take the sums over ranks of `numbers`. Raises StepsDiffer if ranks summed different steps."""
+        signalled, out_of_time, ranks, steps, squares = sums
+        if ranks * squares != steps**2:
+            raise StepsDiffer(
+                f"{ranks:.0f} ranks have summed different steps at the end of backward (their mean modulo {_STEPS} is "
+                f"{steps / ranks:g}): a rank skipped a collective or called one too many. Nothing of this step is "
+                "saved. Run `mimo-train hang` with the run.dir to see which rank"
+            )
+        self.agreed = AgreedVotes(bool(signalled), bool(out_of_time))
 
     def meet(self, store: dist.Store) -> None:
         """Let a signal to one rank end waits on all ranks; `store` is that of the run's rendezvous."""

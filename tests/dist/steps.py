@@ -15,7 +15,7 @@ class Steps:
     """
 
     def __init__(self, cfg, forward_step: Callable | None = None, pre_wrap_hook: Callable | None = None):
-        from mimo_train.training.pretrain import SteppedRun
+        from benchmarks.stepped_run import SteppedRun
 
         self._run = run = SteppedRun(cfg, forward_step, pre_wrap_hook)
         self.session, self.step_func = run.session, run.step_func

@@ -119,7 +119,7 @@ def test_kept_features(tmp_path, crafted):
     assert torch.equal(cache.read("key"), torch.ones(3))
     content = crafted[0].read_bytes()
     file.write_bytes(hashlib.blake2b(content, digest_size=16).digest() + content)
-    assert cache.read("key") is None and cache.damaged == 1 and not file.exists()
+    assert cache.read("key") is None and cache.files.damaged == 1 and not file.exists()
 
 
 def test_the_index_of_a_shard(tmp_path, crafted):

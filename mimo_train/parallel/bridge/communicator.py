@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -15,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.file_format import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.layout.ranks import ModuleLayout, RunLayout, stages_to_end
+from mimo_train.layout.ranks import ModuleLayout, stages_to_end
 from mimo_train.layout.run import Run
 from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
@@ -167,8 +166,8 @@ class ModuleStages(TimedP2PCommunicator):
                 tensor_shape, dtype=self.config.pipeline_dtype, device=device.current(), requires_grad=True
             )
         previous, following, handles = super()._communicate(
-            tensor_send_next=_rows_or_none(tensor_send_next),
-            tensor_send_prev=_rows_or_none(tensor_send_prev),
+            tensor_send_next=tensor_send_next if tensor_send_next is not None and len(tensor_send_next) else None,
+            tensor_send_prev=tensor_send_prev if tensor_send_prev is not None and len(tensor_send_prev) else None,
             recv_prev=recv_prev and empty is None,
             recv_next=recv_next and empty is None,
             tensor_shape=tensor_shape,
@@ -189,10 +188,6 @@ class ModuleStages(TimedP2PCommunicator):
         return rows, self._hidden, 1
 
 
-def _rows_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is not None and tensor.size(0) else None
-
-
 class ModuleCommunicator(MultiModulePipelineCommunicator):
     """Megatron-Core's communicator for the modules in the pipeline, with `DisjointBridge` and `ModuleStages`."""
 
@@ -209,7 +204,11 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         """`watch` times bridges as `bridge_wait` and stages as `pipeline_wait`."""
         self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
         self._device, self._bridges = on_device, groups.bridges
-        super().__init__(*_piped(run.layout, groups.grids, config))
+        topology: dict[str, list[str]] = {name: [] for name in run.layout.piped_modules}
+        for edge in run.layout.disjoint_edges:
+            topology[edge.source].append(edge.destination)
+        dimensions = {edge.source: 2 for edge in run.layout.disjoint_edges}
+        super().__init__({name: groups.grids[name] for name in topology}, topology, config, None, dimensions)
 
     @property
     def current_stage(self) -> int:
@@ -246,12 +245,3 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
                 self._shapes,
                 self._watch,
             )
-
-
-def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig) -> tuple:
-    """Return the arguments of `MultiModulePipelineCommunicator`."""
-    topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}
-    for edge in layout.disjoint_edges:
-        topology[edge.source].append(edge.destination)
-    dimensions = {edge.source: 2 for edge in layout.disjoint_edges}
-    return {name: grids[name] for name in topology}, topology, config, None, dimensions

@@ -53,11 +53,15 @@ class StepShapes:
     def follow(self, plan: StepPlan, counts: Counts, loads: Counts, chosen: Sequence[int]) -> None:
         """Start a step of the `chosen` microbatches of a plan. `counts` and `loads` are those of all its
         microbatches."""
-        self.begin(*({name: [of[at] for at in chosen] for name, of in numbers.items()} for numbers in (counts, loads)))
+        self.begin(
+            {name: [rows[number] for number in chosen] for name, rows in counts.items()},
+            {name: [rows[number] for number in chosen] for name, rows in loads.items()},
+        )
         self.texts = [
-            [(share.length, plan.rows(at, replica)) for replica, share in enumerate(plan.shares[at])] for at in chosen
+            [(share.length, plan.rows(number, replica)) for replica, share in enumerate(plan.shares[number])]
+            for number in chosen
         ]
-        self._taken, self._packed = [plan.spans[at] for at in chosen], plan.packed
+        self._taken, self._packed = [plan.spans[number] for number in chosen], plan.packed
         self._chosen, self._step_loads = chosen, loads
 
     def taken(self, source: str, destination: ModuleLayout, microbatch: int) -> list[Span]:
@@ -111,25 +115,25 @@ class Part:
     last: int
 
 
-def parts_of(counts: Sequence[int], own: Span, others: Sequence[tuple[int, int, int]]) -> tuple[int, list[Part]]:
+def parts_of(counts: Sequence[int], span: Span, others: Sequence[tuple[int, int, int]]) -> tuple[int, list[Part]]:
     """Return the rows of one microbatch on this rank, and the parts it shares with its peers.
 
     Args:
         counts: rows of every sample of the microbatch.
-        own: this rank's samples, [first, last).
+        span: this rank's samples, [first, last).
         others: (peer rank, first sample, last sample) of every peer.
 
     Returns:
         Number of rows of this rank's samples, and the non-empty parts in the order of `others`.
     """
     ends = [0, *accumulate(counts)]
-    offset = ends[own[0]]
+    offset = ends[span[0]]
     parts = []
     for peer, first, last in others:
-        first, last = max(first, own[0]), min(last, own[1])
+        first, last = max(first, span[0]), min(last, span[1])
         if first < last and ends[first] < ends[last]:
             parts.append(Part(peer, ends[first] - offset, ends[last] - offset))
-    return ends[own[1]] - offset, parts
+    return ends[span[1]] - offset, parts
 
 
 def features_width(run: Run, source: str, width: int) -> int:

@@ -59,10 +59,10 @@ def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[Bad
     """Add the samples that are not yet in the file and return them, each once."""
     new: list[BadSample] = []
     try:
-        known = _known(path)
+        listed = _listed(path)
         for bad in bad_samples:
-            if (str(bad.shard), bad.key) not in known:
-                known.add((str(bad.shard), bad.key))
+            if (str(bad.shard), bad.key) not in listed:
+                listed.add((str(bad.shard), bad.key))
                 new.append(bad)
         entries = [
             {"shard": str(bad.shard), "key": bad.key, "reason": shown(bad.reason), "part": part}
@@ -78,17 +78,17 @@ def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[Bad
     return new
 
 
-def _known(path: Path) -> set[tuple[str, str]]:
-    known: set[tuple[str, str]] = set()
+def _listed(path: Path) -> set[tuple[str, str]]:
+    listed: set[tuple[str, str]] = set()
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     entry = json.loads(line)
-                    known.add((entry["shard"], entry["key"]))
+                    listed.add((entry["shard"], entry["key"]))
                 except (ValueError, KeyError, TypeError):
                     continue  # a line that was cut when a job was killed
-    return known
+    return listed
 
 
 _MOST_WAITING = 64

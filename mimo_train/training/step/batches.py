@@ -26,26 +26,11 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.file_format import FORWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.parallel.context import local_offsets
 from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.training.step.pipeline import Pipeline
-
-
-def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
-    """Return this rank's slice of every module; later stages of an encoder read only the sizes of media."""
-    return [
-        Reader(
-            name,
-            pgs.dp.rank(),
-            pgs.dp.size(),
-            balanced=layout.modules[name].balance == "patches",
-            sizes_only=name != LANGUAGE and pgs.pp.rank() > 0,
-        )
-        for name, pgs in groups.collections.items()
-    ]
 
 
 def open_loader(
@@ -67,10 +52,21 @@ def open_loader(
             `data.sequence_length`.
         gives_up: see `StepLoader`.
     """
+    # Later stages of an encoder read only the sizes of media.
+    readers = [
+        Reader(
+            name,
+            pgs.dp.rank(),
+            pgs.dp.size(),
+            balanced=run.layout.modules[name].balance == "patches",
+            sizes_only=name != LANGUAGE and pgs.pp.rank() > 0,
+        )
+        for name, pgs in groups.collections.items()
+    ]
     return StepLoader(
         dataset,
         Batching(run.batch.global_batch_size, run.batch.microbatch_samples, size_at, run.batch.replicas, padding),
-        readers_of(run.layout, groups),
+        readers,
         consumed_samples=consumed,
         workers=run.cfg.data.workers,
         limit=steps,
@@ -122,6 +118,7 @@ class StepIterator:
         self._upcoming = self._read()
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
+        self._good = torch.ones(pipeline.batch.global_batch_size, 1, device=pipeline.device)
         self.weighs = pipeline.router_losses.active and trains
         self._received: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._waiting: deque[int] = deque()
@@ -214,7 +211,14 @@ class StepIterator:
             index = self._waiting.popleft()
             self.is_fresh = False
             RECORDER.at(self._modules, FORWARD, index)
-            batch = Microbatch(to_device(self._with_learned(self.current.microbatches[index]), self._pipeline.device))
+            microbatch: dict[str, Any] = self.current.microbatches[index]
+            if self._finds_learned:
+                language = self._pipeline.groups.collections[LANGUAGE]
+                learned = local_offsets(microbatch["loss_mask"], language.cp.rank(), language.cp.size())
+                # No layer takes an empty batch; the loss at this position is multiplied by 0.
+                learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
+                microbatch = microbatch | {"learned": learned}
+            batch = Microbatch(to_device(microbatch, self._pipeline.device))
             if "loss_mask" in batch:
                 # Samples that any rank flagged as bad have no loss.
                 batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
@@ -256,15 +260,6 @@ class StepIterator:
             except WaitGivenUp:
                 self._given_up = True
                 return None
-
-    def _with_learned(self, microbatch: dict[str, Any]) -> dict[str, Any]:
-        if not self._finds_learned:
-            return microbatch
-        language = self._pipeline.groups.collections[LANGUAGE]
-        learned = local_offsets(microbatch["loss_mask"], language.cp.rank(), language.cp.size())
-        # No layer takes an empty batch; the loss at this position is multiplied by 0.
-        learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
-        return microbatch | {"learned": learned}
 
     def _sum_of_flags(self) -> torch.Tensor:
         """Sum the current step's flags over ranks, and agree on the end of the run. Collective."""

@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -42,13 +41,21 @@ class Features:
         """True if ranks compute features of the next step together: either all of them have read it, or none."""
         if any(module.feature_cache.dir for module in cfg.encoders.values()):
             with agreed():
-                _make_folders(cfg, modules_of(model))
+                for name in modules_of(model):
+                    if folder := cfg.modules[name].feature_cache.dir:
+                        try:
+                            Path(folder).mkdir(parents=True, exist_ok=True)
+                        except OSError as error:
+                            raise UserError(
+                                f"modules.{name}.feature_cache.dir: cannot make {folder} ({error.strerror}). Set a "
+                                "folder that can be written, or leave it empty"
+                            ) from error
         for name, chunks in modules_of(model).items():
             config = cfg.modules[name]
             if name == LANGUAGE or not (config.feature_cache.dir or config.prefetch_microbatches):
                 continue
             module: EncoderModule = unwrap_model(chunks[0])
-            self._modules[name], self._lookups[name] = module, _nothing
+            self._modules[name], self._lookups[name] = module, lambda identity: None
             if config.feature_cache.dir:
                 cache = FeatureCache(
                     Path(config.feature_cache.dir),
@@ -85,23 +92,23 @@ class Prefetcher:
     def one(self) -> None:
         """Compute the next microbatch of every module with room for one more."""
         for name in self._bounds:
-            self._next(name)
+            self._compute_next(name)
 
     def all(self) -> None:
         """Compute as many microbatches as there is room for."""
         for name in self._bounds:
-            while self._next(name):
+            while self._compute_next(name):
                 pass
 
-    def _next(self, name: str) -> bool:
+    def _compute_next(self, name: str) -> bool:
         """Compute one microbatch; returns False if there was none to compute."""
-        bound, held = self._bounds[name], 0
+        count = 0
         for microbatch in self._iterator.following():
             inputs = microbatch["modality_inputs"][name]
             if inputs is None:
                 continue
-            held += 1
-            if held > bound:
+            count += 1
+            if count > self._bounds[name]:
                 return False
             if inputs[name][MEDIA].ahead is None:
                 self._modules[name].encode_ahead(to_device(inputs, self._iterator.device))
@@ -136,22 +143,9 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def _make_folders(cfg: ConfigContainer, modules: Iterable[str]) -> None:
-    for name in modules:
-        folder = cfg.modules[name].feature_cache.dir
-        try:
-            if folder:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"modules.{name}.feature_cache.dir: cannot make {folder} ({error.strerror}): give a folder that can be "
-                "written, or leave it empty"
-            ) from error
-
-
 def _weights(encoders: torch.nn.Module) -> str:
     digest = hashlib.sha256()
-    for parameter_name, tensor in _tensors(encoders):
+    for parameter_name, tensor in (*encoders.named_parameters(), *encoders.named_buffers()):
         digest.update(parameter_name.encode())
         # Flattened, because a 0-d tensor has no view as bytes.
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -170,15 +164,6 @@ def _code(encoders: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _tensors(encoders: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from encoders.named_parameters()
-    yield from encoders.named_buffers()
-
-
-def _nothing(identity: str) -> torch.Tensor | None:
-    return None
-
-
 SUFFIX = ".features"
 
 
@@ -186,40 +171,26 @@ class FeatureCache:
     """Tensors by key in a folder of at most `max_bytes`."""
 
     def __init__(self, folder: Path, max_bytes: int, *, fingerprint: str, writers: int = 1):
-        """Open a folder into which `writers` processes write. Entries with another `fingerprint` are not found."""
+        """Open a folder into which `writers` processes write. Entries with another `fingerprint` are not found. `files`
+        counts hits, misses and damaged entries."""
         self._fingerprint = fingerprint
-        self._files = FileCache(folder, max_bytes, suffix=SUFFIX, what="features", writers=writers)
-
-    @property
-    def hits(self) -> int:
-        """Number of entries found."""
-        return self._files.hits
-
-    @property
-    def misses(self) -> int:
-        """Number of entries not found, damaged ones included."""
-        return self._files.misses
-
-    @property
-    def damaged(self) -> int:
-        """Number of entries removed because the checksum was wrong or they held no features."""
-        return self._files.damaged
+        self.files = FileCache(folder, max_bytes, suffix=SUFFIX, what="features", writers=writers)
 
     def read(self, key: str) -> torch.Tensor | None:
         """Return the tensor of this key, on the CPU, or None. Thread-safe."""
-        content = self._files.read(self._key(key))
+        content = self.files.read(self._key(key))
         if content is None:
             return None
         try:
             return load(content)["features"]
         except (ValueError, KeyError, SafetensorError):  # not features: computed again
-            self._files.drop(self._key(key))
+            self.files.drop(self._key(key))
             return None
 
     def write(self, key: str, features: torch.Tensor) -> None:
         """Store a tensor under this key. A disk error stops further writing with a warning; the run continues."""
         content = save({"features": features.detach().to("cpu", copy=True).contiguous()})
-        self._files.write(self._key(key), content)
+        self.files.write(self._key(key), content)
 
     def _key(self, key: str) -> str:
         return f"{self._fingerprint}|{key}"

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -38,7 +36,7 @@ def _start(cfgs, folder):
             if rank == 0:
                 (place / "lock").write_text(start.mark)
         try:
-            run_identity.require_one_config(cfgs[0], starts)
+            run_identity.require_one_config(starts)
             run_identity.require_one_folder(place / "lock", starts, patience=0.0)
         except UserError as error:
             said.append(str(error))
@@ -56,14 +54,3 @@ def test_other_configs_and_folders_that_are_not_shared_are_refused_on_every_rank
     assert "cache_dir" not in differs
     assert "run.dir: rank 1 on node1 does not see what rank 0 on node0 writes into" in unseen
     assert "all hosts of this run share (2)" in unseen
-
-
-def test_two_ranks_with_one_cuda_device_are_refused_by_name():
-    from mimo_train.config.errors import UserError
-    from mimo_train.parallel.run_identity import Start, require_own_devices
-
-    own = [Start("same", host="node0", device=f"GPU-{number}") for number in range(3)]
-    require_own_devices(own)
-    require_own_devices([Start("same")] * 3)  # on the CPU
-    with pytest.raises(UserError, match=r"run.device: ranks 1 and 3 on node0 have the same CUDA device \(GPU-1\)"):
-        require_own_devices([*own, own[1]])

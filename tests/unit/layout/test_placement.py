@@ -165,12 +165,10 @@ def test_nodes_with_other_numbers_of_processes_are_refused(launcher):
 @pytest.mark.parametrize("first", [{}, {"placement.first_rank": {"images": 0, "language": 2}}], ids=["more", "a hole"])
 def test_only_pretrain_lets_processes_end_without_a_module(first, launcher):
     from mimo_train.bridge.training.setup import setup
-    from mimo_train.training.pretrain import SteppedRun
 
     launcher(0, 3)
-    for build in (setup, SteppedRun):
-        with pytest.raises(ConfigError, match="placement.allow_idle: 3 processes for 2 ranks"):
-            build(changed(ALLOWED | first))
+    with pytest.raises(ConfigError, match="placement.allow_idle: 3 processes for 2 ranks"):
+        setup(changed(ALLOWED | first))
 
 
 def test_the_first_node_has_a_module():
@@ -218,10 +216,9 @@ def test_what_is_no_config_is_named_at_every_entry(launcher, config):
     from mimo_train.bridge.training.finetune import finetune
     from mimo_train.bridge.training.pretrain import pretrain
     from mimo_train.bridge.training.setup import setup
-    from mimo_train.training.pretrain import SteppedRun
 
     launcher(0, 1)
-    for entry in (pretrain, finetune, setup, lambda config: SteppedRun(config, pretrain)):
+    for entry in (pretrain, finetune, setup):
         with pytest.raises(UserError, match=f"config: expected a ConfigContainer, got {type(config).__name__}. Load"):
             entry(config)
 

@@ -1,13 +1,11 @@
 """The value head, the hook that puts it in, and freezing of routers, without processes."""
 
-import pytest
 import torch
 
 from mimo_train.models.heads import (
     LinearForLastLayer,
     _ensure_model_list,
     _freeze_parameter_if_present,
-    _register_linear_for_last_layer_mapping,
     create_value_head_hook,
     freeze_moe_router,
     make_value_model,
@@ -39,12 +37,7 @@ def test_a_head_is_called_like_an_output_layer():
     output, bias = head(hidden, weight=torch.randn(16, 8), runtime_gather_output=True)
     assert output.shape == (5, 2, 3) and output.dtype == torch.float32 and bias is None
     assert torch.equal(output, (hidden @ head.weight.T).float())
-    assert head.bias is None
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_gradients_of_a_head_are_marked_for_the_sum_over_parts_of_the_sequence(sequence_parallel):
-    assert LinearForLastLayer(8, 1, sequence_parallel).weight.sequence_parallel is sequence_parallel
+    assert head.bias is None and LinearForLastLayer(8, 1, True).weight.sequence_parallel
 
 
 def test_the_hook_replaces_the_output_layer_of_the_last_stage_only():
@@ -66,12 +59,6 @@ def test_the_new_head_has_the_models_dtype_and_weights_of_its_seed_alone():
         heads.append(model.output_layer.weight)
     assert heads[0].dtype == torch.bfloat16 and heads[0].shape == (1, 8)
     assert torch.equal(heads[0], heads[1]) and 0 < float(heads[0].float().std()) < 0.1
-
-
-def test_checkpoints_are_told_how_the_head_is_stored():
-    _register_linear_for_last_layer_mapping()
-    _register_linear_for_last_layer_mapping()
-    assert callable(LinearForLastLayer(8, 1, False).sharded_state_dict)
 
 
 def test_a_model_becomes_a_list_of_chunks():

@@ -135,19 +135,15 @@ def test_a_rank_without_such_parameters_releases_at_the_same_step():
     ("values", "key", "said"),
     [
         ({"modules.images.optim.lr": -1.0}, "modules.images.optim.lr", "at least 0 and at most 1000, is -1"),
-        ({"modules.images.optim.clip_grad": -1.0}, "modules.images.optim.clip_grad", "at least 0"),
-        ({"modules.language.optim.warmup_iters": -1}, "modules.language.optim.warmup_iters", "at least 0"),
         ({"modules.images.optim.decay": "steep"}, "modules.images.optim.decay", "cosine or linear or constant"),
         (
             {"modules.images.optim.lr": 1e-6},
             "modules.images.optim.lr",
             "set modules.images.optim.min_lr to at most 1e-06",
         ),
-        ({"modules.images.optim.min_lr": 1.0}, "modules.images.optim.min_lr", "at most"),
         ({"modules.images.optim.projector_lr": 1e-7}, "modules.images.optim.projector_lr", "1e-07"),
         ({"modules.language.optim.projector_lr": 1e-3}, "modules.language.optim.projector_lr", "no projector"),
         ({"modules.images.freeze_until": {"llm": 3}}, "modules.images.freeze_until", "encoder and projector"),
-        ({"modules.images.freeze_until": {"encoder": -3}}, "modules.images.freeze_until", "-3"),
         (
             {"modules.images.freeze_until": {"encoder": 3}, "modules.images.freeze": ["encoder"]},
             "modules.images.freeze_until",
@@ -162,16 +158,8 @@ def test_a_rank_without_such_parameters_releases_at_the_same_step():
             "modules.images.freeze_until",
             "nothing is trained in the first 7 steps",
         ),
-        (
-            {"modules.images.freeze_until": {"*": 4}, "modules.language.freeze_until": {"llm": 9}},
-            "modules.images.freeze_until",
-            "first 4 steps",
-        ),
         ({"optim.overlap_param_gather": True}, "optim.overlap_param_gather", "optim.overlap_grad_reduce"),
-        ({"optim.initial_loss_scale": 0.5}, "optim.initial_loss_scale", "at least 1"),
-        ({"optim.loss_scale": -1.0}, "optim.loss_scale", "at least 0"),
         ({"optim.loss_scale": 8.0}, "optim.loss_scale", "only fp16"),
-        ({"optim.loss_scale_window": 0}, "optim.loss_scale_window", "at least 1"),
     ],
 )
 def test_impossible_settings_are_faults_of_their_key(values, key, said):
@@ -184,7 +172,6 @@ def test_impossible_settings_are_faults_of_their_key(values, key, said):
     [
         {},
         {"modules.images.optim.lr": 1e-6, "modules.images.optim.decay": "constant"},
-        {"modules.images.optim.lr": 0.0, "modules.images.optim.min_lr": 0.0},
         {"modules.images.freeze_until": {"encoder": 1000}, "modules.language.freeze_until": {"llm": 1000}},
         {"modules.images.freeze_until": {"encoder": 0, "projector": 5}, "modules.language.freeze": ["llm"]},
         {"train.precision": "fp16", "optim.loss_scale": 128.0},

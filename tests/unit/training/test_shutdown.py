@@ -21,7 +21,7 @@ from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.layout.run import config_faults
 from mimo_train.training import shutdown, train_step
 from mimo_train.training.callbacks import Callbacks, StepChecks
-from mimo_train.training.shutdown import AgreedVotes, ExitVotes, StepsDiffer, StopFlag, agreed_votes
+from mimo_train.training.shutdown import AgreedVotes, ExitVotes, StepsDiffer, StopFlag
 from mimo_train.training.step.state import GlobalState, StepResult
 from tests.hang import HANG_SECONDS
 from tests.unit.configs import changed, load
@@ -175,10 +175,11 @@ def test_ranks_that_sum_different_steps_end(steps):
     sums = [sum(numbers) for numbers in zip(*map(votes.numbers, steps), strict=True)]
     assert len(sums) == ExitVotes.NUMBERS
     if len(set(steps)) == 1:
-        assert agreed_votes(sums) == AgreedVotes()
+        votes.receive(sums)
+        assert votes.agreed == AgreedVotes()
     else:
         with pytest.raises(StepsDiffer, match=f"^{len(steps)} ranks have summed different steps"):
-            agreed_votes(sums)
+            votes.receive(sums)
 
 
 class Cycle:

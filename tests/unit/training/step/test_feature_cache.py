@@ -31,7 +31,7 @@ def test_features_come_back_as_they_were(tmp_path, dtype):
     again = opened(tmp_path)
     assert torch.equal(again.read("a"), features) and again.read("a").dtype is dtype
     assert again.read("b") is None
-    assert (again.hits, again.misses, again.damaged) == (2, 1, 0)
+    assert (again.files.hits, again.files.misses, again.files.damaged) == (2, 1, 0)
 
 
 def test_a_view_is_kept_without_the_rest(tmp_path):
@@ -53,7 +53,7 @@ def test_a_damaged_file_is_removed_and_can_be_written_again(tmp_path, damage):
     raw = bytearray(path.read_bytes())
     raw[-3] ^= 1
     path.write_bytes({"flipped": bytes(raw), "cut": bytes(raw[:-9]), "empty": b""}[damage])
-    assert cache.read("a") is None and cache.damaged == 1 and not files(tmp_path)
+    assert cache.read("a") is None and cache.files.damaged == 1 and not files(tmp_path)
     cache.write("a", torch.ones(4, 4))
     assert torch.equal(cache.read("a"), torch.ones(4, 4))
 
@@ -63,7 +63,7 @@ def test_the_bound_holds_and_what_was_used_last_stays(tmp_path):
     cache = opened(tmp_path, size=bound)
     for number in range(60):
         cache.write(str(number), entry)
-        (path,) = [path for path in files(tmp_path) if path == cache._files._path(cache._key(str(number)))]
+        (path,) = [path for path in files(tmp_path) if path == cache.files._path(cache._key(str(number)))]
         os.utime(path, ns=(number * 10**9,) * 2)  # times of files are too coarse for a quick test
         if number >= 3:
             assert cache.read("3") is not None, number
