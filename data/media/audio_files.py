@@ -25,6 +25,9 @@ _CAF_SAMPLES = re.compile(r"^data : (\d+)", re.MULTILINE)
 _UNKNOWN_CAF = 1 << 63
 _SHORTER_RF64 = "does not match value from 'ds64' chunk"
 """Patterns in libsndfile 1.2's log for files with fewer samples than their header says; it reads them as shorter."""
+_UNSUPPORTED = {"SDS": (), "XI": (), "AIFF": ("DWVW_12", "DWVW_16", "DWVW_24")}
+"""Formats and subtypes (none: all) that libsndfile 1.2 reads incorrectly. It gives wrong numbers (SDS), an invented
+rate (XI), or nothing from memory (DWVW)."""
 _MP3_TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
 """Starts of tags, which may follow or separate the frames of an MP3 file."""
 _MP3_SIDE_INFO = 64  # bytes of the first frame in which its Xing or Info header starts
@@ -84,6 +87,11 @@ def mono_blocks(raw: bytes, bounds: Bounds = BOUNDS) -> Iterator[tuple[np.ndarra
                 return
             if excess := bounds.excess("seconds", file.frames / file.samplerate):
                 raise DecodeError(excess)
+            subtypes = _UNSUPPORTED.get(file.format)
+            if subtypes is not None and (not subtypes or file.subtype in subtypes):
+                raise DecodeError(
+                    f"{file.format} with {file.subtype} is not read right by libsndfile: convert it, such as to FLAC"
+                )
             frames = 0
             # Not integers: libsndfile would read floats in [-1, 1] as zeros and ones.
             while len(block := file.read(min(_BLOCK, file.frames), dtype="float32", always_2d=True)):
