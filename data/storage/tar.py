@@ -120,7 +120,8 @@ def write_shard(path: Path, samples: Iterable[Sequence[tuple[str, bytes]]]) -> N
     from webdataset import ShardWriter
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = {"encoder": False, "mode": 0o644, "mtime": 0, "user": "", "group": ""}
+    # `keep_meta`: names of members may begin with "_".
+    plain = {"encoder": False, "keep_meta": True, "mode": 0o644, "mtime": 0, "user": "", "group": ""}
     with (
         replacing(path, buffer=1 << 20) as file,
         ShardWriter("%d", sys.maxsize, sys.maxsize, verbose=0, opener=lambda _: file, **plain) as writer,

@@ -25,6 +25,12 @@ def test_samples_are_read_as_they_were_written_and_have_the_same_bytes_each_time
     assert len(open_index(tmp_path / "y.tar")) == len(SIZES)
 
 
+def test_names_that_begin_with_an_underscore_are_written(tmp_path):
+    write_shard(tmp_path / "x.tar", [[("_left.png", b"left"), ("_right.png", b"right"), ("txt", b"caption")]])
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        assert tar.getnames() == ["000000._left.png", "000000._right.png", "000000.txt"]
+
+
 def test_the_bytes_of_a_member_in_a_shard_are_known(tmp_path):
     write_shard(tmp_path / "x.tar", ([("bin", bytes(size)), ("copy", bytes(size))] for size in SIZES))
     with tarfile.open(tmp_path / "x.tar") as tar:
