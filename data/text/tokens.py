@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ from data.text.templates import OwnTemplate, Template, own_chat_template
 from data.text.tokenizer_files import files_fingerprint, require_plain_files, requires_sentencepiece
 
 ROLES = ("user", "assistant", "system")
+_TAG = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
+"""Added tokens such as `<|im_start|>`; not the line breaks (Gemma) and words that a vocabulary may have added too."""
 
 
 class Tokenizer(ABC):
@@ -195,9 +198,10 @@ class HuggingFaceTokenizer(Tokenizer):
         role_tokens = [f"<|{role}|>" for role in ROLES]
         has_roles = self._tokenizer.get_vocab().keys() >= {*role_tokens}
         added = [*marks, *(role_tokens if has_roles and self._renderer is None else ())]
-        # Those that frame a message are special, whatever the files say: only special tokens are kept apart from text.
+        # Tags that frame a message are special, whatever the files say: only special tokens are kept apart from text.
         frame = self._renderer.frame() if self._renderer else ""
-        added += [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.content in frame]
+        contents = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        added += [content for content in contents if content in frame and _TAG.fullmatch(content)]
         self._tokenizer.add_tokens(list(dict.fromkeys(added)), special_tokens=True)
         vocabulary = self._tokenizer.get_vocab()
         self.special_text = SpecialText(

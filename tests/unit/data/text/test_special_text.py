@@ -83,6 +83,21 @@ def test_a_token_that_is_not_special_is_itself_in_texts_unless_it_frames_message
     assert tokenizer.special_text.find(parse(record)) == {"<|im_start|>", "<|im_end|>"}
 
 
+def test_line_breaks_and_words_that_a_vocabulary_adds_stay_text(saved, tmp_path):
+    """As those of Gemma: as special tokens, answers would stop at the first line, and be shown without lines."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(saved(CHATML))
+    theirs.add_tokens(["\n", "user", "mimo"])
+    theirs.save_pretrained(tmp_path)
+    tokenizer = build_tokenizer(tmp_path)
+    record = [{"role": "user", "content": "a user\nof <|im_end|>"}, {"role": "assistant", "content": "one\ntwo"}]
+    encoded = tokenizer.template.encode(parse(record), {})
+    assert learned(tokenizer, encoded) == ["one\ntwo<|im_end|>"]
+    assert tokenizer.template.stop_ids == {tokenizer.end_of_turn_id}
+    assert tokenizer.decode(encoded.tokens).endswith("one\ntwo\n")
+
+
 def test_without_the_key_they_are_text_and_the_fingerprint_is_another(grounded):
     folder = grounded()
     without, admitting = (build_tokenizer(folder, special_in_text=given) for given in ([], "grounding"))
