@@ -94,15 +94,6 @@ class StagedEncoder(MegatronModule, ABC):
     def _tokens(self, size: Size) -> int:
         """Return the tokens inside the encoder of a media item of `size`."""
 
-    def rows_of(self, sizes: Sequence[Size]) -> int:
-        """Return the number of rows in the layers for media of these sizes."""
-        return sum(map(self._tokens, sizes))
-
-    def through_layers(self, rows_RH: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
-        """Run the layers of this stage alone, over rows [`rows_of(sizes)`, H] of media. Items of one size are
-        adjacent."""
-        return self._run_layers(rows_RH, sizes)
-
     def _last_tokens(self, size: Size) -> int:
         """Return the rows of a media item of `size` after the layers."""
         return self._tokens(size)

@@ -186,7 +186,6 @@ def pairs_of(key_ends: torch.Tensor) -> int:
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, COMMUNICATION = "activations", "logits", "communication"
-CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION)
 
 _BLOCK = 512
 
