@@ -249,12 +249,12 @@ def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -
 
 
 def _bounds(field: dataclasses.Field) -> str:
-    """Return the range of a number, without obvious bounds: at least 0 or 1, at most `LARGE` or more."""
+    """Return the range of a number, without obvious bounds: at least 0 or 1, above 0, below 1, at most `LARGE`."""
     rules = rules_of(field)
     bounds = {
         "at least": rules.at_least if rules.at_least not in (0, 1) and abs(rules.at_least or 0) < LARGE else None,
-        "above": rules.above,
-        "below": rules.below if rules.below is not None and rules.below < LARGE else None,
+        "above": rules.above or None,
+        "below": rules.below if rules.below not in (None, 1) and rules.below < LARGE else None,
         "at most": rules.at_most if rules.at_most is not None and rules.at_most < LARGE else None,
     }
     words = " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None)
@@ -284,9 +284,8 @@ def _shown_text(text: str) -> str:
 
     def link(match: re.Match) -> str:
         page, anchor = match[1], match[2] or ""
-        if page != PAGE.name or not anchor:
-            return f"[{page}]({page}{anchor})"
-        return f"[{anchor[1:].replace('-', ' ')}]({anchor})"
+        words = anchor[1:].replace("-", " ") or page.removesuffix(".md")
+        return f"[{words}]({page if page != PAGE.name else ''}{anchor})"
 
     return re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", link, " ".join(text.split())).replace("|", "\\|")
 

@@ -20,15 +20,13 @@ class ResamplerSpec(FixedKeys):
     num_layers: int = key(3, at_least=1, at_most=MOST_LAYERS)
     """Layers, each an attention and a feed-forward block."""
     num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
-    """Query heads. Must be divisible by the module's `tp`."""
+    """Query heads."""
     num_query_groups: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Key heads. Must divide `num_attention_heads`, and be divisible by the module's `tp`; 0: as many as query
-    heads."""
+    """Key heads; 0: as many as query heads."""
     head_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of a head; 0: the language model's hidden size divided by `num_attention_heads`."""
     ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the feed-forward block; 0: four times the language model's hidden size. Must be divisible by the
-    module's `tp`."""
+    """Width of the feed-forward block; 0: four times the language model's hidden size."""
     activation: str = "swiglu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     normalization: str = "RMSNorm"
@@ -104,8 +102,8 @@ class ProjectorSpec(FixedKeys):
     activation: str = "gelu"
     """Activation of the mlp: `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     merge: int = key(1, at_least=1, at_most=1024)
-    """Features joined into one token: squares of patches with this side (pixel shuffle; 2 makes a quarter of the
-    tokens), or this many neighbouring audio frames. Must divide the patch grid of `resize: fixed`."""
+    """Features joined into one token: squares of patches with this side (pixel shuffle), or this many neighbouring
+    audio frames."""
     norm: str = ""
     """Norm of the joined features before the projection, `LayerNorm` or `RMSNorm`, as in InternVL; empty: none."""
     norm_epsilon: float = key(1e-5, above=0, below=1)
@@ -113,8 +111,7 @@ class ProjectorSpec(FixedKeys):
     bias: bool = True
     """Linear layers have biases. Idefics3 and SmolVLM have none."""
     newline: bool = False
-    """Add a learned row after every line of features, as in LLaVA-NeXT. Needed with `encoder.resize: tiles`, and only
-    there."""
+    """Add a learned row after every line of features, as in LLaVA-NeXT; with `encoder.resize: tiles`."""
     resampler: ResamplerSpec = field(default_factory=ResamplerSpec)
     """Latents that attend to what is projected."""
 

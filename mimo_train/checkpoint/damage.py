@@ -15,7 +15,7 @@ class DamagedCheckpoint(UserError):
 
 
 class FolderFailed(UserError, OSError):
-    """The storage cannot list a folder or rename in it. This is no damage: nothing is moved or assumed missing."""
+    """The storage cannot list or read a folder. This is no damage: nothing is marked or assumed missing."""
 
 
 _DAMAGED = " is damaged: "

@@ -34,8 +34,8 @@ class RopeScaling(Section):
     """Scaling of rotary position embeddings for sequences longer than those of the first training."""
 
     kind: str = key("default", choices=("default", "linear", "llama3", "yarn", "dynamic"))
-    """`default` (unchanged), `linear`, `llama3`, `yarn` (Peng et al. 2023, arXiv 2309.00071), or `dynamic`: unchanged
-    up to `max_positions`, an error beyond."""
+    """`default` (unchanged), `linear`, `llama3`, `yarn` (arXiv 2309.00071), or `dynamic`: unchanged up to
+    `max_positions`, an error beyond."""
     factor: float = key(1.0, above=0)
     """Factor by which sequences are longer."""
     original_positions: int = key(0, at_least=0)
@@ -43,12 +43,11 @@ class RopeScaling(Section):
     low_frequency_factor: float = key(1.0, above=0)
     """`llama3`: waves longer than `original_positions` divided by this are stretched by the full factor."""
     high_frequency_factor: float = key(4.0, above=0)
-    """`llama3`: waves shorter than `original_positions` divided by this are not stretched. Must be above
-    `low_frequency_factor`."""
+    """`llama3`: waves shorter than `original_positions` divided by this are not stretched."""
     beta_fast: float = key(32.0, above=0)
-    """`yarn`: waves with more turns than this in `original_positions` are not stretched."""
+    """`yarn`: waves with more turns in `original_positions` are not stretched."""
     beta_slow: float = key(1.0, above=0)
-    """`yarn`: waves with fewer turns than this are stretched by the full factor. At most `beta_fast`."""
+    """`yarn`: waves with fewer turns are stretched by the full factor."""
     attention_factor: float = key(0.0, at_least=0, zero_means="from factor, mscale and mscale_all_dim")
     """`yarn`: factor of rotated queries and keys; 0: from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: float = key(0.0, at_least=0)
@@ -110,11 +109,10 @@ class LlmSpec(Section):
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block; with a gate, of each half."""
     vocab_size: int = key(0, at_least=0, at_most=2**28, zero_means="as many as the tokenizer has tokens")
-    """Rows of the embedding; 0: as many as tokens. May exceed the tokenizer's and a `pretrained` model's: new rows are
-    initialised. The table is padded to a multiple of 128; padding has no part in the softmax."""
+    """Rows of the embedding; 0: as many as tokens. Rows beyond a `pretrained` model's are initialised. Padded to a
+    multiple of 128."""
     max_positions: int = key(0, at_least=0, zero_means="not known")
-    """Longest sequence that the model was made for; 0: not known. It bounds `data.sequence_length` only with
-    `rope_scaling.kind: dynamic`."""
+    """Longest sequence that the model was made for; 0: unknown. A bound only with `rope_scaling.kind: dynamic`."""
     normalization: str = key("RMSNorm", choices=("RMSNorm", "LayerNorm"))
     """`RMSNorm` or `LayerNorm`."""
     layernorm_epsilon: float = key(1e-5, above=0, below=1)
@@ -138,8 +136,8 @@ class LlmSpec(Section):
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
     mrope_section: list[int] = key(factory=list, at_least=0)
-    """Frequencies of a head that turn by time, row and column (M-RoPE, arXiv 2409.12191): three numbers whose sum is
-    half of its width. Text has the same position on all axes. Empty: all turn by the position in the sequence."""
+    """Frequencies of a head that turn by time, row and column (M-RoPE, arXiv 2409.12191): three numbers. Empty: all
+    turn by the position in the sequence."""
     mrope_interleaved: bool = False
     """With `mrope_section`: axes alternate by frequency, as in Qwen3-VL; `false`: one after the other, as in
     Qwen2.5-VL."""
@@ -170,8 +168,7 @@ class LlmSpec(Section):
     experts_per_token: int = key(2, at_least=0, at_most=2**16)
     """Experts per token. From 1 to `num_experts`."""
     router_renormalise: bool = True
-    """The weights of a token's experts sum to 1: softmax over the chosen ones. `false`, or one expert per token:
-    softmax over all."""
+    """Softmax over the chosen experts. `false`, or one expert per token: softmax over all."""
     dense_layers: list[int] = key(factory=list, at_least=0)
     """Layers, counted from 0, without experts; their width is `ffn_hidden_size`."""
     expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
@@ -181,13 +178,12 @@ class LlmSpec(Section):
     shared_expert_gate: bool = False
     """A learned gate scales the shared expert's output."""
     router_balancing: str = key("seq_aux_loss", choices=("seq_aux_loss", "aux_loss", "global_aux_loss", "none"))
-    """Load balancing over each sequence (`seq_aux_loss`; the same at every layout), the microbatch of each rank
-    (`aux_loss`), all data-parallel ranks (`global_aux_loss`), or `none`."""
+    """Load balancing over each sequence (`seq_aux_loss`), the microbatch of each rank (`aux_loss`), all data-parallel
+    ranks (`global_aux_loss`), or `none`."""
     router_aux_loss: float = key(0.01, at_least=0)
     """Weight of the load-balancing loss, relative to the mean loss of a token."""
     router_z_loss: float = key(0.0, at_least=0)
-    """Weight of the z-loss, the mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906), relative to the mean loss of a
-    token."""
+    """Weight of the z-loss (ST-MoE, arXiv 2202.08906), relative to the mean loss of a token."""
 
     @property
     def head_width(self) -> int:

@@ -19,11 +19,10 @@ class LoadConfig(Section):
     module: str = ""
     """Name of the module there; empty: same name."""
     only: list[str] = field(default_factory=list)
-    """Parameters to load: `encoder`, `projector`, `llm`, or shell patterns as in `freeze`; empty: all. A pattern
-    without a match is an error."""
+    """Parameters to load: `encoder`, `projector`, `llm`, or shell patterns as in `freeze`; empty: all."""
     strict: bool = True
-    """Missing or unexpected parameters and other model types are errors, adapters of this run aside. `false`: list
-    them, and keep initial values. A different shape is always an error."""
+    """Missing or unexpected parameters and other model types are errors. `false`: list them, and keep initial
+    values."""
 
     def faults(self, prefix: str, name: str, modules: list[str]) -> Iterator[Fault]:
         """Yield faults of the values; `name`: of the module to load; `modules`: names of the run's modules."""
@@ -51,8 +50,8 @@ class CheckpointConfig(Section):
     """Saving and resuming of a run."""
 
     dir: str = ""
-    """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az); the rest of the run stays in `run.dir`. Empty:
-    in `run.dir`. Needs the extra `remote`. See docs/checkpoints.md#object-storage."""
+    """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az). Empty: in `run.dir`. Needs the extra `remote`.
+    See docs/checkpoints.md#object-storage."""
     save_interval: int = key(0, at_least=0)
     """Steps between checkpoints; 0: at the end only."""
     resume: str = key("auto", filled="auto, never or a folder")
@@ -61,14 +60,13 @@ class CheckpointConfig(Section):
     weights: str = ""
     """Path or URL of a run or checkpoint whose weights a new run starts from. Nothing else is loaded."""
     load_modules: dict[str, LoadConfig] = field(default_factory=dict)
-    """Modules whose weights a new run loads from other runs, after `weights` or `pretrained`: `{language: {path:
-    runs/gpt}}`. See docs/checkpoints.md#modules-from-other-runs."""
+    """Modules whose weights a new run loads from other runs: `{language: {path: runs/gpt}}`. See
+    docs/checkpoints.md#modules-from-other-runs."""
     trained_only: bool = False
-    """Leave weights that are never trained out of checkpoints. They come from `weights` or `run.seed` again. See
-    docs/frozen.md#small-checkpoints."""
+    """Leave weights that are never trained out of checkpoints. See docs/frozen.md#small-checkpoints."""
     asynchronous: bool | Literal["auto"] = "auto"
-    """Train on while a checkpoint is written from a copy in host memory: `true`, `false`, or `auto`: if each host has
-    free memory for twice its ranks' copies. See docs/checkpoints.md#while-training-goes-on."""
+    """Train on while a checkpoint is written from a copy in host memory: `true`, `false`, or `auto` (if there is twice
+    that memory). See docs/checkpoints.md#while-training-goes-on."""
     keep: int = key(3, at_least=0)
     """Newest checkpoints that stay; 0: all."""
     keep_every: int = key(0, at_least=0)

@@ -40,8 +40,7 @@ class BoundsConfig(Section):
     """Maximum sizes of the parts of a sample; a larger sample is bad. See docs/data.md#bounds."""
 
     pixels: int = key(BOUNDS.pixels, at_least=1)
-    """Of an image or video frame, height times width. Also of the image resized before cropping (`resize: crop`), and
-    of the square around an uncut one (`cut_several: false`)."""
+    """Of an image or video frame, also as resized before cropping."""
     seconds: float = key(BOUNDS.seconds, above=0)
     """Of an audio or video item."""
 
@@ -51,8 +50,8 @@ class DataConfig(Section):
     """The samples and how they become sequences."""
 
     shards: str = ""
-    """Training shards: a folder, glob, brace range or URLs, several with commas; an Energon dataset; for text a prefix
-    of `.bin` and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
+    """Training shards: a folder, glob, brace range or URLs, several with commas; an Energon dataset; a prefix of `.bin`
+    and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
     mix: list[SourceConfig] = field(default_factory=list)
     """Weighted sources, instead of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
@@ -68,11 +67,11 @@ class DataConfig(Section):
     validation_fraction: float = key(0.0, at_least=0, below=1)
     """Share of the training samples to hold out; 0: none. See docs/data.md#held-out-sets."""
     split: str = ""
-    """For `.bin` and `.idx` files: shares of documents for training, evaluation and test, as Megatron-LM's `--split`:
-    `969,30,1`. Empty: train on all."""
+    """For `.bin` and `.idx` files: shares for training, evaluation and test, as Megatron-LM's `--split`: `969,30,1`.
+    Empty: train on all."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
-    """Make demo shards at `shards` and `validation_shards` on first use: `digits`, `mixed` (images, audio and text) or
-    `text`. Empty: no; needed for your own shards."""
+    """Make demo shards on first use: `digits`, `mixed` (images, audio and text) or `text`. Empty: for your own
+    shards."""
     sequence_length: int = key(1024, at_least=1, at_most=2**27)
     """Tokens of a sample, placeholders included. Longer text is cut at the end."""
     pad: str = key("microbatch", choices=("microbatch", "sequence"))
@@ -89,16 +88,16 @@ class DataConfig(Section):
     tokenizer: str = key("bytes", filled="bytes or a folder")
     """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
     chat_template: str = key("auto", filled="auto, own or a file")
-    """`auto` (the tokenizer's chat template; our own format if it has none), `own` (our own format), or a Jinja file.
-    See docs/data.md#chat-templates."""
+    """`auto` (the tokenizer's, or our own format), `own` (our own format), or a Jinja file. See
+    docs/data.md#chat-templates."""
     template_variables: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
     special_tokens_in_text: str | list[str] = field(default_factory=list)
-    """Special tokens allowed in a record's text, or `grounding` for those of boxes, points and references. See
+    """Special tokens allowed in a record's text, or `grounding` (boxes, points and references). See
     docs/data.md#special-tokens-in-text."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Members and JSON values that are the record and its media: `{question: "json[q]", answer: "json[a]", image:
-    [left.jpg, right.jpg]}`. See docs/data.md#fields."""
+    """Where the record and its media are: `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See
+    docs/data.md#fields."""
     null_captions: str = key("bad", choices=("bad", "skip"))
     """A sample with a null caption is `bad`, or has no loss and is not counted (`skip`; blank answers too)."""
     background: str = key("white", filled="white, black, grey, none or #RRGGBB")
@@ -109,26 +108,22 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle training samples each epoch."""
     shuffle_block: int = key(1, at_least=1, at_most=2**20)
-    """Neighbouring samples that stay together when shuffled, for storage that is slow with small reads; 1: none. See
+    """Neighbouring samples that stay together when shuffled, for storage that is slow with small reads. See
     docs/data.md#order."""
     blind: bool = False
     """Ablation: replace images and audio by zeros."""
     max_bad_samples: int | float = key(0, at_least=0)
-    """Bad samples, in all, before the run stops: a number, or a fraction below 1. Held-out samples are counted apart.
-    See docs/data.md#bad-samples."""
+    """Bad samples, in all, before the run stops: a number, or a fraction below 1. See docs/data.md#bad-samples."""
     read_retries: int = key(5, at_least=0, at_most=1000)
-    """Retries of a read after an I/O error, after 0.5, 1, 2, ... seconds; then the run ends. See
-    docs/data.md#bad-samples."""
+    """Retries of a read after an I/O error; then the run ends. See docs/data.md#bad-samples."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     """How large the parts of a sample may be. See docs/data.md#bounds."""
     workers: int = key(2, at_least=0, at_most=1024)
     """Threads per rank that read and decode ahead; 0: read in the training thread."""
     cache_dir: str = ""
-    """Folder for shard indexes. Empty: next to the shards, or the user's cache if that folder is read-only or a URL.
-    See docs/data.md#index."""
+    """Folder for shard indexes. Empty: next to the shards, or the user's cache. See docs/data.md#index."""
     cache_bytes: int = key(0, at_least=0, at_most=2**60)
-    """Most bytes of remote members cached on this machine, in `data.cache_dir` or the user's cache; 0: none. See
-    docs/data.md#from-anywhere."""
+    """Most bytes of remote members cached on this machine; 0: none. See docs/data.md#from-anywhere."""
 
     @property
     def held_out_by(self) -> str:

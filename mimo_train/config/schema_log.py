@@ -33,8 +33,8 @@ class LogConfig(Section):
     """Further metrics: `params_norm`, `grad_norms`, `num_zeros_in_grad`, `memory`, `router_losses_per_layer` (of
     experts), `straggler`. See docs/metrics.md."""
     peak_tflops: float = key(0.0, at_least=0)
-    """Dense peak of a device in TFLOP/s, for model FLOPs utilisation; 0: that of the device, if it is known, in
-    `train.precision` or fp8. See docs/metrics.md#flops."""
+    """Dense peak of a device in TFLOP/s, for model FLOPs utilisation; 0: that of the device, if known. See
+    docs/metrics.md#flops."""
     throughput_window: int = key(0, at_least=0, at_most=1_000_000)
     """Steps of a rolling mean of batches, samples and tokens per second; 0: off."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
@@ -62,9 +62,8 @@ class ProfilingConfig(Section):
     """The profilers, and the steps and ranks that they record."""
 
     record: list[str] = key(factory=list, choices=("torch", "nsys", "memory_history"))
-    """`torch` (a trace of torch's profiler), `nsys` (NVTX ranges and cudaProfilerStart/Stop, for `nsys profile
-    --capture-range=cudaProfilerApi`), `memory_history` (of the CUDA allocator, with a snapshot at the last step). Files
-    are in `profile/` of the run; all but `torch` need CUDA. Empty: nothing."""
+    """`torch` (a trace), `nsys` (NVTX ranges), `memory_history` (of the CUDA allocator). All but `torch` need CUDA.
+    Empty: nothing."""
     steps: list[int] = key(factory=lambda: [10, 12], at_least=1)
     """First and last recorded step, counted from 1."""
     ranks: list[int] = key(factory=lambda: [0], at_least=0, at_most=2**20)

@@ -24,7 +24,7 @@ class SourceConfig(Section):
     """As `data.shards`. Required."""
     weight: float | None = key(None, at_least=0)
     """Share of the samples, relative to the sum of weights; 0: none for now. Set all or none: without weights, each
-    source's sample count is its weight, and all end with the epoch."""
+    source's sample count is its weight."""
     name: str = ""
     """Name in metrics and messages; empty: the last folder or file of `shards`."""
     fields: dict[str, Any] = field(default_factory=dict)

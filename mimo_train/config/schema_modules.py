@@ -20,26 +20,22 @@ class LayoutConfig(Section):
     """Parallel sizes of one module. It has tp * cp * dp * pp ranks."""
 
     tp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Tensor parallel size. Must divide the attention heads and the feed-forward width; key-value heads must be a
-    multiple or a divisor of it."""
+    """Tensor parallel size."""
     pp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Pipeline stages, at most the number of layers; the first stage gets the remainder. 1 for encoders on ranks of
-    `language`."""
+    """Pipeline stages; the first one gets the remainder of the layers. 1 for encoders on ranks of `language`."""
     dp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Data parallel size (replicas)."""
     cp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Context parallel size; `language` only. `data.sequence_length` must be a multiple of `2 cp` (with `sp`, of `2 cp
-    tp`). See docs/context-parallel.md."""
+    """Context parallel size; `language` only. See docs/context-parallel.md."""
     ep: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Expert parallel size. Must divide `num_experts`; `ep * etp` must divide `tp * cp * dp`."""
+    """Expert parallel size."""
     etp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Expert tensor parallel size. Must divide the width of an expert."""
+    """Expert tensor parallel size."""
     vpp: int = key(1, at_least=1, at_most=MOST_LAYERS)
-    """Virtual pipeline size: model chunks per stage (interleaved schedule). Needs `pp` above 1; only for a language
-    model without encoders."""
+    """Virtual pipeline size: model chunks per stage (interleaved schedule); only for a language model without
+    encoders."""
     sp: bool = False
-    """Sequence parallel. Needs `tp` above 1. `tp` must divide the tokens of an image inside the encoder, class token
-    included; with `resize: native` it must divide `merge^2`, without a class token."""
+    """Sequence parallel. Needs `tp` above 1, which must divide the tokens of an image inside the encoder."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Yield invalid values."""
@@ -97,23 +93,21 @@ class LoraConfig(Section):
     """Low-rank adapters next to frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="no adapters")
-    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector
-    without adapters."""
+    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen."""
     alpha: float = key(16.0, above=0)
     """The output of adapters is multiplied by `alpha / rank` (see `rslora`)."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of the adapters' input."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
-    """Shell patterns of linear layers with adapters: `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`, PEFT's
-    names such as `q_proj`, or full names such as `"*.layers.[0-3].*linear_proj"`. A pattern without a match is an
-    error. See docs/frozen.md#targets."""
+    """Shell patterns of linear layers with adapters: `linear_qkv`, PEFT's names such as `q_proj`, or full names such as
+    `"*.layers.[0-3].*linear_proj"`. See docs/frozen.md#targets."""
     rslora: bool = False
     """Multiply by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732)."""
     dora: bool = False
     """Also train the length of every row of the adapted weight (DoRA, arXiv 2402.09353). Needs `dropout` 0."""
     adapter: str = ""
-    """Folder of a PEFT adapter that a new run starts from, for the model of `pretrained`. It sets the other keys.
-    Empty: none. See docs/frozen.md#peft."""
+    """Folder of a PEFT adapter that a new run starts from, for the model of `pretrained`; empty: none. See
+    docs/frozen.md#peft."""
 
     @property
     def scale(self) -> float:
@@ -151,8 +145,7 @@ class PlaceholderConfig(Section):
     tokenizer's chat template, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
 
     pad: str = ""
-    """Special token repeated for each token of an item, such as `<|image_pad|>`; added to the vocabulary if it is
-    missing."""
+    """Special token repeated for each token of an item, such as `<|image_pad|>`; added to the vocabulary if missing."""
     start: str = ""
     """Text before the pads, such as `<|vision_start|>`."""
     end: str = ""
@@ -166,19 +159,19 @@ class ModuleConfig(Section):
     """One module: an encoder with its projector, or the language model; its frozen parts; its layout."""
 
     encoder: Any = None
-    """The encoder, see [its keys](#modulesnameencoder). Required, except for `language`, which has none."""
+    """The encoder, see [its keys](#modulesnameencoder). Not for `language`."""
     projector: Any = None
-    """The projector, see [its keys](#modulesnameprojector). Required, except for `language`, which has none."""
+    """The projector, see [its keys](#modulesnameprojector). Not for `language`."""
     llm: LlmSpec | None = None
-    """The language model, see [its keys](#moduleslanguagellm). Required for `language`, which alone has one."""
+    """The language model, see [its keys](#moduleslanguagellm). For `language` only."""
     pretrained: str = ""
-    """Directory of a model in the format of `transformers`, instead of `llm` or `encoder` and random weights; empty:
-    none. See docs/pretrained.md."""
+    """Directory as `transformers` saves it, instead of `llm` or `encoder` and random weights; empty: none. See
+    docs/pretrained.md."""
     freeze: list[str] = field(default_factory=list)
-    """Frozen parts: `encoder`, `projector`, `llm`, or shell patterns of parameter names such as `"*embedding*"`. Layers
-    are counted from 0 over all stages. A pattern without a match is an error. See docs/frozen.md."""
+    """Frozen parts: `encoder`, `projector`, `llm`, or shell patterns of parameter names such as `"*embedding*"`. See
+    docs/frozen.md."""
     freeze_until: dict[str, int] = key(factory=dict, at_least=0)
-    """Parts that are frozen for the first steps, with their number: `{encoder: 1000}`. Names as in `freeze`. See
+    """Parts that are frozen for a number of first steps: `{encoder: 1000}`. Names as in `freeze`. See
     docs/configuration.md#stages."""
     placeholder: PlaceholderConfig = field(default_factory=PlaceholderConfig)
     """Tokens in the text that this encoder's features replace. See docs/data.md#placeholders."""
@@ -200,8 +193,8 @@ class ModuleConfig(Section):
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module, on `tp * cp * dp * pp` ranks. See docs/layouts.md."""
     balance: str = key("samples", choices=("samples", "patches"))
-    """Split an encoder's work over its data-parallel ranks by `samples` (equal numbers) or `patches` (nearly equal
-    tokens inside the encoder, samples in order). Results do not change."""
+    """Split an encoder's work over its data-parallel ranks by `samples`, or by `patches` (nearly equal tokens inside
+    the encoder). Results do not change."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Yield faults of training settings of module `name`; `mimo_train.layout` checks sizes and layout."""

@@ -27,21 +27,18 @@ class RunConfig(Section):
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
     """`auto` (CUDA if there is a device for each process of a machine), `cuda` or `cpu`. Each process uses one GPU."""
     cpu_kernels: bool = key(True)
-    """Use the CPU fast paths of `mimo_train/cpu/`: causal attention over 64 to 256 positions, RMSNorm, cross-entropy,
-    gradient sums and dense layers. `false`: use Megatron-Core and torch, as on GPUs."""
+    """Use the CPU fast paths of `mimo_train/cpu/`. `false`: Megatron-Core and torch, as on GPUs."""
     timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
-    """Minutes that a rank waits for its peers in a collective. Must be below a year, and above 0.25 with
-    `inprocess_restarts`."""
+    """Minutes that a rank waits for its peers in a collective."""
     step_timeout_minutes: float = key(0.0, at_least=0, below=YEAR, zero_means="as `timeout_minutes`")
-    """As `timeout_minutes`, from the second step after a start: the first one may wait for compilers, NCCL and cold
-    storage. Saves and evaluations count as steps. On a CPU it covers collectives, not messages between two ranks. 0: as
+    """As `timeout_minutes`, from the second step after a start; saves and evaluations count as steps. 0: as
     `timeout_minutes`."""
     hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
-    """Seconds without progress, in set-up too, after which the run names the rank to blame and exits with code 18; 0:
-    never. See docs/reliability.md#hangs."""
+    """Seconds without progress after which the run names the rank to blame and exits with code 18; 0: never. See
+    docs/reliability.md#hangs."""
     inprocess_restarts: int = key(0, at_least=0, at_most=1_000_000)
-    """Number of restarts of a failed run inside its processes, from its newest checkpoint; 0: none. Needs the extra
-    `resiliency`. See docs/reliability.md#in-process-restart."""
+    """Restarts of a failed run inside its processes; 0: none. Needs the extra `resiliency`. See
+    docs/reliability.md#in-process-restart."""
 
     def faults(self, resume: str) -> Iterator[Fault]:
         """Yield invalid values, alone and together with `checkpoint.resume`."""
@@ -72,8 +69,7 @@ class PlacementConfig(Section):
     """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
     stage)."""
     first_rank: dict[str, int] = key(factory=dict, at_most=MOST_RANKS)
-    """First rank of every module: `'placement.first_rank={images: 1, language: 0}'`; empty: one after the other. With
-    mode `disjoint` only."""
+    """First rank of every module: `'placement.first_rank={images: 1, language: 0}'`; empty: one after the other."""
     allow_idle: bool = False
     """Allow processes without a module, between modules or after the last one. They exit at once."""
     ranks_per_node: int = key(0, at_least=0, at_most=MOST_RANKS)
@@ -99,8 +95,8 @@ class LaunchConfig(Section):
     """Layouts by the number of nodes."""
 
     layouts: dict[int, str] = key(factory=dict)
-    """Config changes by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. Empty: any number of nodes.
-    See docs/launch.md#fewer-nodes."""
+    """Config changes by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. Empty: any number. See
+    docs/launch.md#fewer-nodes."""
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values; `mimo-train check` checks the layouts themselves."""

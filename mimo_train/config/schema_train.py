@@ -39,8 +39,7 @@ class TrainConfig(Section):
     iters: int = key(1000, at_least=0)
     """Optimizer steps in all; 0: as many as `epochs` takes."""
     epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")
-    """Length of the run in epochs, instead of `iters`. An epoch of a mixture is the sum of its sources. The last step
-    is filled from the next epoch."""
+    """Length of the run in epochs, instead of `iters`. An epoch of a mixture is the sum of its sources."""
     global_batch_size: int = key(32, at_least=1, at_most=2**24)
     """Samples of an optimizer step."""
     micro_batch_size: int = key(8, at_least=1, at_most=2**24)
@@ -51,16 +50,15 @@ class TrainConfig(Section):
     loss."""
     fp8: str = key("none", choices=FP8)
     """Matmuls of the transformer layers in fp8: `none`, `tensorwise`, `blockwise` or `mxfp8`. Needs Transformer Engine
-    and `precision` bf16. Per module: `modules.NAME.fp8`. See docs/fp8.md."""
+    and bf16. See docs/fp8.md."""
     num_layers_at_start_in_bf16: int = key(0, at_least=0)
     """First layers of each fp8 module that stay in bf16. At most the layers of a pipeline stage."""
     num_layers_at_end_in_bf16: int = key(0, at_least=0)
     """Last layers of each fp8 module that stay in bf16."""
     compile: str = key("none", choices=COMPILE)
-    """`none` or `layers`: compile torch's layers. Per module: `modules.NAME.compile`. See docs/compile.md."""
+    """`none` or `layers`: compile torch's layers. See docs/compile.md."""
     recompute: str = key("none", choices=RECOMPUTE)
-    """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer). Per module:
-    `modules.NAME.recompute`."""
+    """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer)."""
     logits: str = key("learned", choices=("learned", "all"))
     """Text positions that get logits: `learned` (those with a loss; the returned losses are 0 elsewhere) or `all`."""
     eval_interval: int = key(0, at_least=0)
@@ -73,18 +71,17 @@ class TrainConfig(Section):
     """Steps between log lines."""
     rampup_batch_size: list[int] = key(factory=list, at_least=0, at_most=2**53)
     """`[first size, increment, samples]`: the global batch grows to `global_batch_size` in equal steps over that many
-    samples; empty: no ramp-up. Every size must be a multiple of `micro_batch_size * dp`."""
+    samples; empty: no ramp-up."""
     skip_iters: list[int] = key(factory=list, at_least=1)
     """Steps, counted from 1, that are skipped with their samples: no update, and no change of the learning rate."""
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the losses that a loss function returns as `{name: loss}`; missing names weigh 1. Unknown names are an
-    error."""
+    """Weights of the losses that a loss function returns as `{name: loss}`; missing names weigh 1."""
     on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
-    """On a loss or gradient that is not finite: `raise` (an error that locates it, and a replay file), `skip` (the
-    update) or `bisect` (find the first bad layer, then raise). See docs/reliability.md."""
+    """On a loss or gradient that is not finite: `raise`, `skip` (the update) or `bisect` (find the first bad layer,
+    then raise). See docs/reliability.md."""
     rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
-    """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat steps with a suspect loss) or
-    `report_determinism_stats`. See docs/reliability.md#suspect-losses."""
+    """Megatron-Core's rerun state machine: `disabled`, `validate_results` or `report_determinism_stats`. See
+    docs/reliability.md#suspect-losses."""
     exit_interval: int = key(0, at_least=0)
     """Save and exit at multiples of this step; 0: never."""
     exit_duration_minutes: float = key(0.0, at_least=0, at_most=MOST_MINUTES)
@@ -96,8 +93,8 @@ class TrainConfig(Section):
     callbacks: list[str] = field(default_factory=list)
     """Callback classes `package.module:Class`. See docs/callbacks.md."""
     forward_step: str = ""
-    """Your own forward step, `package.module:name`: a function, or a class without constructor arguments. Evaluation
-    uses it too. Empty: the default one. See docs/training-api.md."""
+    """Your own forward step, `package.module:name`: a function or a class. Empty: the default one. See
+    docs/training-api.md."""
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values."""

@@ -24,14 +24,14 @@ class Qwen3VitSpec(PatchSpec):
     hidden_size: int = key(1152, at_least=1, at_most=MOST_WIDTH)
     num_layers: int = key(27, at_least=1, at_most=MOST_LAYERS)
     num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
-    """`hidden_size` must be a multiple of 4 times this. Must be divisible by the module's `tp`."""
+    """Attention heads."""
     ffn_hidden_size: int = key(4304, at_least=1, at_most=MOST_WIDTH)
     activation: str = "gelu_tanh"
     rotary_base: float = key(10000.0, above=0)
     """Base of the rotary frequencies."""
     deepstack: list[int] = key(factory=lambda: [8, 16, 24], at_least=0)
-    """Layers, counted from 0, whose states go to the first layers of the language model, each through its own merger.
-    The language model's first stage must have at least as many layers. The encoder must have one stage."""
+    """Layers, counted from 0, whose states go to the first layers of the language model, each through its own
+    merger."""
     deepstack_width: int = key(4096, at_least=1, at_most=MOST_WIDTH)
     """Width of these features: the language model's `hidden_size`."""
     merge_size: int = key(2, at_least=1, at_most=64)

@@ -20,8 +20,7 @@ class QwenAudioSpec(WhisperSpec):
     pad_clips: bool = False
     """`false` only."""
     padded_seconds: float = key(30.0, above=0, at_most=86400)
-    """Seconds to which the spectrogram is padded with silence. Only the convolutions at the end of the audio see it. At
-    least `max_seconds`."""
+    """Seconds to which the spectrogram is padded with silence."""
     num_mels: int = key(128, at_least=1, at_most=4096)
     hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
     num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)

@@ -35,7 +35,7 @@ class QwenVitSpec(PatchSpec):
     hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
     num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
     num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
-    """`hidden_size` must be a multiple of 4 times this. Must be divisible by the module's `tp`."""
+    """Attention heads."""
     ffn_hidden_size: int = key(3420, at_least=1, at_most=MOST_WIDTH)
     activation: str = "swiglu"
     rotary_base: float = key(10000.0, above=0)

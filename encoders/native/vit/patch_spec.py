@@ -38,9 +38,9 @@ class PatchSpec(FixedKeys, LayeredSpec):
     num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
     num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
-    """Must divide `hidden_size`, and be divisible by the module's `tp`."""
+    """Attention heads."""
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
-    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
+    """Width of the feed-forward block."""
     layernorm_epsilon: float = key(1e-6, above=0, below=1)
     """Epsilon of every norm."""
     activation: str = "gelu"

@@ -35,9 +35,9 @@ class WhisperSpec(FixedKeys, LayeredSpec):
     num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
     num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
-    """Must divide `hidden_size`, and be divisible by the module's `tp`."""
+    """Attention heads."""
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
-    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
+    """Width of the feed-forward block."""
     normalization: str = "LayerNorm"
     """`LayerNorm` or `RMSNorm`."""
     layernorm_epsilon: float = key(1e-5, above=0, below=1)
