@@ -24,13 +24,13 @@ class ResamplerSpec(FixedKeys):
     num_query_groups: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Key heads; 0: as many as query heads."""
     head_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of a head; 0: the language model's hidden size divided by `num_attention_heads`."""
+    """Width of a head; 0: the language model's hidden size / `num_attention_heads`."""
     ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the feed-forward block; 0: four times the language model's hidden size."""
     activation: str = "swiglu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     normalization: str = "RMSNorm"
-    """`RMSNorm` or `LayerNorm`: before latents, features and feed-forward block, and after the last layer."""
+    """`RMSNorm` or `LayerNorm`."""
     layernorm_epsilon: float = key(1e-6, above=0, below=1)
     """Epsilon of every norm."""
 

@@ -139,8 +139,7 @@ class LlmSpec(Section):
     """Frequencies of a head that turn by time, row and column (M-RoPE, arXiv 2409.12191): three numbers. Empty: all
     turn by the position in the sequence."""
     mrope_interleaved: bool = False
-    """With `mrope_section`: axes alternate by frequency, as in Qwen3-VL; `false`: one after the other, as in
-    Qwen2.5-VL."""
+    """With `mrope_section`: axes alternate by frequency, as in Qwen3-VL."""
     local_rope_base: float = key(0.0, at_least=0, zero_means="as in the other layers")
     """Base period in layers with a `window`, without scaling; 0: as in the other layers."""
     window: int = key(0, at_least=0, zero_means="all")

@@ -55,8 +55,8 @@ class CheckpointConfig(Section):
     save_interval: int = key(0, at_least=0)
     """Steps between checkpoints; 0: at the end only."""
     resume: str = key("auto", filled="auto, never or a folder")
-    """`auto` (from the newest complete checkpoint of this run, if any), `never`, or the path or URL of a checkpoint or
-    another run."""
+    """`auto` (from this run's newest complete checkpoint), `never`, or the path or URL of a checkpoint or another
+    run."""
     weights: str = ""
     """Path or URL of a run or checkpoint whose weights a new run starts from. Nothing else is loaded."""
     load_modules: dict[str, LoadConfig] = field(default_factory=dict)
@@ -72,8 +72,7 @@ class CheckpointConfig(Section):
     keep_every: int = key(0, at_least=0)
     """Also keep checkpoints at multiples of this step; 0: none."""
     non_persistent_interval: int = key(0, at_least=0)
-    """Steps between extra checkpoints of which only the newest stays; `resume: auto` uses the newest of both kinds. 0:
-    none."""
+    """Steps between extra checkpoints of which only the newest stays; 0: none."""
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values; `ConfigContainer.faults` checks modules."""

@@ -59,11 +59,11 @@ class DataConfig(Section):
     exhausted: str = key("repeat", choices=("repeat", "stop"))
     """After all samples of a source: `repeat` (next epoch, new order) or `stop` (end the run)."""
     validation_shards: str = ""
-    """Held-out shards, in the same forms. Empty: no evaluation, unless `validation` or `validation_fraction` is set."""
+    """Held-out shards, in the same forms. Empty: none."""
     validation: dict[str, ValidationConfig] = field(default_factory=dict)
     """Further held-out sets by name, `{charts: {shards: shards/charts}}`, measured as `eval/NAME/loss`."""
     test_shards: str = ""
-    """Test shards, in the same forms: evaluated once after the last step, as `test/loss`. Empty: none."""
+    """Test shards: evaluated once after the last step, as `test/loss`. Empty: none."""
     validation_fraction: float = key(0.0, at_least=0, below=1)
     """Share of the training samples to hold out; 0: none. See docs/data.md#held-out-sets."""
     split: str = ""
@@ -78,7 +78,7 @@ class DataConfig(Section):
     """Pad rows to the longest sample of the `microbatch`, or to `sequence_length` (`sequence`). See
     docs/data.md#padding."""
     pack: bool = False
-    """Pack several samples of a step into a row instead of padding, with the same results. See docs/data.md#packing."""
+    """Pack several samples of a step into a row, with the same results. See docs/data.md#packing."""
     pack_length: int = key(0, at_least=0, at_most=2**27)
     """With `pack`: most tokens of a row, at least `sequence_length`; 0: `train.micro_batch_size` x
     `sequence_length`."""
@@ -99,7 +99,7 @@ class DataConfig(Section):
     """Where the record and its media are: `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See
     docs/data.md#fields."""
     null_captions: str = key("bad", choices=("bad", "skip"))
-    """A sample with a null caption is `bad`, or has no loss and is not counted (`skip`; blank answers too)."""
+    """A sample with a null caption is `bad`, or has no loss and is not counted (`skip`)."""
     background: str = key("white", filled="white, black, grey, none or #RRGGBB")
     """Colour behind transparent images: `white`, `black`, `grey`, `#RRGGBB`, or `none` (drop transparency). See
     docs/data.md#transparency."""
@@ -108,8 +108,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle training samples each epoch."""
     shuffle_block: int = key(1, at_least=1, at_most=2**20)
-    """Neighbouring samples that stay together when shuffled, for storage that is slow with small reads. See
-    docs/data.md#order."""
+    """Neighbouring samples that stay together when shuffled, for slow storage. See docs/data.md#order."""
     blind: bool = False
     """Ablation: replace images and audio by zeros."""
     max_bad_samples: int | float = key(0, at_least=0)

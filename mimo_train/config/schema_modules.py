@@ -151,7 +151,7 @@ class PlaceholderConfig(Section):
     end: str = ""
     """Text after the pads, such as `<|vision_end|>`."""
     mark: str = ""
-    """Token that the chat template writes for an item, if it is not the pad, such as `<start_of_image>`."""
+    """Token that the chat template writes for an item, if it is not the pad."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ class RunConfig(Section):
     seed: int = key(1234, at_least=0, at_most=2**63 - 1)
     """Seed of initial weights, sample order and dropout."""
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
-    """`auto` (CUDA if there is a device for each process of a machine), `cuda` or `cpu`. Each process uses one GPU."""
+    """`auto` (CUDA if each process of a machine has a device), `cuda` or `cpu`."""
     cpu_kernels: bool = key(True)
     """Use the CPU fast paths of `mimo_train/cpu/`. `false`: Megatron-Core and torch, as on GPUs."""
     timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)

@@ -43,11 +43,9 @@ class TrainConfig(Section):
     global_batch_size: int = key(32, at_least=1, at_most=2**24)
     """Samples of an optimizer step."""
     micro_batch_size: int = key(8, at_least=1, at_most=2**24)
-    """Samples of a microbatch on one data-parallel rank of `language`. `micro_batch_size * dp` must divide every global
-    batch."""
+    """Samples of a microbatch on one data-parallel rank of `language`."""
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
-    """`fp32`, `bf16` or `fp16` weights and activations. Master weights and gradients stay fp32; fp16 scales the
-    loss."""
+    """`fp32`, `bf16` or `fp16` weights and activations. Master weights and gradients stay fp32."""
     fp8: str = key("none", choices=FP8)
     """Matmuls of the transformer layers in fp8: `none`, `tensorwise`, `blockwise` or `mxfp8`. Needs Transformer Engine
     and bf16. See docs/fp8.md."""
@@ -60,7 +58,7 @@ class TrainConfig(Section):
     recompute: str = key("none", choices=RECOMPUTE)
     """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer)."""
     logits: str = key("learned", choices=("learned", "all"))
-    """Text positions that get logits: `learned` (those with a loss; the returned losses are 0 elsewhere) or `all`."""
+    """Text positions that get logits: `learned` (those with a loss) or `all`."""
     eval_interval: int = key(0, at_least=0)
     """Steps between evaluations; 0: at the end only."""
     eval_samples: int = key(0, at_least=0)
@@ -73,7 +71,7 @@ class TrainConfig(Section):
     """`[first size, increment, samples]`: the global batch grows to `global_batch_size` in equal steps over that many
     samples; empty: no ramp-up."""
     skip_iters: list[int] = key(factory=list, at_least=1)
-    """Steps, counted from 1, that are skipped with their samples: no update, and no change of the learning rate."""
+    """Steps, counted from 1, that are skipped with their samples."""
     loss_weights: dict[str, float] = field(default_factory=dict)
     """Weights of the losses that a loss function returns as `{name: loss}`; missing names weigh 1."""
     on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
@@ -145,13 +143,11 @@ class OptimConfig(Section):
     loss_scale_window: int = key(1000, at_least=1)
     """Steps without overflow before the dynamic loss scale doubles."""
     distributed_optimizer: bool = True
-    """Shard master weights and moments over data-parallel replicas; `false`: each replica keeps all. Checkpoints fit
-    both."""
+    """Shard master weights and moments over data-parallel replicas. Checkpoints fit both."""
     overlap_grad_reduce: bool = False
     """Reduce the language model's gradients during its backward pass. See docs/configuration.md#overlap."""
     overlap_param_gather: bool = False
-    """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce` and
-    `distributed_optimizer`."""
+    """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
 
     def faults(self, precision: str) -> Iterator[Fault]:
         """Yield invalid values, alone and together; `precision`: `train.precision`."""

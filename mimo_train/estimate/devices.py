@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 MATMULS, ATTENTION = 0.6, 0.45
 """Share of the peak rate that matmuls and core attention reach: assumed, not measured. Large dense models train at 0.4
-to 0.55 of the peak overall (Narayanan et al. 2021, arXiv 2104.04473, table 1); `--profile` measures."""
+to 0.55 of the peak overall (Narayanan et al. 2021, arXiv 2104.04473, table 1)."""
 TRAFFIC, LINKS = 0.7, 0.75
 """Share of the peak rate of device memory and of links: assumed."""
 TOUCHED = 2.0

@@ -19,8 +19,8 @@ class PatchSpec(FixedKeys, LayeredSpec):
     """Family of encoders, whose code builds it."""
     resize: str = "fixed"
     """`fixed`: resize every image to `image_size` x `image_size`. `crop`: resize the shorter side to `shortest_edge`,
-    then cut out the middle `image_size` x `image_size`. `native`: keep the aspect ratio; sides become the nearest
-    multiples of `patch_size * merge`, and positions are interpolated to that grid."""
+    then cut out the middle. `native`: keep the aspect ratio; sides become multiples of `patch_size * merge`, and
+    positions are interpolated."""
     image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
     """Side in pixels of the grid of learned positions; with `resize: fixed` or `crop`, of every image."""
     shortest_edge: int = key(0, at_least=0, at_most=MOST_PIXELS)
