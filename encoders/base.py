@@ -267,12 +267,12 @@ def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[
 
 def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, str]]:
     """Return (field of the module, message) of every config error of an encoder together with a projector."""
-    found, tiled = encoder.joint_faults(projector.merge), encoder.is_tiled
+    faults, tiled = encoder.joint_faults(projector.merge), encoder.is_tiled
     if tiled and projector.latents:
         text = f"is {projector.latents}, and with encoder.resize tiles an image has lines of features: set it to 0"
-        found.append(("projector.resampler.latents", text))
+        faults.append(("projector.resampler.latents", text))
     if tiled != projector.newline:
         text = f"encoder.resize {encoder.resize or 'of another kind'} "
         text += "has rows behind lines: set it to true" if tiled else "has no lines in the sequence: set it to false"
-        found.append(("projector.newline", f"is {str(projector.newline).lower()}, and {text}"))
-    return found
+        faults.append(("projector.newline", f"is {str(projector.newline).lower()}, and {text}"))
+    return faults

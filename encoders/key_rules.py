@@ -46,18 +46,18 @@ class Rules:
         if self.filled and not str(value).strip():
             return f"is empty. Set it to {self.filled}"
         has = isinstance(value, list | tuple | dict)
-        for one in _leaves(value):
-            if isinstance(one, str) and any(not char.isprintable() and char not in "\n\t" for char in one):
-                return f"must have no control characters, {'has' if has else 'is'} {one!r}"
-            if isinstance(one, bool) or not isinstance(one, int | float):
+        for leaf in _leaves(value):
+            if isinstance(leaf, str) and any(not char.isprintable() and char not in "\n\t" for char in leaf):
+                return f"must have no control characters, {'has' if has else 'is'} {leaf!r}"
+            if isinstance(leaf, bool) or not isinstance(leaf, int | float):
                 continue
-            if isinstance(one, float) and not math.isfinite(one):
-                return f"must be finite, {'has' if has else 'is'} {one}"
-            if not self.holds(one):
+            if isinstance(leaf, float) and not math.isfinite(leaf):
+                return f"must be finite, {'has' if has else 'is'} {leaf}"
+            if not self.holds(leaf):
                 zero = f" (0: {self.zero_means})" if self.zero_means else ""
-                widest = f"between {-LARGEST:g} and {LARGEST:g}" if isinstance(one, float) else f"at most {MOST}"
-                bounds = widest if self._is_inside(one) else self.bounds()
-                return f"must be {bounds}{zero}, {'has' if has else 'is'} {shown(one)}"
+                widest = f"between {-LARGEST:g} and {LARGEST:g}" if isinstance(leaf, float) else f"at most {MOST}"
+                bounds = widest if self._is_inside(leaf) else self.bounds()
+                return f"must be {bounds}{zero}, {'has' if has else 'is'} {shown(leaf)}"
         return ""
 
     def holds(self, number: float) -> bool:
@@ -143,7 +143,7 @@ def shown(value: Any) -> str:
 def _leaves(value: Any) -> list[Any]:
     """Return the values nested in lists and mappings, keys of mappings included."""
     if isinstance(value, dict):
-        return [leaf for pair in value.items() for one in pair for leaf in _leaves(one)]
+        return [leaf for pair in value.items() for item in pair for leaf in _leaves(item)]
     if isinstance(value, list | tuple):
-        return [leaf for one in value for leaf in _leaves(one)]
+        return [leaf for item in value for leaf in _leaves(item)]
     return [value]

@@ -65,20 +65,20 @@ class Family:
     def load(self) -> "type[StagedEncoder] | type[PlainEncoder]":
         """Return the builder. Imports torch and Megatron-Core. Raise EncoderError if it does not exist, or is not a
         class of its kind."""
-        found = _attribute(*_parted(self.builder, f"builder of {self.spec.__name__}"))
+        builder = _attribute(*_parted(self.builder, f"builder of {self.spec.__name__}"))
         from torch.nn import Module
 
         from encoders.plain.model import plain_encoder
         from encoders.staged import StagedEncoder
 
         base = Module if self.is_plain else StagedEncoder
-        if not (isinstance(found, type) and issubclass(found, base)):
+        if not (isinstance(builder, type) and issubclass(builder, base)):
             raise EncoderError(
                 f"{self.builder}, the builder of {self.spec.__name__}, is no subclass of {base.__module__}."
                 f"{base.__name__}: "
                 + ("name the class of the module" if self.is_plain else "derive it, or the spec from ImageSpec")
             )
-        return plain_encoder(found) if self.is_plain else cast(type[StagedEncoder], found)
+        return plain_encoder(builder) if self.is_plain else cast(type[StagedEncoder], builder)
 
     def read(self, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of the spec's fields of a pretrained encoder.
@@ -196,25 +196,25 @@ def family_of(name: str) -> Family:
     """
     if is_path(name):
         return _by_path(name)
-    own = _installed().get(name, [])
-    if name in FAMILIES and own:
+    entries = _installed().get(name, [])
+    if name in FAMILIES and entries:
         raise EncoderError(
-            f"{name!r} is a family of mimo-train, and {_origin(own[0])} registers another under this name: rename that "
-            f"entry point, or give its path: {own[0].value}"
+            f"{name!r} is a family of mimo-train, and {_origin(entries[0])} registers another under this name: rename "
+            f"that entry point, or give its path: {entries[0].value}"
         )
-    if len(own) > 1:
+    if len(entries) > 1:
         raise EncoderError(
-            f"{name!r} is registered by {' and '.join(_origin(one) for one in own)}: give the path of one, "
-            f"{' or '.join(one.value for one in own)}"
+            f"{name!r} is registered by {' and '.join(_origin(entry) for entry in entries)}: give the path of one, "
+            f"{' or '.join(entry.value for entry in entries)}"
         )
-    if own:
-        return _by_path(own[0].value)
+    if entries:
+        return _by_path(entries[0].value)
     if name in FAMILIES:
         return FAMILIES[name]
-    known = [*FAMILIES, *_installed()]
+    families = [*FAMILIES, *_installed()]
     raise EncoderError(
         f"unknown encoder family {name!r}. Name your own by its path, package.module:Spec (docs/your-encoder.md). "
-        f"{nearest(name, known)}"
+        f"{nearest(name, families)}"
     )
 
 
@@ -230,10 +230,10 @@ def registered(name: str) -> list[str]:
 
 @cache
 def _installed() -> dict[str, list[EntryPoint]]:
-    found: dict[str, list[EntryPoint]] = {}
+    entries: dict[str, list[EntryPoint]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.dist.name if point.dist else ""):
-        found.setdefault(point.name, []).append(point)
-    return found
+        entries.setdefault(point.name, []).append(point)
+    return entries
 
 
 def _origin(point: EntryPoint) -> str:
@@ -268,7 +268,7 @@ def _parted(path: str, what: str) -> tuple[str, str]:
 def _attribute(module: str, attribute: str) -> Any:
     """Import a module and return its `attribute`."""
     try:
-        found = import_module(module)
+        value = import_module(module)
     except Exception as error:  # a user's module may raise anything
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):
@@ -280,31 +280,31 @@ def _attribute(module: str, attribute: str) -> Any:
             else "install its package, or put its folder on PYTHONPATH, or start in that folder, on every node"
         )
         raise EncoderError(f"there is no module {missing}: {remedy}") from error
-    if not hasattr(found, attribute):
-        names = [name for name in vars(found) if not name.startswith("_")]
+    if not hasattr(value, attribute):
+        names = [name for name in vars(value) if not name.startswith("_")]
         hint = nearest(attribute, names)
-        raise EncoderError(f"{module} ({getattr(found, '__file__', None)}) has no {attribute}. {hint}")
-    return getattr(found, attribute)
+        raise EncoderError(f"{module} ({getattr(value, '__file__', None)}) has no {attribute}. {hint}")
+    return getattr(value, attribute)
 
 
-def _why_no_spec(found: Any) -> str:
+def _why_no_spec(value: Any) -> str:
     """Return the reason why a class is not the spec of a user's family; empty if it is."""
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    if not (isinstance(value, type) and dataclasses.is_dataclass(value)):
         return (
             "is no dataclass: family names the dataclass with the encoder's sizes, and that names the module as its "
             "builder"
         )
-    fields = {field.name for field in dataclasses.fields(found)}
-    builder = getattr(found, "builder", "")
+    fields = {field.name for field in dataclasses.fields(value)}
+    builder = getattr(value, "builder", "")
     if "builder" in fields or not isinstance(builder, str) or not builder:
         return (
             'does not name the class of its module: it needs builder = "package.module:Class", without a type or as '
             "ClassVar[str]"
         )
-    if not issubclass(found, EncoderSpec):
+    if not issubclass(value, EncoderSpec):
         return (
             "is no encoder's spec: derive it from encoders.plain.spec.ImageSpec or AudioSpec (plain torch), or "
             "from a spec in encoders.native"
         )
-    missing = sorted(getattr(found, "__abstractmethods__", frozenset()) | {"name", "family"} - fields)
+    missing = sorted(getattr(value, "__abstractmethods__", frozenset()) | {"name", "family"} - fields)
     return f"lacks {', '.join(missing)} (see encoders.base)" if missing else ""

@@ -132,7 +132,7 @@ class StagedEncoder(MegatronModule, ABC):
         each size."""
         order = [member for members in groups.values() for member in members]
         kept = {size: self._kept(size) for size in groups}
-        if all(one is None for one in kept.values()) and order == sorted(order):
+        if all(part is None for part in kept.values()) and order == sorted(order):
             return rows_RH
         first = 0
         places: dict[int, torch.Tensor] = {}
@@ -167,10 +167,10 @@ class StagedEncoder(MegatronModule, ABC):
             hidden_SBH = rows_RH.unsqueeze(1)
             inputs |= self._layer_inputs(sizes) | {"packed_seq_params": self._documents(sizes)}
         if self.config.sequence_parallel:
-            own = scatter_to_sequence_parallel_region(hidden_SBH, group=self.tp_group)
+            local = scatter_to_sequence_parallel_region(hidden_SBH, group=self.tp_group)
             # The gradient of the output is whole on every rank: each takes its part, and nothing is summed.
             hidden_SBH = gather_from_sequence_parallel_region(
-                self._states(own, inputs), tensor_parallel_output_grad=False, group=self.tp_group
+                self._states(local, inputs), tensor_parallel_output_grad=False, group=self.tp_group
             )
         else:
             hidden_SBH = self._states(hidden_SBH, inputs)

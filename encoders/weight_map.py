@@ -102,9 +102,9 @@ def spelt(name: str, spelling: Spelling) -> str:
     """Return a name of the map as a directory spells it."""
     if isinstance(spelling, str):
         return spelling + name
-    for before, there in spelling:
+    for before, after in spelling:
         if name.startswith(before):
-            return there + name[len(before) :]
+            return after + name[len(before) :]
     raise AssertionError(f"no spelling of {name}")
 
 

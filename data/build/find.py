@@ -84,11 +84,11 @@ def _source_in(folder: Path) -> tuple[str, list[Path]]:
 def _below(folder: Path, top: Sequence[Path], below: Sequence[Path]) -> dict[str, list[Path]]:
     if tfrecords := [path for path in below if ".tfrecord" in path.name]:
         raise DataError(f"{tfrecords[0]}: TFRecord is not read: write WebDataset tars, files or parquet instead")
-    found: dict[str, list[Path]] = {}
+    sources: dict[str, list[Path]] = {}
     tables = [path for path in below if path.suffix in ARROW and path.is_file() and not path.name.startswith("cache-")]
     # img2dataset writes a parquet file without images next to each folder of files.
     if tables and not all((path.parent / path.stem).is_dir() for path in tables):
-        found["table"] = tables
+        sources["table"] = tables
     records = [
         path
         for path in top
@@ -98,14 +98,14 @@ def _below(folder: Path, top: Sequence[Path], below: Sequence[Path]) -> dict[str
     ]
     media = [path for path in below if kind_of(path.suffix[1:].lower()) != "other" and path.is_file()]
     if records and not {path.with_suffix("") for path in records} & {path.with_suffix("") for path in media}:
-        found["records"] = records
+        sources["records"] = records
     inner = [path for path in below if path.name in _METADATA]
-    if media and inner and not found:
+    if media and inner and not sources:
         folders = listed([str(path.parent.relative_to(folder)) for path in inner])
         raise DataError(f"{folder}: {inner[0].name} is in {folders}. Give the folder that it is in as SOURCE")
     if media:
-        found["files"] = sorted({path.parent for path in media})
-    return found
+        sources["files"] = sorted({path.parent for path in media})
+    return sources
 
 
 def _of_split(folder: Path, files: Sequence[Path], wanted: str) -> list[Path]:

@@ -99,8 +99,8 @@ def item_of_file(kind: str, folder: str, name: str, where: str) -> MediaItem:
     """Return the media item of a file that a record names. Raises RecordError if it is unusable."""
     extension = name.rpartition(".")[2].lower()
     if extension not in READABLE[kind]:
-        known = ", ".join(sorted(READABLE[kind]))
-        raise RecordError(f"{where}: {shown(name)} is no {kind} that can be decoded ({known})")
+        extensions = ", ".join(sorted(READABLE[kind]))
+        raise RecordError(f"{where}: {shown(name)} is no {kind} that can be decoded ({extensions})")
     path = os.path.join(folder, name)
     try:
         status = os.stat(path)
@@ -142,7 +142,7 @@ def kind_of_file_name(record: Mapping[str, Any]) -> str:
 
 def kind_of_extension(extension: str) -> str:
     """Return the media kind that is decoded from files with this extension; "" if none."""
-    return next((kind for kind, known in READABLE.items() if extension in known), "")
+    return next((kind for kind, extensions in READABLE.items() if extension in extensions), "")
 
 
 def read_items(kind: str, column: str, value: Any, folder: str, where: str) -> list[MediaItem]:

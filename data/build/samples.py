@@ -164,8 +164,8 @@ def _with_texts(
             answer = answer or next((name for name in ("caption", "text") if name in record), None)
             if answer is not None:
                 question = _text(texts.get("question"), "question", where) or columns.question
-                said = _text(texts.get(answer, record.get(answer)), answer, where)
-                record = _only_form(_answered(question, said, counts, where), record)
+                answer_text = _text(texts.get(answer, record.get(answer)), answer, where)
+                record = _only_form(_answered(question, answer_text, counts, where), record)
         record = record | {part: texts[part] for part in ("system", "tools") if texts.get(part) is not None}
     marked = _mark_media(record, counts, where)
     return (marked, (*notes, MARKED)) if marked is not record else (record, notes)

@@ -210,14 +210,14 @@ class Source:
         files = {extension.lower(): path for extension, path in paths}
         if len(files) < len(paths):
             raise RecordError(f"{where}: files whose names differ in case only: {', '.join(p.name for _, p in paths)}")
-        found = arrange(tuple(files))
+        arranged = arrange(tuple(files))
         extensions, members = list(files), []
-        for at, kind in zip(found.order, found.kinds, strict=True):
+        for at, kind in zip(arranged.order, arranged.kinds, strict=True):
             extension = extensions[at]
             content = FileRange(str(files[extension]), None, files[extension].stat().st_size)
-            extent = extent_of(kind, content) if kind in READABLE and found.reason is None else None
+            extent = extent_of(kind, content) if kind in READABLE and arranged.reason is None else None
             members.append(MediaItem(kind, extension, content, f".{extension}", extent))
-        return self._sample_of_members(where, members, found.record, found.reason)
+        return self._sample_of_members(where, members, arranged.record, arranged.reason)
 
     def _sample_of_members(
         self, where: str, members: Sequence[MediaItem], record_at: int | None, fault: str | None

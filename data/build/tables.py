@@ -67,7 +67,9 @@ def _kind_of_type(column: Any) -> str:
     if types.is_list(kind) or types.is_large_list(kind):
         kind = kind.value_type
     name = column.name.lower()
-    by_name = next((kind for kind, known in READABLE.items() if name.rpartition(".")[2] in known or kind in name), "")
+    by_name = next(
+        (kind for kind, extensions in READABLE.items() if name.rpartition(".")[2] in extensions or kind in name), ""
+    )
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
         return by_name or "bytes"
     fields = {field.name for field in kind} if types.is_struct(kind) else set()

@@ -43,7 +43,7 @@ def make_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **parameter
     if kind not in DEMOS:
         raise DataError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
     write, out_dir = DEMOS[kind], Path(out_dir).resolve()
-    wanted = {name: given.default for name, given in signature(write).parameters.items() if name != "folder"}
+    wanted = {name: parameter.default for name, parameter in signature(write).parameters.items() if name != "folder"}
     wanted |= parameters
     sizes = {name: value for name, value in wanted.items() if name in ("train_samples", "held_out_samples", "shards")}
     if min(sizes.values()) < 1:

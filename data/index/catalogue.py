@@ -107,9 +107,9 @@ class Catalogue:
         ends = np.concatenate([[0], np.cumsum(counts)])
         members = np.zeros(int(ends[-1]), dtype=MEMBER)
         for file, places, members_at, codes in of_files:
-            found = _records(file, _spread(members_at, counts[places], MEMBER.itemsize), MEMBER)
-            found["code"] += np.repeat(codes, counts[places]).astype(np.int32)
-            members[_spread(ends[places], counts[places])] = found
+            records = _records(file, _spread(members_at, counts[places], MEMBER.itemsize), MEMBER)
+            records["code"] += np.repeat(codes, counts[places]).astype(np.int32)
+            members[_spread(ends[places], counts[places])] = records
         return Rows(samples, ends, members, names, kinds)
 
 

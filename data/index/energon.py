@@ -69,7 +69,7 @@ def energon_shards(folder: Path, split: str = "") -> list[Path]:
     plain = _mapping(place)
     _only(plain, ("split_parts", "exclude"), place)
     parts, left_out = plain.get("split_parts"), plain.get("exclude") or []
-    if not isinstance(parts, dict) or not all(isinstance(one, list) for one in (*parts.values(), left_out)):
+    if not isinstance(parts, dict) or not all(isinstance(value, list) for value in (*parts.values(), left_out)):
         raise DataError(f"{place}: split_parts must have a list of tars for every split, and exclude be a list")
     if split and split not in parts:
         raise DataError(f"{place}: no split {split!r}; it has {', '.join(map(str, parts)) or 'none'}")
@@ -92,12 +92,12 @@ def energon_fields(folder: Path) -> dict[str, Any]:
     name = kind.get("__class__", "") if isinstance(kind, dict) else ""
     _only(plain, ("__module__", "__class__", "sample_type", "field_map", "subflavors", "subflavor"), place)
     stem = _ENDING.sub("", str(name))
-    if stem not in {_ENDING.sub("", one) for one in _CLASSES} or (
+    if stem not in {_ENDING.sub("", class_name) for class_name in _CLASSES} or (
         isinstance(kind, dict) and kind.get("__module__") != "megatron.energon"
     ):
-        known = ", ".join(_CLASSES)
-        whole = f"{kind.get('__module__', '')}.{name}" if isinstance(kind, dict) else kind
-        raise DataError(f"{place}: the kind {whole} is not read; read are {known} of megatron.energon")
+        supported = ", ".join(_CLASSES)
+        class_path = f"{kind.get('__module__', '')}.{name}" if isinstance(kind, dict) else kind
+        raise DataError(f"{place}: the kind {class_path} is not read; read are {supported} of megatron.energon")
     mapped = plain.get("field_map")
     if stem == "Crude" or mapped is None:
         if stem == "Crude" and mapped is None:
@@ -105,11 +105,11 @@ def energon_fields(folder: Path) -> dict[str, Any]:
         raise DataError(f"{place}: {'a field_map of crude samples' if mapped else 'no field_map'}: not read")
     if not isinstance(mapped, dict):
         raise DataError(f"{place}: field_map must say of every field where it is")
-    if unknown := [one for one in mapped if one not in _FIELDS]:
+    if unknown := [field_name for field_name in mapped if field_name not in _FIELDS]:
         raise DataError(f"{place}: field_map: the field {unknown[0]!r} is not read; read are {', '.join(_FIELDS)}")
     if "label" in mapped and "label_name" in mapped:
-        mapped = {one: value for one, value in mapped.items() if one != "label"}
-    fields = {_FIELDS[one]: value for one, value in mapped.items()}
+        mapped = {field_name: value for field_name, value in mapped.items() if field_name != "label"}
+    fields = {_FIELDS[field_name]: value for field_name, value in mapped.items()}
     try:
         read_fields(fields)
     except DataError as error:
@@ -120,77 +120,77 @@ def energon_fields(folder: Path) -> dict[str, Any]:
 def read_metadataset(path: Path, split: str) -> list[Blended]:
     """Return the sources of a metadataset's split, including nested ones. Raises DataError if that is unsupported."""
     plain = _mapping(path)
-    known = ("Metadataset", "MetadatasetV2")
-    if plain.get("__class__") not in known or plain.get("__module__") != "megatron.energon":
-        raise DataError(f"{path}: no metadataset of megatron.energon: __class__ must be {' or '.join(known)}")
+    supported = ("Metadataset", "MetadatasetV2")
+    if plain.get("__class__") not in supported or plain.get("__module__") != "megatron.energon":
+        raise DataError(f"{path}: no metadataset of megatron.energon: __class__ must be {' or '.join(supported)}")
     _only(plain, ("__module__", "__class__", "splits"), path)
     splits = plain.get("splits")
     if not isinstance(splits, dict) or split not in splits:
         has = ", ".join(map(str, splits)) if isinstance(splits, dict) else "none"
         raise DataError(f"{path}: no split {split!r}; it has {has}")
-    found = _blended(splits[split], path, split, plain["__class__"] == "Metadataset")
-    weights = [one.weight for one in found]
+    blended = _blended(splits[split], path, split, plain["__class__"] == "Metadataset")
+    weights = [item.weight for item in blended]
     if any(weight is None for weight in weights) and not all(weight is None for weight in weights):
         raise DataError(f"{path}: splits.{split}: some sources have weights and others are concatenated: not read")
-    again = [one.name for one in found]
+    again = [item.name for item in blended]
     return [
-        Blended(one.name if again.count(one.name) == 1 else f"{one.name}-{at}", one.shards, one.weight)
-        for at, one in enumerate(found)
+        Blended(item.name if again.count(item.name) == 1 else f"{item.name}-{at}", item.shards, item.weight)
+        for at, item in enumerate(blended)
     ]
 
 
-def _blended(given: Any, path: Path, split: str, is_old: bool) -> list[Blended]:
-    if not isinstance(given, dict):
-        raise DataError(f"{path}: splits.{split} must be a path or a blend of paths, is {given!r}")
-    kinds = [name for name in ("path", "blend", "concatenate", "blend_epochized", "datasets") if name in given]
+def _blended(blend: Any, path: Path, split: str, is_old: bool) -> list[Blended]:
+    if not isinstance(blend, dict):
+        raise DataError(f"{path}: splits.{split} must be a path or a blend of paths, is {blend!r}")
+    kinds = [name for name in ("path", "blend", "concatenate", "blend_epochized", "datasets") if name in blend]
     if len(kinds) != 1:
-        others = ", ".join(map(str, given)) or "nothing"
+        others = ", ".join(map(str, blend)) or "nothing"
         raise DataError(f"{path}: splits.{split} has {others}: read are path, blend, blend_epochized and concatenate")
     kind = kinds[0]
     if kind == "path":
-        return _referred(given, path, split)
-    _only(given, (kind, "weight", "repetitions"), path)
-    if not isinstance(given[kind], list) or not given[kind]:
+        return _referred(blend, path, split)
+    _only(blend, (kind, "weight", "repetitions"), path)
+    if not isinstance(blend[kind], list) or not blend[kind]:
         raise DataError(f"{path}: splits.{split}.{kind} must be a list of sources")
     if kind == "datasets" and not is_old:
         raise DataError(f"{path}: splits.{split}.datasets is of the older Metadataset: write blend")
-    found: list[Blended] = []
-    for one in given[kind]:
-        inner = _blended(one, path, split, is_old)
+    blended: list[Blended] = []
+    for item in blend[kind]:
+        inner = _blended(item, path, split, is_old)
         if kind in ("blend", "datasets"):
-            weight = _number(one, "weight", 1.0, path)
+            weight = _number(item, "weight", 1.0, path)
             sizes = [1.0 if len(inner) == 1 else inside.weight for inside in inner]
             # Samples of a concatenation are weighted by their number.
-            whole = [_count(inside) if size is None else size for inside, size in zip(inner, sizes, strict=True)]
-            found += [
-                Blended(inside.name, inside.shards, weight * size / math.fsum(whole))
-                for inside, size in zip(inner, whole, strict=True)
+            counts = [_count(inside) if size is None else size for inside, size in zip(inner, sizes, strict=True)]
+            blended += [
+                Blended(inside.name, inside.shards, weight * size / math.fsum(counts))
+                for inside, size in zip(inner, counts, strict=True)
             ]
         elif kind == "blend_epochized":
-            again = _number(one, "repetitions", 1.0, path)
+            again = _number(item, "repetitions", 1.0, path)
             if len(inner) > 1:
                 raise DataError(f"{path}: splits.{split}: a blend inside of blend_epochized is not read")
-            found += [Blended(inside.name, inside.shards, again * _count(inside)) for inside in inner]
+            blended += [Blended(inside.name, inside.shards, again * _count(inside)) for inside in inner]
         else:
-            found += inner
-    return found
+            blended += inner
+    return blended
 
 
-def _referred(given: Mapping[str, Any], path: Path, split: str) -> list[Blended]:
-    _only(given, _REFERENCE, path)
+def _referred(entry: Mapping[str, Any], path: Path, split: str) -> list[Blended]:
+    _only(entry, _REFERENCE, path)
     for name in ("split_config", "dataset_config"):
-        if given.get(name) not in (None, "split.yaml" if name == "split_config" else "dataset.yaml"):
-            raise DataError(f"{path}: {name} {given[name]!r}: only the usual file is read")
-    at = str(given["path"])
+        if entry.get(name) not in (None, "split.yaml" if name == "split_config" else "dataset.yaml"):
+            raise DataError(f"{path}: {name} {entry[name]!r}: only the usual file is read")
+    at = str(entry["path"])
     if re.match(r"[a-z][a-z0-9+.-]*://", at):
         raise DataError(f"{path}: {at}: metadatasets are read of local folders: copy it, or name its tars in data.mix")
-    own = given.get("split_part") or split
+    part = entry.get("split_part") or split
     place = (path.parent / at).resolve()
     if place.is_file():
-        return read_metadataset(place, own)
+        return read_metadataset(place, part)
     if not (place / FOLDER).is_dir():
         raise DataError(f"{path}: {place} is no energon dataset: it has no folder {FOLDER}")
-    return [Blended(re.sub(r"[^A-Za-z0-9_.-]", "_", place.name), f"{place}:{own}", None)]
+    return [Blended(re.sub(r"[^A-Za-z0-9_.-]", "_", place.name), f"{place}:{part}", None)]
 
 
 def _count(source: Blended) -> float:
@@ -200,22 +200,22 @@ def _count(source: Blended) -> float:
     counts = _mapping(place).get("shard_counts")
     try:
         assert isinstance(counts, dict)
-        return float(sum(int(counts[str(one.relative_to(folder))]) for one in energon_shards(Path(folder), split)))
+        return float(sum(int(counts[str(shard.relative_to(folder))]) for shard in energon_shards(Path(folder), split)))
     except (KeyError, AssertionError, ValueError, TypeError) as error:
         raise DataError(f"{place}: shard_counts does not count every tar of the split {split!r}") from error
 
 
-def _number(given: Mapping[str, Any], name: str, default: float, path: Path) -> float:
-    value = given.get(name, default)
+def _number(entry: Mapping[str, Any], name: str, default: float, path: Path) -> float:
+    value = entry.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or not math.isfinite(value):
         raise DataError(f"{path}: {name} must be a number above 0, is {value!r}")
     return float(value)
 
 
-def _only(plain: Mapping[str, Any], known: Sequence[str], place: Path) -> None:
+def _only(plain: Mapping[str, Any], allowed: Sequence[str], place: Path) -> None:
     """Raise DataError for a key that would have no effect."""
-    if others := [name for name in plain if name not in known]:
-        raise DataError(f"{place}: {others[0]} is not read: {', '.join(known)} are")
+    if others := [name for name in plain if name not in allowed]:
+        raise DataError(f"{place}: {others[0]} is not read: {', '.join(allowed)} are")
 
 
 def _mapping(place: Path) -> dict[str, Any]:

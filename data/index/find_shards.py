@@ -107,14 +107,14 @@ def _find_url(url: Url) -> list[Url]:
         return [_look(url)]
     folder, pattern = (url.parent, url.name) if is_glob else (url, "*.tar")
     objects = retrying(lambda: store_of(folder).list(folder, deep=False), f"{folder}: cannot list it")
-    shards = [replace(found.url, seen=found.seen) for found in objects if fnmatchcase(found.url.name, pattern)]
+    shards = [replace(meta.url, seen=meta.seen) for meta in objects if fnmatchcase(meta.url.name, pattern)]
     if not objects and not is_glob:
         return [_look(url)]  # a shard without .tar in its name
-    refuse_compressed(*(shards or (found.url for found in objects)))
+    refuse_compressed(*(shards or (meta.url for meta in objects)))
     if not shards:
         raise DataError(f"data.shards: {folder} holds nothing that matches {pattern}")
     if not is_glob:
-        _require_all_taken(folder, [shard.name for shard in shards], [found.url.name for found in objects])
+        _require_all_taken(folder, [shard.name for shard in shards], [meta.url.name for meta in objects])
     return shards
 
 

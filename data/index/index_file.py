@@ -110,18 +110,18 @@ class IndexFile:
 def write_file(path: Path, parts: Sequence[Part], what: str) -> None:
     """Write or replace the file `what`. Raises DataError if it cannot be written."""
     parts = sorted(parts, key=lambda part: part.name)
-    known: dict[tuple[tuple[str, ...], ...], int] = {}
+    code_numbers: dict[tuple[tuple[str, ...], ...], int] = {}
     table, offset = np.zeros(len(parts), dtype=_SHARD), 0
     for row, part in zip(table, parts, strict=True):
         version, length = part.version, len(part.body)
         row["at"], row["bytes"], row["check"] = offset, length, xxh3_64_intdigest(part.body)
         row["samples"], row["members"], row["keys"] = part.rows
-        row["codes"] = known.setdefault(part.codes, len(known))
+        row["codes"] = code_numbers.setdefault(part.codes, len(code_numbers))
         row["size"], row["mtime_ns"], row["ctime_ns"] = version.size, version.mtime_ns, version.ctime_ns
         row["content"] = version.content.encode()
         offset += length
     tags = {str(number): part.version.tag for number, part in enumerate(parts) if part.version.tag}
-    text = json.dumps({"names": [part.name for part in parts], "tags": tags, "codes": [*known]}).encode()
+    text = json.dumps({"names": [part.name for part in parts], "tags": tags, "codes": [*code_numbers]}).encode()
     text += b" " * (-len(text) % UNIT)
     gap = bytes(-table.nbytes % UNIT)
     table["at"] += _HEAD + len(text) + table.nbytes + len(gap)

@@ -186,10 +186,10 @@ def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
         try:
             for key, files in groupby(_split_names(walk_tar(shard, read, version.size)), itemgetter(0)):
                 sample = [(name, at, size, *_measure(read, name, at, size)) for _, name, at, size in files]
-                found = arrange(tuple(extension for extension, *_ in sample))
-                reason = reasons.setdefault(found.reason, len(reasons) + 1) if found.reason else 0
-                samples.append((len(members), found.record, reason))
-                for place, kind in zip(found.order, found.kinds, strict=True):
+                arranged = arrange(tuple(extension for extension, *_ in sample))
+                reason = reasons.setdefault(arranged.reason, len(reasons) + 1) if arranged.reason else 0
+                samples.append((len(members), arranged.record, reason))
+                for place, kind in zip(arranged.order, arranged.kinds, strict=True):
                     extension, *numbers = sample[place]
                     members.append((*numbers, codes.setdefault((extension, kind), len(codes))))
                 keys.append(key)

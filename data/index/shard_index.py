@@ -90,11 +90,11 @@ class ShardIndex:
 
     def members(self, row: int) -> list[Member]:
         """Return the members in tar order, but numbered media by number, as their placeholders."""
-        found = self._members(row)
+        members = self._members(row)
         if self.fields == NO_FIELDS:
-            return found
-        arranged = self._arranged(found)
-        return [found[at]._replace(kind=kind) for at, kind in zip(arranged.order, arranged.kinds, strict=True)]
+            return members
+        arranged = self._arranged(members)
+        return [members[at]._replace(kind=kind) for at, kind in zip(arranged.order, arranged.kinds, strict=True)]
 
     def record(self, row: int) -> int | None:
         """Return the index of the record among the members; None if there is none (see `bad_reason`)."""
@@ -112,18 +112,18 @@ class ShardIndex:
 
     def unread(self) -> Counter[tuple[str, str]]:
         """Return the number of unread members by (extension, description)."""
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for names, number in self._patterns().items():
             for pair in unread(names, self.fields):
-                found[pair] += number
-        return found
+                counts[pair] += number
+        return counts
 
     def extensions(self) -> Counter[str]:
         """Return the number of members by extension."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for code, number in enumerate(np.bincount(self.all_members["code"], minlength=len(self.codes.extensions))):
-            found[self.codes.extensions[code]] += int(number)
-        return found
+            counts[self.codes.extensions[code]] += int(number)
+        return counts
 
     @property
     def num_bad(self) -> int:
@@ -141,26 +141,26 @@ class ShardIndex:
     def _members(self, row: int) -> list[Member]:
         """Return the members as without `data.fields`."""
         start, end = self.samples["first_member"][row : row + 2].tolist()
-        found = []
+        members = []
         for offset, size, first, second, code in self.all_members[start:end].tolist():
             kind = self.codes.kinds[code]
             extension = self.codes.extensions[code]
             own = kind_of(extension)
             if own == "video":
-                found.append(Member(extension, offset, size, *video_size(first), 0, 0, kind, second))
+                members.append(Member(extension, offset, size, *video_size(first), 0, 0, kind, second))
                 continue
             height, width, frames, rate = (first, second, 0, 0) if own == "image" else (0, 0, first, second)
-            found.append(Member(extension, offset, size, height, width, frames, rate, kind))
-        return found
+            members.append(Member(extension, offset, size, height, width, frames, rate, kind))
+        return members
 
     def _arranged(self, members: list[Member]) -> Arrangement:
         return arrange(tuple(member.extension for member in members), self.fields)
 
     def _patterns(self) -> Counter[tuple[str, ...]]:
         firsts, codes = self.samples["first_member"].tolist(), self.all_members["code"].astype(np.int32)
-        found = Counter(codes[start:end].tobytes() for start, end in zip(firsts[:-1], firsts[1:], strict=True))
+        patterns = Counter(codes[start:end].tobytes() for start, end in zip(firsts[:-1], firsts[1:], strict=True))
         named: Counter[tuple[str, ...]] = Counter()
-        for pattern, number in found.items():
+        for pattern, number in patterns.items():
             names = [self.codes.extensions[code] for code in np.frombuffer(pattern, dtype=np.int32)]
             named[tuple(names)] += number
         return named

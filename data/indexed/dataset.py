@@ -53,10 +53,10 @@ class TokenDataset(Samples):
         self.sources, self.tokenizer, self.sequence_length = tuple(sources), tokenizer, sequence_length
         self.keep_text, self.lookups, self._separate = keep_text, {}, separate
         self.reader = ShardReader(read_retries)
-        found = [_files_of(source, read_retries) for source in self.sources]
-        self.files = [file for files in found for file in files]
+        files_of_sources = [_files_of(source, read_retries) for source in self.sources]
+        self.files = [file for files in files_of_sources for file in files]
         self.shards: Sequence[Place] = [file.path for file in self.files]
-        self._ends_of_sources = np.cumsum([len(files) for files in found])
+        self._ends_of_sources = np.cumsum([len(files) for files in files_of_sources])
         spans = [span_of(file, part) for file in self.files]
         self._firsts = np.array([first for first, _ in spans], dtype=np.int64)
         counts = [windows_in(end - first, sequence_length) for first, end in spans]
@@ -170,6 +170,8 @@ def _files_of(source: Source, read_retries: int) -> list[IndexedFile]:
     try:
         return [IndexedFile(path, read_retries) for path in find_indexed(source.shards)]
     except DataError as error:
-        said = str(error)
-        said = said.replace("data.shards", source.key, 1) if "data.shards" in said else f"{source.key}: {said}"
-        raise type(error)(said) from error
+        message = str(error)
+        message = (
+            message.replace("data.shards", source.key, 1) if "data.shards" in message else f"{source.key}: {message}"
+        )
+        raise type(error)(message) from error

@@ -54,9 +54,9 @@ class IndexedFile:
         """Return the tokens before each of `documents` (0 to the number of documents), int64."""
         firsts = self._firsts[documents]
         inside = firsts < self._sequences
-        found = np.full(len(firsts), self.tokens, dtype=np.int64)
-        found[inside] = self._places[firsts[inside]] // self.dtype.itemsize
-        return found
+        starts = np.full(len(firsts), self.tokens, dtype=np.int64)
+        starts[inside] = self._places[firsts[inside]] // self.dtype.itemsize
+        return starts
 
     def document_at(self, token: int) -> int:
         """Return the document of a token of the file."""

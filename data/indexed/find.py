@@ -76,9 +76,9 @@ def _find_part(part: str) -> list[Path]:
 def _find_name(name: str) -> list[Path]:
     if name.endswith((INDEX, TOKENS)):
         names = [name] if os.path.exists(name) else sorted(glob.glob(name))
-        return [Path(found[:-4] + INDEX) for found in names]
+        return [Path(path[:-4] + INDEX) for path in names]
     if os.path.exists(name):
         return []
     if os.path.exists(name + INDEX) or os.path.exists(name + TOKENS):
         return [Path(name + INDEX)]
-    return [] if glob.glob(name) else [Path(found) for found in sorted(glob.glob(name + INDEX))]
+    return [] if glob.glob(name) else [Path(path) for path in sorted(glob.glob(name + INDEX))]

@@ -25,5 +25,5 @@ def split_parts(text: str) -> tuple[Part, Part]:
     total = sum(shares)
     # Summed as in Megatron-LM, for exactly the same documents.
     trained = shares[0] / total
-    held = trained + (shares[1] / total if len(shares) > 1 else 0.0)
-    return (0.0, trained), (trained, held)
+    held_out = trained + (shares[1] / total if len(shares) > 1 else 0.0)
+    return (0.0, trained), (trained, held_out)

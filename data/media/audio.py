@@ -86,10 +86,10 @@ def resampled(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
     # In overlapping pieces, since torchaudio takes several times the audio's memory. They start at multiples of `rate`,
     # where both rates have a sample.
     out = torch.empty(-(-len(wave) * wanted // rate))
-    each, around = max(_PIECE // rate, 1), -(-radius // rate) + 1
-    for first in range(0, -(-len(wave) // rate), each):
+    seconds_at_once, around = max(_PIECE // rate, 1), -(-radius // rate) + 1
+    for first in range(0, -(-len(wave) // rate), seconds_at_once):
         before = min(first, around)
-        piece = resample(wave[(first - before) * rate : (first + each + around) * rate], rate, wanted)
-        piece = piece[before * wanted : (before + each) * wanted]
+        piece = resample(wave[(first - before) * rate : (first + seconds_at_once + around) * rate], rate, wanted)
+        piece = piece[before * wanted : (before + seconds_at_once) * wanted]
         out[first * wanted : first * wanted + len(piece)] = piece
     return out

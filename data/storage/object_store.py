@@ -86,8 +86,8 @@ class ObjectStore:
                 objects = [meta for page in obstore.list(self._store, folder.path or None) for meta in page]
             else:
                 objects = [*obstore.list_with_delimiter(self._store, folder.path or None)["objects"]]
-        found = [self._meta(Url(folder.scheme, folder.host, meta["path"]), meta) for meta in objects]
-        return sorted(found, key=lambda meta: meta.url)
+        metas = [self._meta(Url(folder.scheme, folder.host, meta["path"]), meta) for meta in objects]
+        return sorted(metas, key=lambda meta: meta.url)
 
     def look(self, url: Url) -> ObjectMeta:
         """Return size, tag and time of an object."""
@@ -95,10 +95,10 @@ class ObjectStore:
 
         with _os_errors(url):
             meta = obstore.head(self._store, url.path)
-        found = self._meta(url, meta)
+        result = self._meta(url, meta)
         if self._scheme not in WEB:
-            self._versions[url.path] = found.tag, meta.get("version")
-        return found
+            self._versions[url.path] = result.tag, meta.get("version")
+        return result
 
     async def read(self, url: Url, start: int, size: int, tag: str = "") -> memoryview:
         """Return up to `size` bytes from `start`, as many as the object has. Raises `Changed` for another tag."""

@@ -42,10 +42,10 @@ class Url:
     @classmethod
     def parse(cls, text: str) -> Url:
         """Parse a URL. Raises DataError without a location, or for credentials, a query or an empty part."""
-        found = _URL.fullmatch(text)
-        if found is None or not found[2]:
+        match = _URL.fullmatch(text)
+        if match is None or not match[2]:
             raise DataError(f"{_shown(text)}: is no URL such as s3://bucket/folder")
-        scheme, host, path = found[1].lower(), found[2], found[3].rstrip("/")
+        scheme, host, path = match[1].lower(), match[2], match[3].rstrip("/")
         if "@" in host:
             raise DataError(
                 f"{scheme}://...@{_shown(host.rpartition('@')[2])}/{_shown(path)}: has credentials in it: give them by "
@@ -58,7 +58,7 @@ class Url:
         return cls(_ALIASES.get(scheme, scheme), host, path)
 
     def __str__(self) -> str:
-        path = _ENCODED.sub(lambda found: quote(found[0]), self.path) if self.scheme in WEB else self.path
+        path = _ENCODED.sub(lambda match: quote(match[0]), self.path) if self.scheme in WEB else self.path
         return f"{self.scheme}://{self.host}/{path}"
 
     def __truediv__(self, name: str) -> Url:
@@ -95,9 +95,9 @@ class Url:
 def require_scheme(url: Url) -> None:
     """Raise DataError for a URL without a client."""
     if url.scheme not in OBJECTS + WEB:
-        known = ", ".join(f"{scheme}://" for scheme in OBJECTS + WEB)
+        supported = ", ".join(f"{scheme}://" for scheme in OBJECTS + WEB)
         remedy = _REMEDIES.get(url.scheme, "copy it to a local disk or to one of these first")
-        raise DataError(f"{url}: {url.scheme}:// is not supported ({known} are): {remedy}")
+        raise DataError(f"{url}: {url.scheme}:// is not supported ({supported} are): {remedy}")
 
 
 def _decoded(url: str) -> str:

@@ -67,6 +67,6 @@ class JoinedEncoder(VisionTransformer):
         outputs = [part._run(media, sizes, states) for part, states in zip(parts, received, strict=True)]
         if not self.is_last_stage:
             tokens = self._tokens(size)
-            images = [one.unflatten(0, (len(sizes), -1)) for one in outputs]
-            outputs = [F.pad(one, (0, 0, 0, tokens - one.size(1))).flatten(0, 1) for one in images]
+            images = [output.unflatten(0, (len(sizes), -1)) for output in outputs]
+            outputs = [F.pad(output, (0, 0, 0, tokens - output.size(1))).flatten(0, 1) for output in images]
         return torch.cat(outputs, dim=-1)

@@ -93,39 +93,39 @@ class JoinedSpec(FixedKeys, EncoderSpec):
         return sum(part.num_parameters() for part in self.parts.values())
 
     def faults(self) -> list[tuple[str, str]]:
-        found = []
+        faults = []
         for name, part in self.parts.items():
             if not isinstance(part, PatchSpec):
                 family = getattr(part, "family", None)
                 have = "there is none" if part is None else f"family is {family!r}"
                 text = f"must have the keys of a vision encoder of layers, such as family: clip; {have}"
-                found.append((f"{name}.family" if family else name, text))
+                faults.append((f"{name}.family" if family else name, text))
             else:
-                found += [(f"{name}.{field}", text) for field, text in part.faults()]
+                faults += [(f"{name}.{field}", text) for field, text in part.faults()]
                 if part.sizes_vary:
                     text = f"is {part.resize}, and encoders can be joined where all images have one size: set it to "
-                    found.append((f"{name}.resize", f"{text}fixed or crop"))
-        return found
+                    faults.append((f"{name}.resize", f"{text}fixed or crop"))
+        return faults
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        found = [
+        faults = [
             (f"encoder.{name}.{field.removeprefix('encoder.')}" if field.startswith("encoder.") else field, text)
             for name, part in self.parts.items()
             for field, text in part.joint_faults(merge)
         ]
-        if found:
-            return found
+        if faults:
+            return faults
         first, second = self.parts.values()
         if first.image_size != second.image_size:
             text = f"is {second.image_size}, and that of the first is {first.image_size}: both read the same image"
             return [("encoder.second.image_size", f"{text}, make them equal")]
         if replace(first.transform, rounded=True) != replace(second.transform, rounded=True):
-            how = [f"{one.resize}, {one.interpolation}, {one.transform.shortest_edge}" for one in (first, second)]
+            how = [f"{spec.resize}, {spec.interpolation}, {spec.transform.shortest_edge}" for spec in (first, second)]
             text = f"resize, interpolation and shortest_edge are {how[1]}, and those of the first {how[0]}: both read"
             return [("encoder.second.resize", f"{text} the same image, make them equal")]
         counts = [part.most_tokens(merge) for part in (first, second)]
         if counts[0] != counts[1]:
-            sizes = [f"image_size {one.image_size}, patch_size {one.patch_size}" for one in (first, second)]
+            sizes = [f"image_size {spec.image_size}, patch_size {spec.patch_size}" for spec in (first, second)]
             text = f"an image makes {counts[1]} tokens ({sizes[1]}), and {counts[0]} of the first ({sizes[0]})"
             return [("encoder.second.patch_size", f"{text}: features are joined token by token, make them equal")]
         return []

@@ -109,10 +109,10 @@ class PlainEncoder(MegatronModule):
         else:
             features_NTH = self.model(inputs)
         expected = (len(media), spec.output_tokens(*size), spec.hidden_size)
-        found = tuple(features_NTH.shape) if isinstance(features_NTH, torch.Tensor) else type(features_NTH).__name__
-        if found != expected:
+        shape = tuple(features_NTH.shape) if isinstance(features_NTH, torch.Tensor) else type(features_NTH).__name__
+        if shape != expected:
             raise EncoderError(
-                f"encoder.family {spec.family}: {type(self.model).__name__} gives {found} for {len(media)} "
+                f"encoder.family {spec.family}: {type(self.model).__name__} gives {shape} for {len(media)} "
                 f"{spec.medium}(s) of {size}, and its spec says {expected}: number, features of each, "
                 "encoder.hidden_size; change one of the two"
             )

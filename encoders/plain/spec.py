@@ -45,10 +45,10 @@ class PlainSpec(EncoderSpec):
         return []
 
     def faults(self) -> list[tuple[str, str]]:
-        found = []
+        faults = []
         if self.hidden_size < 1:
-            found.append(("hidden_size", f"must be at least 1, the width of the features, is {self.hidden_size}"))
-        return found
+            faults.append(("hidden_size", f"must be at least 1, the width of the features, is {self.hidden_size}"))
+        return faults
 
 
 @dataclass
@@ -104,17 +104,17 @@ class ImageSpec(PlainSpec):
         return f"{most}{height} x {width} pixels", f"{most}{rows} x {columns}", f"{most}{self.most_tokens(merge)}"
 
     def faults(self) -> list[tuple[str, str]]:
-        found = super().faults()
+        faults = super().faults()
         if self.image_size < 1:
-            found.append(("image_size", f"must be at least 1, is {self.image_size}"))
+            faults.append(("image_size", f"must be at least 1, is {self.image_size}"))
         for name in ("pixel_mean", "pixel_std"):
             if len(getattr(self, name)) != 3:
-                found.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
+                faults.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
         if 0 in self.pixel_std:
-            found.append(("pixel_std", f"pixels are divided by it, and it is {list(self.pixel_std)}: use no 0"))
-        if not found and min(grid := self.grid(*self.input_size(self.image_size, self.image_size))) < 1:
-            found.append(("image_size", f"{self.image_size} pixels give {grid[0]} x {grid[1]} features: raise it"))
-        return found
+            faults.append(("pixel_std", f"pixels are divided by it, and it is {list(self.pixel_std)}: use no 0"))
+        if not faults and min(grid := self.grid(*self.input_size(self.image_size, self.image_size))) < 1:
+            faults.append(("image_size", f"{self.image_size} pixels give {grid[0]} x {grid[1]} features: raise it"))
+        return faults
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         rows, columns = self.grid(*self.input_size(self.image_size, self.image_size, merge=merge))
@@ -159,8 +159,8 @@ class AudioSpec(PlainSpec):
                 f"encoder.max_seconds {self.max_seconds:g}: cut the clip, or raise it"
             )
         features = self.tokens(length)
-        whole = max(1, -(-features // merge)) * merge
-        return (length if features == whole else self.shortest(whole)), self.sample_rate
+        padded = max(1, -(-features // merge)) * merge
+        return (length if features == padded else self.shortest(padded)), self.sample_rate
 
     def output_tokens(self, samples: int, rate: int, /) -> int:
         return self.tokens(samples)
@@ -188,10 +188,10 @@ class AudioSpec(PlainSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        found = super().faults()
+        faults = super().faults()
         if self.sample_rate < 1:
-            found.append(("sample_rate", f"must be at least 1, is {self.sample_rate}"))
-        return found
+            faults.append(("sample_rate", f"must be at least 1, is {self.sample_rate}"))
+        return faults
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         """Return no errors: any merge is supported."""

@@ -39,13 +39,13 @@ def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: t
     """
     images = features.split([one.tiles * one.side**2 for one in tilings])
     newline = newline.to(features.dtype)
-    return torch.cat([_one(rows, tiling, newline) for rows, tiling in zip(images, tilings, strict=True)])
+    return torch.cat([_lines_of_image(rows, tiling, newline) for rows, tiling in zip(images, tilings, strict=True)])
 
 
-def _one(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Tensor:
-    whole, tiles = rows.split([tiling.side**2, len(rows) - tiling.side**2])
+def _lines_of_image(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Tensor:
+    thumbnail, tiles = rows.split([tiling.side**2, len(rows) - tiling.side**2])
     if not tiling.rows:
-        return torch.cat([whole, newline[None]])
+        return torch.cat([thumbnail, newline[None]])
     canvas = tiles.view(tiling.rows, tiling.columns, tiling.side, tiling.side, -1).transpose(1, 2)
     canvas_RCH = canvas.reshape(tiling.rows * tiling.side, tiling.columns * tiling.side, -1)
     inner = tiling.inner
@@ -54,4 +54,4 @@ def _one(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Ten
         # One matrix per axis: the gradient of torch's interpolation is not deterministic on CUDA.
         lines_RCH = interpolate(lines_RCH, *tiling.pooled, "bilinear")
     ends = newline.expand(len(lines_RCH), 1, -1)
-    return torch.cat([whole, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])
+    return torch.cat([thumbnail, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])

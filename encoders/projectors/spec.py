@@ -62,8 +62,8 @@ class ResamplerSpec(FixedKeys):
     def num_parameters(self, width: int) -> int:
         """Return the number of trainable parameters in a language model of `width`."""
         norm = width * (2 if self.normalization == "LayerNorm" else 1)
-        whole = self.latents * width + (3 * self.num_layers + 1) * norm
-        return self.split_parameters(width) + whole if self.latents else 0
+        replicated = self.latents * width + (3 * self.num_layers + 1) * norm
+        return self.split_parameters(width) + replicated if self.latents else 0
 
     def faults(self) -> list[tuple[str, str]]:
         """Return (field, message) of every config error."""
@@ -71,22 +71,22 @@ class ResamplerSpec(FixedKeys):
             # Other keys are unused, so none may be set.
             return [
                 (
-                    one.name,
-                    f"is {getattr(self, one.name)!r}, and latents 0 makes no resampler: remove it, or set latents",
+                    field.name,
+                    f"is {getattr(self, field.name)!r}, and latents 0 makes no resampler: remove it, or set latents",
                 )
-                for one in dataclasses.fields(self)
-                if getattr(self, one.name) != one.default
+                for field in dataclasses.fields(self)
+                if getattr(self, field.name) != field.default
             ]
-        found = []
+        faults = []
         if self.num_attention_heads % self.key_heads:
             text = f"{self.key_heads} does not divide num_attention_heads {self.num_attention_heads}: change one"
-            found.append(("num_query_groups", text))
+            faults.append(("num_query_groups", text))
         if self.activation not in (*ACTIVATIONS, GATED):
             text = f"must be one of {', '.join((*ACTIVATIONS, GATED))}, is {self.activation!r}"
-            found.append(("activation", text))
+            faults.append(("activation", text))
         if self.normalization not in NORMS:
-            found.append(("normalization", f"must be {' or '.join(NORMS)}, is {self.normalization!r}"))
-        return found
+            faults.append(("normalization", f"must be {' or '.join(NORMS)}, is {self.normalization!r}"))
+        return faults
 
 
 @dataclass
@@ -127,22 +127,22 @@ class ProjectorSpec(FixedKeys):
 
     def faults(self) -> list[tuple[str, str]]:
         """Return (field, message) of every config error."""
-        found = []
+        faults = []
         choices = (*ACTIVATIONS, GATED)
         if self.kind not in ("mlp", "linear"):
-            found.append(("kind", f"must be mlp or linear, is {self.kind!r}"))
+            faults.append(("kind", f"must be mlp or linear, is {self.kind!r}"))
         if self.activation not in choices:
-            found.append(("activation", f"must be one of {', '.join(choices)}, is {self.activation!r}"))
+            faults.append(("activation", f"must be one of {', '.join(choices)}, is {self.activation!r}"))
         if self.norm not in ("", *NORMS):
-            found.append(("norm", f"must be {' or '.join(NORMS)} or empty, is {self.norm!r}"))
+            faults.append(("norm", f"must be {' or '.join(NORMS)} or empty, is {self.norm!r}"))
         default = ProjectorSpec()
         unread = [] if self.kind != "linear" else ["ffn_hidden_size", "activation"]
         for name in [*unread, *([] if self.norm else ["norm_epsilon"])]:
             value = getattr(self, name)
             if value != getattr(default, name):
-                why = "kind linear has no hidden layer" if name in unread else "there is no norm"
-                found.append((name, f"is {value!r}, and {why}: remove it"))
-        return found + [(f"resampler.{name}", text) for name, text in self.resampler.faults()]
+                reason = "kind linear has no hidden layer" if name in unread else "there is no norm"
+                faults.append((name, f"is {value!r}, and {reason}: remove it"))
+        return faults + [(f"resampler.{name}", text) for name, text in self.resampler.faults()]
 
     def matrices(self, width: int, language_width: int) -> dict[str, int]:
         """Return {linear layer: its weights} of the projection from joined features of `width` to `language_width`."""
@@ -160,14 +160,14 @@ class ProjectorSpec(FixedKeys):
     def parameters(self, width: int, language_width: int) -> tuple[int, int]:
         """Return the trainable parameters that tensor parallelism divides, and those whole on every rank: the last bias
         of an mlp, norms, latents."""
-        split, whole = sum(self.matrices(width, language_width).values()), 0
+        split, replicated = sum(self.matrices(width, language_width).values()), 0
         if self.norm:
-            whole += width * (2 if self.norm == "LayerNorm" else 1)
+            replicated += width * (2 if self.norm == "LayerNorm" else 1)
         if self.bias and self.kind == "linear":
             split += language_width
         elif self.bias:
             split += (2 if self.gated else 1) * (self.ffn_hidden_size or language_width)
-            whole += language_width
-        whole += language_width if self.newline else 0
+            replicated += language_width
+        replicated += language_width if self.newline else 0
         resampled = self.resampler.split_parameters(language_width)
-        return split + resampled, whole + self.resampler.num_parameters(language_width) - resampled
+        return split + resampled, replicated + self.resampler.num_parameters(language_width) - resampled

@@ -102,16 +102,16 @@ or they name code to load."""
 def tower_config(path: str, part: str) -> dict[str, Any]:
     """Return the config of the tower of a directory: its `part` (`vision_config`, `audio_config`), if any, else all.
     Raise EncoderError without a `config.json`, or without a model type in it."""
-    whole = _read(Path(path) / "config.json")
-    tower = whole.get(part) or whole
+    config = _read(Path(path) / "config.json")
+    tower = config.get(part) or config
     if not isinstance(tower, dict):
         raise EncoderError(f"{part} of {path}/config.json is no mapping")
-    of_part = next((name for name, known in KNOWN.items() if whole.get("model_type") in known.parts), None)
-    kind = tower.get("model_type") if tower is whole else tower.get("model_type", of_part)
-    kind = of_part if kind in {name for known in KNOWN.values() for name in known.parts} else kind
+    of_part = next((name for name, entry in KNOWN.items() if config.get("model_type") in entry.parts), None)
+    kind = tower.get("model_type") if tower is config else tower.get("model_type", of_part)
+    kind = of_part if kind in {name for entry in KNOWN.values() for name in entry.parts} else kind
     if not kind:
         raise EncoderError(f"{path}/config.json does not say the model_type of its {part}: add it there")
-    if whole.get("quantization_config") or tower.get("quantization_config"):
+    if config.get("quantization_config") or tower.get("quantization_config"):
         raise EncoderError(f"the weights of {path} are quantized (quantization_config), which is not read")
     return {key: value for key, value in tower.items() if key not in ASIDE} | {"model_type": kind}
 
@@ -134,9 +134,9 @@ def resample(preprocessor: Mapping[str, Any]) -> Any:
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
     """Return a key of a model's config, or its default; None if neither is known."""
-    known = KNOWN.get(str(config.get("model_type")))
-    found = config.get(key)
-    return known.defaults.get(key) if found is None and known else found
+    entry = KNOWN.get(str(config.get("model_type")))
+    value = config.get(key)
+    return entry.defaults.get(key) if value is None and entry else value
 
 
 def require_sizes(config: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ def require_sizes(config: Mapping[str, Any]) -> None:
 def number_of(config: Mapping[str, Any], *keys: str) -> float:
     """Return the first of these keys that has a value; 0 if there is none, or it is not a number in a sensible
     range."""
-    value = next((found for key in keys if (found := value_of(config, key)) is not None), 0)
+    value = next((number for key in keys if (number := value_of(config, key)) is not None), 0)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_SIZE else 0
 
@@ -180,8 +180,8 @@ def _is_whole(value: Any, least: int = 1) -> bool:
 
 def largest_dropout(config: Mapping[str, Any]) -> float:
     """Return the largest probability of dropout or masking in training."""
-    known = KNOWN.get(str(config.get("model_type")))
-    every = {**(known.defaults if known else {}), **config}
+    entry = KNOWN.get(str(config.get("model_type")))
+    every = {**(entry.defaults if entry else {}), **config}
     if config.get("apply_spec_augment") is False:
         every = {key: value for key, value in every.items() if not key.startswith("mask_")}
     rates = [value for key, value in every.items() if drops(key) and isinstance(value, int | float)]

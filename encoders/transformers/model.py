@@ -53,7 +53,7 @@ class Tower(torch.nn.Module):
                 "the model with the adapter merged into it"
             )
         try:
-            loaded, found = self.whole_class.from_pretrained(
+            loaded, info = self.whole_class.from_pretrained(
                 self.spec.path,
                 config=self.hf_config,
                 dtype=torch.float32,
@@ -72,10 +72,10 @@ class Tower(torch.nn.Module):
         # Names in the whole model: tensors outside of the encoder do not matter.
         own = {id(tensor): name for name, tensor in self._encoder_of(loaded).state_dict(keep_vars=True).items()}
         names = {name: own.get(id(tensor), "") for name, tensor in loaded.state_dict(keep_vars=True).items()}
-        wrong = [f"{key}: {there} in the file, {here} here" for key, there, here in found["mismatched_keys"]]
+        wrong = [f"{key}: {stored} in the file, {expected} here" for key, stored, expected in info["mismatched_keys"]]
         wrong += [
             f"{key} is missing"
-            for key in sorted(found["missing_keys"])
+            for key in sorted(info["missing_keys"])
             if names.get(key) and names[key] not in self.unused
         ]
         if wrong:
@@ -106,16 +106,18 @@ class Tower(torch.nn.Module):
         raise AssertionError("images and clips say it")
 
     def _require_input(self) -> None:
-        known = inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(self.model.forward).parameters
         needed = [
             name
-            for name, one in known.items()
-            if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and name != self.INPUT
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            and name != self.INPUT
         ]
-        if self.INPUT not in known or needed:
+        if self.INPUT not in parameters or needed:
             raise EncoderError(
                 f"encoder.path: {type(self.model).__name__} of {self.spec.path} "
-                + (f"needs {', '.join(needed)} too" if self.INPUT in known else f"takes no {self.INPUT}")
+                + (f"needs {', '.join(needed)} too" if self.INPUT in parameters else f"takes no {self.INPUT}")
                 + ": this family gives media of one size and nothing else; write a spec and a module around it "
                 "(docs/your-encoder.md)"
             )
@@ -145,9 +147,9 @@ class VisionTower(Tower):
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         options = {}
-        own = getattr(self.hf_config, "image_size", None)
+        image_size = getattr(self.hf_config, "image_size", None)
         if "interpolate_pos_encoding" in inspect.signature(self.model.forward).parameters:
-            options["interpolate_pos_encoding"] = own not in (self.spec.image_size, [self.spec.image_size] * 2)
+            options["interpolate_pos_encoding"] = image_size not in (self.spec.image_size, [self.spec.image_size] * 2)
         return self._run(pixels, **options)[:, self.spec.dropped_tokens() :]
 
     def _example(self) -> torch.Tensor:
@@ -194,10 +196,10 @@ class AudioTower(Tower):
 
 def _class_of(spec: FromDirectory) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     # Also ignored in a config from a checkpoint.
-    given = {key: value for key, value in spec.model_config.items() if key not in ASIDE}
-    kind = given.pop("model_type")
+    arguments = {key: value for key, value in spec.model_config.items() if key not in ASIDE}
+    kind = arguments.pop("model_type")
     try:
-        config = AutoConfig.for_model(kind, **given)
+        config = AutoConfig.for_model(kind, **arguments)
         built = AutoModel._model_mapping[type(config)]
     except Exception as error:  # the config class may raise anything about a value
         raise EncoderError(

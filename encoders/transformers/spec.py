@@ -64,26 +64,28 @@ class FromDirectory(FixedKeys):
         except EncoderError as error:
             return [("path" if self.path or not self.model_config else "model_config", str(error))]
         model_type = str(self.model_config.get("model_type"))
-        known = KNOWN.get(model_type)
-        if known and known.kind != self.KIND:
-            other = {"image": "transformers", "audio": "transformers_audio"}[known.kind]
-            return [("family", f"{model_type} of {self.path or 'model_config'} reads {known.kind}: use family {other}")]
-        found = []
+        entry = KNOWN.get(model_type)
+        if entry and entry.kind != self.KIND:
+            other = {"image": "transformers", "audio": "transformers_audio"}[entry.kind]
+            return [("family", f"{model_type} of {self.path or 'model_config'} reads {entry.kind}: use family {other}")]
+        faults = []
         if self.weights not in WEIGHTS:
-            found.append(("weights", f"must be {' or '.join(WEIGHTS)}, is {self.weights!r}"))
+            faults.append(("weights", f"must be {' or '.join(WEIGHTS)}, is {self.weights!r}"))
         if self.weights == "load" and not self.path:
-            found.append(("path", "is empty: give the directory of the weights, or set weights=random"))
+            faults.append(("path", "is empty: give the directory of the weights, or set weights=random"))
         if not self.hidden_size:
-            found.append(("hidden_size", f"is not known of a {model_type}: give the width of its features"))
-        given = largest_dropout(self.model_config)
-        if self.dropout not in (0, given):
-            found.append(("dropout", f"is {self.dropout:g}: give -1 (as config.json says, {given:g}), or 0 for none"))
+            faults.append(("hidden_size", f"is not known of a {model_type}: give the width of its features"))
+        dropout = largest_dropout(self.model_config)
+        if self.dropout not in (0, dropout):
+            faults.append(
+                ("dropout", f"is {self.dropout:g}: give -1 (as config.json says, {dropout:g}), or 0 for none")
+            )
         layers = self.layers()
         if self.hidden_state is not None and layers and not -layers - 1 <= self.hidden_state <= layers:
-            found.append(
+            faults.append(
                 ("hidden_state", f"{layers} layers have states {-layers - 1} to {layers}, not {self.hidden_state}")
             )
-        return found
+        return faults
 
     def transformer_parameters(self, width: int, ffn: int) -> int:
         """Return the approximate parameters of the layers: attention, feed-forward and norms, with biases."""
@@ -197,8 +199,8 @@ class TransformersSpec(FromDirectory, ImageSpec):
     def notes(self) -> list[str]:
         """Return the differences from the directory's preprocessing."""
         with suppress(EncoderError):
-            given = preprocessing(self.path, self.KIND) if self.path else {}
-            if given.get("do_center_crop"):
+            preprocessor = preprocessing(self.path, self.KIND) if self.path else {}
+            if preprocessor.get("do_center_crop"):
                 return [
                     f"images are resized to {self.image_size} x {self.image_size} whole, where {self.path} resizes "
                     "the shorter side and crops the middle"
@@ -206,24 +208,24 @@ class TransformersSpec(FromDirectory, ImageSpec):
         return []
 
     def faults(self) -> list[tuple[str, str]]:
-        found = self.own_faults()
-        if found:
-            return found
+        faults = self.own_faults()
+        if faults:
+            return faults
         model_type = self.model_config["model_type"]
         if not self.image_size:
-            found.append(
+            faults.append(
                 ("image_size", f"{self.path or 'model_config'} does not say one square size: give it in pixels")
             )
         if self.interpolation not in RESAMPLE.values():
             is_given = f"is {self.interpolation!r}" if self.interpolation else f"{self.path} has another resample"
-            found.append(("interpolation", f"{is_given}: set {' or '.join(RESAMPLE.values())}"))
+            faults.append(("interpolation", f"{is_given}: set {' or '.join(RESAMPLE.values())}"))
         for name, zero in (("pixel_scale", 0.0), ("pixel_mean", []), ("pixel_std", [])):
             if getattr(self, name) == zero:
-                found.append((name, f"{self.path or 'model_config'} has no preprocessing that says it: give it"))
+                faults.append((name, f"{self.path or 'model_config'} has no preprocessing that says it: give it"))
         if self.tokens and self.patch_size:
-            found.append(("tokens", f"is {self.tokens}, and patch_size {self.patch_size}: give one of the two"))
+            faults.append(("tokens", f"is {self.tokens}, and patch_size {self.patch_size}: give one of the two"))
         if not self.tokens and self.patch_size < 1:
-            found.append(
+            faults.append(
                 (
                     "patch_size",
                     f"the features of a {model_type} are not known by formula: give patch_size, the pixels of a side "
@@ -231,15 +233,15 @@ class TransformersSpec(FromDirectory, ImageSpec):
                 )
             )
         if self.prefix_tokens < 0:
-            found.append(("prefix_tokens", f"is not known of a {model_type}: give the tokens in front of the patches"))
-        if not found and not self.tokens and self.image_size % self.patch_size:
-            found.append(
+            faults.append(("prefix_tokens", f"is not known of a {model_type}: give the tokens in front of the patches"))
+        if not faults and not self.tokens and self.image_size % self.patch_size:
+            faults.append(
                 (
                     "image_size",
                     f"patches of {self.patch_size} do not divide {self.image_size} pixels: change one of them",
                 )
             )
-        return found or super().faults()
+        return faults or super().faults()
 
     def _most_inside(self) -> int:
         return self.most_inner_tokens() + self.dropped_tokens()
@@ -247,22 +249,22 @@ class TransformersSpec(FromDirectory, ImageSpec):
     def _fill(self) -> None:
         super()._fill()
         config = self.model_config
-        known = KNOWN.get(config["model_type"])
-        if known and known.kind == self.KIND:
+        entry = KNOWN.get(config["model_type"])
+        if entry and entry.kind == self.KIND:
             if not self.tokens:
                 self.patch_size = self.patch_size or square(value_of(config, "patch_size"))
             if self.prefix_tokens < 0:
-                self.prefix_tokens = known.prefix + size_of(config, "num_register_tokens")
-        given = preprocessing(self.path, self.KIND) if self.path else {}
-        size = given.get("crop_size") if given.get("do_center_crop") else given.get("size")
+                self.prefix_tokens = entry.prefix + size_of(config, "num_register_tokens")
+        preprocessor = preprocessing(self.path, self.KIND) if self.path else {}
+        size = preprocessor.get("crop_size") if preprocessor.get("do_center_crop") else preprocessor.get("size")
         self.image_size = self.image_size or square(size) or square(value_of(config, "image_size"))
-        self.interpolation = self.interpolation or RESAMPLE.get(resample(given), "")
-        if not given:
+        self.interpolation = self.interpolation or RESAMPLE.get(resample(preprocessor), "")
+        if not preprocessor:
             return
-        scales, normalises = given.get("do_rescale", True), given.get("do_normalize", True)
-        self.pixel_scale = self.pixel_scale or (float(given.get("rescale_factor", 1 / 255)) if scales else 1.0)
+        scales, normalises = preprocessor.get("do_rescale", True), preprocessor.get("do_normalize", True)
+        self.pixel_scale = self.pixel_scale or (float(preprocessor.get("rescale_factor", 1 / 255)) if scales else 1.0)
         for name, theirs, none in (("pixel_mean", "image_mean", 0.0), ("pixel_std", "image_std", 1.0)):
-            values = given.get(theirs) if normalises else [none] * 3
+            values = preprocessor.get(theirs) if normalises else [none] * 3
             if not getattr(self, name) and values is not None:
                 setattr(self, name, [float(value) for value in values])
 
@@ -328,22 +330,27 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
         return front + widths[-1] * width + positions + self.transformer_parameters(width, ffn)
 
     def faults(self) -> list[tuple[str, str]]:
-        found = self.own_faults()
-        if found:
-            return found
+        faults = self.own_faults()
+        if faults:
+            return faults
         model_type = self.model_config["model_type"]
         if not self.is_whisper and not self._convolutions():
-            known = [name for name, entry in KNOWN.items() if entry.kind == "audio"]
-            return [("path", f"the features of a {model_type} are not known by formula: use one of {', '.join(known)}")]
+            audio_types = [name for name, entry in KNOWN.items() if entry.kind == "audio"]
+            return [
+                (
+                    "path",
+                    f"the features of a {model_type} are not known by formula: use one of {', '.join(audio_types)}",
+                )
+            ]
         if not self.sample_rate:
-            found.append(("sample_rate", f"{self.path or 'model_config'} does not say it: give samples per second"))
+            faults.append(("sample_rate", f"{self.path or 'model_config'} does not say it: give samples per second"))
         if self.normalize is None:
-            found.append(("normalize", f"{self.path or 'model_config'} does not say it: give true or false"))
+            faults.append(("normalize", f"{self.path or 'model_config'} does not say it: give true or false"))
         if self.is_whisper and self.sample_rate:
             longest = self.shortest(self._whisper_tokens) / self.sample_rate
             if self.max_seconds > longest:
-                found.append(("max_seconds", f"is {self.max_seconds:g}, and the model reads {longest:g} s: lower it"))
-        return found or super().faults()
+                faults.append(("max_seconds", f"is {self.max_seconds:g}, and the model reads {longest:g} s: lower it"))
+        return faults or super().faults()
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         if self.is_whisper and self._whisper_tokens % merge:
@@ -363,9 +370,9 @@ class TransformersAudioSpec(FromDirectory, AudioSpec):
 
     def _fill(self) -> None:
         super()._fill()
-        given = preprocessing(self.path, self.KIND) if self.path else {}
-        self.sample_rate = self.sample_rate or int(given.get("sampling_rate", 0))
+        preprocessor = preprocessing(self.path, self.KIND) if self.path else {}
+        self.sample_rate = self.sample_rate or int(preprocessor.get("sampling_rate", 0))
         if self.is_whisper:
             self.normalize = bool(self.normalize)
-        elif self.normalize is None and given:
-            self.normalize = bool(given.get("do_normalize", True))
+        elif self.normalize is None and preprocessor:
+            self.normalize = bool(preprocessor.get("do_normalize", True))

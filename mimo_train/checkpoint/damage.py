@@ -68,13 +68,13 @@ def failure_named(folder: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = "an error of the file system or of this machine, or a missing permission: mend that, and start again"
+        reason = "an error of the file system or of this machine, or a missing permission: mend that, and start again"
         if isinstance(folder, Url):
-            why = (
+            reason = (
                 "look at the URL, the endpoint and the credentials in the environment, and whether the storage "
                 "answers, and start again"
             )
-        raise FolderFailed(f"the checkpoints in {folder} cannot be looked at ({error}): {why}") from error
+        raise FolderFailed(f"the checkpoints in {folder} cannot be looked at ({error}): {reason}") from error
 
 
 def damage_in(folder: Place, error: UserError) -> str:

@@ -107,10 +107,10 @@ def _places(span: Span, first: int, values: torch.Tensor) -> torch.Tensor:
     """Return positions in the whole tensor of a chunk of a box's elements; chunks save memory."""
     left = torch.arange(first, first + values.numel(), device=values.device)
     places, step = torch.zeros_like(left), 1
-    for offset, size, whole in reversed(list(zip(span.offset, span.size, span.shape, strict=True))):
+    for offset, size, length in reversed(list(zip(span.offset, span.size, span.shape, strict=True))):
         places += (left % size + offset) * step
         left //= size
-        step *= whole
+        step *= length
     return places
 
 

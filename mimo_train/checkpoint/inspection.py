@@ -94,7 +94,7 @@ def folders_at(path: Place) -> list[Place]:
 def look(path: Place) -> list[Found]:
     """Describe the folders of `folders_at` without reading tensors. Folders that vanish meanwhile are skipped."""
     described = [(folder, _look(folder)) for folder in folders_at(path)]
-    return [found for folder, found in described if isinstance(folder, Url) or folder.is_dir()]
+    return [description for folder, description in described if isinstance(folder, Url) or folder.is_dir()]
 
 
 def _look(folder: Place) -> Found:

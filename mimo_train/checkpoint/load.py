@@ -221,10 +221,10 @@ def fill(reader: Reader, targets: Iterable[TargetSpan]) -> None:
     """Read spans of tensors. Raises Damage if a needed block is damaged."""
     targets = list(targets)
     staged = [into if into.device.type == "cpu" else torch.empty_like(into, device="cpu") for *_, into in targets]
-    reader.fill(Wanted(key, span, here) for (key, span, _), here in zip(targets, staged, strict=True))
-    for (*_, into), here in zip(targets, staged, strict=True):
-        if into is not here:
-            into.copy_(here)
+    reader.fill(Wanted(key, span, buffer) for (key, span, _), buffer in zip(targets, staged, strict=True))
+    for (*_, into), buffer in zip(targets, staged, strict=True):
+        if into is not buffer:
+            into.copy_(buffer)
 
 
 @contextmanager
@@ -235,5 +235,5 @@ def _record_fits(folder: Place) -> Iterator[None]:
     except UserError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        why = f"{folders.RECORD} holds other values than a run writes ({type(error).__name__}: {error})"
-        raise damaged(folder, why) from error
+        reason = f"{folders.RECORD} holds other values than a run writes ({type(error).__name__}: {error})"
+        raise damaged(folder, reason) from error

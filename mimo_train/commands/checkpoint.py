@@ -50,17 +50,31 @@ def add(subparsers: Any) -> None:
 def _list(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
 
-    found = inspection.look(place_of(args.path))
+    descriptions = inspection.look(place_of(args.path))
     if args.json:
-        _print_json([_plain(one) for one in found])
+        _print_json([_plain(description) for description in descriptions])
     else:
         rows = [("step", "kind", "saved", "files", "size", "layout", "folder")]
         rows += [
-            (_step(one), one.kind, _when(one), str(one.files), _size(one.nbytes), _layout(one), one.path.name)
-            for one in found
+            (
+                _step(description),
+                description.kind,
+                _when(description),
+                str(description.files),
+                _size(description.nbytes),
+                _layout(description),
+                description.path.name,
+            )
+            for description in descriptions
         ]
         _print_table(rows)
-    return _complain([(one.path, one.damage) for one in found if one.damage and one.kind in inspection.CONTINUED])
+    return _complain(
+        [
+            (description.path, description.damage)
+            for description in descriptions
+            if description.damage and description.kind in inspection.CONTINUED
+        ]
+    )
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -117,26 +131,27 @@ def _verify(args: argparse.Namespace) -> int:
         paths = [path for path in paths if inspection.kind_of(path) in inspection.CONTINUED]
     if not paths:
         raise UserError(f"PATH: no complete checkpoint in {args.path}")
-    found, start = [], time.monotonic()
+    results, start = [], time.monotonic()
     for path in paths:
-        one = inspection.verify(path, args.workers)
-        found.append(one)
+        result = inspection.verify(path, args.workers)
+        results.append(result)
         if not args.json:
-            state = "damaged" if one.damage else "whole"
+            state = "damaged" if result.damage else "whole"
             print(
-                f"{path}: {state}, {plural(one.files, 'file')}, {_size(one.nbytes)} in {plural(one.blocks, 'block')}",
+                f"{path}: {state}, {plural(result.files, 'file')}, {_size(result.nbytes)} in "
+                f"{plural(result.blocks, 'block')}",
                 flush=True,
             )
     if args.json:
-        _print_json([_plain(one) for one in found])
+        _print_json([_plain(result) for result in results])
     else:
         seconds = time.monotonic() - start
-        damaged = sum(bool(one.damage) for one in found)
+        damaged = sum(bool(result.damage) for result in results)
         print(
-            f"{plural(len(found), 'checkpoint')}, {damaged} damaged, {_size(sum(one.nbytes for one in found))}, "
-            f"{seconds:.1f} s"
+            f"{plural(len(results), 'checkpoint')}, {damaged} damaged, "
+            f"{_size(sum(result.nbytes for result in results))}, {seconds:.1f} s"
         )
-    return _complain([(one.path, why) for one in found for why in one.damage])
+    return _complain([(result.path, damage) for result in results for damage in result.damage])
 
 
 def _print_modules(tensors: list[Tensor]) -> None:
@@ -151,8 +166,8 @@ def _print_modules(tensors: list[Tensor]) -> None:
 
 def _complain(damages: list[tuple[Place, str]]) -> int:
     """Names what is damaged, on standard error; returns the exit code."""
-    for path, why in damages:
-        print(shown(f"error: checkpoint {path} is damaged: {why}"), file=sys.stderr)
+    for path, damage in damages:
+        print(shown(f"error: checkpoint {path} is damaged: {damage}"), file=sys.stderr)
     return 1 if damages else 0
 
 
@@ -162,8 +177,8 @@ def _print_json(value: Any) -> None:
 
 def _plain(value: Any) -> dict[str, Any]:
     return {
-        key: str(getattr(value, key)) if isinstance(getattr(value, key), Path | Url) else one
-        for key, one in dataclasses.asdict(value).items()
+        key: str(getattr(value, key)) if isinstance(getattr(value, key), Path | Url) else item
+        for key, item in dataclasses.asdict(value).items()
     }
 
 
@@ -174,16 +189,16 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _step(one: Found) -> str:
-    return "?" if one.step is None else str(one.step)
+def _step(folder: Found) -> str:
+    return "?" if folder.step is None else str(folder.step)
 
 
-def _when(one: Found) -> str:
-    return "never" if one.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.saved_at))
+def _when(folder: Found) -> str:
+    return "never" if folder.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.saved_at))
 
 
-def _layout(one: Found) -> str:
-    return ", ".join(f"{name} {sizes}" for name, sizes in one.layout.items()) or "?"
+def _layout(folder: Found) -> str:
+    return ", ".join(f"{name} {sizes}" for name, sizes in folder.layout.items()) or "?"
 
 
 def _size(nbytes: int) -> str:

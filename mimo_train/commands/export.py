@@ -57,7 +57,7 @@ def _export(args: argparse.Namespace) -> int:
         adopt_torch()
         from mimo_train.evaluation.export import export
 
-        written, why = export(
+        written, reason = export(
             folder,
             cfg,
             args.to,
@@ -66,9 +66,9 @@ def _export(args: argparse.Namespace) -> int:
             merge=args.merge,
             base_model=args.base_model,
         )
-    if why:
-        print(f"each part by itself, for no model of transformers has them all: {why}")
-    for one in written:
-        print(f"{one.what}: {one.folder}")
+    if reason:
+        print(f"each part by itself, for no model of transformers has them all: {reason}")
+    for directory in written:
+        print(f"{directory.what}: {directory.folder}")
     dist.destroy_process_group()
     return 0

@@ -86,7 +86,7 @@ def _index(args: argparse.Namespace) -> int:
     cfg = load(args.pattern, args.overrides)
     if args.cache_dir:
         cfg.data.cache_dir = args.cache_dir
-    sources = training_sources(cfg) + [one.source for one in held_out_sets(cfg) if not one.fraction]
+    sources = training_sources(cfg) + [held_out.source for held_out in held_out_sets(cfg) if not held_out.fraction]
     tars = [source for source in sources if source.shards and not is_indexed(source.shards)]
     paths = [path for source in tars for path in found_shards(source)]
     code = _index_all(list(dict.fromkeys(paths)), cfg.data.cache_dir or None, args.workers) if paths else 0

@@ -66,10 +66,10 @@ def _build(args: argparse.Namespace) -> int:
     from mimo_train.logging.console import CountBar
 
     names: dict[str, str] = {}
-    for given in args.columns:
-        what, equals, column = given.partition("=")
+    for entry in args.columns:
+        what, equals, column = entry.partition("=")
         if not equals or not column or what in names:
-            raise UserError(f"--columns {given}: must be WHAT=COLUMN, such as caption=sentence, and each WHAT once")
+            raise UserError(f"--columns {entry}: must be WHAT=COLUMN, such as caption=sentence, and each WHAT once")
         names[what] = column
     if args.max_bad is not None and not args.skip_bad:
         raise UserError("--max-bad says how many records --skip-bad may leave out: give --skip-bad too")

@@ -47,8 +47,8 @@ def verify(args: argparse.Namespace) -> int:
     if is_config_name(args.pattern):
         from mimo_train.preflight.check.verify_run import verify_run
 
-        given = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
-        return verify_run(args.pattern, [*args.overrides, *given], args.workers)
+        overrides = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
+        return verify_run(args.pattern, [*args.overrides, *overrides], args.workers)
     if args.overrides:
         raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
     if is_indexed(args.pattern):

@@ -158,10 +158,10 @@ def _set(plain: Any, key: str, value: Any) -> None:
 
 
 def _merge(container: Any, name: Any, value: Any) -> None:
-    there = container[name] if isinstance(container, list) else container.get(name)
-    if isinstance(value, dict) and isinstance(there, dict):
+    existing = container[name] if isinstance(container, list) else container.get(name)
+    if isinstance(value, dict) and isinstance(existing, dict):
         for key, item in value.items():
-            _merge(there, key, item)
+            _merge(existing, key, item)
     else:
         container[name] = value
 

@@ -35,9 +35,9 @@ def fill_in_energon(plain: dict[str, Any]) -> None:
     for key, split, place in _places(data):
         name = "validation_shards" if key == "data.validation_shards" else "shards"
         parts = split_commas(place[name])
-        if len(parts) > 1 and (several := [one for one in parts if energon_part(one)]):
-            said = f"{several[0]} is an energon dataset, next to other shards: make each a source of data.mix"
-            raise ConfigError([Fault(key, said)])
+        if len(parts) > 1 and (several := [part for part in parts if energon_part(part)]):
+            message = f"{several[0]} is an energon dataset, next to other shards: make each a source of data.mix"
+            raise ConfigError([Fault(key, message)])
         folder, own = (energon_part(place[name]) if len(parts) == 1 else None) or (None, "")
         folders[key] = place, folder
         if folder is not None and not own:
@@ -53,12 +53,12 @@ def _places(data: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     if isinstance(data.get("validation_shards"), str) and data["validation_shards"]:
         yield "data.validation_shards", _HELD_OUT, data
     mix, sets = data.get("mix"), data.get("validation")
-    for at, one in enumerate(mix if isinstance(mix, list) else []):
-        if isinstance(one, dict) and isinstance(one.get("shards"), str):
-            yield f"data.mix[{at}].shards", _TRAIN, one
-    for name, one in (sets if isinstance(sets, dict) else {}).items():
-        if isinstance(one, dict) and isinstance(one.get("shards"), str):
-            yield f"data.validation.{name}.shards", _HELD_OUT, one
+    for at, source in enumerate(mix if isinstance(mix, list) else []):
+        if isinstance(source, dict) and isinstance(source.get("shards"), str):
+            yield f"data.mix[{at}].shards", _TRAIN, source
+    for name, source in (sets if isinstance(sets, dict) else {}).items():
+        if isinstance(source, dict) and isinstance(source.get("shards"), str):
+            yield f"data.validation.{name}.shards", _HELD_OUT, source
 
 
 def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:
@@ -94,22 +94,22 @@ def _fill_in_fields(data: dict[str, Any], folders: dict[str, tuple[dict[str, Any
     unnamed = [key for key in found if key not in named]
     first = unnamed[0] if unnamed else ""
     values = list(found.values())
-    whole = values[0] if all(fields == values[0] for fields in values) else found.get(first, {})
+    common = values[0] if all(fields == values[0] for fields in values) else found.get(first, {})
     for key, fields in found.items():
         place = folders[key][0]
-        if fields == whole or place.get("fields"):
+        if fields == common or place.get("fields"):
             continue
         if key in unnamed or not fields:
             raise ConfigError(
                 [
                     Fault(
                         key,
-                        f"its fields are {fields or 'those of names'}, those of {first} {whole or 'of names'}: one "
+                        f"its fields are {fields or 'those of names'}, those of {first} {common or 'of names'}: one "
                         "data.fields holds for both: name them in data.mix and data.validation, or make records of one "
                         "of them (shards build --columns)",
                     )
                 ]
             )
         place["fields"] = fields
-    if whole:
-        data["fields"] = whole
+    if common:
+        data["fields"] = common

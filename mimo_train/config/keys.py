@@ -41,8 +41,8 @@ def changed_fields(section: Any) -> list[str]:
 def is_installed(module: str) -> bool:
     """True if a module of this name can be imported."""
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except ModuleNotFoundError:  # its parent package is missing
         return False
     # A folder of that name in the working directory is found too, without an origin.
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None

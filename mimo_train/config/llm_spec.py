@@ -59,9 +59,9 @@ class RopeScaling(Section):
 
     def faults(self, prefix: str, max_positions: int) -> Iterator[Fault]:
         """Yield invalid values; `prefix`: config key of this section; `max_positions`: of the model, 0: unknown."""
-        found = list(value_faults(self, prefix))
-        yield from found
-        if found:
+        faults = list(value_faults(self, prefix))
+        yield from faults
+        if faults:
             return
         for name in changed_fields(self):
             value, kinds = getattr(self, name), USED_BY.get(name)
@@ -234,10 +234,10 @@ class LlmSpec(Section):
 
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Yield invalid sizes, alone and in combination; `prefix`: config key of this spec."""
-        found = list(value_faults(self, prefix))
-        found += self.rope_scaling.faults(f"{prefix}.rope_scaling", self.max_positions)
-        yield from found
-        if found:
+        faults = list(value_faults(self, prefix))
+        faults += self.rope_scaling.faults(f"{prefix}.rope_scaling", self.max_positions)
+        yield from faults
+        if faults:
             return  # divisibility is undefined for sizes below 1
         heads, groups = self.num_attention_heads, self.key_heads
         if not self.head_size and self.hidden_size % heads:

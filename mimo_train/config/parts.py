@@ -37,7 +37,7 @@ def why_no_parameter(module: str, entry: str) -> str:
     if module == LANGUAGE:
         return ""  # a hook may add a head with any name
     begins = (f"encoders.{module}.", "input_projections.0.")
-    if any(literal.startswith(one) or one.startswith(literal) for one in begins):
+    if any(literal.startswith(begin) or begin.startswith(literal) for begin in begins):
         return ""
     return f"{entry!r} matches no parameter: names of this module begin with {' or '.join(begins)}"
 

@@ -111,18 +111,18 @@ def _write_into(folder: Path) -> None:
 
 
 def _refused(folder: Path, error: OSError) -> Fault:
-    why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-    return Fault(KEY, f"the folder {folder} cannot be written ({why}); {_REMEDY}")
+    reason = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return Fault(KEY, f"the folder {folder} cannot be written ({reason}); {_REMEDY}")
 
 
 def runs_within(folder: Path, files: str) -> str:
     """Return a clause for messages about a folder that contains runs but is no run, newest first; empty if it has none.
     `files`: pattern of a run's files, from its folder."""
-    found = {folder / path.relative_to(folder).parts[0] for path in folder.glob(f"*/{files}")}
-    newest = sorted(found, key=lambda run: (-run.stat().st_mtime, run))
+    runs = {folder / path.relative_to(folder).parts[0] for path in folder.glob(f"*/{files}")}
+    newest = sorted(runs, key=lambda run: (-run.stat().st_mtime, run))
     named = " or ".join(map(str, newest[:_NAMED]))
     more = f", or another of {len(newest)}" if len(newest) > _NAMED else ""
-    return f"; there are runs in it: give {named}{more}" if found else ""
+    return f"; there are runs in it: give {named}{more}" if runs else ""
 
 
 _NAMED = 3

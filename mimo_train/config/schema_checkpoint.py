@@ -76,9 +76,9 @@ class CheckpointConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values; `ConfigContainer.faults` checks modules."""
-        found = [*value_faults(self, "checkpoint")]
-        yield from found
-        if not found:
+        faults = [*value_faults(self, "checkpoint")]
+        yield from faults
+        if not faults:
             yield from place_faults("checkpoint.dir", self.dir, written=True)
             yield from place_faults("checkpoint.resume", self.resume)
             yield from place_faults("checkpoint.weights", self.weights)

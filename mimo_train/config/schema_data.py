@@ -145,10 +145,10 @@ class DataConfig(Section):
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values, and demos that would overwrite other shards."""
         inside = {"data.bounds": self.bounds, "data.video": self.video}
-        found = [*value_faults(self, "data")]
-        found += [fault for name, section in inside.items() for fault in value_faults(section, name)]
-        yield from found
-        wrong = {fault.key for fault in found}
+        faults = [*value_faults(self, "data")]
+        faults += [fault for name, section in inside.items() for fault in value_faults(section, name)]
+        yield from faults
+        wrong = {fault.key for fault in faults}
 
         def are_sound(*names: str) -> bool:
             return wrong.isdisjoint(f"data.{name}" for name in names)
@@ -172,7 +172,7 @@ class DataConfig(Section):
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
             )
         places = [self.shards, self.validation_shards, self.test_shards]
-        places += [one.shards for one in self.mix] + [one.shards for one in self.validation.values()]
+        places += [source.shards for source in self.mix] + [source.shards for source in self.validation.values()]
         if self.cache_bytes > 0 and not any("://" in place for place in places):
             text = f"is {self.cache_bytes}, but no shards are remote. Set it to 0"
             yield Fault("data.cache_bytes", text)

@@ -56,8 +56,8 @@ def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:
     try:
         read_fields(fields)
     except DataError as error:
-        name, _, said = str(error).partition(": ")
-        yield Fault(f"{key}.{name}", said)
+        name, _, message = str(error).partition(": ")
+        yield Fault(f"{key}.{name}", message)
 
 
 def source_names(mix: Sequence[SourceConfig]) -> list[str]:
@@ -91,16 +91,16 @@ def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shard
         elif names.index(name) < at:
             yield Fault(f"data.mix[{at}].name", f"{name!r} is the name of data.mix[{names.index(name)}] too: give one")
     weights = [source.weight for source in mix]
-    given = [weight for weight in weights if weight is not None]
-    if 0 < len(given) < len(weights):
+    set_weights = [weight for weight in weights if weight is not None]
+    if 0 < len(set_weights) < len(weights):
         at = weights.index(None)
         yield Fault(
             f"data.mix[{at}].weight",
             "is missing, but other sources have one. Set a weight for every source, or for none",
         )
-    elif given and not any(given):
+    elif set_weights and not any(set_weights):
         yield Fault("data.mix", "every weight is 0. Set one above 0")
-    elif schedule and not given:
+    elif schedule and not set_weights:
         yield Fault("data.mix_schedule", "requires a weight for every source in data.mix")
     yield from _schedule_faults(schedule, dict(zip(names, (weight or 0.0 for weight in weights), strict=True)))
 
@@ -129,16 +129,16 @@ def validation_faults(
 ) -> Iterator[Fault]:
     """Yield faults of held-out sets; `shards`: `data.validation_shards`; `held_out_by`: key that holds out training
     samples, or empty; `names`: of the sources of a mixture."""
-    for name, one in validation.items():
+    for name, item in validation.items():
         if not _NAME.fullmatch(name) or name in TAKEN:
             yield Fault(
                 "data.validation",
                 f"names are of letters, digits and _.-, and not {', '.join(TAKEN)}; one is {name!r}: give another",
             )
             continue
-        yield from value_faults(one, f"data.validation.{name}")
-        yield from fields_faults(one.fields, f"data.validation.{name}.fields")
-        if not one.shards.strip():
+        yield from value_faults(item, f"data.validation.{name}")
+        yield from fields_faults(item.fields, f"data.validation.{name}.fields")
+        if not item.shards.strip():
             yield Fault(f"data.validation.{name}.shards", "is empty: give a folder, a glob or a brace range")
     if held_out_by and shards:
         yield Fault(

@@ -79,10 +79,10 @@ class ModuleOptimConfig(Section):
         least = optim.min_lr if self.min_lr is None else self.min_lr
         peaks = {"lr": optim.lr if self.lr is None else self.lr, "projector_lr": self.projector_lr}
         for field_name, peak in peaks.items():
-            own = getattr(self, field_name) is not None
-            if (own or self.min_lr is not None) and peak is not None and 0 <= peak < least:
+            is_set = getattr(self, field_name) is not None
+            if (is_set or self.min_lr is not None) and peak is not None and 0 <= peak < least:
                 yield Fault(
-                    f"{prefix}.{field_name if own else 'min_lr'}",
+                    f"{prefix}.{field_name if is_set else 'min_lr'}",
                     f"a rate of {peak:g} would rise to {least_key} {least:g} at the end: set {prefix}.min_lr to at "
                     f"most {peak:g}",
                 )
@@ -224,8 +224,8 @@ class ModuleConfig(Section):
         prefix = f"modules.{name}"
         for field_name, entries in (("freeze", self.freeze), ("freeze_until", self.freeze_until)):
             for entry in entries if isinstance(entries, list | dict) else ():
-                if why := why_no_parameter(name, entry):
-                    yield Fault(f"{prefix}.{field_name}", why)
+                if reason := why_no_parameter(name, entry):
+                    yield Fault(f"{prefix}.{field_name}", reason)
         for entry in self.freeze_until:
             if entry in self.freeze:
                 yield Fault(

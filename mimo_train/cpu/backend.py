@@ -58,7 +58,7 @@ class CpuBackend:
 
     @staticmethod
     def _replace_cuda_functions() -> None:
-        known = {
+        replaced = {
             "current_device": lambda: CPU,
             "set_device": _without_effect(),
             "synchronize": _without_effect(),
@@ -84,8 +84,8 @@ class CpuBackend:
         }
         for name in torch.cuda.__all__:
             original = getattr(torch.cuda, name, None)
-            if name in known:
-                setattr(torch.cuda, name, known[name])
+            if name in replaced:
+                setattr(torch.cuda, name, replaced[name])
             elif name not in _HARMLESS and inspect.isfunction(original):
                 setattr(torch.cuda, name, _missing(name))
 

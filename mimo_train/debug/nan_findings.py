@@ -138,13 +138,13 @@ def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
         for module, inputs in batch.get("modality_inputs", {}).items():
             tensors = dict((inputs or {}).get(module, {}))
             media = tensors.pop(MEDIA, None)
-            known = {sample.number for sample in media.samples if sample.features is not None} if media else ()
+            cached = {sample.number for sample in media.samples if sample.features is not None} if media else ()
             for name, values in tensors.items():
                 if not isinstance(values[0], torch.Tensor):
                     continue  # later stages of an encoder have only sizes
                 numbers = data.current.numbers[microbatch][module]
                 # One item for each image or audio clip that was read, in the order of the samples.
-                owners = [number for number in numbers if number not in known for _ in sizes(number, module)]
+                owners = [number for number in numbers if number not in cached for _ in sizes(number, module)]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
                     samples = _samples(data, dict.fromkeys(bad))

@@ -103,7 +103,7 @@ def encoder_matmuls(
     if isinstance(spec, PlainSpec):
         matmuls = _plain_matmuls(name, spec, media)
     else:
-        matmuls = [one for part in _media_of_parts(name, spec, media) for one in _layered_matmuls(*part)]
+        matmuls = [matmul for part in _media_of_parts(name, spec, media) for matmul in _layered_matmuls(*part)]
     width, projection = spec.joined_width(projector.merge), "input_projections.0"
     projected = media.patches / spec.joined(projector.merge) + media.kept
     for name, weights in projector.matrices(width, language_width).items():

@@ -82,9 +82,9 @@ def export(
         load_model(checkpoint, run.cfg, built.pipeline, built.tokenizer)
     (chunk,) = built.pipeline.model
     if LEFT_OUT not in record:
-        held = [*shards_of_model([chunk])]
-        require_held(held, reader, checkpoint)
-        require_taken(held, reader, checkpoint, None)
+        shards = [*shards_of_model([chunk])]
+        require_held(shards, reader, checkpoint)
+        require_taken(shards, reader, checkpoint, None)
     stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
     documents, reason = _documents(run.cfg, built.tokenizer)
     adapters = {} if merge else _adapters(run.cfg, documents, stored)

@@ -56,9 +56,9 @@ def is_base(document: Document, stored: Stored) -> bool:
         reader = Reader(folder, part.weights, part.key)
         for rule in part.weights.rules:
             trained = source.load(rule.ours)
-            there = torch.empty_like(trained)
-            reader.fill({rule.ours: there}, {rule.ours: Cut()})
-            if not torch.equal(trained, there):
+            base = torch.empty_like(trained)
+            reader.fill({rule.ours: base}, {rule.ours: Cut()})
+            if not torch.equal(trained, base):
                 return False
     return True
 
@@ -66,8 +66,8 @@ def is_base(document: Document, stored: Stored) -> bool:
 def named_in_hub(folder: Path) -> tuple[str, str]:
     """Return (name of the model in a folder, its revision). A folder of huggingface_hub's cache gives the hub's name
     and revision, valid on any machine; others give their path and no revision."""
-    found = _IN_CACHE.search(folder.absolute().as_posix())
-    return (found[1].replace("--", "/"), found[2]) if found else (str(folder.resolve()), "")
+    match = _IN_CACHE.search(folder.absolute().as_posix())
+    return (match[1].replace("--", "/"), match[2]) if match else (str(folder.resolve()), "")
 
 
 def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> dict[str, dict[str, Place]]:
@@ -147,8 +147,8 @@ def start_adapter(
         UserError: it belongs to another model, or to layers without adapters in this run.
     """
     key = f"modules.{name}.lora.adapter"
-    there = adapted_paths(folder)
-    apart = sorted({*there} - {*paths_of(there, name), *others})
+    paths = adapted_paths(folder)
+    apart = sorted({*paths} - {*paths_of(paths, name), *others})
     if apart:
         other = LANGUAGE if name != LANGUAGE else "its encoder"
         raise UserError(

@@ -88,11 +88,11 @@ def copy_files(source: Path, to: Path) -> None:
 def _name_image_processor(to: Path) -> None:
     """Name the image processor by its version 4 torchvision class, which version 5 knows too."""
     file = to / PROCESSOR
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    inner = found.get("image_processor")
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    inner = content.get("image_processor")
     kind = inner.get("image_processor_type") if isinstance(inner, dict) else None
     if isinstance(inner, dict) and kind in {f"{name}ImageProcessor" for name in _BOTH_KINDS}:
-        write_json(file, found | {"image_processor": inner | {"image_processor_type": f"{kind}Fast"}})
+        write_json(file, content | {"image_processor": inner | {"image_processor_type": f"{kind}Fast"}})
 
 
 def _complete_processor(source: Path, to: Path) -> None:
@@ -101,10 +101,10 @@ def _complete_processor(source: Path, to: Path) -> None:
     composite = COMPOSITES.get(config.get("model_type"))
     if composite is None or composite.processor is None or not any((to / name).is_file() for name in PROCESSORS):
         return
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    missing = {key: value for key, value in composite.processor(config).items() if found.get(key) is None}
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    missing = {key: value for key, value in composite.processor(config).items() if content.get(key) is None}
     if missing:
-        file.write_text(json.dumps(found | missing, indent=2) + "\n")
+        file.write_text(json.dumps(content | missing, indent=2) + "\n")
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

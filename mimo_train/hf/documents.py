@@ -121,18 +121,18 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     by_folder: dict[Path, list[Part]] = {}
     for part in parts:
         by_folder.setdefault(part.folder, []).append(part)
-    found = [as_it_came(own, cfg, tokenizer) for own in by_folder.values()]
+    documents = [as_it_came(of_folder, cfg, tokenizer) for of_folder in by_folder.values()]
     from_folders = {(part.module, part.begins) for part in parts}
     for name, module in cfg.modules.items():
         if name == LANGUAGE:
             if not module.pretrained:
-                found.append(_language(cfg, tokenizer, rows))
+                documents.append(_language(cfg, tokenizer, rows))
             continue
         if (name, ENCODER) not in from_folders:
-            found.append(_encoder(name, module))
+            documents.append(_encoder(name, module))
         if (name, PROJECTOR) not in from_folders:
-            found.append(_projector(name, module, cfg.llm.hidden_size))
-    return found
+            documents.append(_projector(name, module, cfg.llm.hidden_size))
+    return documents
 
 
 def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) -> Document:
@@ -241,7 +241,7 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
     spec = with_sizes(cfg, tokenizer)
     kinds = model_types(spec)
     if not kinds:
-        document = _own(LANGUAGE, LANGUAGE, LANGUAGE, "", cfg.llm, why=why_no_family(spec))
+        document = _own(LANGUAGE, LANGUAGE, LANGUAGE, "", cfg.llm, reason=why_no_family(spec))
     else:
         config = language_config_json(spec, kinds[0]) | special_ids(tokenizer)
         weights = language_map(spec, rows, kinds[0])
@@ -271,7 +271,7 @@ def _encoder(name: str, module: ModuleConfig) -> Document:
     try:
         published = published_encoder(module)
     except EncoderError as error:
-        return _own(name, f"encoder of {name}", name, ENCODER, spec, why=str(error))
+        return _own(name, f"encoder of {name}", name, ENCODER, spec, reason=str(error))
     weights = FAMILIES[spec.family].weight_map(spec).named(f"{ENCODER}{name}.")
     return Document(
         name,
@@ -300,8 +300,8 @@ def _projector(name: str, module: ModuleConfig, language_width: int) -> Document
     )
 
 
-def _own(place: str, what: str, module: str, begins: str, spec: Any, why: str = "") -> Document:
-    because = f": {why}" if why else ""
+def _own(place: str, what: str, module: str, begins: str, spec: Any, reason: str = "") -> Document:
+    because = f": {reason}" if reason else ""
     return Document(
         place,
         f"{what} (safetensors by our names, transformers has no class for it{because})",

@@ -44,7 +44,7 @@ class Stored:
         if folder is not None:
             with damage_named(folder):
                 self._reader = Reader(folder)
-        self._held = {id(one.tensor): one for one in shards_of_model([chunk])}
+        self._held = {id(shard.tensor): shard for shard in shards_of_model([chunk])}
 
     def has(self, tensor: torch.Tensor) -> bool:
         """True if checkpoints have this tensor of the model."""
@@ -54,11 +54,11 @@ class Stored:
         """Return the checkpoint's value of a model tensor, in the stored dtype. Raises UserError if it is damaged."""
         if self._folder is None or self._reader is None:
             return tensor.detach().cpu()
-        held = self._held[id(tensor)]
-        value = torch.empty(tensor.shape, dtype=self._reader.dtype(held.key()))
-        spans = held.spans(0, value.numel())
+        shard = self._held[id(tensor)]
+        value = torch.empty(tensor.shape, dtype=self._reader.dtype(shard.key()))
+        spans = shard.spans(0, value.numel())
         with damage_named(self._folder):
-            self._reader.fill(Wanted(held.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
+            self._reader.fill(Wanted(shard.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
         return value
 
 
@@ -80,8 +80,8 @@ class Weights:
         model = self.model
         layers = adapted_layers(model) if merge else ()
         self._adapted: dict[str, Any] = {f"{path}.weight": layer for path, layer in layers}
-        own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self.tensors = {name: value for name, value in own if stored.has(value)}
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.tensors = {name: value for name, value in tensors if stored.has(value)}
 
     def load(self, name: str) -> torch.Tensor:
         """Return the value of a tensor."""
@@ -92,14 +92,14 @@ class Weights:
     def _merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """Return a weight merged with its adapters; the layer computes it and holds the weight meanwhile."""
         layer = self._adapted[name]
-        own, device = layer.weight.data, layer.weight.device
+        weight, device = layer.weight.data, layer.weight.device
         for _, _, parameter, _ in layer.named_adapters():
             parameter.copy_(self._stored.load(parameter))
         layer.weight.data = base.to(device)
         try:
             return layer.merged_weight().to(base.dtype).cpu()
         finally:
-            layer.weight.data = own
+            layer.weight.data = weight
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def groups_of(weights: WeightMap) -> list[Group]:
                     tensors |= {rows.name: None for rows in other.rows if rows.name}
         for name in tensors:
             by_tensor[name] = joined
-    found = {id(joined): joined for joined in by_tensor.values()}
+    groups = {id(joined): joined for joined in by_tensor.values()}
     return [
         Group(tuple(rules), tuple(dict.fromkeys(rows.name for rule in rules for rows in rule.rows if rows.name)))
-        for rules in found.values()
+        for rules in groups.values()
     ]
 
 

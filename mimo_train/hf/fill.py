@@ -92,7 +92,9 @@ class Reader(MatchedPart):
                 f"{self._key}: {self.folder} has no tensor for {listed(unknown, SHOWN)}: the model has "
                 "parameters that its family has not; remove the keys that add them"
             )
-        wrong = [said for name, value in parameters.items() if (said := self._mismatch(name, value, cuts[name]))]
+        wrong = [
+            mismatch for name, value in parameters.items() if (mismatch := self._mismatch(name, value, cuts[name]))
+        ]
         if wrong:
             raise UserError(f"{self._key}: {self.folder} does not fit the model: {'; '.join(wrong[:SHOWN])}")
         with torch.no_grad():
@@ -101,12 +103,12 @@ class Reader(MatchedPart):
 
     def _fill(self, parameter: torch.Tensor, rule: Rule, cut: Cut) -> None:
         local = parameter.data.view(len(parameter), -1)
-        whole = local.size(1) * (cut.ranks if cut.dim == 1 else 1)
+        width = local.size(1) * (cut.ranks if cut.dim == 1 else 1)
         at = 0
         for rows in _pieces(rule, cut):
-            parts: Iterator[torch.Tensor] = iter([self._new_rows(rule, rows, whole, cut)])
+            parts: Iterator[torch.Tensor] = iter([self._new_rows(rule, rows, width, cut)])
             if rows.name:
-                parts = self._source.rows(self.stored_names[rows.name], rows.first, rows.count, cut.columns(whole))
+                parts = self._source.rows(self.stored_names[rows.name], rows.first, rows.count, cut.columns(width))
             for part in parts:
                 local[at : at + len(part)] = part.to(device=local.device, dtype=local.dtype)
                 at += len(part)
@@ -132,15 +134,15 @@ class Reader(MatchedPart):
             return ""
         named_rows = dict.fromkeys(rows.name for rows in rule.rows if rows.name)
         there = " and ".join(f"{one} {self._stored_shape(one)}" for one in named_rows)
-        here = f"{tuple(parameter.shape)}" + (f" on each of {cut.ranks} ranks" if cut.ranks > 1 else "")
-        return f"{there} there make {rows} x {width}, {name} here is {here}"
+        expected = f"{tuple(parameter.shape)}" + (f" on each of {cut.ranks} ranks" if cut.ranks > 1 else "")
+        return f"{there} there make {rows} x {width}, {name} here is {expected}"
 
     def _require_sinusoids(self, name: str) -> None:
         if name not in self.tensors:
             return
-        there = self._source.whole(name).float()
-        length, width = there.shape
-        if float((there - sinusoids(length, width, there.device)).abs().max()) > SINUSOID_ERROR:
+        stored = self._source.whole(name).float()
+        length, width = stored.shape
+        if float((stored - sinusoids(length, width, stored.device)).abs().max()) > SINUSOID_ERROR:
             raise UserError(
                 f"{self._key}: {name} of {self.folder} are no sinusoids, and positions are computed here: no "
                 "encoder of this family"

@@ -135,13 +135,13 @@ def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str
     config["model_type"] = TOWERS[encoder.family]
     folder = TensorFolder(part.folder, part.key)
     reader = Reader(folder, part.weights, part.key)
-    there = reader.spelling
-    assert isinstance(there, str), there
-    rest = [one for one in folder.tensors if one.startswith(there) and one not in reader.read_names]
+    prefix = reader.spelling
+    assert isinstance(prefix, str), prefix
+    rest = [tensor for tensor in folder.tensors if tensor.startswith(prefix) and tensor not in reader.read_names]
     # These belong to CLIP or SigLIP but not to the tower.
-    others = () if there else ("text_", "visual_projection", "logit_")
-    rest = [one for one in rest if not one.endswith("position_ids") and not one.startswith(others)]
-    return config, weights, [carried_tensor(folder, one, before + one.removeprefix(there)) for one in rest]
+    others = () if prefix else ("text_", "visual_projection", "logit_")
+    rest = [tensor for tensor in rest if not tensor.endswith("position_ids") and not tensor.startswith(others)]
+    return config, weights, [carried_tensor(folder, tensor, before + tensor.removeprefix(prefix)) for tensor in rest]
 
 
 def _language(

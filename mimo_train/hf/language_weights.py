@@ -50,8 +50,8 @@ def _vocabulary(ours: str, theirs: str, spec: LlmSpec, padded_vocab: int, stored
 def _layer(spec: LlmSpec, number: int, model_type: str) -> Iterator[Rule]:
     ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
     hidden, attention = spec.hidden_size, f"{theirs}self_attn."
-    for own, their in _NORMS[spec.post_norms].items():
-        yield same(f"{ours}{own}.weight", f"{theirs}{their}.weight", hidden)
+    for ours_of_norm, their in _NORMS[spec.post_norms].items():
+        yield same(f"{ours}{ours_of_norm}.weight", f"{theirs}{their}.weight", hidden)
     qkv = heads(
         f"{ours}self_attention.linear_qkv.weight",
         *(f"{attention}{part}_proj.weight" for part in "qkv"),
@@ -64,8 +64,8 @@ def _layer(spec: LlmSpec, number: int, model_type: str) -> Iterator[Rule]:
     yield from with_biases([proj]) if spec.bias or spec.proj_bias else [proj]
     if spec.qk_norm:
         for part in "qk":
-            own = f"{ours}self_attention.{part}_layernorm.weight"
-            yield same(own, f"{attention}{part}_norm.weight", spec.head_width)
+            ours_of_norm = f"{ours}self_attention.{part}_layernorm.weight"
+            yield same(ours_of_norm, f"{attention}{part}_norm.weight", spec.head_width)
     if spec.has_experts(number):
         yield from _experts(spec, f"{ours}mlp.", theirs, model_type)
     else:

@@ -57,7 +57,7 @@ def why_several(cfg: ConfigContainer) -> str:
     return ""
 
 
-def _why_our_names(cfg: ConfigContainer, said: str) -> Iterator[str]:
+def _why_our_names(cfg: ConfigContainer, reason: str) -> Iterator[str]:
     """Yield why encoders made here are written by our names, unless `said` has the reason."""
     for name, module in cfg.encoders.items():
         if module.pretrained or isinstance(module.encoder, (TransformersSpec, TransformersAudioSpec)):
@@ -65,7 +65,7 @@ def _why_our_names(cfg: ConfigContainer, said: str) -> Iterator[str]:
         try:
             published_encoder(module)
         except EncoderError as error:
-            if str(error) not in said:
+            if str(error) not in reason:
                 yield f"the encoder of {name} is written by our names, since {error}"
 
 
@@ -138,10 +138,10 @@ def _require_parts(name: str, module: ModuleConfig, width: int) -> None:
     for key, (value, needed) in wrong.items():
         if value != needed:
             raise NoLlava(f"{prefix}.{key} is {value}, and LLaVA's projector has {needed}")
-    known = {"name", "kind", "ffn_hidden_size", "activation", "merge", "bias"}
-    for one in changed_fields(projector):
-        if one not in known:
-            raise NoLlava(f"{prefix}.projector.{one} is set, which LLaVA's projector does not support")
+    allowed = {"name", "kind", "ffn_hidden_size", "activation", "merge", "bias"}
+    for field in changed_fields(projector):
+        if field not in allowed:
+            raise NoLlava(f"{prefix}.projector.{field} is set, which LLaVA's projector does not support")
     if projector.activation not in ACTIVATIONS:
         raise NoLlava(f"{prefix}.projector.activation is {projector.activation}, which transformers does not support")
 

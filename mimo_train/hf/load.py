@@ -33,22 +33,22 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     Raises:
         UserError: a directory does not fit the model; on every rank.
     """
-    own = modules_of(model)
+    chunks_of = modules_of(model)
     with agreed():
         parts = pretrained_parts(cfg, rows)
         folders = {part.folder: TensorFolder(part.folder, part.key) for part in parts}
         readers = [(part, Reader(folders[part.folder], part.weights, part.key, cfg.run.seed)) for part in parts]
         for part, reader in readers:
-            if part.module in own:
-                parameters = dict(_parameters(own[part.module], part.begins))
+            if part.module in chunks_of:
+                parameters = dict(_parameters(chunks_of[part.module], part.begins))
                 cuts = {name: _cut(value, groups, part.module) for name, value in parameters.items()}
                 reader.fill(parameters, cuts)
         require_no_others(readers)
         if dist.get_rank() == 0:
             for _, reader in readers:
                 reader.require_equal_copies()
-    for name in {part.module for part in parts} & own.keys():
-        for chunk in own[name]:
+    for name in {part.module for part in parts} & chunks_of.keys():
+        for chunk in chunks_of[name]:
             start_magnitudes(unwrap_model(chunk))
     return bool(parts)
 
@@ -65,7 +65,7 @@ def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows:
     """
     folders = {name: Path(module.lora.adapter) for name, module in cfg.modules.items() if module.lora.adapter}
     with agreed():
-        own = modules_of(model)
+        chunks_of = modules_of(model)
         places = start_places(cfg, rows) if folders else {}
         for name, folder in folders.items():
             others = {
@@ -75,8 +75,8 @@ def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows:
                 for path in places[other].paths
             }
             adapters = start_adapter(cfg, name, folder, places[name], others)
-            if name in own:
-                load_adapters([unwrap_model(chunk) for chunk in own[name]], adapters)
+            if name in chunks_of:
+                load_adapters([unwrap_model(chunk) for chunk in chunks_of[name]], adapters)
     return bool(folders)
 
 

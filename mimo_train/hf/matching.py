@@ -76,10 +76,10 @@ class MatchedPart:
 
     def written_name(self, name: str) -> str:
         """Return the export name of a carried tensor, in the spelling of the others."""
-        here, written = self.spelling, self._written
-        if not isinstance(here, str) or not isinstance(written, str):
+        spelling, written = self.spelling, self._written
+        if not isinstance(spelling, str) or not isinstance(written, str):
             return name
-        return written + name.removeprefix(here) if name.startswith(here) and self.uses(name) else name
+        return written + name.removeprefix(spelling) if name.startswith(spelling) and self.uses(name) else name
 
     def _spelling(self, of: WeightMap) -> Spelling:
         first = next(iter(self._counts))

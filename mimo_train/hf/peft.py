@@ -88,20 +88,20 @@ def write_adapters(
     tensors: dict[str, torch.Tensor] = {}
     ranks, alphas = {}, {}
     first = modules[0].lora
-    for one in modules:
+    for adapted in modules:
         for name in ("dropout", "rslora", "dora"):
-            if getattr(one.lora, name) != getattr(first, name):
+            if getattr(adapted.lora, name) != getattr(first, name):
                 raise UserError(
-                    f"lora.{name} is {getattr(first, name)} of one module and {getattr(one.lora, name)} of another: an "
-                    "adapter of PEFT has one for the whole model: make them equal, or give --merge"
+                    f"lora.{name} is {getattr(first, name)} of one module and {getattr(adapted.lora, name)} of "
+                    "another: an adapter of PEFT has one for the whole model: make them equal, or give --merge"
                 )
-        own = {**_tensors_of(one), **one.carried}
+        own = {**_tensors_of(adapted), **adapted.carried}
         tensors |= own
         for path in {key.removeprefix(PREFIX).partition(".lora_")[0] for key in own}:
-            if one.lora.rank != first.rank:
-                ranks[re.escape(path)] = one.lora.rank
-            if one.lora.alpha != first.alpha:
-                alphas[re.escape(path)] = _number(one.lora.alpha)
+            if adapted.lora.rank != first.rank:
+                ranks[re.escape(path)] = adapted.lora.rank
+            if adapted.lora.alpha != first.alpha:
+                alphas[re.escape(path)] = _number(adapted.lora.alpha)
     config = {
         "peft_type": "LORA",
         "task_type": task_type,

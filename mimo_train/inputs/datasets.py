@@ -315,8 +315,8 @@ def token_dataset(
             f"{', '.join(cfg.encoders)}: build shards of the texts (docs/data.md#texts)"
         )
     if named := next((source.key for source in sources if source.fields is not None), None):
-        own_key = f"{named.removesuffix('.shards')}.fields"
-        raise DataError(f"{own_key}: is for records, and {named} is of .bin and .idx files: leave it out")
+        fields_key = f"{named.removesuffix('.shards')}.fields"
+        raise DataError(f"{fields_key}: is for records, and {named} is of .bin and .idx files: leave it out")
     if data.fields:
         raise DataError(
             f"data.fields: is for records, and {key} is of .bin and .idx files: leave it out; sources and held-out "
@@ -325,7 +325,7 @@ def token_dataset(
     for name, is_set in (("null_captions", data.null_captions == "skip"), ("video", data.video != VideoConfig())):
         if is_set:
             raise DataError(f"data.{name}: is for records, and {key} is of .bin and .idx files: leave it out")
-    trained, held = parts_of(cfg)
+    trained_part, held_part = parts_of(cfg)
     return TokenDataset(
         sources,
         tokenizer=tokenizer,
@@ -333,7 +333,7 @@ def token_dataset(
         seed=cfg.run.seed,
         shuffle=data.shuffle and not held_out,
         shuffle_block=data.shuffle_block,
-        part=trained if not held_out else held if fraction else WHOLE,
+        part=trained_part if not held_out else held_part if fraction else WHOLE,
         separate=data.separate_documents,
         keep_text=held_out,
         read_retries=data.read_retries,

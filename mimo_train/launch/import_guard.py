@@ -22,13 +22,13 @@ def working_directory_last() -> None:
     if sys.flags.safe_path or not sys.path:
         return
     try:
-        here = os.getcwd()
+        directory = os.getcwd()
     except OSError:  # it was removed
         return
-    if sys.path[0] in ("", here) and Path(here).resolve() != HOME:
+    if sys.path[0] in ("", directory) and Path(directory).resolve() != HOME:
         del sys.path[0]
-        if here not in sys.path:
-            sys.path.append(here)
+        if directory not in sys.path:
+            sys.path.append(directory)
 
 
 def require_own_packages() -> None:

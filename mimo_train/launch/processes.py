@@ -79,14 +79,14 @@ def is_first_of_node(layout: RunLayout, rank: int) -> bool:
 
 def is_on_first_node(layout: RunLayout, rank: int) -> bool:
     """True if `rank` is on the first node; every rank gets the same answer."""
-    here = _number("LOCAL_WORLD_SIZE", 0)
-    return not here or layout.processes[rank] < here
+    local_size = _number("LOCAL_WORLD_SIZE", 0)
+    return not local_size or layout.processes[rank] < local_size
 
 
 def _started_per_node() -> int:
     """Return the launcher's processes per node; 0 for a single node or without a launcher."""
-    started, here = (_number(name, 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return here if 0 < here < started else 0
+    started, local_size = (_number(name, 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return local_size if 0 < local_size < started else 0
 
 
 def _process_faults(run: Run) -> list[Fault]:
@@ -102,10 +102,10 @@ def _process_faults(run: Run) -> list[Fault]:
             f"CONFIG --gpus {started}` lists layouts){idle}"
         )
         return [Fault("WORLD_SIZE", text)]
-    here, nodes = (_number(name, 0) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
-    if nodes and here * nodes != started:
+    local_size, nodes = (_number(name, 0) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    if nodes and local_size * nodes != started:
         # Nodes would place modules differently, each by its own process count.
-        text = f"{started} processes on {nodes} nodes, and {here} of them here: start as many on each node"
+        text = f"{started} processes on {nodes} nodes, and {local_size} of them here: start as many on each node"
         return [Fault("LOCAL_WORLD_SIZE", text)]
     # `resolve` has checked the config's nodes; the launcher may have started others.
     return list(node_faults(run.cfg, _started_per_node()))

@@ -59,8 +59,8 @@ def launch_of(
         raise ConfigError(faults)
     if nodes is not None and (layouts := cfg.launch.layouts):
         if nodes not in layouts:
-            known = ", ".join(map(str, sorted(layouts)))
-            text = f"has layouts for {known} nodes, and this run has {nodes}: add one"
+            sizes = ", ".join(map(str, sorted(layouts)))
+            text = f"has layouts for {sizes} nodes, and this run has {nodes}: add one"
             raise ConfigError([Fault("launch.layouts", text)])
         changed = [*cfg.launch.overrides(nodes), *changed]
     if task := environment.get("SLURM_ARRAY_TASK_ID"):

@@ -55,8 +55,8 @@ class Linear:
     def names(self) -> dict[str, str]:
         """Return the names that a pattern can match, the layer first: name -> projection."""
         path, _, last = self.name.rpartition(".")
-        own = {f"{path}.{name}": name if self.fused else WHOLE for name, _ in self.projections if name != last}
-        return {self.name: WHOLE} | own
+        names = {f"{path}.{name}": name if self.fused else WHOLE for name, _ in self.projections if name != last}
+        return {self.name: WHOLE} | names
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ def adapter_parameters(
     vpp: int = 1,
 ) -> int:
     """Return the adapter parameters of a module on one rank of a pipeline stage; the projector is on the last stage."""
-    here: set[int | None] = {*stage_layers(_layers(module), stage, stages, vpp)}
-    here |= {None} if stage == stages - 1 else set()
+    local_layers: set[int | None] = {*stage_layers(_layers(module), stage, stages, vpp)}
+    local_layers |= {None} if stage == stages - 1 else set()
     adapters = adapted_linears(name, module, language_width).values()
-    return sum(adapter.parameters(module.lora, tp) for adapter in adapters if adapter.linear.layer in here)
+    return sum(adapter.parameters(module.lora, tp) for adapter in adapters if adapter.linear.layer in local_layers)
 
 
 def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iterator[Fault]:

@@ -133,14 +133,14 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     faults += _media_faults(cfg, faults)
     faults += _length_faults(cfg)
     world_size = None if faults else lay_out(cfg).world_size
-    known = {fault.key for fault in faults}
+    keys = {fault.key for fault in faults}
     others = [
         *cfg.faults(),
         *([] if faults else [*packing_faults(cfg), *fp8_faults(cfg), *compile_faults(cfg)]),
         *layer_faults(cfg),
         *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
     ]
-    return faults + [fault for fault in others if fault.key not in known]
+    return faults + [fault for fault in others if fault.key not in keys]
 
 
 def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:

@@ -163,7 +163,7 @@ def largest_over(report: dict[str, int | float], group: dist.ProcessGroup | None
         return report
     values = torch.tensor(list(report.values()), dtype=torch.float64, device=device.current())
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return {name: type(own)(largest) for (name, own), largest in zip(report.items(), values.tolist(), strict=True)}
+    return {name: type(value)(largest) for (name, value), largest in zip(report.items(), values.tolist(), strict=True)}
 
 
 def start_memory_history_recording(profiling: ProfilingConfig | None) -> None:

@@ -158,11 +158,11 @@ class Busiest:
         means = {kind: self._means([rows[rank] for rank in ranks]) for kind, ranks in self._ranks.items()}
         busy = {kind: sum(times[name] for name in _BUSY) for kind, times in means.items()}
         kind = max(busy, key=busy.__getitem__)
-        whole = sum(means[kind].values())
-        if not whole:
+        total = sum(means[kind].values())
+        if not total:
             return ""
         most = max(_BUSY, key=means[kind].__getitem__)
-        return f"busiest: {kind} ({busy[kind] / whole:.0%}, {_BUSY[most]})"
+        return f"busiest: {kind} ({busy[kind] / total:.0%}, {_BUSY[most]})"
 
     @staticmethod
     def _means(rows: list[Sequence[float]]) -> dict[str, float]:

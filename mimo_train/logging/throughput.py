@@ -34,10 +34,10 @@ def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
         precision: of the matmuls: that of `train.precision` (bf16, fp16 or fp32), or fp8.
     """
     words = device_name.replace("-", " ").split()
-    known = [name for name in PEAK_TFLOPS if _contains(words, name.split())]
-    if not known or "MIG" in words:
+    devices = [name for name in PEAK_TFLOPS if _contains(words, name.split())]
+    if not devices or "MIG" in words:
         return None
-    half, single, eighth = PEAK_TFLOPS[max(known, key=len)]
+    half, single, eighth = PEAK_TFLOPS[max(devices, key=len)]
     return {"fp32": single, "fp8": eighth}.get(precision, half)
 
 
@@ -96,7 +96,7 @@ def imbalance(
         {"imbalance/NAME": 1.0 if balanced}; for the language model also "imbalance_tokens/language", and
         "imbalance_attention/language" from squared text lengths.
     """
-    found = {}
+    values = {}
     for name, module in layout.modules.items():
         if module.dp == 1:
             continue
@@ -105,15 +105,15 @@ def imbalance(
             work = [work_of_texts(texts) for texts in of_ranks]
             for what, power in (("tokens", 1), ("attention", 2)):
                 loads = [sum(length**power * number for length, number in texts.items()) for texts in of_ranks]
-                found[f"imbalance_{what}/{name}"] = _busiest(loads)
+                values[f"imbalance_{what}/{name}"] = _busiest(loads)
         else:
             work = [0.0] * module.dp
             for microbatch, of_samples in enumerate(batch.loads[name]):
                 for rank, (first, last) in enumerate(spans(module, microbatch)):
                     work[rank] += sum(of_samples[first:last])
         if any(work):
-            found[f"imbalance/{name}"] = _busiest(work)
-    return found
+            values[f"imbalance/{name}"] = _busiest(work)
+    return values
 
 
 def _busiest(work: Sequence[float]) -> float:

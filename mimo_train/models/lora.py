@@ -133,10 +133,10 @@ class Adaptable:
     def _add_adapter(self, holder: Any, name: str, seed: int) -> None:
         assert self.lora is not None
         rank, bound = self.lora.rank, 1 / math.sqrt(self.input_size)
-        whole = torch.empty(rank, self.input_size)
+        full = torch.empty(rank, self.input_size)
         target = name or self.linear.name.rpartition(".")[2]
-        whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed_for(seed, "lora", target)))
-        part = whole if self.column else whole.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+        full.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed_for(seed, "lora", target)))
+        part = full if self.column else full.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
         dtype, rows = self.weight.dtype, self._rows.count(name)
         holder.lora_a = torch.nn.Parameter(part.to(dtype, copy=True).contiguous())
         holder.lora_b = torch.nn.Parameter(torch.zeros(rows, rank, dtype=dtype))
@@ -235,12 +235,12 @@ class Adaptable:
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         if self.lora is None:
             return state
-        own = {name: parameter for _, name, parameter, _ in self.named_adapters()}
+        adapters = {name: parameter for _, name, parameter, _ in self.named_adapters()}
         cut = {name: dim for _, name, _, dim in self.named_adapters() if dim is not None}
         # A weight is stored as one tensor of all layers. Adapters of only some layers would leave gaps in it.
         number = "" if self.linear.layer is None else f"layer_{self.linear.layer}."
-        stored = make_sharded_tensors_for_checkpoint(own, f"{prefix}{number}", cut, (), **groups)
-        for name in own:
+        stored = make_sharded_tensors_for_checkpoint(adapters, f"{prefix}{number}", cut, (), **groups)
+        for name in adapters:
             state[prefix + name] = stored[f"{prefix}{number}{name}"]
             if WHOLE in self._adapters and self._rows.interleaved and cut.get(name) == 0:
                 # Its outputs are two halves, and a rank has a part of each; as for the weight (mlp.py:371).
@@ -382,8 +382,10 @@ def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = No
     """Set DoRA's magnitudes (`names` in the module's state dict; None: all) so that they change nothing. Call it
     whenever weights were loaded without magnitudes. Collective over the tensor-parallel ranks."""
     for path, layer in adapted_layers(module):
-        own = [name for _, name, _, _ in layer.named_adapters()]
-        layer.start_magnitudes([name for name in own if names is None or f"{path}.{name}".removeprefix(".") in names])
+        adapter_names = [name for _, name, _, _ in layer.named_adapters()]
+        layer.start_magnitudes(
+            [name for name in adapter_names if names is None or f"{path}.{name}".removeprefix(".") in names]
+        )
 
 
 def merge_lora(model: list[torch.nn.Module]) -> None:

@@ -35,13 +35,13 @@ def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> f
     """
     pieces = []
     for chunk in (chunk for chunks in modules_of(model).values() for chunk in chunks):
-        for _, param, own in _counted(chunk):
-            if own is None:
+        for _, param, shard in _counted(chunk):
+            if shard is None:
                 continue
             if not master_copies or not hasattr(param, "main_param"):
-                pieces.append(param.reshape(-1)[own])
+                pieces.append(param.reshape(-1)[shard])
             elif not getattr(param, "main_param_sharded", False):
-                pieces.append(param.main_param.reshape(-1)[own])
+                pieces.append(param.main_param.reshape(-1)[shard])
             elif param.main_param is not None:
                 pieces.append(param.main_param)
     total = squares_of(pieces).sum()
@@ -61,23 +61,23 @@ def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
         parameter. Names are the same at every layout (layers and experts have their number in the whole model), for
         example `l2_norm/grad/language.decoder.layers.3.mlp.linear_fc1.weight`.
     """
-    own: dict[str, torch.Tensor | None] = {}
+    grads: dict[str, torch.Tensor | None] = {}
     for module, chunk in ((module, chunk) for module, chunks in modules_of(model).items() for chunk in chunks):
         for name, param, piece in _counted(chunk):
             if not param_is_not_shared(param):
                 continue
             grad = getattr(param, "main_grad", param.grad) if param.requires_grad and piece is not None else None
-            own[f"{module}.{name}"] = None if grad is None else grad.reshape(-1)[piece]
+            grads[f"{module}.{name}"] = None if grad is None else grad.reshape(-1)[piece]
     if not hasattr(model[0], "names_of_all_ranks"):  # gathered once, in rank order without duplicates
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, list(own))
+        dist.all_gather_object(gathered, list(grads))
         model[0].names_of_all_ranks = list(dict.fromkeys(name for names in gathered for name in names))
     names = model[0].names_of_all_ranks
     index = {name: number for number, name in enumerate(names)}
-    here = {name: piece for name, piece in own.items() if piece is not None}
-    rows = torch.tensor([index[name] for name in here], dtype=torch.long)
+    local_grads = {name: piece for name, piece in grads.items() if piece is not None}
+    rows = torch.tensor([index[name] for name in local_grads], dtype=torch.long)
     squares_and_counts = torch.zeros(2, len(names), dtype=torch.float64, device=device.current())
-    squares_and_counts[0, rows] = squares_of(list(here.values()))
+    squares_and_counts[0, rows] = squares_of(list(local_grads.values()))
     squares_and_counts[1, rows] = 1.0
     dist.all_reduce(squares_and_counts)
     squares, counts = squares_and_counts.tolist()
@@ -91,10 +91,10 @@ def _counted(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter, s
     for name, param in global_names(chunk).items():
         is_expert = not getattr(param, "allreduce", True)
         replicas = pgs.expt_dp if is_expert else pgs.dp_cp
-        own = slices.get(param, slice(None) if replicas.rank() == 0 else None)
+        shard = slices.get(param, slice(None) if replicas.rank() == 0 else None)
         if not param_is_not_shared(param) or not param_is_not_tensor_parallel_duplicate(param, pgs.tp, pgs.expt_tp):
-            own = None
-        yield name, param, own
+            shard = None
+        yield name, param, shard
 
 
 def _slices(module: torch.nn.Module) -> dict[torch.nn.Parameter, slice]:

@@ -157,8 +157,8 @@ def _draw_part(
     **others: Any,
 ) -> torch.Tensor | None:
     """Replace `_initialize_affine_weight_cpu`; `stride` is a number of pieces that are each cut."""
-    own = isinstance(init_method, Normal) and not return_master_weight
-    if init_method is not _nothing and not (own and rank is not None):
+    draws_parts = isinstance(init_method, Normal) and not return_master_weight
+    if init_method is not _nothing and not (draws_parts and rank is not None):
         options = {"rank": rank, "world_size": world_size, **others}
         options["skip_set_tensor_parallel_attributes"] = skip_set_tensor_parallel_attributes
         sizes = (output_size, input_size, per_partition_size)

@@ -140,10 +140,10 @@ def _fp8(cfg: ConfigContainer, name: str) -> dict[str, Any]:
 def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -> TransformerConfig:
     """Return the config of one encoder's transformer layers. `part` is one of the joined encoders
     (`EncoderSpec.parts`); empty: the encoder itself."""
-    whole = cfg.modules[layout.name].encoder
-    if isinstance(whole, PlainSpec) or (not part and len(whole.parts) > 1):
+    full_encoder = cfg.modules[layout.name].encoder
+    if isinstance(full_encoder, PlainSpec) or (not part and len(full_encoder.parts) > 1):
         return _without_layers(cfg, layout)
-    encoder: LayeredSpec = whole.parts[part]
+    encoder: LayeredSpec = full_encoder.parts[part]
     layers = encoder.built_layers
     config = _config(
         cfg,

@@ -35,7 +35,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         UserError: an entry of `modules.NAME.freeze_until` matches no parameter.
     """
     adam.install()
-    here = modules_of(model)
+    local_modules = modules_of(model)
     infos: dict[str, ModuleOptimizerInfo] = {}
     clip_grads: dict[str, float | None] = {}
     releases: dict[torch.nn.Parameter, int] = {}
@@ -44,14 +44,14 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         trained = not is_frozen(name, cfg)
         if trained:
             clip_grads[name] = cfg.modules[name].optim.clip_grad
-        if trained and name in here:
+        if trained and name in local_modules:
             assert pgs is not None, name
             config = _optimizer_config(cfg, module_optim(cfg, name))
             key = f"modules.{name}.freeze_until"
-            releases |= release_steps(here[name], cfg.modules[name].freeze_until, key, pgs.pp)
+            releases |= release_steps(local_modules[name], cfg.modules[name].freeze_until, key, pgs.pp)
             optimizer = get_megatron_optimizer(
                 config,
-                here[name],
+                local_modules[name],
                 config_overrides=_group_overrides(cfg, name, config, releases),
                 pg_collection=pgs,
                 use_gloo_process_groups=False,
@@ -64,7 +64,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         _optimizer_config(cfg, cfg.optim),
         clip_grads=clip_grads,
         grad_scaler=_grad_scaler(cfg),
-        chunks=[chunk for chunks in here.values() for chunk in chunks],
+        chunks=[chunk for chunks in local_modules.values() for chunk in chunks],
         releases=releases,
         device=next(model[0].parameters()).device,
     )

@@ -179,13 +179,13 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
 
     last_error: list[Exception] = []
 
-    def one_life(call_wrapper: inprocess.CallWrapper = None) -> int:
+    def attempt(call_wrapper: inprocess.CallWrapper = None) -> int:
         # The wrapper has just released the last attempt's error, and the objects in its frames.
         gc.collect()
         device.release_cached_memory()
         # The wrapper's own connection is busy waiting for the status of other ranks.
-        meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        store = dist.PrefixStore(f"mimo_train/life_{call_wrapper.iteration}", meeting)
+        rendezvous = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"mimo_train/life_{call_wrapper.iteration}", rendezvous)
         try:
             return life(store)
         except Exception as error:
@@ -195,27 +195,27 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
                 traceback.print_exc()
             raise
 
-    def lives() -> int:
+    def run_attempts() -> int:
         _be_reachable()
-        patience = timedelta(minutes=run.timeout_minutes)
+        timeout = timedelta(minutes=run.timeout_minutes)
         wrapper = inprocess.Wrapper(
             initialize=inprocess.initialize.RetryController(
                 max_iterations=restarts + 1, min_world_size=int(os.environ["WORLD_SIZE"])
             ),
             finalize=Finalize(),
-            soft_timeout=patience,
-            hard_timeout=1.5 * patience,
-            barrier_timeout=2 * patience,
-            completion_timeout=2 * patience,
+            soft_timeout=timeout,
+            hard_timeout=1.5 * timeout,
+            barrier_timeout=2 * timeout,
+            completion_timeout=2 * timeout,
         )
         try:
-            return wrapper(one_life)()
+            return wrapper(attempt)()
         except inprocess.exception.RestartAbort:
             if last_error:
                 raise last_error[0] from None
             raise
 
-    return lives
+    return run_attempts
 
 
 def _be_reachable() -> None:

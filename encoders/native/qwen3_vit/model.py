@@ -38,12 +38,12 @@ class Qwen3VisionTransformer(VisionTransformer):
     def _states(self, hidden_SBH: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """Return [S, B, H * (1 + layers of deepstack)]: the last states after the final norm, and those of
         deepstack."""
-        found = self.layers(hidden_SBH, **inputs, extract_layer_indices=set(self.spec.deepstack))
-        return torch.cat([found[0], *found[1]], dim=-1) if self.spec.deepstack else found
+        states = self.layers(hidden_SBH, **inputs, extract_layer_indices=set(self.spec.deepstack))
+        return torch.cat([states[0], *states[1]], dim=-1) if self.spec.deepstack else states
 
     def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
         last, *others = (
-            super(Qwen3VisionTransformer, self)._features(one) for one in rows_RH.split(self.spec.hidden_size, dim=-1)
+            super(Qwen3VisionTransformer, self)._features(rows) for rows in rows_RH.split(self.spec.hidden_size, dim=-1)
         )
         merged = [merger(state) for merger, state in zip(self.deepstack, others, strict=True)]
         return torch.cat([last, *merged], dim=-1)

@@ -65,17 +65,17 @@ class Qwen3VitSpec(PatchSpec):
         return products
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        found = super().joint_faults(merge)
+        faults = super().joint_faults(merge)
         if merge != self.merge_size:
             text = f"{merge} is not encoder.merge_size {self.merge_size}: the projector and the mergers of deepstack "
-            found.append(("projector.merge", f"{text}join the same squares"))
-        return found
+            faults.append(("projector.merge", f"{text}join the same squares"))
+        return faults
 
     def faults(self) -> list[tuple[str, str]]:
-        found = super().faults()
+        faults = super().faults()
         if self.resize != "native":
-            found.append(("resize", f"must be native, is {self.resize!r}"))
+            faults.append(("resize", f"must be native, is {self.resize!r}"))
         if set(self.deepstack) - set(range(self.num_layers)) or sorted(set(self.deepstack)) != self.deepstack:
             text = f"must name layers from 0 to {self.num_layers - 1} in order, each once, is {self.deepstack}"
-            found.append(("deepstack", text))
-        return found + self.rotary_faults()
+            faults.append(("deepstack", text))
+        return faults + self.rotary_faults()

@@ -67,15 +67,15 @@ class QwenAudioSpec(WhisperSpec):
         return read_as, frames, f"{per_second:g} a second, up to {self.most_tokens(merge)}"
 
     def faults(self) -> list[tuple[str, str]]:
-        found = super().faults()
-        if found:
-            return found
+        faults = super().faults()
+        if faults:
+            return faults
         if self.pad_clips:
-            found.append(("pad_clips", "must be false: silence behind a clip takes no tokens in this family"))
+            faults.append(("pad_clips", "must be false: silence behind a clip takes no tokens in this family"))
         if self.max_samples <= self.frame:
             text = f"{self.max_seconds:g} seconds are not {POOLED} frames of {self.frame} samples: raise it"
-            found.append(("max_seconds", text))
+            faults.append(("max_seconds", text))
         if self.padded_seconds < self.max_seconds:
             text = f"{self.padded_seconds:g} is below max_seconds {self.max_seconds:g}: raise it to at least that"
-            found.append(("padded_seconds", text))
-        return found
+            faults.append(("padded_seconds", text))
+        return faults

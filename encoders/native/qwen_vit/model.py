@@ -65,7 +65,7 @@ def _windows(rows: int, columns: int, window: int) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=1024)
 def _window_lengths(rows: int, columns: int, window: int) -> tuple[int, ...]:
-    return tuple(len(one) for one in _windows(rows, columns, window))
+    return tuple(len(indices) for indices in _windows(rows, columns, window))
 
 
 @lru_cache(maxsize=1024)

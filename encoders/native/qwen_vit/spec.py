@@ -63,30 +63,30 @@ class QwenVitSpec(PatchSpec):
 
     def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
         rows, columns = self.grid(height, width, merge)
-        whole = len(self.full_attention)
+        full = len(self.full_attention)
         windows = sum(tokens**2 for tokens in self.window_tokens(rows, columns, merge))
-        return (whole * (rows * columns) ** 2 + (self.num_layers - whole) * windows) // self.num_layers
+        return (full * (rows * columns) ** 2 + (self.num_layers - full) * windows) // self.num_layers
 
     def faults(self) -> list[tuple[str, str]]:
-        found = super().faults()
+        faults = super().faults()
         if self.resize != "native":
-            found.append(("resize", f"must be native, is {self.resize!r}"))
+            faults.append(("resize", f"must be native, is {self.resize!r}"))
         if self.patch_size > 0 and (self.window_size < self.patch_size or self.window_size % self.patch_size):
             text = f"{self.window_size} is no multiple of patch_size {self.patch_size}: change one of them"
-            found.append(("window_size", text))
+            faults.append(("window_size", text))
         if set(self.full_attention) - set(range(self.num_layers)) or len(set(self.full_attention)) != len(
             self.full_attention
         ):
             text = f"must name layers from 0 to {self.num_layers - 1}, each once, is {self.full_attention}"
-            found.append(("full_attention", text))
-        return found + self.rotary_faults()
+            faults.append(("full_attention", text))
+        return faults + self.rotary_faults()
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
-        found = super().joint_faults(merge)
+        faults = super().joint_faults(merge)
         if self.window_size // self.patch_size < merge:
             text = f"a window of {self.window_size} pixels holds no token of {merge} x {merge} patches: raise it"
-            found.append(("encoder.window_size", text))
-        return found
+            faults.append(("encoder.window_size", text))
+        return faults
 
 
 def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:

@@ -77,15 +77,15 @@ def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> di
     `merge` x `merge` patches. Raise EncoderError if our data path does not support it."""
     preprocessor = preprocessor.get("image_processor") or preprocessor
     defaults = _PREPROCESSING if preprocessor else _PREPROCESSING | {"patch_size": patch, "merge_size": merge}
-    own = ConfigFile("preprocessor_config.json", preprocessor, defaults)
-    own.require(patch_size=patch, temporal_patch_size=2, merge_size=merge)
-    size = own["size"]
+    file = ConfigFile("preprocessor_config.json", preprocessor, defaults)
+    file.require(patch_size=patch, temporal_patch_size=2, merge_size=merge)
+    size = file["size"]
     pixels = {name: value for name, value in preprocessor.items() if name not in ("size", "do_center_crop")}
     square = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}  # has no effect
     images = image_values(pixels, _PREPROCESSING | square, 0, any_size=True)
     return {
-        "min_pixels": own.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"],
-        "max_pixels": own.get("max_pixels") or size.get("longest_edge") or size["max_pixels"],
+        "min_pixels": file.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"],
+        "max_pixels": file.get("max_pixels") or size.get("longest_edge") or size["max_pixels"],
         **{name: images[name] for name in ("interpolation", "pixel_mean", "pixel_std")},
     }
 

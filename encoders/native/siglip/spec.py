@@ -55,15 +55,15 @@ class Siglip2Spec(TowerSpec):
         return rows * unit, columns * unit
 
     def faults(self) -> list[tuple[str, str]]:
-        found = super().faults()
+        faults = super().faults()
         if self.resize != "native":
-            found.append(("resize", f"must be native, is {self.resize!r}: images of one size are family siglip"))
-        found += [
+            faults.append(("resize", f"must be native, is {self.resize!r}: images of one size are family siglip"))
+        faults += [
             (name, f"is {getattr(self, name)}, and the size of images follows from max_patches: set it to 0")
             for name in ("min_pixels", "max_pixels")
             if getattr(self, name)
         ]
-        return found
+        return faults
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         if self.max_patches < merge**2:

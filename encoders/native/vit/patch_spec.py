@@ -182,8 +182,10 @@ class PatchSpec(FixedKeys, LayeredSpec):
 
     @property
     def token_unit_fields(self) -> tuple[str, ...]:
-        own = ("encoder.class_token",) if self.family == "vit" else ()
-        return own + (("projector.merge",) if self.resize == "native" else ("encoder.image_size", "encoder.patch_size"))
+        fields = ("encoder.class_token",) if self.family == "vit" else ()
+        return fields + (
+            ("projector.merge",) if self.resize == "native" else ("encoder.image_size", "encoder.patch_size")
+        )
 
     def embedding_products(self) -> dict[str, int]:
         """Return {weight before the layers: its multiplications for one patch}."""
@@ -193,7 +195,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
             "class_token": self.class_token,
             "register_tokens": self.register_tokens,
         }
-        return products | {name: 0 for name, there in looked_up.items() if there}
+        return products | {name: 0 for name, is_used in looked_up.items() if is_used}
 
     @property
     def patch_width(self) -> int:
@@ -211,35 +213,35 @@ class PatchSpec(FixedKeys, LayeredSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        found = self.layer_faults()
-        if found:
-            return found
+        faults = self.layer_faults()
+        if faults:
+            return faults
         for name in ("image_size", "position_size"):
             if getattr(self, name) % self.patch_size and (self.whole_patches or self.resize == "native"):
-                found.append(
+                faults.append(
                     ("patch_size", f"{self.patch_size} does not divide {name} {getattr(self, name)}: change one")
                 )
             elif 0 < getattr(self, name) < self.patch_size:
-                found.append(("patch_size", f"{self.patch_size} is above {name} {getattr(self, name)}: lower it"))
+                faults.append(("patch_size", f"{self.patch_size} is above {name} {getattr(self, name)}: lower it"))
         if self.resize not in self.resizes:
             *others, last = self.resizes
-            found.append(("resize", f"must be {', '.join(others)} or {last}, is {self.resize!r}"))
+            faults.append(("resize", f"must be {', '.join(others)} or {last}, is {self.resize!r}"))
         if self.interpolation not in ("bicubic", "bilinear"):
-            found.append(("interpolation", f"must be bicubic or bilinear, is {self.interpolation!r}"))
-        found += self._bound_faults()
+            faults.append(("interpolation", f"must be bicubic or bilinear, is {self.interpolation!r}"))
+        faults += self._bound_faults()
         for name in ("pixel_mean", "pixel_std"):
             if len(getattr(self, name)) != 3:
-                found.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
-        return found
+                faults.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
+        return faults
 
     def _bound_faults(self) -> list[tuple[str, str]]:
         bounds = {name: getattr(self, name) for name in ("min_pixels", "max_pixels")}
-        found = []
+        faults = []
         if self.shortest_edge and self.resize != "crop":
             text = f"is {self.shortest_edge}, and resize {self.resize} cuts nothing: set it to 0"
-            found.append(("shortest_edge", text))
+            faults.append(("shortest_edge", text))
         elif self.shortest_edge and self.shortest_edge < self.image_size:
-            found.append(
+            faults.append(
                 (
                     "shortest_edge",
                     f"a square of image_size {self.image_size} cannot be cut out of a side of {self.shortest_edge} "
@@ -247,7 +249,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
                 )
             )
         if self.resize != "native":
-            return found + [
+            return faults + [
                 (
                     name,
                     f"is {value}, and with resize {self.resize} every image has image_size {self.image_size}: set it "
@@ -257,14 +259,14 @@ class PatchSpec(FixedKeys, LayeredSpec):
                 if value
             ]
         if self.min_pixels > self.largest_area:
-            found.append(
+            faults.append(
                 (
                     "min_pixels",
                     f"{self.min_pixels} is above the largest area {self.largest_area} (max_pixels, or image_size "
                     f"{self.image_size} squared): lower it, or raise max_pixels",
                 )
             )
-        return found
+        return faults
 
     def rotary_faults(self) -> list[tuple[str, str]]:
         """Return (field, message) of sizes that rotation by row and column does not support."""

@@ -41,14 +41,14 @@ def gather_patches(
     """
     if isinstance(images, torch.Tensor):
         ((rows, columns),) = grids
-        whole = images[..., : rows * side, : columns * side]
-        lines_NCRALA = whole.unflatten(-1, (columns, side)).unflatten(-3, (rows, side))
+        cropped = images[..., : rows * side, : columns * side]
+        lines_NCRALA = cropped.unflatten(-1, (columns, side)).unflatten(-3, (rows, side))
         patches_NPCAA = lines_NCRALA.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
         return patches_NPCAA[:, to_device(orders[rows, columns], images.device)].flatten(0, 1)
     channels = images[0].size(0)
     of_each = (grid for grid, count in grids.items() for _ in range(count))
-    cut = [one[:, : rows * side, : columns * side] for one, (rows, columns) in zip(images, of_each, strict=True)]
-    lines = torch.cat([one.reshape(-1, side) for one in cut])
+    cut = [image[:, : rows * side, : columns * side] for image, (rows, columns) in zip(images, of_each, strict=True)]
+    lines = torch.cat([image.reshape(-1, side) for image in cut])
     # A line is the `side` pixels of an image row in one patch. Each patch has the number of its first line, and the
     # number of lines from channel to channel and from row to row.
     first, plans = 0, []

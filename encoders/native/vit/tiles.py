@@ -78,11 +78,11 @@ def tiling(height: int, width: int, canvas: tuple[int, int], tile: int, side: in
         top, left = (high - int(round(height * (wide / width), 7))) // 2, 0
     else:
         top, left = 0, (wide - int(round(width * (high / height), 7))) // 2
-    found = Tiling(rows, columns, side, top, left)
-    inner_rows, inner_columns = found.inner
+    result = Tiling(rows, columns, side, top, left)
+    inner_rows, inner_columns = result.inner
     ratio = math.sqrt(inner_rows * inner_columns / (most * side**2)) if most else 0.0
     if ratio <= POOLED_FROM:
-        return found
+        return result
     return Tiling(rows, columns, side, top, left, (int(inner_rows // ratio), int(inner_columns // ratio)))
 
 

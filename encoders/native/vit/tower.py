@@ -49,20 +49,20 @@ class TowerSpec(PatchSpec):
         EncoderError if the image is so long that nothing of it would be left."""
         if (height, width) == UNCUT:
             return UNCUT
-        found = best_canvas(height, width, self.grid_pinpoints)
-        if found == UNCUT:
+        canvas = best_canvas(height, width, self.grid_pinpoints)
+        if canvas == UNCUT:
             raise EncoderError(f"an image of {height} x {width} pixels is too long for every one of grid_pinpoints")
-        return found
+        return canvas
 
     def tiling(self, height: int, width: int) -> Tiling:
         """Return the tiling of an image of `height` x `width` pixels. Raise EncoderError as `canvas`."""
         canvas = self.canvas(height, width)
         if canvas == UNCUT:
             return Tiling(0, 0, self._side)
-        found = tiling(height, width, canvas, self.image_size, self._side, self.max_tiles)
-        if found.pooled and min(found.pooled) < 1:
+        result = tiling(height, width, canvas, self.image_size, self._side, self.max_tiles)
+        if result.pooled and min(result.pooled) < 1:
             raise EncoderError(f"an image of {height} x {width} pixels is too long: no line of features would be left")
-        return found
+        return result
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
         """Return the encoder's input size as in `PatchSpec`. With resize tiles it is the image's own, which determines
@@ -97,12 +97,12 @@ class TowerSpec(PatchSpec):
         """Return the tokens in the sequence of the largest image; with resize tiles an upper bound."""
         if not self.is_tiled:
             return super().most_tokens(merge)
-        tile, found = self._side**2, []
+        tile, counts = self._side**2, []
         bound = POOLED_FROM**2 * self.max_tiles * tile if self.max_tiles else math.inf
         for height, width in self.grid_pinpoints:
             rows, columns = height // self.image_size, width // self.image_size
-            found.append(tile + math.floor(min(rows * columns * tile, bound)) + rows * self._side)
-        return max(found)
+            counts.append(tile + math.floor(min(rows * columns * tile, bound)) + rows * self._side)
+        return max(counts)
 
     def most_inner_tokens(self, merge: int = 1) -> int:
         return self._most_tiles * self.token_unit() if self.is_tiled else super().most_inner_tokens(merge)
@@ -121,24 +121,24 @@ class TowerSpec(PatchSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        found = super().faults()
+        faults = super().faults()
         if not self.is_tiled:
             is_set = {"grid_pinpoints": bool(self.grid_pinpoints), "max_tiles": self.max_tiles != 0}
             is_set["cut_several"] = not self.cut_several
-            return found + [
+            return faults + [
                 (name, f"is {getattr(self, name)}, and resize {self.resize} cuts no tiles: remove it")
-                for name, there in is_set.items()
-                if there
+                for name, value in is_set.items()
+                if value
             ]
         if not self.grid_pinpoints:
-            found.append(
+            faults.append(
                 ("grid_pinpoints", "is empty, and resize is tiles: give sizes such as [[336, 672], [672, 336]]")
             )
         for size in self.grid_pinpoints:
             if len(size) != 2 or min(size) < 1 or any(side % self.image_size for side in size):
                 text = f"has {size}, and tiles of {self.image_size} x {self.image_size} pixels (image_size) make "
-                found.append(("grid_pinpoints", f"{text}multiples of that, (height, width): change it"))
-        return found
+                faults.append(("grid_pinpoints", f"{text}multiples of that, (height, width): change it"))
+        return faults
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         if self.is_tiled and merge > 1:

@@ -104,8 +104,8 @@ class WhisperSpec(FixedKeys, LayeredSpec):
 
     @property
     def token_unit_fields(self) -> tuple[str, ...]:
-        own = ("encoder.pad_clips", "encoder.max_seconds") if self.pad_clips else ()
-        return (*own, "projector.merge")
+        fields = ("encoder.pad_clips", "encoder.max_seconds") if self.pad_clips else ()
+        return (*fields, "projector.merge")
 
     def embedding_products(self) -> dict[str, int]:
         """Return {weight before the layers: its multiplications for one frame}."""
@@ -122,19 +122,19 @@ class WhisperSpec(FixedKeys, LayeredSpec):
         )
 
     def faults(self) -> list[tuple[str, str]]:
-        found = self.layer_faults()
-        if found:
-            return found
+        faults = self.layer_faults()
+        if faults:
+            return faults
         if self.hidden_size % 2:
-            found.append(("hidden_size", f"sinusoidal positions need an even width, it is {self.hidden_size}"))
+            faults.append(("hidden_size", f"sinusoidal positions need an even width, it is {self.hidden_size}"))
         if self.window >= 4 * self.hop:
             # Audio of one frame has 2 * hop samples, and is mirrored by half a window at its ends.
-            found.append(("window", f"{self.window} samples must be below 4 times hop {self.hop}: change one of them"))
+            faults.append(("window", f"{self.window} samples must be below 4 times hop {self.hop}: change one of them"))
         if self.num_mels > self.window // 2:
-            found.append(
+            faults.append(
                 ("num_mels", f"{self.num_mels} bands are more than half of window {self.window}: change one of them")
             )
-        return found
+        return faults
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         """Return no errors: any merge is supported."""

@@ -52,15 +52,15 @@ class SessionState(GlobalState):
     @classmethod
     def of(cls, session: Session, callbacks: Callbacks) -> "SessionState":
         """Return the state of a session; it shares progress, timers and loggers with the session's own."""
-        own = session.state
+        state = session.state
         return cls(
-            own.run,
-            own.train_state,
-            own.timers,
-            own.start_time,
-            own.metrics,
-            own.console,
-            own.data_ends,
+            state.run,
+            state.train_state,
+            state.timers,
+            state.start_time,
+            state.metrics,
+            state.console,
+            state.data_ends,
             session=session,
             callbacks=callbacks,
         )

@@ -127,8 +127,8 @@ class Index:
             places = [[p.file, p.at, p.span.offset, p.span.size, p.span.start, p.span.stop] for p in pieces]
             named["states"][key.state] = {"dtype": self.dtypes[key], "pieces": places}
         files = [[file.name, file.size, file.header, file.hashes] for file in self.files]
-        whole = {"version": VERSION, "block": BLOCK, "files": files, "tensors": tensors}
-        return json.dumps(whole, separators=(",", ":")).encode()
+        content = {"version": VERSION, "block": BLOCK, "files": files, "tensors": tensors}
+        return json.dumps(content, separators=(",", ":")).encode()
 
     def join(self, other: "Index") -> None:
         """Add the files and pieces of another index. Raises Damage if the two disagree about a tensor."""

@@ -118,16 +118,16 @@ def adapted_paths(folder: Path) -> list[str]:
         header = (read_header if file.name == WEIGHTS else read_bin_header)(file)
     except (Unreadable, OSError) as error:
         raise UserError(read_error(file, error)) from error
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for name in header:
         match = TENSOR.fullmatch(name)
         if match is not None:
-            found[match[1]] = None
+            paths[match[1]] = None
         else:
             raise UserError(f"{file}: {name} is no tensor of a linear layer's adapter: {MERGE}")
-    if not found:
+    if not paths:
         raise UserError(f"{file} holds no adapter")
-    return list(found)
+    return list(paths)
 
 
 def weights_file(folder: Path) -> Path:
@@ -200,15 +200,15 @@ def _targets(paths: Iterable[str], layers: int) -> list[str]:
     targets = []
     for path in paths:
         last, number = path.rpartition(".")[2], IN_LAYERS.search(path)
-        own = next((ours for theirs, ours in _OF_PROJECTOR.items() if f".{path}".endswith(f".{theirs}")), None)
-        if own is not None:
-            targets.append(f"input_projections.0.encoder{own}")
+        ours_of_path = next((ours for theirs, ours in _OF_PROJECTOR.items() if f".{path}".endswith(f".{theirs}")), None)
+        if ours_of_path is not None:
+            targets.append(f"input_projections.0.encoder{ours_of_path}")
             continue
         name = _LAST.get(last, last)
         if number is None or name not in _OURS:
             raise UserError(f"{path} is no layer that can have adapters here: {MERGE}")
         found.setdefault(name, set()).add(int(number[1]))
     for name, numbers in found.items():
-        whole = numbers == set(range(layers))
-        targets += [name] if whole else [f"*.layers.{number}.*{name}" for number in sorted(numbers)]
+        has_all_layers = numbers == set(range(layers))
+        targets += [name] if has_all_layers else [f"*.layers.{number}.*{name}" for number in sorted(numbers)]
     return sorted(targets)

@@ -35,14 +35,14 @@ class Directory:
 
     def token(self, number: int) -> str | None:
         """Return the tokenizer's token with this id; None if there is none. Raises ConfigError for a damaged file."""
-        whole = _read(self.folder / "tokenizer.json", self.key)
-        listed = {entry["id"]: entry["content"] for entry in whole.get("added_tokens") or ()}
+        content = _read(self.folder / "tokenizer.json", self.key)
+        listed = {entry["id"]: entry["content"] for entry in content.get("added_tokens") or ()}
         settings = _read(self.folder / "tokenizer_config.json", self.key).get("added_tokens_decoder") or {}
         listed |= {int(at): entry["content"] for at, entry in settings.items()}
         listed |= {at: token for token, at in _read(self.folder / "added_tokens.json", self.key).items()}
         if number in listed:
             return listed[number]
-        vocabulary = (whole.get("model") or {}).get("vocab") or {}
+        vocabulary = (content.get("model") or {}).get("vocab") or {}
         if isinstance(vocabulary, dict):
             return next((token for token, at in vocabulary.items() if at == number), None)
         return vocabulary[number][0] if number < len(vocabulary) else None  # with a probability each

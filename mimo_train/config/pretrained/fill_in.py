@@ -56,18 +56,18 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
     of_all = plain.get("pretrained") or ""
     if of_all and not modules:
         raise ConfigError([Fault("pretrained", "the config has no modules that it could fill")])
-    found = {}
+    by_module = {}
     for name, module in modules.items():
-        own = (module or {}).get("pretrained") or ""
-        if own or of_all:
-            key = f"modules.{name}.pretrained" if own else "pretrained"
-            found[name] = read_directory(str(own or of_all), key)
-    alike = [name for name, directory in found.items() if directory.key == "pretrained" and name != LANGUAGE]
+        path = (module or {}).get("pretrained") or ""
+        if path or of_all:
+            key = f"modules.{name}.pretrained" if path else "pretrained"
+            by_module[name] = read_directory(str(path or of_all), key)
+    alike = [name for name, directory in by_module.items() if directory.key == "pretrained" and name != LANGUAGE]
     # Anything else is rejected later, as no encoder.
-    if len(alike) > 1 and found[alike[0]].model_type in {*COMPOSITES, *UNREAD, *_encoder_kinds()}:
+    if len(alike) > 1 and by_module[alike[0]].model_type in {*COMPOSITES, *UNREAD, *_encoder_kinds()}:
         text = f"{of_all} has one encoder, and modules {', '.join(alike)} would all get it: give them their own"
         raise ConfigError([Fault("pretrained", f"{text}, modules.{alike[0]}.pretrained")])
-    return found
+    return by_module
 
 
 def _misshapen(plain: Mapping[str, Any]) -> Iterator[Fault]:
@@ -103,13 +103,13 @@ def _encoder_kinds() -> set[str]:
 
 def pretrained_folders(cfg: ConfigContainer) -> dict[str, str]:
     """Return the directories with weights of a new run, by key; the first key for a repeated directory."""
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for name, module in cfg.modules.items():
         of_module = {f"modules.{name}.pretrained": module.pretrained}
         for part in JOINED:
             of_module[f"modules.{name}.encoder.{part}_pretrained"] = getattr(module.encoder, f"{part}_pretrained", "")
-        found |= {key: folder for key, folder in of_module.items() if folder and folder not in found.values()}
-    return found
+        folders |= {key: folder for key, folder in of_module.items() if folder and folder not in folders.values()}
+    return folders
 
 
 def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
@@ -128,17 +128,17 @@ def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
 def parts_there(cfg: ConfigContainer) -> set[tuple[str, str]]:
     """Return (module, part) of what a new run reads from directories; part is llm, encoder or projector. Missing
     directories count as nothing, as in a resumed run."""
-    found = set()
+    parts = set()
     for name, module in cfg.modules.items():
         joined = [getattr(module.encoder, f"{part}_pretrained", "") for part in JOINED]
         if all(folder and Path(folder).is_dir() for folder in joined):
-            found.add((name, "encoder"))
+            parts.add((name, "encoder"))
         if not module.pretrained or not Path(module.pretrained).is_dir():
             continue
-        found.add((name, "llm" if name == LANGUAGE else "encoder"))
+        parts.add((name, "llm" if name == LANGUAGE else "encoder"))
         if name != LANGUAGE and has_projector(read_directory(module.pretrained, f"modules.{name}.pretrained")):
-            found.add((name, "projector"))
-    return found
+            parts.add((name, "projector"))
+    return parts
 
 
 def all_parts(cfg: ConfigContainer) -> set[tuple[str, str]]:
@@ -162,16 +162,16 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
         module = plain["modules"][name] = dict(plain["modules"][name] or {})
         module["pretrained"] = str(directory.folder)
         for part, keys in _parts(name, directory).items():
-            given = dict(module.get(part) or {})
-            faults += _contradictions(f"modules.{name}.{part}", part, given, keys, directory)
-            module[part] = {**keys, **given}
+            values = dict(module.get(part) or {})
+            faults += _contradictions(f"modules.{name}.{part}", part, values, keys, directory)
+            module[part] = {**keys, **values}
         if name != LANGUAGE and LANGUAGE in found and found[LANGUAGE].folder == directory.folder:
-            keys, given = (
+            keys, values = (
                 _placeholder(directory),
                 {name: text for name, text in (module.get("placeholder") or {}).items() if text},
             )
-            faults += _contradictions(f"modules.{name}.placeholder", "placeholder", given, keys, directory)
-            module["placeholder"] = {**keys, **given}
+            faults += _contradictions(f"modules.{name}.placeholder", "placeholder", values, keys, directory)
+            module["placeholder"] = {**keys, **values}
         faults += _fill_in_adapter(name, module, directory)
         if name == LANGUAGE:
             faults += _frozen_rows(module, _parts(name, directory)["llm"]["vocab_size"], directory)
@@ -211,20 +211,20 @@ def fill_in_joined(plain: dict[str, Any]) -> None:
         for part in JOINED:
             place = f"modules.{name}.encoder.{part}"
             folder = str(encoder.get(f"{part}_pretrained") or "")
-            given = encoder.get(part) or {}
-            if folder and isinstance(given, dict):
+            values = encoder.get(part) or {}
+            if folder and isinstance(values, dict):
                 directory = read_directory(folder, f"{place}_pretrained")
                 keys = _parts(name, directory)["encoder"]
-                faults += _contradictions(place, "encoder", given, keys, directory)
-                encoder[part] = {**keys, **given}
+                faults += _contradictions(place, "encoder", values, keys, directory)
+                encoder[part] = {**keys, **values}
     if faults:
         raise ConfigError(faults)
 
 
 def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) -> list[Fault]:
     """Set the keys of `lora` that follow from the adapter that a module starts with."""
-    given = dict(module.get("lora") or {})
-    folder = given.get("adapter")
+    values = dict(module.get("lora") or {})
+    folder = values.get("adapter")
     if not folder:
         return []
     key = f"modules.{name}.lora.adapter"
@@ -233,12 +233,15 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
     last = part.get("feature_layer", -1)
     layers = part["num_layers"]
     keys = adapter_keys(str(folder), name, layers, layers + (1 + last if isinstance(last, int) else 0), key)
-    module["lora"] = {**keys, **given}
+    module["lora"] = {**keys, **values}
     # No weight depends on dropout.
     return [
-        Fault(f"modules.{name}.lora.{one}", f"is {given[one]!r}, and the adapter in {folder} has {value!r}: remove it")
-        for one, value in keys.items()
-        if one in given and one != "dropout" and given[one] != value
+        Fault(
+            f"modules.{name}.lora.{lora_key}",
+            f"is {values[lora_key]!r}, and the adapter in {folder} has {value!r}: remove it",
+        )
+        for lora_key, value in keys.items()
+        if lora_key in values and lora_key != "dropout" and values[lora_key] != value
     ]
 
 
@@ -265,14 +268,14 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
         raise ConfigError([Fault(directory.key, f"{text}model can be read, as modules.{LANGUAGE}.pretrained")])
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
-        known = sorted(_encoder_kinds())
+        kinds = sorted(_encoder_kinds())
         text = f"; a language model is modules.{LANGUAGE}" if config["model_type"] in LANGUAGE_FAMILIES else ""
         raise ConfigError(
             [
                 Fault(
                     directory.key,
                     f"{directory.folder} is of family {config['model_type']!r}, which is no encoder that can be read; "
-                    f"these can: {', '.join(known)}{text}",
+                    f"these can: {', '.join(kinds)}{text}",
                 )
             ]
         )
@@ -282,8 +285,8 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
         if composite is not None and composite.preprocessor is not None:
             preprocessor = composite.preprocessor(directory.config, preprocessor)
         keys |= FAMILIES[family].read(config, preprocessor)
-        own = {field.name: field.default for field in fields(FAMILIES[family].spec)}
-        keys = {name: own[name] for name in CONSTANTS if name in own} | keys
+        defaults = {field.name: field.default for field in fields(FAMILIES[family].spec)}
+        keys = {name: defaults[name] for name in CONSTANTS if name in defaults} | keys
         if composite is not None and composite.encoder_keys is not None:
             keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
         parts = {"encoder": keys}
@@ -304,8 +307,8 @@ def _unsupported_composite(directory: Directory) -> str:
     kind = directory.model_type
     if kind in COMPOSITES or kind in _encoder_kinds() or not _PARTS & directory.config.keys():
         return ""
-    with_encoder = [name for name, known in COMPOSITES.items() if known.projector is not None]
-    text_alone = [name for name, known in COMPOSITES.items() if known.no_encoder]
+    with_encoder = [name for name, composite in COMPOSITES.items() if composite.projector is not None]
+    text_alone = [name for name, composite in COMPOSITES.items() if composite.no_encoder]
     return (
         f"{directory.folder} is a model of several parts of type {kind!r}, which is not supported. Supported types: "
         f"{', '.join(with_encoder)}; the language model alone of {', '.join(text_alone)}. Save the encoder and the "
@@ -327,24 +330,24 @@ def _placeholder(directory: Directory) -> dict[str, str]:
 
 
 def _contradictions(
-    prefix: str, part: str, given: Mapping[str, Any], keys: Mapping[str, Any], directory: Directory
+    prefix: str, part: str, values: Mapping[str, Any], keys: Mapping[str, Any], directory: Directory
 ) -> list[Fault]:
     return [
         Fault(
             f"{prefix}.{key}",
-            f"is {given[key]!r}, and {directory.folder / 'config.json'} makes it {value!r}: remove the key, or "
+            f"is {values[key]!r}, and {directory.folder / 'config.json'} makes it {value!r}: remove the key, or "
             f"{directory.key}",
         )
         for key, value in keys.items()
-        if key in given and key not in CHOICES[part] and not _enlarges(part, key, given, keys)
-        if not _are_alike(given[key], value, _spec(part, keys), key)
+        if key in values and key not in CHOICES[part] and not _enlarges(part, key, values, keys)
+        if not _are_alike(values[key], value, _spec(part, keys), key)
         if key != "image_size" or keys.get("family") not in ANY_SIZE
     ]
 
 
 def _spec(part: str, keys: Mapping[str, Any]) -> type:
-    known: dict[str, type] = {"llm": LlmSpec, "projector": ProjectorSpec}
-    return known.get(part) or (FAMILIES[keys["family"]].spec if part == "encoder" else PlaceholderConfig)
+    specs: dict[str, type] = {"llm": LlmSpec, "projector": ProjectorSpec}
+    return specs.get(part) or (FAMILIES[keys["family"]].spec if part == "encoder" else PlaceholderConfig)
 
 
 def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
@@ -358,5 +361,5 @@ def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
     return {**asdict(default), **given} == {**asdict(default), **value}
 
 
-def _enlarges(part: str, key: str, given: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
-    return (part, key) == ("llm", "vocab_size") and isinstance(given[key], int) and given[key] > keys[key]
+def _enlarges(part: str, key: str, values: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
+    return (part, key) == ("llm", "vocab_size") and isinstance(values[key], int) and values[key] > keys[key]

@@ -178,14 +178,14 @@ def language_config_json(spec: LlmSpec, model_type: str, dtype: str = "float32")
 def model_types(spec: LlmSpec) -> list[str]:
     """Return the families that support such a model, in the order of `FAMILIES`."""
     spec = dataclasses.replace(spec, vocab_size=spec.vocab_size or 1, max_positions=spec.max_positions or 1)
-    found = []
+    types = []
     for kind in FAMILIES:
         try:
             language_config_json(spec, kind)
         except ConfigError:
             continue
-        found.append(kind)
-    return found
+        types.append(kind)
+    return types
 
 
 def _one_spelling(family: Family, config: Config) -> dict[str, Any]:
@@ -331,5 +331,5 @@ def _whole(number: float) -> float | int:
     return int(number) if number == int(number) else number
 
 
-def _fault(key: str, value: Any, why: str) -> Fault:
-    return Fault("config.json", f"{key} is {value!r}: {why}")
+def _fault(key: str, value: Any, reason: str) -> Fault:
+    return Fault("config.json", f"{key} is {value!r}: {reason}")

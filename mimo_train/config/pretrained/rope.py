@@ -76,43 +76,43 @@ def written_rope(spec: LlmSpec, *, two_bases: bool, kinds: tuple[str, str]) -> d
             optional = name in ("attention_factor", "mscale", "mscale_all_dim") and not value
             if spec.rope_scaling.kind in USED_BY[name] and not optional:
                 scaling[theirs] = value
-    whole = {"rope_type": "default", **scaling, "rope_theta": spec.rope_base}
-    keys = {"rope_theta": spec.rope_base, "rope_scaling": scaling or None, "rope_parameters": whole}
+    rope = {"rope_type": "default", **scaling, "rope_theta": spec.rope_base}
+    keys = {"rope_theta": spec.rope_base, "rope_scaling": scaling or None, "rope_parameters": rope}
     if two_bases:
         local = spec.local_rope_base or (_LOCAL_THETA if scaling else spec.rope_base)
         keys["rope_local_base_freq"] = local
-        keys["rope_parameters"] = {kinds[0]: whole, kinds[1]: {"rope_type": "default", "rope_theta": local}}
+        keys["rope_parameters"] = {kinds[0]: rope, kinds[1]: {"rope_type": "default", "rope_theta": local}}
     return keys
 
 
-def _without_axes(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _without_axes(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the keys of config.json into those without the three axes, and the keys of `LlmSpec` for the axes."""
-    if not found.get("mrope_section"):
-        raise _refused("mrope_section", found.get("mrope_section"), "this family has positions on three axes")
+    if not parameters.get("mrope_section"):
+        raise _refused("mrope_section", parameters.get("mrope_section"), "this family has positions on three axes")
     on_axes = {
-        "mrope_section": list(found["mrope_section"]),
-        "mrope_interleaved": bool(found.get("mrope_interleaved")),
+        "mrope_section": list(parameters["mrope_section"]),
+        "mrope_interleaved": bool(parameters.get("mrope_interleaved")),
     }
-    rest = {name: value for name, value in found.items() if name not in _AXES}
+    rest = {name: value for name, value in parameters.items() if name not in _AXES}
     # Version 4's name for unscaled frequencies.
     return {name: "default" if value == "mrope" else value for name, value in rest.items()}, on_axes
 
 
-def _scaling(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    kind, positions = _kind(found), config["max_position_embeddings"]
-    kinds = next(one.metadata for one in dataclasses.fields(RopeScaling) if one.name == "kind")["rules"].choices
+def _scaling(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    kind, positions = _kind(parameters), config["max_position_embeddings"]
+    kinds = next(field.metadata for field in dataclasses.fields(RopeScaling) if field.name == "kind")["rules"].choices
     if kind not in kinds:
         raise _refused("rope_type", kind, f"these can be built: {', '.join(kinds)}")
-    known = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *_NAMES.values()}
-    unknown = sorted(name for name in found if name not in known and found[name] is not None)
+    supported = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *_NAMES.values()}
+    unknown = sorted(name for name in parameters if name not in supported and parameters[name] is not None)
     if unknown:
-        raise _refused(unknown[0], found[unknown[0]], f"rotary positions of kind {kind} do not use it")
-    if found.get("partial_rotary_factor") not in (None, 1):
-        raise _refused("partial_rotary_factor", found["partial_rotary_factor"], "whole heads are turned here")
+        raise _refused(unknown[0], parameters[unknown[0]], f"rotary positions of kind {kind} do not use it")
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        raise _refused("partial_rotary_factor", parameters["partial_rotary_factor"], "whole heads are turned here")
     keys: dict[str, Any] = {"kind": kind}
     for name, theirs in _NAMES.items():
-        if kind in USED_BY[name] and found.get(theirs) is not None:
-            keys[name] = found[theirs]
+        if kind in USED_BY[name] and parameters.get(theirs) is not None:
+            keys[name] = parameters[theirs]
     if kind in USED_BY["original_positions"]:
         # The outer key has priority.
         outer = config.get("original_max_position_embeddings")
@@ -132,8 +132,8 @@ def _needed(name: str, kind: str) -> bool:
     return kind in USED_BY[name] and name in ("factor", "low_frequency_factor", "high_frequency_factor")
 
 
-def _kind(found: Mapping[str, Any]) -> str:
-    return found.get("rope_type") or found.get("type") or "default"
+def _kind(parameters: Mapping[str, Any]) -> str:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
 def _one(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
@@ -152,5 +152,5 @@ def _one(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: 
     return next(iter(values.values()), default)
 
 
-def _refused(key: str, value: Any, why: str) -> ConfigError:
-    return ConfigError([Fault("config.json", f"{key} is {value!r}: {why}")])
+def _refused(key: str, value: Any, reason: str) -> ConfigError:
+    return ConfigError([Fault("config.json", f"{key} is {value!r}: {reason}")])

@@ -158,9 +158,9 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise Unreadable(f"says that its header has {length} bytes, and {MOST_BYTES} are read at most")
         header = parsed(file.read(length))
     header.pop("__metadata__", None)
-    found, places = {}, []
+    entries, places = {}, []
     for name, entry in header.items():
-        begin, end, found[name] = _entry(name, entry, 8 + length, size)
+        begin, end, entries[name] = _entry(name, entry, 8 + length, size)
         places.append((begin, end, name))
     at = 8 + length
     for begin, end, name in sorted(places):
@@ -169,7 +169,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         at = end
     if at != size:
         raise Unreadable(f"has {size} bytes, and its last tensor ends at {at}")
-    return found
+    return entries
 
 
 def parsed(text: bytes) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _entry(name: str, entry: Any, first: int, size: int) -> tuple[int, int, Entr
         raise Unreadable(f"has {name} with the shape {_short(shape)}")
     if not _are_whole(offsets) or len(offsets) != 2:
         raise Unreadable(f"has {name} with the data_offsets {_short(offsets)}")
-    begin, end = (first + one for one in offsets)
+    begin, end = (first + offset for offset in offsets)
     if end > size:
         raise Unreadable(f"has {size} bytes, and {name} ends at {end}")
     nbytes = prod(shape) * SIZES[dtype]
@@ -203,7 +203,7 @@ def _entry(name: str, entry: Any, first: int, size: int) -> tuple[int, int, Entr
 
 
 def _are_whole(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**62 for one in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**62 for item in value)
 
 
 def _short(value: Any) -> str:

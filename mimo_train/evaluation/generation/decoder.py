@@ -36,8 +36,8 @@ class Decoder:
         """Start a sequence of up to `length` positions with a prompt; returns the logits [V] after it."""
         self._cache = StaticInferenceContext(max_batch_size=1, max_sequence_length=length)
         self._positions = _positions(prompt, length).to(self._pipeline.device)
-        ids_BS, own = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]
-        batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": own}
+        ids_BS, positions = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]
+        batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": positions}
         if prompt.inputs:
             batch |= {"modality_inputs": prompt.inputs}
         # One microbatch of one sample; one rank needs no loads.

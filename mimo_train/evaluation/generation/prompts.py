@@ -122,9 +122,9 @@ class Prompts:
         """Return the media as each module takes them in a sample that has them all."""
         inputs: dict[str, list[Input]] = {}
         for item in self._modules:
-            own = [medium for medium in media if medium.kind == item.kind]
+            of_kind = [medium for medium in media if medium.kind == item.kind]
             inputs[item.module] = []
-            for medium, extent in zip(own, item.extents([medium.extent for medium in own]), strict=True):
+            for medium, extent in zip(of_kind, item.extents([medium.extent for medium in of_kind]), strict=True):
                 size = item.size(*extent)
                 if medium.image is None:
                     tensor = decode_audio(medium.audio, rate=size[1], samples=size[0], bounds=self._bounds)
@@ -158,7 +158,9 @@ class Prompts:
 
 def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:
     """Replace videos by their frames; returns the turns, and the media in the order of their placeholders."""
-    given: dict[str, Iterator[Medium]] = {kind: iter([one for one in media if one.kind == kind]) for kind in NAMES}
+    remaining: dict[str, Iterator[Medium]] = {
+        kind: iter([item for item in media if item.kind == kind]) for kind in NAMES
+    }
     placed: list[Medium] = []
     written = []
     for turn in turns:
@@ -167,10 +169,10 @@ def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[T
             if part.kind == "text":
                 parts.append(part)
                 continue
-            medium = next(given[part.kind])
-            own = medium.frames or (medium,)
-            placed += own
-            parts += [Part(one.kind) for one in own]
+            medium = next(remaining[part.kind])
+            frames = medium.frames or (medium,)
+            placed += frames
+            parts += [Part(item.kind) for item in frames]
         written.append(replace(turn, parts=tuple(parts)))
     return written, placed
 

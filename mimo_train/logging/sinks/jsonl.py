@@ -106,14 +106,16 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
             try:
                 line = json.loads(raw)
             except ValueError as error:
-                line, why = None, str(error)
+                line, reason = None, str(error)
             else:
                 numbered = isinstance(line, dict) and isinstance(line.get("step"), int | float)
-                why = "" if numbered else "not an object with a number as its step"
-            if why:
+                reason = "" if numbered else "not an object with a number as its step"
+            if reason:
                 if not raw.endswith(b"\n"):
                     return
-                raise UserError(f"{path}, line {number}, is not a line of metrics ({why}): remove this line to go on")
+                raise UserError(
+                    f"{path}, line {number}, is not a line of metrics ({reason}): remove this line to go on"
+                )
             yield raw, line
 
 

@@ -103,17 +103,17 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
     from mimo_train.estimate.parameters import freeze_patterns
     from mimo_train.hf.llava_limits import why_several
 
-    known = {fault.key for fault in report.faults}
-    report.faults += [fault for fault in missing_code(cfg.train) if fault.key not in known]
+    keys = {fault.key for fault in report.faults}
+    report.faults += [fault for fault in missing_code(cfg.train) if fault.key not in keys]
     for name, module in cfg.modules.items():
         until = [entry for entry in module.freeze_until if entry not in PARTS]
         for key, patterns in (("freeze", freeze_patterns(module)), ("freeze_until", until)):
-            if patterns and f"modules.{name}.{key}" not in known:
+            if patterns and f"modules.{name}.{key}" not in keys:
                 report.notes.append(
                     f"modules.{name}.{key}: whether {', '.join(patterns)} match parameters is seen when the model is "
                     "built, as with --dry-run"
                 )
-    reason = "" if any(key.startswith("modules") for key in known) else why_several(cfg)
+    reason = "" if any(key.startswith("modules") for key in keys) else why_several(cfg)
     if reason:
         several = "an export of this run is a directory for each part, since transformers has no model for all"
         report.notes.append(f"{several}: {reason}")

@@ -64,10 +64,14 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
             Fault("data.shards", "is empty: give a folder, a glob, a brace range such as x-{000000..000127}.tar")
         )
     sets = held_out_sets(cfg)
-    if all(one.is_test for one in sets):
+    if all(held_out_set.is_test for held_out_set in sets):
         report.notes.append("data.validation_shards is empty: no evaluation")
-    sources = [(one.key, one, Seen(name=one.name)) for one in training_sources(cfg)]
-    others = [(one.key, one.source, Seen(name=one.name)) for one in sets if not one.fraction]
+    sources = [(source.key, source, Seen(name=source.name)) for source in training_sources(cfg)]
+    others = [
+        (held_out_set.key, held_out_set.source, Seen(name=held_out_set.name))
+        for held_out_set in sets
+        if not held_out_set.fraction
+    ]
     names = Counter(part.name for *_, part in sources + others)
     for key, _, part in sources + others:
         if part.name and names[part.name] > 1:
@@ -146,11 +150,11 @@ def _add_length(
         seen.fingerprint = None
         try:
             dataset = build_dataset(cfg, tokenizer)
-            for one in held_out_sets(cfg):
-                if one.fraction:
-                    with closing(build_dataset(cfg, tokenizer, held_out=one)) as held_out:
-                        _add_fewer(report, cfg, one.key, len(held_out))
-                        add_leakage(report, one, dataset, held_out)
+            for held_out_set in held_out_sets(cfg):
+                if held_out_set.fraction:
+                    with closing(build_dataset(cfg, tokenizer, held_out=held_out_set)) as held_out:
+                        _add_fewer(report, cfg, held_out_set.key, len(held_out))
+                        add_leakage(report, held_out_set, dataset, held_out)
         except DataError as error:
             report.faults.append(fault_of(error, next(iter(counts))))
             return
@@ -261,8 +265,8 @@ def _add_repeats(report: Report, cfg: ConfigContainer) -> None:
     from data.indexed.find import find_any
 
     files: dict[str, Counter[Place]] = {}
-    training = [one.shards for one in training_sources(cfg)]
-    others = [(one.key, [one.source.shards]) for one in held_out_sets(cfg) if not one.fraction]
+    training = [source.shards for source in training_sources(cfg)]
+    others = [(held_out.key, [held_out.source.shards]) for held_out in held_out_sets(cfg) if not held_out.fraction]
     for key, patterns in [("data.mix" if cfg.data.mix else "data.shards", training), *others]:
         try:
             files[key] = Counter(path.resolve() for shards in patterns for path in find_any(shards))

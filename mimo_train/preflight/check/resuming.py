@@ -70,23 +70,23 @@ def add_run_dir(
             record = folders.read_record(checkpoint)
             reads_directories = LEFT_OUT in record
             _add_base(report, checkpoint, cfg.checkpoint.weights)
-            found = resume_faults(
+            resume_errors = resume_faults(
                 checkpoint,
                 record,
                 cfg,
                 data_fingerprint=data_fingerprint,
                 text_fingerprint=tokenizer and tokenizer.fingerprint,
             )
-            report.faults += found
-            own = [name for names in code_named(to_dict(cfg)).values() for name in names]
-            _note(report, checkpoint, record, layout, own)
+            report.faults += resume_errors
+            code_names = [name for names in code_named(to_dict(cfg)).values() for name in names]
+            _note(report, checkpoint, record, layout, code_names)
             # Without data, the steps of train.epochs are unknown; a checkpoint records them.
-            known = not found and (cfg.train.iters or not cfg.train.epochs)
+            known = not resume_errors and (cfg.train.iters or not cfg.train.epochs)
             if known and record.get("step", 0) >= cfg.train.iters:
                 report.warnings.append(all_made(cfg.train, record["step"]))
             if known and (changes := config_changes(checkpoint, record, cfg)):
                 report.notes.append(f"results will differ from the original run from there on: {changes}")
-            if not found and (unread := unread_weights(checkpoint, record, cfg)):
+            if not resume_errors and (unread := unread_weights(checkpoint, record, cfg)):
                 report.warnings.append(unread)
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"

@@ -83,7 +83,7 @@ def add_files(
     from data.indexed.find import is_indexed
     from data.order.sources import found_shards
 
-    held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
+    held_out = next((item for item in held_out_sets(cfg) if item.key == key), None)
     try:
         if is_indexed(source.shards):
             return _add_indexed(report, cfg, key, source, held_out, tokenizer, seen, rows)

@@ -67,8 +67,8 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
     if in_fp8 := fp8_text(cfg):
         notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
     for name in cfg.encoders:
-        known, medium = name in media_per_sample, cfg.modules[name].encoder.medium
-        count = f"{media_per_sample[name]:.2f} {medium}s" if known else f"1 {medium} (no sample was read)"
+        is_measured, medium = name in media_per_sample, cfg.modules[name].encoder.medium
+        count = f"{media_per_sample[name]:.2f} {medium}s" if is_measured else f"1 {medium} (no sample was read)"
         notes.append(f"activations of {name}: for {count} a sample")
         encoder = cfg.modules[name].encoder
         if isinstance(encoder, PlainSpec) and not encoder.activations():
@@ -105,7 +105,7 @@ def add_batch(report: Report, run: Run) -> None:
     # Held-out samples of several documents each have their own row.
     apart, replicas = cfg.data.separate_documents, layout.language.dp
     together = replicas if apart else batch.microbatch_samples
-    why = "data.separate_documents: 1" if apart else f"train.micro_batch_size {train.micro_batch_size}"
+    divisor = "data.separate_documents: 1" if apart else f"train.micro_batch_size {train.micro_batch_size}"
     per_rank = ", ".join(f"{name} {together // sizes.dp}" for name, sizes in layout.modules.items())
     tokens = train.global_batch_size * cfg.data.sequence_length
     packed = cfg.data.pack
@@ -115,7 +115,7 @@ def add_batch(report: Report, run: Run) -> None:
         *(_packed_rows(cfg, layout) if packed else ()),
         (
             "microbatch of an evaluation" if packed else "microbatch",
-            f"{plural(together, 'sample')} ({why} x dp of {LANGUAGE} {replicas})",
+            f"{plural(together, 'sample')} ({divisor} x dp of {LANGUAGE} {replicas})",
         ),
         *(() if packed else (("microbatches", f"{microbatches} a step"),)),
         ("samples of a microbatch on a rank", f"{per_rank}{' in an evaluation' if packed else ''}"),
@@ -296,7 +296,7 @@ def add_work(report: Report, run: Run, vocab: int | None, media_per_sample: dict
 
 def flops_text(flops: float) -> str:
     """Return text such as 350 MFLOP or 1,250 PFLOP."""
-    size, unit = next(one for one in _UNITS if flops >= one[0])
+    size, unit = next(entry for entry in _UNITS if flops >= entry[0])
     number = flops / (size or 1.0)
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
@@ -307,15 +307,15 @@ def add_layouts(
     """Add a table of the layouts by nodes, with their faults; `cfg` was loaded from `config` and `overrides`."""
     if any(fault.key.startswith("launch.") for fault in report.faults):
         return
-    rows, known = [], [*report.faults]
+    rows, earlier = [], [*report.faults]
     for nodes in sorted(cfg.launch.layouts):
         key = f"launch.layouts.{nodes}"
         try:
             changed = launch_of(config, overrides, nodes, {}, without_data=without_data).cfg
             per_node = processes_per_node(changed, nodes, without_data=without_data)
         except ConfigError as error:
-            own = [fault for fault in error.faults if fault not in known]  # without those of every layout
-            report.faults += [fault if fault.key == key else Fault(key, str(fault)) for fault in own]
+            new_faults = [fault for fault in error.faults if fault not in earlier]  # without those of every layout
+            report.faults += [fault if fault.key == key else Fault(key, str(fault)) for fault in new_faults]
         except UserError as error:
             report.faults.append(Fault(key, str(error)))
         else:

@@ -83,16 +83,16 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
             pool = stack.enter_context(worker_processes(workers, _open, config, list(overrides)))
         else:
             _open(config, overrides)
-        for number, one in enumerate(_sets_of(cfg)):
+        for number, item in enumerate(_sets_of(cfg)):
             try:
-                with closing(_dataset_of(cfg, one)) as dataset:
-                    num_bad = _verify_set(number, one, cfg, dataset, pool)
+                with closing(_dataset_of(cfg, item)) as dataset:
+                    num_bad = _verify_set(number, item, cfg, dataset, pool)
                     size, allowed = len(dataset), dataset.allowed_bad_samples
             except DataError as error:  # a shard that cannot be read, or tokens of another tokenizer
                 code = 1
                 print(f"bad shard: {shown(str(error))}")
                 continue
-            if one.held_out:
+            if item.held_out:
                 code |= int(num_bad > allowed)
             else:
                 samples, bad = samples + size, bad + num_bad
@@ -101,17 +101,17 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
 
 def _sets_of(cfg: ConfigContainer) -> list[_Set]:
     """Return all sets. Samples that `data.validation_fraction` holds out are among the training samples."""
-    trained = [_Set(one.key, one) for one in training_sources(cfg) if one.shards]
-    return trained + [_Set(one.key, one.source, one) for one in held_out_sets(cfg) if not one.fraction]
+    trained = [_Set(source.key, source) for source in training_sources(cfg) if source.shards]
+    return trained + [_Set(source.key, source.source, source) for source in held_out_sets(cfg) if not source.fraction]
 
 
-def _dataset_of(cfg: ConfigContainer, one: _Set) -> Samples:
+def _dataset_of(cfg: ConfigContainer, item: _Set) -> Samples:
     plain = replace(cfg, data=replace(cfg.data, shuffle=False))
-    return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=one.held_out, shards=[one.source])
+    return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=item.held_out, shards=[item.source])
 
 
 def _verify_set(
-    number: int, one: _Set, cfg: ConfigContainer, dataset: Samples, pool: ProcessPoolExecutor | None
+    number: int, item: _Set, cfg: ConfigContainer, dataset: Samples, pool: ProcessPoolExecutor | None
 ) -> int:
     """Print the bad samples of a set and its sum, and return the number of bad ones."""
     from data.indexed.dataset import TokenDataset
@@ -119,7 +119,7 @@ def _verify_set(
 
     for file in dataset.files if isinstance(dataset, TokenDataset) else ():
         file.require_whole()
-    key, read = one.key, fields_of(cfg, one.source).members
+    key, read = item.key, fields_of(cfg, item.source).members
     jobs = [(number, range(start, min(start + _AT_ONCE, len(dataset)))) for start in range(0, len(dataset), _AT_ONCE)]
     bad, cut, without_loss, reasons, special = 0, 0, 0, Counter[str](), Counter[str]()
     for counts in pool.map(_read, jobs) if pool else map(_read, jobs):
@@ -148,9 +148,9 @@ def _verify_set(
 
 def _open(config: str, overrides: Sequence[str]) -> None:
     cfg = compose.load(config, overrides)
-    for number, one in enumerate(_sets_of(cfg)):
+    for number, item in enumerate(_sets_of(cfg)):
         try:
-            _readers[number] = _dataset_of(cfg, one)
+            _readers[number] = _dataset_of(cfg, item)
         except DataError:
             _readers.pop(number, None)  # reported once, by the main process
 

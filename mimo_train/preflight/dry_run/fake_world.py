@@ -24,8 +24,10 @@ def join(rank: int, world: int, per_node: int = 0) -> None:
     """Become one rank of a world, for the rest of this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    here = min(per_node or PER_NODE, world)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
+    local_size = min(per_node or PER_NODE, world)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % local_size), LOCAL_WORLD_SIZE=str(local_size)
+    )
     if "meta" not in dist.Backend.backend_capability["fake"]:
         dist.Backend.backend_capability["fake"].append("meta")  # the actual device of tensors on a fake GPU
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

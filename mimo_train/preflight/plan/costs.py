@@ -64,17 +64,19 @@ class Costs:
             sp=layout.sp,
         )  # fmt: skip
         forward, backward = self._inside_language(layout, tokens)
-        costs, known = [], dict[tuple[Work, bool, bool], StageCost]()
+        costs, cached = [], dict[tuple[Work, bool, bool], StageCost]()
         for stage in range(layout.pp):
             work = self._work(LANGUAGE, recompute, stage, layout.pp, layout.vpp)
             key = work, stage == 0, stage == layout.pp - 1
-            if key not in known:
+            if key not in cached:
                 layers = layers_of_stage(llm.num_layers, stage, layout.pp)
                 seconds = self._seconds(work, recompute, samples / (layout.tp * cp), layers, kept)
                 again = forward * layers if recompute == "full" else 0.0
                 messages = forward * layers, backward * layers * (seconds[1] > 0) + again
-                known[key] = StageCost(*seconds, *messages, *self._tail(LANGUAGE, layout, stage, distributed_optimizer))
-            costs.append(known[key])
+                cached[key] = StageCost(
+                    *seconds, *messages, *self._tail(LANGUAGE, layout, stage, distributed_optimizer)
+                )
+            costs.append(cached[key])
         return costs
 
     def encoder(

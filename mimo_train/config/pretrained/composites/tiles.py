@@ -78,23 +78,23 @@ _POOLED = "anyres_max_"
 
 
 def _pinpoints(config: Mapping[str, Any]) -> list[list[int]]:
-    found = config.get("image_grid_pinpoints") or _KINDS[config["model_type"]].pinpoints
-    return [list(size) for size in found]
+    pinpoints = config.get("image_grid_pinpoints") or _KINDS[config["model_type"]].pinpoints
+    return [list(size) for size in pinpoints]
 
 
 def _preprocessor(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the preprocessor of a tile; `_encoder` sets the rest. Raises EncoderError if it contradicts
     config.json."""
-    own = preprocessor.get("image_processor") or preprocessor
-    if not own:
+    image_processor = preprocessor.get("image_processor") or preprocessor
+    if not image_processor:
         return {}
     kind = _KINDS[config["model_type"]]
-    file = ConfigFile("preprocessor_config.json", own, kind.size | _PIXELS)
-    there = [list(size) for size in file.get("image_grid_pinpoints") or kind.pinpoints]
-    if there != _pinpoints(config):
+    file = ConfigFile("preprocessor_config.json", image_processor, kind.size | _PIXELS)
+    pinpoints = [list(size) for size in file.get("image_grid_pinpoints") or kind.pinpoints]
+    if pinpoints != _pinpoints(config):
         raise EncoderError(
-            f"image_grid_pinpoints are {there} in preprocessor_config.json, and {_pinpoints(config)} in config.json: "
-            "the model would count other tokens than the processor"
+            f"image_grid_pinpoints are {pinpoints} in preprocessor_config.json, and {_pinpoints(config)} in "
+            "config.json: the model would count other tokens than the processor"
         )
     size, crop = file["size"], file["crop_size"]
     sides = {size} if isinstance(size, int) else set(size.values())
@@ -154,13 +154,13 @@ def _processor(composite: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _composite(kind: str) -> Composite:
-    own = _KINDS[kind]
+    entry = _KINDS[kind]
     return Composite(
         "vision_config",
         "text_config",
         encoder_names=TOWER_NAMES,
         language_names=LANGUAGE_NAMES,
-        absent={"vision_config": own.tower, "text_config": {"model_type": own.language}},
+        absent={"vision_config": entry.tower, "text_config": {"model_type": entry.language}},
         encoder_keys=_encoder,
         preprocessor=_preprocessor,
         pad_id=pad_id,
