@@ -204,7 +204,8 @@ def order_of(
     """Return the order of all samples. See `parts_of` and `GlobalOrder`."""
     parts = parts_of(sources, ends, counts, contents, held_fraction, only_held)
     weights = [source.weight for source in sources if source.weight is not None]
-    phases = [(0, whole_weights(weights))] if len(weights) == len(sources) else []
+    # A source of weight 0 may be read alone, as `mimo-train check` does.
+    phases = [(0, whole_weights(weights))] if any(weights) and len(weights) == len(sources) else []
     return MixedOrder(parts, phases, seed, shuffle, block)
 
 
