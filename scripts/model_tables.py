@@ -119,18 +119,17 @@ def _language_refused() -> Iterator[str]:
 
 def _encoders() -> Iterator[str]:
     yield from [
-        "| `encoder.family` | `model_type` | parallel | required in `config.json` | tensors copied on export |",
-        "|---|---|---|---|---|",
+        "| `encoder.family` | `model_type` | parallel | required in `config.json` |",
+        "|---|---|---|---|",
     ]
     for name, family in FAMILIES.items():
         if not family.readers:
             continue
         kinds = ", ".join(f"`{kind}`" for kind in family.readers)
-        required, carried = _required(family), _carried(family)
         # States of all layers are needed on one stage where some of them go to the language model.
         stages = "" if "deepstack" in {field.name for field in dataclasses.fields(family.spec)} else "`pp`, "
         parallel = "`dp`" if family.is_plain else f"`tp`, {stages}`dp`, `sp`"
-        yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} | {required} | {carried} |"
+        yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} | {_required(family)} |"
     yield from ["", f"Activation functions: {', '.join(f'`{name}`' for name in ACTIVATION_NAMES)}.", ""]
     written = [f"`{name}`" for name, family in FAMILIES.items() if family.writer]
     yield from [f"Exportable without a directory: {', '.join(written)}.", ""]
@@ -152,12 +151,6 @@ def _required(family: Family) -> str:
         for kind in family.readers:
             family.read({"model_type": kind}, {})
     return ", ".join(f"`{key}` {value}" for key, value in required.items()) or "—"
-
-
-def _carried(family: Family) -> str:
-    kind = next(iter(family.readers))
-    values = {key: value for key, value in family.read({"model_type": kind}, {}).items() if key != "family"}
-    return ", ".join(f"`{pattern}`" for pattern in family.weight_map(family.spec(**values)).carried) or "—"
 
 
 def _composites() -> Iterator[str]:
