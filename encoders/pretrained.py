@@ -60,7 +60,7 @@ class ConfigFile:
         return self._values.get(key)
 
     def side(self, key: str) -> int:
-        """Return a length in pixels, which may be written as two equal ones."""
+        """Return a length in pixels, which may be written as two equal ones. Raises EncoderError for unequal ones."""
         value = self[key]
         lengths = value if isinstance(value, (list, tuple)) else (value,)
         if len(set(lengths)) != 1:
@@ -68,7 +68,7 @@ class ConfigFile:
         return int(lengths[0])
 
     def activation(self, key: str = "hidden_act") -> str:
-        """Return our name of an activation function."""
+        """Return our name of an activation function. Raises EncoderError for an unknown one."""
         if self[key] not in ACTIVATION_NAMES:
             raise EncoderError(f"{self.name}: {key} is {self[key]!r}, must be one of {', '.join(ACTIVATION_NAMES)}")
         return ACTIVATION_NAMES[self[key]]

@@ -90,21 +90,21 @@ class Family:
         Raises:
             EncoderError: this family does not support a value.
         """
-        return _named(self.readers[config["model_type"]])(config, preprocessor)
+        return _imported(self.readers[config["model_type"]])(config, preprocessor)
 
     def weight_map(self, spec: EncoderSpec) -> "WeightMap":
         """Return the map from the tensors of a pretrained encoder's directory to its parameters."""
-        return _named(self.weights)(spec)
+        return _imported(self.weights)(spec)
 
     def published(self, spec: EncoderSpec) -> "Published":
         """Return an encoder made here in the format of `transformers`; its weights are those of `weight_map`. Raise
         EncoderError with the reason if `transformers` has no class for it."""
         if not self.writer:
             raise EncoderError(f"transformers has no class for an encoder of family {spec.family} alone")
-        return _named(self.writer)(spec)
+        return _imported(self.writer)(spec)
 
 
-def _named(place: str) -> Any:
+def _imported(place: str) -> Any:
     module, attribute = place.split(":")
     return getattr(import_module(module), attribute)
 

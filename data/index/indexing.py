@@ -63,7 +63,8 @@ class FolderIndex:
         self.errors: dict[int, DataError] = {}
 
     def opened(self) -> Located:
-        """Return the located parts of all shards except those in `errors`."""
+        """Return the located parts of all shards except those in `errors`. Raises DataError if the index cannot be
+        written, and with `strict` the error of a shard."""
         self._load()
         self._progress(len(self._shards) - len(self._missing()))
         for _ in range(_ATTEMPTS):  # several only if others write the same file without locks

@@ -147,14 +147,14 @@ def require_sizes(config: Mapping[str, Any]) -> None:
         return
     for name in (*SIZES, "mlp_ratio"):
         value, least = value_of(config, name), 0 if name == "num_register_tokens" else 1
-        if value is not None and not (_is_whole(value, least) or name == "mlp_ratio" and 0 < number_of(config, name)):
+        if value is not None and not (_is_integer(value, least) or name == "mlp_ratio" and 0 < number_of(config, name)):
             raise EncoderError(f"{name} of a {kind} must be a number from {least} to {MOST_SIZE}, is {value!r}")
     for name in SIDES:
         if value_of(config, name) is not None and not square(value_of(config, name)):
             raise EncoderError(f"{name} of a {kind} must be pixels, a whole number, is {value_of(config, name)!r}")
     lists = {name: value_of(config, name) for name in CONVOLUTIONS}
     for name, values in lists.items():
-        if values is not None and not (isinstance(values, list) and values and all(map(_is_whole, values))):
+        if values is not None and not (isinstance(values, list) and values and all(map(_is_integer, values))):
             raise EncoderError(f"{name} of a {kind} must be a list of whole numbers above 0, is {values!r}")
     lengths = {name: len(values or ()) for name, values in lists.items()}
     if len(set(lengths.values())) > 1:
@@ -174,7 +174,7 @@ def size_of(config: Mapping[str, Any], *keys: str) -> int:
     return int(number_of(config, *keys))
 
 
-def _is_whole(value: Any, least: int = 1) -> bool:
+def _is_integer(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_SIZE
 
 
@@ -196,7 +196,7 @@ def drops(key: str) -> bool:
 def square(size: Any) -> int:
     """Return the side in pixels of a processor's `size` or `crop_size`, or of a model's images or patches; 0 if it is
     not square or not one size."""
-    if _is_whole(size):
+    if _is_integer(size):
         return int(size)
     if isinstance(size, list) and len(size) == 2 and size[0] == size[1]:
         return square(size[0])

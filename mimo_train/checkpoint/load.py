@@ -69,10 +69,10 @@ def load_checkpoint(
         require_same(record, base, folder)
         new += base
     wanted = [shard for shard in shards if shard not in new]
-    require_taken(shards, reader, folder, None if optimizer else layout.modules)
-    require_held(wanted, reader, folder)
+    require_used(shards, reader, folder, None if optimizer else layout.modules)
+    require_stored(wanted, reader, folder)
     by_parameter = {id(shard.tensor): shard for shard in shards}
-    require_held([by_parameter[id(part.parameter)] for part in updated], reader, folder, states=True)
+    require_stored([by_parameter[id(part.parameter)] for part in updated], reader, folder, states=True)
     with agreed(), damage_named(folder):
         states = [
             (by_parameter[id(part.parameter)].key(state), span, values[first - part.start : last - part.start])
@@ -131,7 +131,7 @@ def opened(folder: Place) -> tuple[Reader, dict[str, Any]]:
     return reader, record
 
 
-def require_held(shards: Iterable[LocalShard], reader: Reader, folder: Place, *, states: bool = False) -> None:
+def require_stored(shards: Iterable[LocalShard], reader: Reader, folder: Place, *, states: bool = False) -> None:
     """Require every tensor in the checkpoint, with the same shape. Collective.
 
     Args:
@@ -173,7 +173,7 @@ def listed_faults(faults: dict[str, str]) -> str:
     return listed([f"{name} {fault}" for name, fault in faults.items()])
 
 
-def require_taken(shards: Iterable[LocalShard], reader: Reader, folder: Place, modules: Collection[str] | None) -> None:
+def require_used(shards: Iterable[LocalShard], reader: Reader, folder: Place, modules: Collection[str] | None) -> None:
     """Require a place in the model, on any rank, for every weight in the checkpoint. Collective.
 
     Args:

@@ -73,7 +73,7 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
             raise ConfigError(faults)
     reader, _ = opened(folder)
     shards = [shard for shard in shards_of_model(model) if shard.module == name]
-    names = _names_there(reader, load.source(name), name)
+    names = _stored_names(reader, load.source(name), name)
     wanted = [shard for shard in shards if _is_asked_for(shard.name, load.only)]
     asked = {each for each in over_ranks({shard.name for shard in shards}) if _is_asked_for(each, load.only)}
     report = Loaded(
@@ -103,7 +103,7 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
     return report
 
 
-def _names_there(reader: Reader, source: str, name: str) -> dict[str, Key]:
+def _stored_names(reader: Reader, source: str, name: str) -> dict[str, Key]:
     """Return the source's weights by their names here: encoder names contain the module's name."""
     weights = [key for key in reader.index.pieces if key.module == source and key.state == WEIGHT]
     return {re.sub(rf"^encoders\.{re.escape(source)}\.", f"encoders.{name}.", key.name): key for key in weights}

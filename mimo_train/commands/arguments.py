@@ -49,14 +49,14 @@ def add_trust(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """The type of an argument that is a whole number of at least 1."""
+    """Return an argument that is an integer of at least 1. Raises ArgumentTypeError for other texts."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, is {text!r}")
     return int(text)
 
 
 def above_zero(text: str) -> float:
-    """The type of an argument that is a finite number above 0."""
+    """Return an argument that is a finite number above 0. Raises ArgumentTypeError for other texts."""
     try:
         number = float(text)
     except ValueError:
@@ -67,7 +67,7 @@ def above_zero(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """The type of an argument that is a whole number from 0 on, of at most 63 bits."""
+    """Return an argument that is an integer from 0 to 2^63 - 1. Raises ArgumentTypeError for other texts."""
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**63 - 1}, is {text!r}")
     return int(text)

@@ -75,7 +75,7 @@ def main(run: "Run") -> int:
     except BaseException as error:
         if not _still_reading():
             raise
-        code = _told(error)
+        code = _report_error(error)
     if _still_reading():  # a thread that goes on while the interpreter takes itself apart could abort it
         show("", end="")
         sys.stderr.flush()
@@ -89,8 +89,8 @@ def _still_reading() -> bool:
     return still_reading()
 
 
-def _told(error: BaseException) -> int:
-    """The exit code of a process that an error ends before whoever would print it has the word."""
+def _report_error(error: BaseException) -> int:
+    """Print an error that ends the process before logging has begun, and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, users_faults()):
@@ -159,7 +159,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
 
 
 def _first_line(run: "Run") -> str:
-    """What is about to run, while the libraries are imported."""
+    """Return a line about the run, to print while the libraries are imported."""
     modules = ", ".join(f"{name} ({sizes})" for name, sizes in run.layout.modules.items())
     ranks = f"{run.layout.world_size} processes" if run.layout.world_size > 1 else "one process"
     train = run.cfg.train

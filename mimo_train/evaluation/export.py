@@ -8,7 +8,7 @@ from data.storage.url import Place
 from data.text.tokens import Tokenizer
 from data.text_format import plural
 from mimo_train.checkpoint.folders import LEFT_OUT
-from mimo_train.checkpoint.load import opened, require_held, require_taken
+from mimo_train.checkpoint.load import opened, require_stored, require_used
 from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
@@ -83,8 +83,8 @@ def export(
     (chunk,) = built.pipeline.model
     if LEFT_OUT not in record:
         shards = [*shards_of_model([chunk])]
-        require_held(shards, reader, checkpoint)
-        require_taken(shards, reader, checkpoint, None)
+        require_stored(shards, reader, checkpoint)
+        require_used(shards, reader, checkpoint, None)
     stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
     documents, reason = _documents(run.cfg, built.tokenizer)
     adapters = {} if merge else _adapters(run.cfg, documents, stored)

@@ -122,7 +122,7 @@ def _edges(rank: Rank, ranks: Mapping[int, Rank], states: Mapping[int, str], wor
     if group is None or OPERATIONS[event.what] == "recv_anysource":
         return []
     message = _message(group, event.what, event.message, event.peer)
-    behind = _behind(rank.rank, group, event.what, event.message, event.peer, ranks)
+    behind = _missing_members(rank.rank, group, event.what, event.message, event.peer, ranks)
     # All have issued it: a rank that stopped inside holds up the others.
     members = group.ranks if event.peer < 0 else (event.peer,)
     behind = behind or [number for number in members if number != rank.rank and states.get(number) != ALIVE]
@@ -135,12 +135,14 @@ def _queued_edges(rank: Rank, ranks: Mapping[int, Rank]) -> list[Edge]:
     for last in rank.last.values():
         group = rank.groups[last.group]
         message = _message(group, last.operation, last.number, last.peer)
-        behind = _behind(rank.rank, group, last.operation, last.number, last.peer, ranks)
+        behind = _missing_members(rank.rank, group, last.operation, last.number, last.peer, ranks)
         edges += [Edge(number, message) for number in behind]
     return edges
 
 
-def _behind(rank: int, group: Group, operation: int, number: int, peer: int, ranks: Mapping[int, Rank]) -> list[int]:
+def _missing_members(
+    rank: int, group: Group, operation: int, number: int, peer: int, ranks: Mapping[int, Rank]
+) -> list[int]:
     """Return the other ranks of a message that have not issued it."""
     if peer < 0:
         others, channel = [other for other in group.ranks if other != rank], (group.name, -1, 0)
@@ -290,7 +292,7 @@ def report(run_dir: Path, verdict: Verdict | None = None) -> str:
     numbers = [n for n in range(verdict.world_size) if not many or n in verdict.blamed or n in verdict.waits]
     lines += ["ranks:", *(f"  {_row(verdict, number)}" for number in numbers[: 2 * MOST_ROWS])]
     lines += [f"  ... and more, of {verdict.world_size}"] if len(numbers) > 2 * MOST_ROWS else []
-    launchers = {rank.launcher for rank in verdict.ranks.values() if rank.here and rank.launcher}
+    launchers = {rank.launcher for rank in verdict.ranks.values() if rank.is_on_this_host and rank.launcher}
     if ALIVE in verdict.states.values():
         lines += [f"the launcher (process {pid}) is gone" for pid in sorted(launchers) if process(pid) is None]
     return "\n".join(lines)

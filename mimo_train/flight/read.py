@@ -123,14 +123,14 @@ class Rank(Record):
         return self.hostname.decode(errors="replace")
 
     @property
-    def here(self) -> bool:
+    def is_on_this_host(self) -> bool:
         """True if the rank runs, or ran, on this machine."""
         return self.host == socket.gethostname()
 
     @property
     def now(self) -> float:
         """Return the current time of the rank's clock, estimated for ranks on other machines."""
-        return time.monotonic() if self.here else time.time() - self.offset
+        return time.monotonic() if self.is_on_this_host else time.time() - self.offset
 
 
 def newest_start(run_dir: Path) -> Path:
@@ -180,7 +180,7 @@ def state_of(first: Rank, second: Rank) -> str:
     Args:
         first, second: two readings, further apart than two heartbeats.
     """
-    if second.here:
+    if second.is_on_this_host:
         current = process(second.pid)
         if current is None or current.start != second.start or current.state in "ZX":
             return GONE

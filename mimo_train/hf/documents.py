@@ -86,6 +86,8 @@ class Whole:
 
 @dataclass
 class Document:
+    """A directory to write: config.json, tensors and further files."""
+
     name: str
     """Name of its folder, if there are several."""
     what: str
@@ -241,7 +243,7 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
     spec = with_sizes(cfg, tokenizer)
     kinds = model_types(spec)
     if not kinds:
-        document = _own(LANGUAGE, LANGUAGE, LANGUAGE, "", cfg.llm, reason=why_no_family(spec))
+        document = _in_our_names(LANGUAGE, LANGUAGE, LANGUAGE, "", cfg.llm, reason=why_no_family(spec))
     else:
         config = language_config_json(spec, kinds[0]) | special_ids(tokenizer)
         weights = language_map(spec, rows, kinds[0])
@@ -271,7 +273,7 @@ def _encoder(name: str, module: ModuleConfig) -> Document:
     try:
         published = published_encoder(module)
     except EncoderError as error:
-        return _own(name, f"encoder of {name}", name, ENCODER, spec, reason=str(error))
+        return _in_our_names(name, f"encoder of {name}", name, ENCODER, spec, reason=str(error))
     weights = FAMILIES[spec.family].weight_map(spec).named(f"{ENCODER}{name}.")
     return Document(
         name,
@@ -289,7 +291,7 @@ def _projector(name: str, module: ModuleConfig, language_width: int) -> Document
     width = module.encoder.joined_width(module.projector.merge)
     published = connector(module.projector, width, language_width)
     if published is None:
-        return _own(place, what, name, PROJECTOR, module.projector)
+        return _in_our_names(place, what, name, PROJECTOR, module.projector)
     model, weights = published
     return Document(
         place,
@@ -300,7 +302,7 @@ def _projector(name: str, module: ModuleConfig, language_width: int) -> Document
     )
 
 
-def _own(place: str, what: str, module: str, begins: str, spec: Any, reason: str = "") -> Document:
+def _in_our_names(place: str, what: str, module: str, begins: str, spec: Any, reason: str = "") -> Document:
     because = f": {reason}" if reason else ""
     return Document(
         place,

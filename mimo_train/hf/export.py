@@ -196,7 +196,7 @@ def write_document(
     planned: list[Planned] = []
     for part in document.parts:
         planned += planned_tensors(part, sources[part.module].tensors, kind)
-    own = [pair for whole in document.whole for pair in _whole(whole, sources[whole.module], kind)]
+    own = [pair for whole in document.whole for pair in _planned_in_our_names(whole, sources[whole.module], kind)]
     planned += [one for one, _ in own]
     planned += [Planned(extra.name, extra.shape, extra.dtype or kind) for extra in document.extras]
     values = chain(
@@ -212,7 +212,9 @@ def write_document(
         write_config(to, document.config, dtype)
 
 
-def _whole(part: Whole, source: Weights, dtype: torch.dtype) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
+def _planned_in_our_names(
+    part: Whole, source: Weights, dtype: torch.dtype
+) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
     """Yield tensors by our own names, or as renamed by `Whole.rename`."""
     if part.rename is not None:
         names = [name for name in source.tensors if name.startswith(part.begins) and not is_adapter(name)]

@@ -49,7 +49,7 @@ class Mixing:
         return {KEY: [[start, list(weights)] for start, weights in self.phases]}
 
     def continue_from(self, record: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint's record. Other weights than its hold from the next sample on."""
+        """Resume from a checkpoint's record. Changed weights take effect at the next sample."""
         if not self.cfg.data.mix:
             return
         step, consumed = record["step"], record["train_state"]["consumed_train_samples"]

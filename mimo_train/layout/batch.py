@@ -183,6 +183,7 @@ def pack_length(cfg: ConfigContainer) -> int:
 
 
 def has_balancing_loss(llm: LlmSpec) -> bool:
+    """True if the loads of experts add to the loss."""
     return llm.num_experts > 0 and llm.router_balancing != "none" and llm.router_aux_loss > 0
 
 

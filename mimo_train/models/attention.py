@@ -128,10 +128,10 @@ class SdpaAttention(MegatronModule):
             return self._attend_at_once(query_CBND, key_SBND, value_SBND, documents, rank)
         if not self.cp_group:
             return self._attend_run_by_run(query_CBND, key_SBND, value_SBND, documents)
-        meetings = documents.meetings(rank)
-        assert meetings[-1].last_query == len(query_CBND), (meetings[-1], query_CBND.shape)
+        segments = documents.segments(rank)
+        assert segments[-1].last_query == len(query_CBND), (segments[-1], query_CBND.shape)
         attended = []
-        for first_query, last_query, first_key, last_key in meetings:
+        for first_query, last_query, first_key, last_key in segments:
             parts = (query_CBND[first_query:last_query], key_SBND[first_key:last_key], value_SBND[first_key:last_key])
             is_square = last_query - first_query == last_key - first_key and not self.window and not self.softcap
             attended.append(self._attend(*parts, None, True) if is_square else self._attend_in_blocks(*parts))

@@ -115,17 +115,18 @@ class DenseLayer:
                 self._mixed(hidden_SBH), rotation[0], rotation[1], self._core.softmax_scale
             )
         else:
-            query, key, value = self._before(hidden_SBH, *rotation)
+            query, key, value = self._before_attention(hidden_SBH, *rotation)
             context = self._core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-        return self._behind(hidden_SBH, context)
+        return self._after_attention(hidden_SBH, context)
 
     def compile(self, compiled: Callable[[Callable], Callable]) -> None:
         """Compile the code before and after core attention with `compiled`, each into one graph without documents and
         masks."""
         self._has_cpu_attention = False
-        self._before, self._behind = compiled(self._before), compiled(self._behind)  # type: ignore[method-assign]
+        self._before_attention = compiled(self._before_attention)  # type: ignore[method-assign]
+        self._after_attention = compiled(self._after_attention)  # type: ignore[method-assign]
 
-    def _before(self, hidden_SBH: torch.Tensor, *rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _before_attention(self, hidden_SBH: torch.Tensor, *rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries [S, B, N, D], keys and values [S, B, G, D]; `rotation` holds cosines and sines, if any."""
         query, key, value = split_heads(self._mixed(hidden_SBH))
         if self._query_norm is not None:
@@ -142,7 +143,7 @@ class DenseLayer:
         mixed = F.linear(norm(hidden_SBH), qkv.weight, qkv.bias)
         return mixed.unflatten(-1, (self._groups, self._heads // self._groups + 2, self._width))
 
-    def _behind(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def _after_attention(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         _, proj, fc1, fc2 = self._linears
         hidden_SBH = hidden_SBH + F.linear(context, proj.weight, proj.bias)
         inner = F.linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)

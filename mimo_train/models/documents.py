@@ -18,7 +18,7 @@ from mimo_train.parallel.context import chunks_of
 from mimo_train.parallel.device import to_device
 
 
-class Meeting(NamedTuple):
+class Segment(NamedTuple):
     """Adjacent queries of one document on a rank, and the keys that the last of them sees."""
 
     first_query: int
@@ -51,7 +51,7 @@ class Documents(PackedSeqParams):
         # Megatron-Core makes a table of angles of this length for each microbatch, which nothing reads.
         unused = 2 * ranks
         super().__init__(qkv_format="sbhd", max_seqlen_q=unused, max_seqlen_kv=unused)
-        self._meetings: dict[int, list[Meeting]] = {}
+        self._segments: dict[int, list[Segment]] = {}
         self._tensors: dict[tuple[int, torch.device], tuple[torch.Tensor, ...]] = {}
 
     @property
@@ -70,14 +70,14 @@ class Documents(PackedSeqParams):
         lengths = (end - start for start, end in pairwise((0, *self.ends)))
         return [(len(list(alike)), length) for length, alike in groupby(lengths)]
 
-    def meetings(self, rank: int) -> list[Meeting]:
+    def segments(self, rank: int) -> list[Segment]:
         """Return the queries of a context-parallel rank and their keys, in the rank's order. Queries [a, b) of a chunk
         that are inside document [s, e) see keys from s on, each up to its own position."""
-        if rank not in self._meetings:
-            self._meetings[rank] = list(self._met_by(rank))
-        return self._meetings[rank]
+        if rank not in self._segments:
+            self._segments[rank] = list(self._find_segments(rank))
+        return self._segments[rank]
 
-    def _met_by(self, rank: int) -> Any:
+    def _find_segments(self, rank: int) -> Any:
         chunk = self.tokens // (2 * self.ranks if self.ranks > 1 else 1)
         offset = 0
         for number in chunks_of(rank, self.ranks) if self.ranks > 1 else (0,):
@@ -85,18 +85,18 @@ class Documents(PackedSeqParams):
             document = bisect_right(self.ends, first)
             while first < last:
                 start, end = self.ends[document - 1] if document else 0, min(self.ends[document], last)
-                yield Meeting(offset, offset + end - first, start, end)
+                yield Segment(offset, offset + end - first, start, end)
                 offset += end - first
                 first, document = end, document + 1
 
     def cumulative(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (ends of queries, ends of keys: int32, from 0 on; offsets of these keys in the row), for kernels that
-        take all meetings at once. Copied to the device once for all layers."""
+        take all segments at once. Copied to the device once for all layers."""
         if (rank, device) not in self._tensors:
-            meetings = self.meetings(rank)
-            queries = [0, *accumulate(part.last_query - part.first_query for part in meetings)]
-            keys = [0, *accumulate(part.last_key - part.first_key for part in meetings)]
-            places = torch.cat([torch.arange(part.first_key, part.last_key) for part in meetings])
+            segments = self.segments(rank)
+            queries = [0, *accumulate(part.last_query - part.first_query for part in segments)]
+            keys = [0, *accumulate(part.last_key - part.first_key for part in segments)]
+            places = torch.cat([torch.arange(part.first_key, part.last_key) for part in segments])
             self._tensors[rank, device] = tuple(
                 to_device(tensor, device)
                 for tensor in (

@@ -69,7 +69,7 @@ class RankGroups:
         key = ("", "", tuple(ranks)) if len(ranks) == 1 else (owner, purpose, tuple(ranks))
         if key not in self._groups:
             self.made.append(tuple(ranks))
-            with _named(" ".join(map(str, key))):
+            with _with_group_name(" ".join(map(str, key))):
                 group = dist.new_group(
                     list(ranks),
                     timeout=self._timeout,
@@ -93,7 +93,7 @@ def limit_waits(minutes: float) -> None:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _with_group_name(name: str) -> Iterator[None]:
     """Name the group that is made in the block: members meet under its name.
 
     torch 2.11 includes the number of a rank's groups in the name of a group with local synchronization

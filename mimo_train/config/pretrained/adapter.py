@@ -151,8 +151,8 @@ def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
     try:
         config = json.loads(file.read_text())
         dropout = float(config.get("lora_dropout") or 0.0)
-        rank = int(_one(file, config, "r", "rank_pattern", paths))
-        alpha = float(_one(file, config, "lora_alpha", "alpha_pattern", paths))
+        rank = int(_common_value(file, config, "r", "rank_pattern", paths))
+        alpha = float(_common_value(file, config, "lora_alpha", "alpha_pattern", paths))
         rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, re.error
@@ -178,7 +178,7 @@ def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
     return lora
 
 
-def _one(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: Iterable[str]) -> Any:
+def _common_value(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: Iterable[str]) -> Any:
     """Return the common value of all these layers, each that of the first matching pattern, else of `key`."""
     others = config.get(pattern) or {}
     values = {

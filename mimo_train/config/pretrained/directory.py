@@ -26,7 +26,7 @@ class Directory:
     config: dict[str, Any]
     """config.json."""
     preprocessor: dict[str, Any] = field(default_factory=dict)
-    """Of its images or clips; empty where it has none."""
+    """preprocessor_config.json; empty if there is none."""
 
     @property
     def model_type(self) -> str:

@@ -166,7 +166,7 @@ def language_config_json(spec: LlmSpec, model_type: str, dtype: str = "float32")
     }
     if family.gemma:
         config |= {
-            "query_pre_attn_scalar": _whole(spec.attention_scale_size or spec.head_width),
+            "query_pre_attn_scalar": _integer_if_possible(spec.attention_scale_size or spec.head_width),
             "attn_logit_softcapping": spec.attention_softcap or None,
             "final_logit_softcapping": spec.logit_softcap or None,
             "use_bidirectional_attention": False,
@@ -326,7 +326,7 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
     }
 
 
-def _whole(number: float) -> float | int:
+def _integer_if_possible(number: float) -> float | int:
     """Return an integer if possible, as `transformers` expects it."""
     return int(number) if number == int(number) else number
 

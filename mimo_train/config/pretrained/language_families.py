@@ -12,20 +12,20 @@ class Family:
     architecture: str
     """Class of `transformers` with the output layer; empty: none of its own, a part of larger models."""
     defaults: Mapping[str, Any]
-    """Of keys that config.json may lack."""
+    """Defaults of keys that config.json may lack."""
     theta: float = 10000.0
     """Base period of rotary embeddings by default."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `LlmSpec` that every model of the family has."""
     biases: tuple[str, ...] = ()
-    """Of `attention_bias` and `mlp_bias`, the keys that it has."""
+    """Which of the keys `attention_bias` and `mlp_bias` it has."""
     windows: str = "none"
     """Which layers have a window: `none`, `all` by `sliding_window`, `switched` by `use_sliding_window` too, `layers`
     by `layer_types` too, `alternate` by `layer_types` alone."""
     gemma: bool = False
-    """Whether it scales and caps scores, and may have two rotary bases."""
+    """True if it scales and caps scores, and may have two rotary bases."""
     mrope: tuple[int, ...] | None = None
-    """Of a family whose tokens have positions on three axes, `mrope_section` by default; empty: there is none."""
+    """Default of `mrope_section`; empty: no default; None: tokens have positions on one axis."""
     experts: str = ""
     """Key of the number of experts; empty: a dense model."""
 

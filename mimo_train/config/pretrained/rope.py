@@ -47,7 +47,7 @@ def read_rope(
     if two_bases:
         new, local = new.get("full_attention") or {}, new.get("sliding_attention") or {}
         new = {**new, **old}
-        base = _one(local, "rope_theta", config, "rope_local_base_freq", _LOCAL_THETA)
+        base = _base_period(local, "rope_theta", config, "rope_local_base_freq", _LOCAL_THETA)
         if windows and _kind(local) != "default":
             raise _refused("rope_parameters", local, "layers with a window have rotary positions without scaling")
     else:
@@ -59,7 +59,7 @@ def read_rope(
     if axes is not None:
         new, on_axes = _without_axes({"mrope_section": list(axes), **new})
     return {
-        "rope_base": float(_one(new, "rope_theta", config, "rope_theta", theta)),
+        "rope_base": float(_base_period(new, "rope_theta", config, "rope_theta", theta)),
         "rope_scaling": _scaling(new, config),
         "local_rope_base": float(base) if windows else 0.0,
         **on_axes,
@@ -136,7 +136,7 @@ def _kind(parameters: Mapping[str, Any]) -> str:
     return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
-def _one(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
+def _base_period(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
     """Return a base period, which version 5 stores inside and version 4 outside. Raises ConfigError for two values,
     which the versions would read as two models."""
     values = {where: value for where, value in ((name, inner.get(name)), (outer, config.get(outer))) if value}

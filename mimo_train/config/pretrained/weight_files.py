@@ -26,7 +26,7 @@ class Entry:
     """A tensor in a file."""
 
     begin: int
-    """Of its bytes in the file."""
+    """Offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: str
     """A key of SIZES."""
@@ -189,9 +189,9 @@ def _entry(name: str, entry: Any, first: int, size: int) -> tuple[int, int, Entr
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in SIZES:
         raise Unreadable(f"has {name} with dtype {_short(dtype)}, which cannot be read")
-    if not _are_whole(shape) or len(shape) > _DIMENSIONS:
+    if not _are_integers(shape) or len(shape) > _DIMENSIONS:
         raise Unreadable(f"has {name} with the shape {_short(shape)}")
-    if not _are_whole(offsets) or len(offsets) != 2:
+    if not _are_integers(offsets) or len(offsets) != 2:
         raise Unreadable(f"has {name} with the data_offsets {_short(offsets)}")
     begin, end = (first + offset for offset in offsets)
     if end > size:
@@ -202,7 +202,7 @@ def _entry(name: str, entry: Any, first: int, size: int) -> tuple[int, int, Entr
     return begin, end, Entry(begin, tuple(shape), dtype)
 
 
-def _are_whole(value: Any) -> TypeGuard[list[int]]:
+def _are_integers(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**62 for item in value)
 
 

@@ -49,7 +49,7 @@ class Decoder:
             output = self._model(**to_device(batch, self._pipeline.device), attention_mask=None)
         finally:
             hook.remove()
-        return self._behind(len(prompt.ids), output[0] if isinstance(output, tuple) else output)
+        return self._advance(len(prompt.ids), output[0] if isinstance(output, tuple) else output)
 
     @torch.no_grad()
     def step(self, token: int) -> torch.Tensor:
@@ -62,9 +62,9 @@ class Decoder:
         embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[..., at:])
         arguments = {"input_ids": None, "position_ids": positions, "attention_mask": None}
         output = self._language(**arguments, decoder_input=embedding_SBH, **self._cache_arguments())
-        return self._behind(1, output)
+        return self._advance(1, output)
 
-    def _behind(self, added: int, logits_V: torch.Tensor) -> torch.Tensor:
+    def _advance(self, added: int, logits_V: torch.Tensor) -> torch.Tensor:
         assert self._cache is not None
         self._cache.sequence_len_offset += added
         return logits_V

@@ -110,7 +110,7 @@ class Bridge:
         RECORDER.at(self._name, direction, microbatch)
         spans = {
             FORWARD: self._shapes.spans(self.source, microbatch),
-            BACKWARD: self._shapes.taken(self.source.name, self.destination, microbatch),
+            BACKWARD: self._shapes.destination_spans(self.source.name, self.destination, microbatch),
         }
         other_side = BACKWARD if side == FORWARD else FORWARD
         peer_spans = [(peer, *spans[other_side][self._replica[other_side][peer]]) for peer in peers]

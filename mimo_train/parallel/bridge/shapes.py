@@ -64,7 +64,7 @@ class StepShapes:
         self._taken, self._packed = [plan.spans[number] for number in chosen], plan.packed
         self._chosen, self._step_loads = chosen, loads
 
-    def taken(self, source: str, destination: ModuleLayout, microbatch: int) -> list[Span]:
+    def destination_spans(self, source: str, destination: ModuleLayout, microbatch: int) -> list[Span]:
         """Return the samples [first, last) of a microbatch whose features each data-parallel rank of a destination
         needs."""
         if self._taken:

@@ -53,7 +53,7 @@ class _Set:
 
 @dataclass
 class _Counts:
-    """What was seen in some samples."""
+    """Counts of what is wrong with some samples."""
 
     bad: list[str] = field(default_factory=list)
     """A line for each bad sample."""

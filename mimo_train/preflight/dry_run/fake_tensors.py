@@ -146,7 +146,7 @@ def install_attention(device: str) -> None:
     def cumulative(self: Documents, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ends = original(self, rank, device)
         pairs = sum(
-            (span.last_query - span.first_query) * (span.last_key - span.first_key) for span in self.meetings(rank)
+            (span.last_query - span.first_query) * (span.last_key - span.first_key) for span in self.segments(rank)
         )
         setattr(ends[1], PAIRS, pairs)
         return ends

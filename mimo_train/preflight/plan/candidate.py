@@ -16,6 +16,7 @@ from mimo_train.layout.run import Run
 
 
 def ranks_of(layout: LayoutConfig) -> int:
+    """Return the number of ranks of a module."""
     return layout.tp * layout.cp * layout.dp * layout.pp
 
 
@@ -24,7 +25,7 @@ class Candidate:
     """Parallel sizes and placement of modules."""
 
     layouts: Mapping[str, LayoutConfig]
-    """Of all modules, or only of the language model while encoders are not chosen yet."""
+    """Layouts of all modules, or only of the language model while encoders are not chosen yet."""
     micro_batch_size: int
     recompute: str
     """`train.recompute`."""

@@ -178,7 +178,8 @@ class StepLosses:
         return torch.stack(self._num_tokens).sum().reshape(1)
 
     def local_sums(self) -> torch.Tensor | None:
-        """Return what this rank adds to the step: [sum, count, sum, count, ...], names in sorted order."""
+        """Return what this rank adds to the step: float64 [sum, count, sum, count, ...], names in sorted order; None if
+        another rank adds it. Raises UserError if microbatches have other names."""
         if not self.reports or not self._adds:
             return None
         names = sorted(self.reports[0])

@@ -230,7 +230,8 @@ def build_parts(
     *,
     undrawn: Set[tuple[str, str]] = frozenset(),
 ) -> Parts:
-    """Build groups, model and pipeline; initial weights are drawn, except `undrawn` ones. Collective."""
+    """Build groups, model and pipeline; initial weights are drawn, except `undrawn` ones. Collective. Raises
+    ConfigError if the vocabulary does not fit the tokenizer."""
     RECORDER.to("groups")
     cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
     if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):

@@ -28,7 +28,7 @@ def test_every_query_meets_its_document_up_to_itself(ends, ranks):
         held = [at for number in chunks_of(rank, ranks) for at in range(number * chunk, (number + 1) * chunk)]
         held = held if ranks > 1 else list(range(tokens))
         behind = 0
-        for first, last, first_key, last_key in documents.meetings(rank):
+        for first, last, first_key, last_key in documents.segments(rank):
             assert first == behind < last
             behind = last
             for query in range(first, last):

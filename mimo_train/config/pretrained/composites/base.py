@@ -18,14 +18,14 @@ class Composite:
     language: str = ""
     """Key of the language model's part; empty: config.json itself."""
     encoder_names: tuple[str, ...] = ("",)
-    """What may be in front of the encoder's names."""
+    """Prefixes that the encoder's tensors may have."""
     encoder_loaded: str | None = None
-    """What is in front of the names of encoder and projector in the memory of version 5, where that is not as for the
-    encoder alone; None: as there."""
+    """Prefix of the encoder's and projector's tensors in the memory of transformers 5; None: that of the encoder
+    alone."""
     language_names: tuple[Spelling, ...] = ()
-    """How the language model's names may be spelt; empty: as alone."""
+    """Prefixes that the language model's tensors may have; empty: those of the language model alone."""
     absent: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Parts that config.json may lack, and what they are then; a part without a family is of the same."""
+    """Defaults of parts that config.json may lack."""
     encoder_keys: Callable[[Mapping[str, Any], type, Mapping[str, Any]], dict[str, Any]] | None = None
     """(config.json, class of the encoder's spec, keys that its own part gives) -> keys of what is read of it."""
     preprocessor: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None

@@ -36,7 +36,7 @@ class _Kind:
     tower: Mapping[str, Any]
     language: str
     pools: bool = False
-    """Whether features are averaged (`vision_aspect_ratio`), and images of samples with several are not cut."""
+    """True if features are averaged (`vision_aspect_ratio`), and samples with several images have uncut ones."""
 
 
 _SIDES = range(384, 2305, 384)
