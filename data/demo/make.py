@@ -79,6 +79,11 @@ def _is_made(out_dir: Path, recorded: dict[str, Any]) -> bool:
     if before != now:
         changed = [f"{name}={before.get(name)} (wanted {now[name]})" for name in now if before.get(name) != now[name]]
         raise DataError(f"{out_dir} holds a demo made with {', '.join(changed)}. Remove it or choose another folder")
+    shards = [len([*(out_dir / part).glob("*.tar")]) for part in ("train", "held_out")]
+    if shards != [now["shards"], 1]:
+        raise DataError(
+            f"{out_dir} has {shards} training and held-out shards, expected {[now['shards'], 1]}. Remove it"
+        )
     return True
 
 

@@ -162,6 +162,9 @@ def test_a_demo_is_made_once_and_complete(tmp_path, monkeypatch):
     ):
         with pytest.raises(DataError, match=words):
             make_demo(folder, kind, **({} if kind == "text" else small) | changed)
+    next(out.glob("train/*.tar")).unlink()  # training would go on with fewer samples
+    with pytest.raises(DataError, match=r"has \[1, 1\] training and held-out shards, expected \[2, 1\]"):
+        make_demo(out, **small)
 
 
 def test_text_demo(tmp_path):
