@@ -104,7 +104,7 @@ def _rank(pipe: Connection, place: dict[str, Any], function: Callable[..., Any],
 
 def import_program() -> None:
     """Before the first rank is forked, so that none imports it for itself."""
-    importlib.import_module("mimo_train.training.preload")
+    importlib.import_module("mimo_train.training.pretrain")
     gc.freeze()  # what is imported is no garbage: collections in ranks would only copy its pages
 
 

@@ -14,7 +14,7 @@ from tests.hang import HANG_SECONDS
 
 BIN = Path(sys.executable).parent
 CALLBACK = """
-from mimo_train.training.step import gpt_step
+from mimo_train.bridge.training import gpt_step
 from mimo_train.training.callbacks import Callback
 from notes import write
 

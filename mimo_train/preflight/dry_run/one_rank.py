@@ -120,9 +120,9 @@ def _install(device: str, counts: Counts) -> Any:
 def choose_layers(cfg: ConfigContainer) -> None:
     """Use torch layers without fp8: Transformer Engine's need a GPU."""
     from mimo_train.training import setup as setting_up
-    from mimo_train.training.step import pipeline as startup
+    from mimo_train.training.step import pipeline
 
-    setting_up.use_transformer_engine = startup.use_transformer_engine = lambda kind: False
+    setting_up.use_transformer_engine = pipeline.use_transformer_engine = lambda kind: False
     cfg.train.fp8 = "none"
     for module in cfg.modules.values():
         module.fp8 = ""

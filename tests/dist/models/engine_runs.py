@@ -58,9 +58,9 @@ CURVES = {
 def use_engine(*_) -> None:
     """Build layers of Transformer Engine."""
     from mimo_train.training import setup as setting_up
-    from mimo_train.training.step import startup
+    from mimo_train.training.step import pipeline
 
-    setting_up.use_transformer_engine = startup.use_transformer_engine = lambda kind: True
+    setting_up.use_transformer_engine = pipeline.use_transformer_engine = lambda kind: True
 
 
 def rank(name: str, images: str, texts: str, folder: Path) -> dict:
@@ -104,11 +104,11 @@ def curve(name: str, images: str, folder: Path) -> list:
 
 def _train(name: str, run) -> None:
     from mimo_train.training.pretrain import pretrain
-    from mimo_train.training.step import schedule
+    from mimo_train.training.step import pipeline
 
     use_engine()
     if STALE in name:
-        schedule.renew_copies = lambda chunks: None
+        pipeline.renew_copies = lambda chunks: None
     pretrain(run)
 
 

@@ -147,8 +147,8 @@ def test_history_is_recorded_where_a_snapshot_is_wanted(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     start_memory_history_recording(None)
-    start_memory_history_recording(ProfilingConfig(memory_history=False, ranks=[0]))
-    start_memory_history_recording(ProfilingConfig(memory_history=True, ranks=[1, 2]))
+    start_memory_history_recording(ProfilingConfig(record=["torch"], ranks=[0]))
+    start_memory_history_recording(ProfilingConfig(record=["memory_history"], ranks=[1, 2]))
     assert calls == []
-    start_memory_history_recording(ProfilingConfig(memory_history=True, ranks=[1, 0]))
+    start_memory_history_recording(ProfilingConfig(record=["memory_history"], ranks=[1, 0]))
     assert calls == [{"max_entries": runtime.HISTORY_LENGTH}]
