@@ -58,7 +58,7 @@ def walk_tar(path: object, read: ReadRange, size: int) -> Iterator[tuple[str, in
                 break
     except DataError:
         raise
-    except (tarfile.TarError, OverflowError, OSError, ValueError) as error:
+    except (tarfile.TarError, OverflowError, OSError, ValueError, LookupError, RecursionError) as error:
         raise ShardError(
             f"{path}: not a readable uncompressed tar of {size} bytes ({error}). Copy or write the shard again; "
             "`mimo-train shards build` makes shards of other files."

@@ -59,12 +59,23 @@ def shard_of(path, *blocks: bytes):
         ([header("a.txt", 0, b"2")], "is a link"),
         ([header("a.txt", 0, b"Z")], r"unknown type \('Z'\)"),
         ([header("L", 2, b"L"), b"n\0"], "not a readable"),
+        ([header("L", 2, b"L"), b"n\0"] * 2000, "not a readable"),
     ],
 )
 def test_headers_that_cannot_be_true_are_named_with_shard_and_byte(tmp_path, blocks, said):
     shard = shard_of(tmp_path / "s.tar", header("ok.txt", 2), b"ok", *blocks)
     with pytest.raises(ShardError, match=rf"s\.tar: .*{said}"):
         build_index(shard)
+
+
+def test_a_tar_that_ends_within_a_table_of_a_sparse_file_is_named(tmp_path):
+    sparse = bytearray(header(kind=b"S"))
+    sparse[482] = 1  # the table goes on in the next block
+    sparse[148:156] = b" " * 8
+    sparse[148:156] = b"%06o\0 " % sum(sparse)
+    (tmp_path / "s.tar").write_bytes(header("ok.txt") + bytes(512) + sparse)
+    with pytest.raises(ShardError, match=r"s\.tar: not a readable"):
+        build_index(tmp_path / "s.tar")
 
 
 def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):
