@@ -9,6 +9,7 @@ PARTIAL                      exists during a write or removal
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -240,12 +241,14 @@ def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def remove_files(paths: Sequence[Place]) -> None:
-    """Remove files of one folder; missing ones are ignored."""
+    """Remove files of one folder; missing ones are ignored. Folders, such as a user's export, go with their content."""
     urls = [path for path in paths if isinstance(path, Url)]
     if urls:
         store_of(urls[0]).remove(urls)
     for path in paths:
-        if isinstance(path, Path):
+        if isinstance(path, Path) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif isinstance(path, Path):
             path.unlink(missing_ok=True)
 
 

@@ -139,3 +139,14 @@ def test_each_kind_is_thinned_out_by_its_own_rule(tmp_path):
     assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [4]
     folder_changes.remove_old(tmp_path, 0)
     assert names(tmp_path) == [3, 4]
+
+
+def test_a_folder_in_a_checkpoint_goes_with_it(tmp_path):
+    """Such as an export of the user: else no later checkpoint could be saved."""
+    old, new = saved(tmp_path, 1), saved(tmp_path, 2)
+    (old / "export").mkdir()
+    (old / "export/config.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (old / "link").symlink_to(tmp_path / "elsewhere")
+    folder_changes.remove_old(tmp_path, 1)
+    assert not old.exists() and new.exists() and (tmp_path / "elsewhere").exists()
