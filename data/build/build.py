@@ -1,12 +1,13 @@
 """Build shards from a dataset: JSON, CSV, Hugging Face datasets, output of img2dataset, tars, folders of files.
 
 All rows are checked and spooled before a shard is written. The shards depend only on source and settings. They are
-written into a temporary folder, which is renamed when it is complete.
+written into a temporary folder, which is renamed when it is complete, or whose content moves into an empty folder.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from array import array
@@ -36,7 +37,7 @@ LEFT_OUT = "left_out.jsonl"
 """File next to the shards with a line for each omitted row."""
 SUMMARY = "build.json"
 """File next to the shards with their source and settings."""
-_SPOOLS = "spools"
+_SPOOLS, _WORK = "spools", ".building"
 _LONGEST_REASON = 10000  # characters
 
 Progress = Callable[[str, int, int | None], None]
@@ -106,18 +107,23 @@ def build_shards(
         OSError: a file cannot be read or written.
     """
     to = to.resolve()
-    if to.exists() and any(to.iterdir()):
+    if to.exists() and any(not entry.name.startswith(_WORK) for entry in to.iterdir()):
         raise DataError(f"{to} is not empty: choose another folder, or remove it")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    work = to.parent / f".{to.name}.building"
+    # A folder that exists is filled, since it may be a mount or a shell's current folder, which nothing can replace.
+    work = to / _WORK if to.exists() else to.parent / f".{to.name}{_WORK}"
+    work.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with file_lock(work.with_suffix(".lock"), wait=False):
+        with file_lock(work.with_name(f"{work.name}.lock"), wait=False):
             shutil.rmtree(work, ignore_errors=True)  # of a killed build
             try:
                 (work / _SPOOLS).mkdir(parents=True)
                 built = _build(source, work, settings, workers, progress)
                 shutil.rmtree(work / _SPOOLS)
-                work.rename(to)
+                if to.exists():
+                    for name in sorted(os.listdir(work), reverse=True):  # `train` before `held_out`
+                        (work / name).rename(to / name)
+                else:
+                    work.rename(to)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except Busy as error:

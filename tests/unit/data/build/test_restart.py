@@ -95,6 +95,20 @@ def test_a_build_that_is_killed_leaves_nothing_and_gives_the_same_shards_again(t
         build(source, out, Settings(per_shard=6))
 
 
+def test_an_empty_folder_is_filled_and_stays_the_same(tmp_path):
+    """It may be a mount, or the shell's current folder."""
+    source, out = many(tmp_path), tmp_path / "there"
+    out.mkdir()
+    (out / ".building").mkdir()  # of a killed build
+    inode = out.stat().st_ino
+    build(source, out, Settings(held_out=4))
+    build(source, tmp_path / "new", Settings(held_out=4))
+    assert out.stat().st_ino == inode and contents(out) == contents(tmp_path / "new")
+    assert sorted(path.name for path in out.iterdir()) == ["build.json", "held_out", "train"]
+    with pytest.raises(DataError, match="there is not empty"):
+        build(source, out, Settings())
+
+
 def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypatch):
     from data.build import build as module
 
