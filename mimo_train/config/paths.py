@@ -45,32 +45,32 @@ def local_faults(key: str, text: str, remedy: str) -> Iterator[Fault]:
         yield Fault(key, f"is the URL {text}, and must be a folder on a file system of this machine: {remedy}")
 
 
-def demo_faults(demo: str, given: dict[str, str]) -> Iterator[Fault]:
-    """Yield faults of the folders of a demo, whose *.tar files are replaced: they must not hold other shards. `given`:
-    the keys `shards` and `validation_shards`."""
+def demo_faults(demo: str, folders: dict[str, str]) -> Iterator[Fault]:
+    """Yield faults of the folders of a demo, which must be at its places and hold no other shards.
+    `folders`: the keys `shards` and `validation_shards`."""
     from data.demo.make import DEMOS, MARKER
 
     if demo not in DEMOS:
         return
-    for name, text in given.items():
+    for name, text in folders.items():
         yield from local_faults(f"data.{name}", text, "the demo is made there")
-    if any(is_url(text) for text in given.values()):
+    if any(is_url(text) for text in folders.values()):
         return
-    folder = Path(given["shards"]).parent
+    folder = Path(folders["shards"]).parent
     places = {"shards": folder / "train", "validation_shards": folder / "held_out"}
     for name, place in places.items():
-        if given[name] and Path(given[name]) != place:
+        if folders[name] and Path(folders[name]) != place:
             yield Fault(
                 "data.demo",
                 f"the {demo} demo would be made in {places['shards']} and {places['validation_shards']}, but "
-                f"data.{name} is {given[name]}: set data.demo= (empty) to train on shards of your own",
+                f"data.{name} is {folders[name]}: set data.demo= (empty) to train on shards of your own",
             )
             return
         if any(place.glob("*.tar")) and not (folder / MARKER).is_file():
             yield Fault(
                 "data.demo",
-                f"the {demo} demo would replace the shards of {place}, which are not a demo's (there is no "
-                f"{folder / MARKER}): set data.demo= (empty) to train on them",
+                f"{place} has shards, but not those of the {demo} demo (there is no {folder / MARKER}). Set "
+                "data.demo= (empty) to train on them",
             )
             return
 

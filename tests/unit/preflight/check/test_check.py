@@ -98,11 +98,11 @@ def test_a_demo_that_is_there_is_read_like_other_shards(capsys):
 
 
 def test_a_demo_is_never_made_over_other_shards(capsys):
-    """Such a run does not even start: making the demo would replace them."""
+    """Such a run does not even start: a demo is made in an empty folder."""
     path = shard(Path("mine/train/a.tar"), *sound())
     for given, said in (
         ("other/train", "data.validation_shards is runs/demo/digits/held_out"),
-        (f"{path.parent} data.validation_shards=", f"would replace the shards of {path.parent}"),
+        (f"{path.parent} data.validation_shards=", f"{path.parent} has shards, but not those of the digits demo"),
         (f"{path} data.validation_shards=", f"but data.shards is {path}"),
     ):
         for command in ("check", "train"):
