@@ -41,17 +41,17 @@ class Normal:
 
     std: float
 
-    def __call__(self, whole: torch.Tensor) -> torch.Tensor:
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """Draw a whole weight of any shape. In two dimensions it equals the parts of `draw_part`."""
-        if whole.dim() == 2:
-            self.draw_part(whole)
-            return whole
-        flat, seed = whole.detach().reshape(-1), next_seed()
+        if weight.dim() == 2:
+            self.draw_part(weight)
+            return weight
+        flat, seed = weight.detach().reshape(-1), next_seed()
         full = len(flat) // _STRIP
         fill(flat[: full * _STRIP].view(full, _STRIP), self.std, seed)
         fill(flat[full * _STRIP :].view(1, -1), self.std, seed, row=full)
-        whole.detach().copy_(flat.view_as(whole))
-        return whole
+        weight.detach().copy_(flat.view_as(weight))
+        return weight
 
     def draw_part(self, weight: torch.Tensor, dim: int = 0, rank: int = 0, ranks: int = 1, pieces: int = 1) -> None:
         """Draw this rank's part of a weight.

@@ -142,7 +142,7 @@ def image_values(
     return values | {"image_size": square[0]}
 
 
-def tower_config(spec: LayeredSpec, **own: Any) -> dict[str, Any]:
+def tower_config(spec: LayeredSpec, **further: Any) -> dict[str, Any]:
     """Return the config.json keys that all towers over patches share, with the number of layers that are built. Raise
     EncoderError if `transformers` has no name for the activation function."""
     names = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
@@ -158,7 +158,7 @@ def tower_config(spec: LayeredSpec, **own: Any) -> dict[str, Any]:
         "layer_norm_eps": spec.layernorm_epsilon,
         "attention_dropout": 0.0,
         "initializer_range": spec.init_std,
-        **own,
+        **further,
     }
 
 

@@ -137,9 +137,9 @@ class StagedEncoder(MegatronModule, ABC):
         first = 0
         places: dict[int, torch.Tensor] = {}
         for size, members in groups.items():
-            own, count = kept[size], self._last_tokens(size)
+            indices, count = kept[size], self._last_tokens(size)
             starts = first + count * torch.arange(len(members))[:, None]
-            places |= zip(members, starts + (torch.arange(count) if own is None else own), strict=True)
+            places |= zip(members, starts + (torch.arange(count) if indices is None else indices), strict=True)
             first += count * len(members)
         # Every row at most once, so that no gradient sum depends on the order of a device's threads.
         picked = torch.cat([places[member] for member in range(len(order))])

@@ -61,11 +61,11 @@ class Columns:
         """True if the texts of records change."""
         return bool(self.question) or any(name in TEXTS for name in self.names)
 
-    def require(self, known: Sequence[str], where: str) -> None:
+    def require(self, columns: Sequence[str], where: str) -> None:
         """Raise DataError for a column that the table lacks."""
         for part, column in self.names.items():
-            if column not in known:
-                raise DataError(f"--columns {part}={column}: {where} has the columns {', '.join(map(str, known))}")
+            if column not in columns:
+                raise DataError(f"--columns {part}={column}: {where} has the columns {', '.join(map(str, columns))}")
 
 
 def make_sample(
@@ -154,10 +154,10 @@ def _with_texts(
         texts = {part: _value(record, column, where) for part, column in columns.names.items() if part in TEXTS}
         if not texts and record.keys().isdisjoint(_FORMS) and "texts" in record:
             texts, notes = {"conversations": record["texts"]}, (PAIRED,)
-        whole = next((part for part in ("conversations", "messages") if texts.get(part) is not None), None)
+        conversation_field = next((part for part in ("conversations", "messages") if texts.get(part) is not None), None)
         answer = next((part for part in _ANSWERS if part in texts), None)
-        if whole is not None:
-            record = _only_form({whole: _turns(texts[whole], where)}, record)
+        if conversation_field is not None:
+            record = _only_form({conversation_field: _turns(texts[conversation_field], where)}, record)
         elif answer is None and "question" in texts:
             raise RecordError(f"{where}: a question, and no column is its answer: give --columns answer=...")
         elif answer is not None or (columns.question and record.keys().isdisjoint(("conversations", "messages"))):

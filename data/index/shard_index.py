@@ -145,11 +145,11 @@ class ShardIndex:
         for offset, size, first, second, code in self.all_members[start:end].tolist():
             kind = self.codes.kinds[code]
             extension = self.codes.extensions[code]
-            own = kind_of(extension)
-            if own == "video":
+            kind_now = kind_of(extension)
+            if kind_now == "video":
                 members.append(Member(extension, offset, size, *video_size(first), 0, 0, kind, second))
                 continue
-            height, width, frames, rate = (first, second, 0, 0) if own == "image" else (0, 0, first, second)
+            height, width, frames, rate = (first, second, 0, 0) if kind_now == "image" else (0, 0, first, second)
             members.append(Member(extension, offset, size, height, width, frames, rate, kind))
         return members
 
@@ -181,4 +181,4 @@ def video_size(first: Any) -> tuple[Any, Any]:
 def pack_keys(keys: list[str]) -> bytes:
     """Compress the keys of a shard: their UTF-8 lengths, uint32, and their bytes."""
     raw = [key.encode("utf-8", "surrogateescape") for key in keys]
-    return zlib.compress(np.array([len(one) for one in raw], dtype="<u4").tobytes() + b"".join(raw))
+    return zlib.compress(np.array([len(encoded) for encoded in raw], dtype="<u4").tobytes() + b"".join(raw))

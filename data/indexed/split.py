@@ -15,7 +15,7 @@ def split_parts(text: str) -> tuple[Part, Part]:
     The test part is not read. Raises DataError if the text is not a split.
     """
     try:
-        shares = [float(one) for one in text.split(",")]
+        shares = [float(number) for number in text.split(",")]
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not shares[0]:

@@ -169,14 +169,14 @@ def parts_of(
     """
     parts, begin, first = [], 0, 0
     for source, end in zip(sources, ends, strict=True):
-        rows, held = sum(counts[begin:end]), None
+        rows, held_rows_of_source = sum(counts[begin:end]), None
         if held_fraction:
             starts = np.cumsum([0, *counts[begin:end]])
             of_shards = zip(starts, contents[begin:end], counts[begin:end], strict=False)
-            held = np.concatenate(
+            held_rows_of_source = np.concatenate(
                 [start + held_rows(content, count, held_fraction) for start, content, count in of_shards]
             )
-        part = Part(first, rows, held, only_held)
+        part = Part(first, rows, held_rows_of_source, only_held)
         if not part.size:
             of_rows = f"of the {rows} in {plural(end - begin, 'shard')}"
             if rows and only_held:

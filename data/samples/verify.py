@@ -132,8 +132,8 @@ def _mixed(size: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarra
 
 
 def _are_trained(trained: ShardDataset, rows: np.ndarray) -> np.ndarray:
-    held = [part.first + part.held for part in trained.order.parts if part.held is not None]
-    return ~np.isin(rows, np.concatenate(held)) if held else np.ones(len(rows), dtype=bool)
+    held_rows = [part.first + part.held for part in trained.order.parts if part.held is not None]
+    return ~np.isin(rows, np.concatenate(held_rows)) if held_rows else np.ones(len(rows), dtype=bool)
 
 
 def _digest(dataset: ShardDataset, shard: int, member: Member) -> bytes:

@@ -37,7 +37,7 @@ def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: t
     Returns:
         [sum of `Tiling.tokens`, H], in the order of the images.
     """
-    images = features.split([one.tiles * one.side**2 for one in tilings])
+    images = features.split([item.tiles * item.side**2 for item in tilings])
     newline = newline.to(features.dtype)
     return torch.cat([_lines_of_image(rows, tiling, newline) for rows, tiling in zip(images, tilings, strict=True)])
 

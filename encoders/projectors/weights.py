@@ -60,8 +60,8 @@ def _resampler(spec: ResamplerSpec, width: int) -> Iterator[Rule]:
     query, key = (heads * spec.head_width(width) for heads in (spec.num_attention_heads, spec.key_heads))
     for number in range(spec.num_layers):
         ours, theirs = f"resampler.layers.{number}.", f"{at}layers.{number}."
-        for own, their in _NORMS.items():
-            yield same(f"{ours}{own}_norm.weight", f"{theirs}{their}.weight", width)
-        for own, their, rows in (("q", "q", query), ("k", "k", key), ("v", "v", key), ("proj", "o", width)):
-            yield same(f"{ours}linear_{own}.weight", f"{theirs}self_attn.{their}_proj.weight", rows)
+        for name, their in _NORMS.items():
+            yield same(f"{ours}{name}_norm.weight", f"{theirs}{their}.weight", width)
+        for name, their, rows in (("q", "q", query), ("k", "k", key), ("v", "v", key), ("proj", "o", width)):
+            yield same(f"{ours}linear_{name}.weight", f"{theirs}self_attn.{their}_proj.weight", rows)
         yield from _gated(f"{ours}mlp", f"{theirs}mlp.", spec.ffn_width(width), width)

@@ -118,12 +118,12 @@ def tower_config(path: str, part: str) -> dict[str, Any]:
 
 def preprocessing(path: str, kind: str) -> dict[str, Any]:
     """Return the constants of a directory's processor; empty if it has none."""
-    own = Path(path) / "preprocessor_config.json"
-    if own.is_file():
-        return _read(own)
-    whole = Path(path) / "processor_config.json"
+    preprocessor_file = Path(path) / "preprocessor_config.json"
+    if preprocessor_file.is_file():
+        return _read(preprocessor_file)
+    processor_file = Path(path) / "processor_config.json"
     part = {"image": "image_processor", "audio": "feature_extractor"}[kind]
-    return _read(whole).get(part) or {} if whole.is_file() else {}
+    return _read(processor_file).get(part) or {} if processor_file.is_file() else {}
 
 
 def resample(preprocessor: Mapping[str, Any]) -> Any:

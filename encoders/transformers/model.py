@@ -70,8 +70,8 @@ class Tower(torch.nn.Module):
             ) from error
         tensors = self._encoder_of(loaded).state_dict()
         # Names in the whole model: tensors outside of the encoder do not matter.
-        own = {id(tensor): name for name, tensor in self._encoder_of(loaded).state_dict(keep_vars=True).items()}
-        names = {name: own.get(id(tensor), "") for name, tensor in loaded.state_dict(keep_vars=True).items()}
+        names_by_id = {id(tensor): name for name, tensor in self._encoder_of(loaded).state_dict(keep_vars=True).items()}
+        names = {name: names_by_id.get(id(tensor), "") for name, tensor in loaded.state_dict(keep_vars=True).items()}
         wrong = [f"{key}: {stored} in the file, {expected} here" for key, stored, expected in info["mismatched_keys"]]
         wrong += [
             f"{key} is missing"

@@ -23,14 +23,14 @@ REMEDY = "; name another checkpoint (`mimo-train checkpoint list` shows those of
 """End of a damage message; it suits training, export and any other reader."""
 
 
-def damaged(folder: Place, why: str) -> UserError:
+def damaged(folder: Place, reason: str) -> UserError:
     """Return the error for a damaged checkpoint, or another one if a run is removing it."""
     if isinstance(folder, Path) and _is_removed(folder):
         return UserError(
             f"checkpoint {folder} was removed while it was read, as a run removes its old ones: start again, which "
             "takes the newest, or let that run keep more (checkpoint.keep, checkpoint.keep_every)"
         )
-    return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{REMEDY}")
+    return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{reason}{REMEDY}")
 
 
 def _is_removed(folder: Path) -> bool:

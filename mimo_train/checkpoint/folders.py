@@ -333,12 +333,12 @@ def key_of(run_dir: Place) -> str:
     return "checkpoint.dir" if isinstance(run_dir, Url) else "run.dir"
 
 
-def base_of(folder: Place, given: str = "") -> Place | None:
+def base_of(folder: Place, weights_folder: str = "") -> Place | None:
     """Return the checkpoint with the weights that `folder` leaves out; None if there are none, or they come from the
     seed.
 
     Args:
-        given: `checkpoint.weights` of this run; overrides that of the run that wrote the checkpoint.
+        weights_folder: `checkpoint.weights` of this run; overrides that of the run that wrote the checkpoint.
 
     Raises:
         UserError: it does not exist any more.
@@ -346,7 +346,7 @@ def base_of(folder: Place, given: str = "") -> Place | None:
     record = read_record(folder, "config")
     if LEFT_OUT not in record:
         return None
-    weights = given or record["config"]["checkpoint"]["weights"]
+    weights = weights_folder or record["config"]["checkpoint"]["weights"]
     if not weights:
         return None
     base = in_folder(place_of(weights), "checkpoint.weights")

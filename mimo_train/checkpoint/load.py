@@ -110,9 +110,9 @@ def load_weights(folder: Place, layout: RunLayout, model: list[MegatronModule], 
     load_checkpoint(folder, layout, model)
 
 
-def load_base(folder: Place, layout: RunLayout, model: list[MegatronModule], given: str = "") -> None:
+def load_base(folder: Place, layout: RunLayout, model: list[MegatronModule], weights: str = "") -> None:
     """Load the weights that a checkpoint leaves out, unless they come from the seed. Collective; see `load_weights`."""
-    base = chosen_by_first(partial(base_of, folder, given), "checkpoint.weights")
+    base = chosen_by_first(partial(base_of, folder, weights), "checkpoint.weights")
     if base is not None:
         load_weights(base, layout, model)
 

@@ -85,25 +85,25 @@ def _show(args: argparse.Namespace) -> int:
 
     continued = inspection.look(place_of(args.path))
     if len(continued) > 1:
-        continued = [one for one in continued if one.kind in inspection.CONTINUED]
+        continued = [entry for entry in continued if entry.kind in inspection.CONTINUED]
     if not continued:
         raise UserError(f"PATH: no complete checkpoint in {args.path}")
-    one = continued[-1]
+    entry = continued[-1]
     try:
-        index = Reader(one.path).index
+        index = Reader(entry.path).index
     except (Damage, OSError) as error:
-        return _complain([(one.path, one.damage or str(error))])
+        return _complain([(entry.path, entry.damage or str(error))])
     tensors = inspection.tensors(index, args.tensors)
     if args.tensors and not tensors:
-        raise UserError(f"--tensors: {', '.join(args.tensors)} fits no tensor of {one.path}")
+        raise UserError(f"--tensors: {', '.join(args.tensors)} fits no tensor of {entry.path}")
     if args.json:
-        _print_json({**_plain(one), "tensors": [_plain(tensor) for tensor in tensors]})
+        _print_json({**_plain(entry), "tensors": [_plain(tensor) for tensor in tensors]})
     else:
         print(
-            f"{one.path}\nstep {_step(one)}, {one.kind}, saved {_when(one)}, {plural(one.files, 'file')}, "
-            f"{_size(one.nbytes)}"
+            f"{entry.path}\nstep {_step(entry)}, {entry.kind}, saved {_when(entry)}, {plural(entry.files, 'file')}, "
+            f"{_size(entry.nbytes)}"
         )
-        print(f"layout: {_layout(one)}\n")
+        print(f"layout: {_layout(entry)}\n")
         _print_modules(tensors)
         print()
         rows = [("tensor", "shape", "type", "size", "files", "states")]
@@ -119,7 +119,7 @@ def _show(args: argparse.Namespace) -> int:
             for tensor in tensors
         ]
         _print_table(rows)
-    return _complain([(one.path, one.damage)] if one.damage else [])
+    return _complain([(entry.path, entry.damage)] if entry.damage else [])
 
 
 def _verify(args: argparse.Namespace) -> int:

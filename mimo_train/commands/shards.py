@@ -164,8 +164,8 @@ def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> i
 def _make_demo(args: argparse.Namespace) -> int:
     from data.demo.make import make_demo
 
-    given = {"train_samples": args.samples, "held_out_samples": args.held_out, "seed": args.seed}
-    parameters = {name: value for name, value in given.items() if value is not None}
+    chosen = {"train_samples": args.samples, "held_out_samples": args.held_out, "seed": args.seed}
+    parameters = {name: value for name, value in chosen.items() if value is not None}
     if args.kind == "text" and parameters:
         raise UserError("--samples, --held-out and --seed belong to the other demos; the text demo has a fixed size")
     out = make_demo(args.out, args.kind, **parameters)

@@ -197,12 +197,12 @@ def _misfits(path: Path) -> list[Fault]:
     return _read({key: value for key, value in content.items() if key != "defaults"})[1]
 
 
-def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: Mapping[str, Directory]) -> None:
+def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], directories: Mapping[str, Directory]) -> None:
     """Raise ConfigError if the command line picks a group for a part that comes from a directory."""
     for choice in choices:
         place = choice.partition("=")[0].partition("@")[2]
         if place in replaced:
-            key = found[place.split(".")[1]].key
+            key = directories[place.split(".")[1]].key
             raise ConfigError([Fault(key, f"takes the place of {choice.lstrip('+')}: remove one of them")])
 
 

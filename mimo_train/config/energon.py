@@ -38,9 +38,9 @@ def fill_in_energon(plain: dict[str, Any]) -> None:
         if len(parts) > 1 and (several := [part for part in parts if energon_part(part)]):
             message = f"{several[0]} is an energon dataset, next to other shards: make each a source of data.mix"
             raise ConfigError([Fault(key, message)])
-        folder, own = (energon_part(place[name]) if len(parts) == 1 else None) or (None, "")
+        folder, part_name = (energon_part(place[name]) if len(parts) == 1 else None) or (None, "")
         folders[key] = place, folder
-        if folder is not None and not own:
+        if folder is not None and not part_name:
             place[name] += f":{split}"
     if any(folder for _, folder in folders.values()) and not data.get("fields"):
         _fill_in_fields(data, folders)
@@ -76,26 +76,26 @@ def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:
     else:
         data[key] = ""
         data["mix"] = [
-            {"name": one.name, "shards": one.shards} | ({} if one.weight is None else {"weight": one.weight})
-            for one in sources
+            {"name": item.name, "shards": item.shards} | ({} if item.weight is None else {"weight": item.weight})
+            for item in sources
         ]
 
 
 def _fill_in_fields(data: dict[str, Any], folders: dict[str, tuple[dict[str, Any], Path | None]]) -> None:
     """Set `data.fields` if all datasets agree, else the fields of each source and of each named set. `folders`: key ->
     (dict with the key, the dataset)."""
-    found: dict[str, dict[str, Any]] = {}
+    fields_by_folder: dict[str, dict[str, Any]] = {}
     for key, (_, folder) in folders.items():
         try:
-            found[key] = energon_fields(folder) if folder is not None else {}
+            fields_by_folder[key] = energon_fields(folder) if folder is not None else {}
         except DataError as error:
             raise ConfigError([Fault(key, str(error))]) from error
     named = [key for key, (place, _) in folders.items() if place is not data]
-    unnamed = [key for key in found if key not in named]
+    unnamed = [key for key in fields_by_folder if key not in named]
     first = unnamed[0] if unnamed else ""
-    values = list(found.values())
-    common = values[0] if all(fields == values[0] for fields in values) else found.get(first, {})
-    for key, fields in found.items():
+    values = list(fields_by_folder.values())
+    common = values[0] if all(fields == values[0] for fields in values) else fields_by_folder.get(first, {})
+    for key, fields in fields_by_folder.items():
         place = folders[key][0]
         if fields == common or place.get("fields"):
             continue

@@ -133,12 +133,12 @@ def _plain_matmuls(name: str, spec: PlainSpec, media: Media) -> list[Matmul]:
 def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tuple[str, LayeredSpec, Media]]:
     """Yield (name, encoder, media) of each part of an encoder: all parts get the same images, in one size."""
     parts = spec.parts
-    for part, own in parts.items():
+    for part, spec_of_part in parts.items():
         if len(parts) == 1:
-            yield name, own, media
+            yield name, spec_of_part, media
             continue
-        share = own.most_inner_tokens() / spec.most_inner_tokens()
-        yield f"{name}.{part}", own, replace(media, tokens=media.tokens * share, pairs=media.pairs * share**2)
+        share = spec_of_part.most_inner_tokens() / spec.most_inner_tokens()
+        yield f"{name}.{part}", spec_of_part, replace(media, tokens=media.tokens * share, pairs=media.pairs * share**2)
 
 
 def _layered_matmuls(name: str, spec: LayeredSpec, media: Media) -> list[Matmul]:

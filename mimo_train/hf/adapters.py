@@ -160,7 +160,9 @@ def start_adapter(
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     adapted = adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size).values()
-    built = {".".join(filter(None, (one.linear.name, own))) for one in adapted for own in one.projections}
+    built = {
+        ".".join(filter(None, (item.linear.name, projection))) for item in adapted for projection in item.projections
+    }
     read = {tensor.rpartition(".")[0] for tensor in adapters}
     if built != read:
         first = sorted(built ^ read)[0]
@@ -198,15 +200,18 @@ def unread_tensors(module: ModuleConfig, name: str, weights: WeightMap, loaded: 
         if path not in unread:
             continue
         first = IN_LAYERS.sub(lambda match: match[0].replace(match[1], "0"), path)
-        fitting = max((one for one in named if f".{first}".endswith(f".{one}")), key=len, default="")
+        fitting = max((suffix for suffix in named if f".{first}".endswith(f".{suffix}")), key=len, default="")
         if not fitting:
             raise UserError(f"{folder}: {path} is no layer that can have adapters here: {MERGE}")
-        own = path[len(first) - len(fitting) :]
-        tensors[f"{PREFIX}{spelt(own, loaded)}.lora_{kind}"] = value
+        ending = path[len(first) - len(fitting) :]
+        tensors[f"{PREFIX}{spelt(ending, loaded)}.lora_{kind}"] = value
     return tensors
 
 
 def _as_spelt(part: Part, layers: list[Linear], paths: Collection[str]) -> dict[str, dict[str, Place]]:
     """Return a part's places in the spelling that matches most adapter names: `transformers` versions differ."""
     choices = [places_of(part.weights, spelling, layers) for spelling in part.weights.prefixes]
-    return max(choices, key=lambda one: sum(place.path in paths for own in one.values() for place in own.values()))
+    return max(
+        choices,
+        key=lambda choice: sum(place.path in paths for of_layer in choice.values() for place in of_layer.values()),
+    )

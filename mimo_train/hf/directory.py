@@ -78,7 +78,7 @@ def copy_files(source: Path, to: Path) -> None:
     """Copy a model's files except weights and config.json, readable by versions 4 and 5 of `transformers`."""
     for pattern in COPIED:
         for path in sorted(source.glob(pattern)):
-            if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
+            if path.name != "config.json" and not any(path.match(weights) for weights in WEIGHTS):
                 shutil.copy2(path, to / path.name)
     make_readable_by_version_4(to)
     _name_image_processor(to)
@@ -149,14 +149,14 @@ def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_theta`, `rope_scaling` and, for models with two kinds of layers, `rope_local_base_freq`."""
     if "full_attention" in rope or "sliding_attention" in rope:
-        found = _rope_of_version_4(rope.get("full_attention") or {})
+        full_attention = _rope_of_version_4(rope.get("full_attention") or {})
         local = rope.get("sliding_attention") or {}
-        return found | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
+        return full_attention | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     kind = scaling.get("rope_type", "default")
     plain = kind == "default" and set(scaling) <= {"rope_type"}
-    found = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    return found | {"rope_scaling": None if plain else {**scaling, "type": kind}}
+    full_attention = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return full_attention | {"rope_scaling": None if plain else {**scaling, "type": kind}}
 
 
 _PREFIXED = ("clip_vision_model", "siglip_vision_model")

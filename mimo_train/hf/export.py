@@ -196,12 +196,12 @@ def write_document(
     planned: list[Planned] = []
     for part in document.parts:
         planned += planned_tensors(part, sources[part.module].tensors, kind)
-    own = [pair for whole in document.whole for pair in _planned_in_our_names(whole, sources[whole.module], kind)]
-    planned += [one for one, _ in own]
+    plain = [pair for module in document.whole for pair in _planned_in_our_names(module, sources[module.module], kind)]
+    planned += [tensor for tensor, _ in plain]
     planned += [Planned(extra.name, extra.shape, extra.dtype or kind) for extra in document.extras]
     values = chain(
         *(tensors_of(part, sources[part.module], kind) for part in document.parts),
-        (load() for _, load in own),
+        (load() for _, load in plain),
         (extra.load().to(extra.dtype or kind) for extra in document.extras),
     )
     document.write_files(to)
@@ -218,8 +218,8 @@ def _planned_in_our_names(
     """Yield tensors by our own names, or as renamed by `Whole.rename`."""
     if part.rename is not None:
         names = [name for name in source.tensors if name.startswith(part.begins) and not is_adapter(name)]
-        own = {name.removeprefix(part.begins): source.load(name) for name in names}
-        for name, value in part.rename(source.model, own).items():
+        loaded = {name.removeprefix(part.begins): source.load(name) for name in names}
+        for name, value in part.rename(source.model, loaded).items():
             value = value.to(dtype) if value.is_floating_point() else value
             yield Planned(name, tuple(value.shape), value.dtype), partial(lambda value: value, value)
         return

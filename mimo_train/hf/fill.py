@@ -133,9 +133,9 @@ class Reader(MatchedPart):
         if (len(parameter), parameter.numel() // len(parameter)) == (rows, width):
             return ""
         named_rows = dict.fromkeys(rows.name for rows in rule.rows if rows.name)
-        there = " and ".join(f"{one} {self._stored_shape(one)}" for one in named_rows)
+        in_file = " and ".join(f"{stored_name} {self._stored_shape(stored_name)}" for stored_name in named_rows)
         expected = f"{tuple(parameter.shape)}" + (f" on each of {cut.ranks} ranks" if cut.ranks > 1 else "")
-        return f"{there} there make {rows} x {width}, {name} here is {expected}"
+        return f"{in_file} there make {rows} x {width}, {name} here is {expected}"
 
     def _require_sinusoids(self, name: str) -> None:
         if name not in self.tensors:

@@ -105,7 +105,9 @@ def require_llava(cfg: ConfigContainer) -> None:
         FAMILIES[module.encoder.family].published(module.encoder)
     except EncoderError as error:
         raise NoLlava(f"modules.{name}.encoder: {error}") from error
-    if not cfg.modules[LANGUAGE].pretrained and not [one for one in model_types(cfg.llm) if one not in SCALES_FEATURES]:
+    if not cfg.modules[LANGUAGE].pretrained and not [
+        kind for kind in model_types(cfg.llm) if kind not in SCALES_FEATURES
+    ]:
         raise NoLlava(f"transformers has no such language model: {why_no_family(cfg.llm)}")
 
 

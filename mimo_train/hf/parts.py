@@ -57,7 +57,9 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             config = composite.part(directory.config, name)
             kind, spellings = config["model_type"], composite.language_names or ("",)
             stored = language_keys(config)["vocab_size"]
-            weights, written = (language_map(cfg.llm, rows, kind, there).under(*spellings) for there in (stored, 0))
+            weights, written = (
+                language_map(cfg.llm, rows, kind, language_rows).under(*spellings) for language_rows in (stored, 0)
+            )
             parts.append(Part(name, "", weights, written, *place))
             continue
         parts.append(_encoder_part(name, module.encoder, directory))
@@ -77,7 +79,9 @@ def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str 
     place = f"{ENCODER}{name}." + (f"{part}." if part else "")
     composite = COMPOSITES.get(directory.model_type, Composite(""))
     weights = FAMILIES[spec.family].weight_map(spec)
-    names = [before + own for before in composite.encoder_names for own in weights.prefixes if isinstance(own, str)]
+    names = [
+        before + prefix for before in composite.encoder_names for prefix in weights.prefixes if isinstance(prefix, str)
+    ]
     weights = weights.named(place).under(*names)
     is_whole = directory.model_type not in COMPOSITES
     return Part(name, place if part else ENCODER, weights, weights, directory.folder, directory.key, is_whole)

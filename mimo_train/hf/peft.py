@@ -95,9 +95,9 @@ def write_adapters(
                     f"lora.{name} is {getattr(first, name)} of one module and {getattr(adapted.lora, name)} of "
                     "another: an adapter of PEFT has one for the whole model: make them equal, or give --merge"
                 )
-        own = {**_tensors_of(adapted), **adapted.carried}
-        tensors |= own
-        for path in {key.removeprefix(PREFIX).partition(".lora_")[0] for key in own}:
+        of_module = {**_tensors_of(adapted), **adapted.carried}
+        tensors |= of_module
+        for path in {key.removeprefix(PREFIX).partition(".lora_")[0] for key in of_module}:
             if adapted.lora.rank != first.rank:
                 ranks[re.escape(path)] = adapted.lora.rank
             if adapted.lora.alpha != first.alpha:
@@ -165,19 +165,19 @@ def read_adapter(
             adapter uses an unsupported feature; by name.
     """
     read_config(folder, ())  # reports config errors before tensors are read
-    found = {path: parts for path, parts in _read_tensors(folder).items() if path not in others}
-    lora = read_config(folder, found)
+    tensors = {path: parts for path, parts in _read_tensors(folder).items() if path not in others}
+    lora = read_config(folder, tensors)
     of_path = {
         place.path: (linear, name, place) for linear in linears for name, place in places.get(linear.name, {}).items()
     }
     adapters, targets = {}, set()
-    for path, parts in found.items():
+    for path, parts in tensors.items():
         if path not in of_path:
             raise UserError(
                 f"{folder / WEIGHTS}: {path} is no layer that can have adapters here. {nearest(path, of_path)}"
             )
         linear, projection, place = of_path[path]
-        own = projection if linear.fused else WHOLE
+        key = projection if linear.fused else WHOLE
         shapes = _shapes(linear, projection, lora)
         if parts.keys() != shapes.keys():
             what = " and ".join(_NAMES[name] for name in sorted(parts.keys() ^ shapes.keys()))
@@ -189,10 +189,10 @@ def read_adapter(
                     f"{folder / WEIGHTS}: {path}.{_NAMES[name]} has shape {tuple(tensor.shape)}, and {linear.name} "
                     f"needs {shapes[name]} for it"
                 )
-            adapters[".".join(filter(None, (linear.name, own, name)))] = (
+            adapters[".".join(filter(None, (linear.name, key, name)))] = (
                 tensor if name == "lora_a" else place.ours(tensor)
             )
-        targets.add((linear.name, own))
+        targets.add((linear.name, key))
     lora.targets = _targets(linears, targets)
     return lora, adapters
 
@@ -202,19 +202,21 @@ def _by_projection(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return a linear layer's adapters by projection; with `is_split` a whole-layer adapter is split."""
     names = [name for name, _ in linear.projections]
-    found = {}
+    by_path = {}
     for projection in (WHOLE, *names):
         prefix = ".".join(filter(None, (linear.name, projection)))
-        own = {name: adapters[f"{prefix}.{name}"] for name in ADAPTERS if f"{prefix}.{name}" in adapters}
-        if not own:
+        parts_of_layer = {name: adapters[f"{prefix}.{name}"] for name in ADAPTERS if f"{prefix}.{name}" in adapters}
+        if not parts_of_layer:
             continue
         if projection != WHOLE or not is_split:
-            found[projection] = own
+            by_path[projection] = parts_of_layer
             continue
         rows = FusedRows(linear)
-        parts = {name: rows.split(own[name], names) for name in own if name != "lora_a"}
-        found |= {one: {"lora_a": own["lora_a"], **{name: parts[name][one] for name in parts}} for one in names}
-    return found
+        parts = {name: rows.split(parts_of_layer[name], names) for name in parts_of_layer if name != "lora_a"}
+        by_path |= {
+            one: {"lora_a": parts_of_layer["lora_a"], **{name: parts[name][one] for name in parts}} for one in names
+        }
+    return by_path
 
 
 def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -225,12 +227,12 @@ def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tupl
 
 def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     names = {theirs: ours for ours, theirs in _NAMES.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load_tensors(folder).items():
         match = TENSOR.fullmatch(key)
         assert match is not None, key
-        found.setdefault(match[1], {})[names[match[2]]] = tensor
-    return found
+        tensors.setdefault(match[1], {})[names[match[2]]] = tensor
+    return tensors
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -244,7 +246,7 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
-def _targets(linears: Sequence[Linear], found: set[tuple[str, str]]) -> list[str]:
+def _targets(linears: Sequence[Linear], adapted: set[tuple[str, str]]) -> list[str]:
     """Return `lora.targets` for exactly these (layer, projection): last parts of names if they suffice."""
     paths = {
         (linear.name, projection): name
@@ -253,10 +255,10 @@ def _targets(linears: Sequence[Linear], found: set[tuple[str, str]]) -> list[str
         if not (projection == WHOLE and name != linear.name)
     }
     last = {key: path.rpartition(".")[2] for key, path in paths.items()}
-    short = {last[key] for key in found}
+    short = {last[key] for key in adapted}
     in_layers = {linear.name for linear in linears if linear.layer is not None}
-    if all(name in in_layers for name, _ in found) and found == {
+    if all(name in in_layers for name, _ in adapted) and adapted == {
         key for key in paths if last[key] in short and key[0] in in_layers
     }:
         return sorted(short)
-    return sorted(paths[key] for key in found)
+    return sorted(paths[key] for key in adapted)

@@ -62,9 +62,9 @@ class NodeRendezvous(StaticTCPRendezvous):
         address, port = (nodes.address, nodes.port) if nodes.number > 1 else ("localhost", 0)
         super().__init__(address, port, nodes.node, nodes.number, "", int(JOIN_SECONDS))
         self._start = 0
-        here = f"MASTER_ADDR {address}, MASTER_PORT {port}"
+        place = f"MASTER_ADDR {address}, MASTER_PORT {port}"
         if nodes.number > 1:
-            say(f"node {nodes.node} of {nodes.number} joins at {here}")
+            say(f"node {nodes.node} of {nodes.number} joins at {place}")
         try:
             self._agents = self._open(port)
         except RuntimeError as error:
@@ -74,8 +74,8 @@ class NodeRendezvous(StaticTCPRendezvous):
                     f"{_first_line(error)}. End the program that uses it, or set another MASTER_PORT on all nodes."
                 ) from error
             raise UserError(
-                f"{here}: node 0 did not answer within {JOIN_SECONDS:g} s ({_first_line(error)}). Check both variables "
-                "and that node 0 has started."
+                f"{place}: node 0 did not answer within {JOIN_SECONDS:g} s ({_first_line(error)}). Check both "
+                "variables and that node 0 has started."
             ) from error
         if self._agents.add(f"node {nodes.node}", 1) > 1:
             raise UserError(

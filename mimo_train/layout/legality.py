@@ -42,12 +42,12 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     """Yield faults of the parallel sizes of an encoder whose own sizes have none; `key`: of its module."""
     layout, encoder = module.layout, module.encoder
     if isinstance(encoder, PlainSpec):
-        whole = f"encoder.family {encoder.family} is a torch module that every rank has as a whole"
+        plain = f"encoder.family {encoder.family} is a torch module that every rank has as a whole"
         for axis in ("tp", "pp"):
             if (size := getattr(layout, axis)) > 1:
                 yield Fault(
                     f"{key}.layout.{axis}",
-                    f"{whole}, without Megatron-Core's layers: {axis} is {size}, set it to 1 and raise dp "
+                    f"{plain}, without Megatron-Core's layers: {axis} is {size}, set it to 1 and raise dp "
                     "(docs/your-encoder.md)",
                 )
         yield from _axis_faults(layout, key)

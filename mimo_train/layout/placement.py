@@ -222,14 +222,14 @@ def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[F
     names = list(spans)
     for index, name in enumerate(names):
         for other in names[:index]:
-            one, two = cfg.modules[name].layout, cfg.modules[other].layout
-            same = (one.tp, one.dp, one.cp) == (two.tp, two.dp, two.cp)
+            first, second = cfg.modules[name].layout, cfg.modules[other].layout
+            same = (first.tp, first.dp, first.cp) == (second.tp, second.dp, second.cp)
             if set(spans[name]) & set(spans[other]) and not same and (dropout[name] or dropout[other]):
                 yield Fault(
                     f"modules.{name}.layout",
-                    f"{name} (tp {one.tp}, dp {one.dp}) shares ranks with {other} (tp {two.tp}, dp {two.dp}), and "
-                    f"there is dropout ({name} {dropout[name]}, {other} {dropout[other]}): set it to 0, or give both "
-                    "the same tp and dp, or other ranks",
+                    f"{name} (tp {first.tp}, dp {first.dp}) shares ranks with {other} (tp {second.tp}, dp "
+                    f"{second.dp}), and there is dropout ({name} {dropout[name]}, {other} {dropout[other]}): "
+                    "set it to 0, or give both the same tp and dp, or other ranks",
                 )
 
 

@@ -163,15 +163,15 @@ class Adaptable:
             for name, parameter, dim in self._named(holder):
                 yield projection, f"{projection}.{name}".removeprefix("."), parameter, dim
 
-    def own_part(self, whole: torch.Tensor, projection: str, dim: int | None) -> torch.Tensor:
+    def own_part(self, full: torch.Tensor, projection: str, dim: int | None) -> torch.Tensor:
         """Return this rank's part of a whole parameter that tensor parallelism cuts along `dim`."""
         tp, rank = self.tp_group.size(), self.tp_group.rank()
         if dim is None or tp == 1:
-            return whole
+            return full
         if projection == WHOLE and dim == 0 and self._rows.interleaved:
-            each = FusedRows(self.linear).split(whole, [name for name, _ in self.linear.projections])
+            each = FusedRows(self.linear).split(full, [name for name, _ in self.linear.projections])
             return self._rows.join({name: rows.chunk(tp)[rank] for name, rows in each.items()}, dim=0, fill=0.0)
-        return whole.chunk(tp, dim)[rank]
+        return full.chunk(tp, dim)[rank]
 
     def _hidden(self, inputs: torch.Tensor, cut: bool) -> torch.Tensor:
         """Return A x of all adapters together, [S, B, R], of this rank alone. All adapters share one dropout mask.

@@ -66,11 +66,13 @@ def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> d
     defaults = _PREPROCESSING | {"resample": 2, "patch_size": 16, "max_num_patches": 256}
     if not preprocessor:
         defaults["patch_size"] = values["patch_size"]
-    own = ConfigFile("preprocessor_config.json", preprocessor.get("image_processor") or preprocessor, defaults)
-    own.require(patch_size=values["patch_size"])
-    images = image_values({**preprocessor, "resample": own["resample"]}, defaults, 0, any_size=True)
+    preprocessor_file = ConfigFile(
+        "preprocessor_config.json", preprocessor.get("image_processor") or preprocessor, defaults
+    )
+    preprocessor_file.require(patch_size=values["patch_size"])
+    images = image_values({**preprocessor, "resample": preprocessor_file["resample"]}, defaults, 0, any_size=True)
     picked = {name: images[name] for name in ("interpolation", "pixel_mean", "pixel_std")}
-    sizes = {"image_size": side * values["patch_size"], "max_patches": own["max_num_patches"]}
+    sizes = {"image_size": side * values["patch_size"], "max_patches": preprocessor_file["max_num_patches"]}
     return {"family": "siglip2", **values, **sizes, **picked}
 
 

@@ -48,17 +48,20 @@ def read(
     file.require(apply_spec_augment=False)
     preprocessor = preprocessor.get("feature_extractor") or preprocessor
     mels = file["num_mel_bins"]
-    own = ConfigFile("preprocessor_config.json", preprocessor, _PREPROCESSING | {"feature_size": mels})
+    preprocessor_file = ConfigFile("preprocessor_config.json", preprocessor, _PREPROCESSING | {"feature_size": mels})
     # The bands of its filters end at 8000 Hz at any rate; ours end at half of the rate.
-    own.require(feature_size=mels, dither=0.0, sampling_rate=16000)
+    preprocessor_file.require(feature_size=mels, dither=0.0, sampling_rate=16000)
     return {
         "family": "whisper",
-        "sample_rate": own["sampling_rate"],
-        "max_seconds": 2 * own["hop_length"] * file["max_source_positions"] / own["sampling_rate"],
+        "sample_rate": preprocessor_file["sampling_rate"],
+        "max_seconds": 2
+        * preprocessor_file["hop_length"]
+        * file["max_source_positions"]
+        / preprocessor_file["sampling_rate"],
         "pad_clips": True,
         "num_mels": mels,
-        "window": own["n_fft"],
-        "hop": own["hop_length"],
+        "window": preprocessor_file["n_fft"],
+        "hop": preprocessor_file["hop_length"],
         "hidden_size": file["d_model"],
         "num_layers": file["encoder_layers"],
         "num_attention_heads": file["encoder_attention_heads"],

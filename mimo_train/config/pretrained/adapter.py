@@ -196,7 +196,7 @@ def _common_value(file: Path, config: Mapping[str, Any], key: str, pattern: str,
 
 
 def _targets(paths: Iterable[str], layers: int) -> list[str]:
-    found: dict[str, set[int]] = {}
+    numbers_by_name: dict[str, set[int]] = {}
     targets = []
     for path in paths:
         last, number = path.rpartition(".")[2], IN_LAYERS.search(path)
@@ -207,8 +207,8 @@ def _targets(paths: Iterable[str], layers: int) -> list[str]:
         name = _LAST.get(last, last)
         if number is None or name not in _OURS:
             raise UserError(f"{path} is no layer that can have adapters here: {MERGE}")
-        found.setdefault(name, set()).add(int(number[1]))
-    for name, numbers in found.items():
+        numbers_by_name.setdefault(name, set()).add(int(number[1]))
+    for name, numbers in numbers_by_name.items():
         has_all_layers = numbers == set(range(layers))
         targets += [name] if has_all_layers else [f"*.layers.{number}.*{name}" for number in sorted(numbers)]
     return sorted(targets)

@@ -102,7 +102,7 @@ def _directory_keys(plain: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str
     for name, module in modules.items() if isinstance(modules, dict) else ():
         if isinstance(module, dict):
             yield module, "pretrained", f"modules.{name}.pretrained"
-            for part, keys in (("lora", ("adapter",)), ("encoder", [f"{one}_pretrained" for one in JOINED])):
+            for part, keys in (("lora", ("adapter",)), ("encoder", [f"{joined}_pretrained" for joined in JOINED])):
                 if isinstance(module.get(part), dict):
                     yield from ((module[part], key, f"modules.{name}.{part}.{key}") for key in keys)
 

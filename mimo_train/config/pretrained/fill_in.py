@@ -81,7 +81,10 @@ def _misshapen(plain: Mapping[str, Any]) -> Iterator[Fault]:
         if isinstance(module, Mapping):
             prefix = f"modules.{name}"
             yield from _misfits(module, prefix, ("encoder", "projector", "llm", "lora", "placeholder"), ("pretrained",))
-            for part, texts in (("lora", ("adapter",)), ("encoder", tuple(f"{one}_pretrained" for one in JOINED))):
+            for part, texts in (
+                ("lora", ("adapter",)),
+                ("encoder", tuple(f"{joined}_pretrained" for joined in JOINED)),
+            ):
                 if isinstance(module.get(part), Mapping):
                     yield from _misfits(module[part], f"{prefix}.{part}", (), texts)
 
@@ -112,10 +115,10 @@ def pretrained_folders(cfg: ConfigContainer) -> dict[str, str]:
     return folders
 
 
-def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
+def replaced_parts(directories: Mapping[str, Directory]) -> list[str]:
     """Return the keys of the parts that come from directories; group choices for these parts are ignored."""
     parts = []
-    for name, directory in found.items():
+    for name, directory in directories.items():
         if name == LANGUAGE:
             parts.append(f"modules.{name}.llm")
             continue
@@ -151,21 +154,21 @@ def has_projector(directory: Directory) -> bool:
     return directory.model_type in COMPOSITES and COMPOSITES[directory.model_type].projector is not None
 
 
-def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_is_given: bool) -> None:
+def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, tokenizer_is_given: bool) -> None:
     """Set the keys of every module with a directory; keys that are set already must agree.
 
     Raises:
         ConfigError: an unsupported family, or keys that contradict the directory, with both values.
     """
     faults: list[Fault] = []
-    for name, directory in found.items():
+    for name, directory in directories.items():
         module = plain["modules"][name] = dict(plain["modules"][name] or {})
         module["pretrained"] = str(directory.folder)
         for part, keys in _parts(name, directory).items():
             values = dict(module.get(part) or {})
             faults += _contradictions(f"modules.{name}.{part}", part, values, keys, directory)
             module[part] = {**keys, **values}
-        if name != LANGUAGE and LANGUAGE in found and found[LANGUAGE].folder == directory.folder:
+        if name != LANGUAGE and LANGUAGE in directories and directories[LANGUAGE].folder == directory.folder:
             keys, values = (
                 _placeholder(directory),
                 {name: text for name, text in (module.get("placeholder") or {}).items() if text},
@@ -175,7 +178,7 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
         faults += _fill_in_adapter(name, module, directory)
         if name == LANGUAGE:
             faults += _frozen_rows(module, _parts(name, directory)["llm"]["vocab_size"], directory)
-    language = found.get(LANGUAGE)
+    language = directories.get(LANGUAGE)
     if language is not None and not tokenizer_is_given:
         if not language.has_tokenizer:
             text = (
@@ -191,11 +194,11 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
 
 def _frozen_rows(module: Mapping[str, Any], rows: int, directory: Directory) -> Iterator[Fault]:
     """Yield the fault of embedding rows added next to adapters, which freeze the embedding: they would stay random."""
-    given, rank = module["llm"]["vocab_size"], (module.get("lora") or {}).get("rank")
-    if isinstance(given, int) and isinstance(rank, int) and rank > 0 and given > rows:
+    vocab_size, rank = module["llm"]["vocab_size"], (module.get("lora") or {}).get("rank")
+    if isinstance(vocab_size, int) and isinstance(rank, int) and rank > 0 and vocab_size > rows:
         yield Fault(
             f"modules.{LANGUAGE}.llm.vocab_size",
-            f"adds {given - rows} rows to the {rows} of {directory.folder}, and they would stay random: "
+            f"adds {vocab_size - rows} rows to the {rows} of {directory.folder}, and they would stay random: "
             f"modules.{LANGUAGE}.lora.rank {rank} freezes the embedding. Use a tokenizer with at most {rows} tokens of "
             f"text, set modules.{LANGUAGE}.lora.rank=0, or train the rows first without adapters and export that model",
         )
@@ -350,15 +353,15 @@ def _spec(part: str, keys: Mapping[str, Any]) -> type:
     return specs.get(part) or (FAMILIES[keys["family"]].spec if part == "encoder" else PlaceholderConfig)
 
 
-def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
+def _are_alike(configured: Any, value: Any, spec: type, key: str) -> bool:
     """True if two values of a field of `spec` are equal, with defaults for missing keys (a saved config has all)."""
-    if given == value or not (isinstance(given, Mapping) and isinstance(value, Mapping)):
-        return bool(given == value)
+    if configured == value or not (isinstance(configured, Mapping) and isinstance(value, Mapping)):
+        return bool(configured == value)
     made = next(field.default_factory for field in fields(spec) if field.name == key)
     default = made() if made is not MISSING else None
     if not is_dataclass(default) or isinstance(default, type):
         return False
-    return {**asdict(default), **given} == {**asdict(default), **value}
+    return {**asdict(default), **configured} == {**asdict(default), **value}
 
 
 def _enlarges(part: str, key: str, values: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:

@@ -186,24 +186,24 @@ def user_turn(text: str, media: Sequence[Medium]) -> Turn:
     """
     # A command-line argument may hold bytes that are not text.
     text = text.encode("utf-8", "replace").decode()
-    given = Counter(medium.kind for medium in media)
+    number_of_kind = Counter(medium.kind for medium in media)
     try:
-        counts = {kind: given[kind] for kind in NAMES}
+        counts = {kind: number_of_kind[kind] for kind in NAMES}
         text = with_our_markers([{"from": "human", "value": text}], "from", "value", counts)[0]["value"]
     except RecordError as error:
         raise UserError(f"the message{error}") from None
-    parts = with_media(text, given)
+    parts = with_media(text, number_of_kind)
     if marker := unknown_marker(text, MARKERS):
         raise UserError(f"the message has {marker}, and no model here takes what it marks: leave it out")
     marked = Counter(part.kind for part in parts)
-    if len(given) > 1 and not any(part.kind != "text" for part in split_markers(text)):
+    if len(number_of_kind) > 1 and not any(part.kind != "text" for part in split_markers(text)):
         # Without markers, media keep the order in which they are given.
         places = iter(Part(medium.kind) for medium in media)
         parts = tuple(part if part.kind == "text" else next(places) for part in parts)
     for marker, kind in MARKERS.items():
-        if marked[kind] != given[kind]:
+        if marked[kind] != number_of_kind[kind]:
             raise UserError(
-                f"the message has {marked[kind]} {marker}, and {plural(given[kind], NAMES[kind])} given: give as many, "
-                f"or leave all marks out for {NAMES[kind]}s before the text"
+                f"the message has {marked[kind]} {marker}, and {plural(number_of_kind[kind], NAMES[kind])} given: "
+                f"give as many, or leave all marks out for {NAMES[kind]}s before the text"
             )
     return Turn("user", parts)

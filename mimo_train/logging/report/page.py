@@ -170,8 +170,8 @@ def token_runs(
         else:
             # A tokenizer may drop the space before the first word that it decodes.
             before, text_ids = shown(text_ids), text_ids + run
-            whole = shown(text_ids)
-            text = whole.removeprefix(before) if whole.startswith(before) else shown(run)
+            full_text = shown(text_ids)
+            text = full_text.removeprefix(before) if full_text.startswith(before) else shown(run)
         runs.append(TokenRun(text, name, len(run)))
     return runs
 

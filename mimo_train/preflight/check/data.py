@@ -233,13 +233,13 @@ def _add_demo_held_out(report: Report, cfg: ConfigContainer) -> None:
     )
 
 
-def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Samples) -> None:
+def add_leakage(report: Report, held_out_set: HeldOutSet, dataset: Samples, held_out: Samples) -> None:
     """Warn of held-out samples of `data.validation_fraction` whose media occur in other training samples, as with
     several questions about one image. Only samples of shards are compared.
 
     Args:
         dataset: the training samples.
-        held_out: the samples of the set `one`.
+        held_out: the samples of the set.
 
     Raises:
         DataError: shards cannot be read.
@@ -251,12 +251,12 @@ def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Sam
         return
     shared = shared_media(dataset, held_out, COMPARED_SAMPLES)
     if shared.samples:
-        of = f" of {one.name}" if one.name else ""
+        of = f" of {held_out_set.name}" if held_out_set.name else ""
         least = "" if shared.is_whole else "at least "
         report.warnings.append(
-            f"{one.key}: {least}{shared.samples:,} of {shared.of:,} held-out samples{of} have an image or clip that "
-            "is trained on, in another sample: their loss does not tell what the model makes of new ones; hold them "
-            "out by image, with data.validation_shards"
+            f"{held_out_set.key}: {least}{shared.samples:,} of {shared.of:,} held-out samples{of} have an image or "
+            "clip that is trained on, in another sample: their loss does not tell what the model makes of new "
+            "ones; hold them out by image, with data.validation_shards"
         )
 
 

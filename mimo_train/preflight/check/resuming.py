@@ -81,10 +81,10 @@ def add_run_dir(
             code_names = [name for names in code_named(to_dict(cfg)).values() for name in names]
             _note(report, checkpoint, record, layout, code_names)
             # Without data, the steps of train.epochs are unknown; a checkpoint records them.
-            known = not resume_errors and (cfg.train.iters or not cfg.train.epochs)
-            if known and record.get("step", 0) >= cfg.train.iters:
+            is_length_known = not resume_errors and (cfg.train.iters or not cfg.train.epochs)
+            if is_length_known and record.get("step", 0) >= cfg.train.iters:
                 report.warnings.append(all_made(cfg.train, record["step"]))
-            if known and (changes := config_changes(checkpoint, record, cfg)):
+            if is_length_known and (changes := config_changes(checkpoint, record, cfg)):
                 report.notes.append(f"results will differ from the original run from there on: {changes}")
             if not resume_errors and (unread := unread_weights(checkpoint, record, cfg)):
                 report.warnings.append(unread)
@@ -109,10 +109,10 @@ def add_run_dir(
         report.faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
 
 
-def _add_base(report: Report, checkpoint: Place, given: str = "") -> None:
+def _add_base(report: Report, checkpoint: Place, weights: str = "") -> None:
     """Report faults of the checkpoint with the weights that another one leaves out. Arguments as in `base_of`."""
     try:
-        base = base_of(checkpoint, given)
+        base = base_of(checkpoint, weights)
         if base is not None:
             folders.require_files(base)
     except UserError as error:

@@ -311,7 +311,7 @@ def _add_text_remarks(report: Report, samples: str, texts: Sequence[TextSample],
 
     Args:
         samples: format string for the number of samples.
-        texts: texts of inspected samples, see `data.samples.Samples.inspects`.
+        texts: texts of inspected samples, see `data.samples.protocol.Samples.inspects`.
     """
     special = [text.special_text for text in texts if text.special_text]
     if special:

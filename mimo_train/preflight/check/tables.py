@@ -212,9 +212,9 @@ def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
     """Add one row per range of equal ranks; ranks are the launcher's, idle ones included."""
     node = cfg.placement.ranks_per_node
     rows = []
-    for here, span in _spans(layout):
+    for modules, span in _spans(layout):
         where = (span_text(range(span[0] // node, span[-1] // node + 1)),) if node else ()
-        rows.append((span_text(span), *where, here))
+        rows.append((span_text(span), *where, modules))
     notes = [_route(layout, edge) for edge in layout.edges]
     moved = moved_for_nodes(cfg)
     if moved:
@@ -229,13 +229,13 @@ def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
 
 def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
     """Yield ranges of processes with equal modules, and the names of these."""
-    here: dict[int, list[str]] = {process: [] for process in range(layout.processes[-1] + 1)}
+    modules: dict[int, list[str]] = {process: [] for process in range(layout.processes[-1] + 1)}
     for module in layout.modules.values():
         for stage in range(module.pp):
             title = module.stage_name(stage)
             for process in layout.processes_of(module.stage_ranks(stage)):
-                here[process].append(title)
-    for titles, processes in groupby(here, lambda process: here[process]):
+                modules[process].append(title)
+    for titles, processes in groupby(modules, lambda process: modules[process]):
         numbers = [*processes]
         yield " + ".join(titles) or "idle", range(numbers[0], numbers[-1] + 1)
 

@@ -180,8 +180,8 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: di
     # Backends differ in the maximum with NaN, so NaN and missing values are sent as flags.
     message = torch.tensor([value, stat is not None, is_nan], dtype=torch.float64, device=device.current())
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mp_group)
-    largest, found, any_nan = message.tolist()
-    return (math.nan if any_nan else largest) if found else None
+    largest, number, any_nan = message.tolist()
+    return (math.nan if any_nan else largest) if number else None
 
 
 def logical_and_across_model_parallel_group(input: bool, mp_group: dist.ProcessGroup) -> bool:

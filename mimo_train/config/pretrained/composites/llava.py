@@ -86,13 +86,15 @@ def tower_keys(config: Mapping[str, Any], spec: type, tower: Mapping[str, Any]) 
 def _layer(file: ConfigFile, layers: int) -> int:
     """Return the feature layer, counted from the last one. config.json has its index in the list of hidden states,
     whose first entry is the input of the layers."""
-    given = file["vision_feature_layer"]
-    numbers = given if isinstance(given, list) else [given]
+    feature_layer = file["vision_feature_layer"]
+    numbers = feature_layer if isinstance(feature_layer, list) else [feature_layer]
     if len(numbers) != 1:
-        raise EncoderError(f"config.json: vision_feature_layer is {given}, and only one layer can be read")
+        raise EncoderError(f"config.json: vision_feature_layer is {feature_layer}, and only one layer can be read")
     layer = numbers[0] if numbers[0] < 0 else numbers[0] - layers - 1
     if not -layers <= layer <= -1:
-        raise EncoderError(f"config.json: vision_feature_layer is {given}, and the tower has {plural(layers, 'layer')}")
+        raise EncoderError(
+            f"config.json: vision_feature_layer is {feature_layer}, and the tower has {plural(layers, 'layer')}"
+        )
     return layer
 
 

@@ -26,10 +26,10 @@ class QwenVl(Composite):
         if name != LANGUAGE:
             return {**config.get(self.encoder, {}), "model_type": f"{kind}_vision"}
         inner = config.get(self.language)
-        found = {key: value for key, value in config.items() if key != self.encoder} if inner is None else dict(inner)
+        keys = {key: value for key, value in config.items() if key != self.encoder} if inner is None else dict(inner)
         # `transformers` ties the embeddings if either sets it.
-        found["tie_word_embeddings"] = any(part.get("tie_word_embeddings", False) for part in (config, found))
-        return {**found, "model_type": f"{kind}_text"}
+        keys["tie_word_embeddings"] = any(part.get("tie_word_embeddings", False) for part in (config, keys))
+        return {**keys, "model_type": f"{kind}_text"}
 
 
 def _projector(width: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
