@@ -236,7 +236,8 @@ class RunLock(_Lock):
             if self._is_mine(self._read()[0]):
                 self._file.truncate(0)  # the next holder need not wait for a heartbeat
         finally:
-            self._file.close()
+            with self._file, suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing it is not enough if a forked process has it open
 
 
 class ObjectLock(_Lock):

@@ -93,6 +93,14 @@ def test_a_second_lock_of_the_same_process_is_refused_until_the_first_is_closed_
     RunLock(tmp_path).close()
 
 
+def test_a_forked_process_does_not_keep_a_closed_lock(tmp_path):
+    lock = RunLock(tmp_path)
+    inherited = os.dup(lock._file.fileno())  # as a fork has it
+    lock.close()
+    RunLock(tmp_path).close()
+    os.close(inherited)
+
+
 def test_reading_the_file_does_not_let_another_process_in(tmp_path):
     lock = RunLock(tmp_path)
     (tmp_path / LOCK_FILE).read_text()
