@@ -246,14 +246,6 @@ class Source:
             require_learnable(parse, where)
             if not items and is_json:
                 require_no_media(_parsed(raw, is_json, where), {}, where, None)
-        # A shard's members are sorted by name; number named media to keep their order.
-        by_name = sorted(names)
-        after = arrange(tuple(by_name))
-        order = [by_name[at] for at, kind in zip(after.order, after.kinds, strict=True) if kind in READABLE]
-        if order != [item.extension for item in items]:
-            places = [at for at, member in enumerate(members) if member.kind in READABLE]
-            for number, at in enumerate(places):
-                names[at] = f"{number:03d}.{names[at]}"
         return Sample(list(zip(names, written, strict=True)), [item.kind for item in items], notes)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -117,17 +116,14 @@ def write_shard(path: Path, samples: Iterable[Sequence[tuple[str, bytes]]]) -> N
     Raises:
         OSError: the file cannot be written.
     """
-    from webdataset import ShardWriter
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    # `keep_meta`: names of members may begin with "_".
-    plain = {"encoder": False, "keep_meta": True, "mode": 0o644, "mtime": 0, "user": "", "group": ""}
-    with (
-        replacing(path, buffer=1 << 20) as file,
-        ShardWriter("%d", sys.maxsize, sys.maxsize, verbose=0, opener=lambda _: file, **plain) as writer,
-    ):
+    # webdataset's writer sorts members, which may be in the order of their placeholders, and drops names with "_".
+    with replacing(path, buffer=1 << 20) as file, tarfile.open(fileobj=file, mode="w|") as tar:
         for row, members in enumerate(samples):
-            writer.write({"__key__": f"{row:06d}", **dict(members)})
+            for extension, content in members:
+                info = tarfile.TarInfo(f"{row:06d}.{extension}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
 
 
 def tar_bytes(size: int) -> int:

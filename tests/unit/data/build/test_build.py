@@ -45,7 +45,7 @@ def test_every_record_and_file_is_in_its_sample(lines, media, tmp_path):
     (sample, *_) = webdataset.WebDataset(str(shard), shardshuffle=False)
     assert sample["png"] == (media / "a/one.PNG").read_bytes()  # as it was, byte by byte
     with tarfile.open(shard) as tar:
-        assert [member.name for member in tar][:2] == ["000000.json", "000000.png"]
+        assert [member.name for member in tar][:2] == ["000000.png", "000000.json"]
 
 
 def test_held_out_records_are_in_no_training_shard(media, tmp_path):

@@ -25,10 +25,12 @@ def test_samples_are_read_as_they_were_written_and_have_the_same_bytes_each_time
     assert len(open_index(tmp_path / "y.tar")) == len(SIZES)
 
 
-def test_names_that_begin_with_an_underscore_are_written(tmp_path):
-    write_shard(tmp_path / "x.tar", [[("_left.png", b"left"), ("_right.png", b"right"), ("txt", b"caption")]])
+def test_members_keep_their_order_and_names(tmp_path):
+    """The order is that of placeholders; webdataset's writer sorts, and drops names with an underscore in front."""
+    members = [("right.png", b"1"), ("left.png", b"2"), ("_depth.png", b"3"), ("json", b"{}")]
+    write_shard(tmp_path / "x.tar", [members])
     with tarfile.open(tmp_path / "x.tar") as tar:
-        assert tar.getnames() == ["000000._left.png", "000000._right.png", "000000.txt"]
+        assert tar.getnames() == [f"000000.{extension}" for extension, _ in members]
 
 
 def test_the_bytes_of_a_member_in_a_shard_are_known(tmp_path):
