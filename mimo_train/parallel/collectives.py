@@ -1,7 +1,8 @@
-"""Collectives: record each one, and agree on errors.
+"""Collectives: record each one, skip those of single-rank groups, and agree on errors.
 
 torch 2.11 has its own recorder of messages, but without point-to-point messages for gloo, and its file is a pickle.
-`Work` takes no attributes, so works are identified by `id`.
+`Work` takes no attributes, so works are identified by `id`. Megatron-Core 0.19.2 also reduces over groups of one rank,
+7 times in a step of the demo with one process; gloo copies there.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,6 +106,65 @@ def _bytes(arguments: tuple) -> int:
     if isinstance(first, list):
         return sum(tensor.nbytes for tensor in first if isinstance(tensor, torch.Tensor))
     return first.nbytes if isinstance(first, torch.Tensor) else 0
+
+
+_SAME_REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+"""Reductions that return a single operand unchanged; `PREMUL_SUM` does not."""
+
+_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "barrier")
+"""Operations that write their result into their input tensors."""
+
+_INTO_FIRST = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
+)
+"""Operations with outputs and inputs of equal sizes: one tensor each, or lists."""
+
+_has_single_rank: list[bool] = []
+
+
+class Done(dist.Work):
+    """The work of a completed operation."""
+
+    def wait(self, *_: Any, **__: Any) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+def return_at_once() -> None:
+    """Skip collectives on single-rank groups, in all process groups."""
+    if _has_single_rank:
+        return
+    _has_single_rank.append(True)
+    for name in (*_IN_PLACE, *_INTO_FIRST):
+        setattr(dist.ProcessGroup, name, _unless_alone(getattr(dist.ProcessGroup, name), copies=name in _INTO_FIRST))
+
+
+def _unless_alone(original: Callable, copies: bool) -> Callable:
+    def call(group: Any, *arguments: Any, **options: Any) -> Any:
+        if group.size() > 1 or not _is_same((*arguments, *options.values())):
+            return original(group, *arguments, **options)
+        if copies:
+            outputs, inputs = (each if isinstance(each, list) else [each] for each in arguments[:2])
+            for output, value in zip(outputs, inputs, strict=True):
+                if output.data_ptr() != value.data_ptr():
+                    output.copy_(value.view_as(output))
+        return Done()
+
+    return call
+
+
+def _is_same(arguments: tuple) -> bool:
+    """True if an operation with these options returns its input."""
+    operation = getattr(arguments[-1], "reduceOp", None) if arguments else None
+    # `in` would compare in the other direction: only the option's operation equals a member.
+    return operation is None or any(operation == same for same in _SAME_REDUCTIONS)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.communicator import ModuleCommunicator, TextShapes, TimedP2PCommunicator
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, features_width
-from mimo_train.parallel.collectives import record_messages
+from mimo_train.parallel.collectives import record_messages, return_at_once
 from mimo_train.parallel.groups import RunGroups, build_groups
 
 
@@ -209,6 +209,7 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
         for remark in devices.remarks(overlaps) if chosen.kind == "cuda" else filter(None, [chosen.remark]):
             show(remark)
     record_messages()
+    return_at_once()
     if chosen.kind == "cuda":
         RECORDER.queued()
     if not dist.is_initialized():
