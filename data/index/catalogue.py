@@ -13,7 +13,7 @@ from data.index.index_file import STAMP, IndexFile, Located, by_folder
 from data.index.indexing import FolderIndex, Progress
 from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex
 from data.storage.files import RETRIES, ShardVersion
-from data.storage.url import Place, Url, place_of
+from data.storage.url import Place
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,6 @@ def open_catalogue(
         located.add(folder.opened(), numbers)
         errors |= {numbers[shard]: error for shard, error in folder.errors.items()}
     return Catalogue(shards, located, errors)
-
-
-def open_index(
-    shard: str | os.PathLike[str] | Url, cache_dir: str | os.PathLike[str] | None = None, retries: int = RETRIES
-) -> ShardIndex:
-    """Open the index of one shard. See `open_catalogue`."""
-    return open_catalogue([place_of(shard)], cache_dir, retries).index(0)
 
 
 def _records(file: IndexFile, starts: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.index.catalogue import open_index
 from data.index.index_file import catalogue_path
 from data.index.indexing import build_index
 from data.text.tokens import build_tokenizer
@@ -31,6 +30,7 @@ from tests.records import write_record
 from tests.tars import write_tar
 from tests.unit.checkpoint.format.test_files import written
 from tests.unit.configs import load
+from tests.unit.data.helpers import open_index
 
 
 class Hostile:

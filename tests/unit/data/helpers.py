@@ -6,7 +6,9 @@ import json
 import numpy as np
 from PIL import Image
 
+from data.index.catalogue import open_catalogue
 from data.pipeline import Media
+from data.storage.url import place_of
 
 
 def encode_image(height, width, kind="JPEG", value=None, seed=0, orientation=None):
@@ -55,3 +57,8 @@ def media_of(data, number, module):
     if bad is not None:
         data.bad_samples.record(bad)
     return items
+
+
+def open_index(shard, *arguments, **options):
+    """The index of one shard. See `open_catalogue`."""
+    return open_catalogue([place_of(shard)], *arguments, **options).index(0)

@@ -10,13 +10,12 @@ from data.demo import make as demo
 from data.demo.make import make_demo
 from data.demo.samples import load_scans
 from data.errors import DataError
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from data.pipeline import Batching, Reader, ShardDataset, StepLoader
 from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, images, media_of, prompt_and_truth, text_of
+from tests.unit.data.helpers import chat, images, media_of, open_index, prompt_and_truth, text_of
 
 SMALL = {"train_samples": 1500, "held_out_samples": 768, "shards": 3}
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from data.errors import DataError, NotDownloaded
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from tests.tars import write_tar
 from tests.unit.data.build.helpers import ORDERED, build, found, image
+from tests.unit.data.helpers import open_index
 
 
 def test_hidden_files_are_skipped_at_any_depth(tmp_path):

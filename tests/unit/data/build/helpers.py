@@ -10,11 +10,10 @@ import soundfile
 from data.build.build import Settings, build_shards
 from data.build.find import find_source
 from data.build.samples import Columns
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from data.samples.verify import check_sample
 from data.storage.reader import ShardReader
-from tests.unit.data.helpers import encode_image
+from tests.unit.data.helpers import encode_image, open_index
 
 TALK = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "Ein Hügel."}]
 TWO = [{"from": "human", "value": "<image><image>Which is larger?"}, {"from": "gpt", "value": "The second."}]

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from mimo_train.cli import main
 from tests.indexed import texts, write_indexed
 from tests.tars import write_tar
 from tests.unit.config.test_energon import energon
 from tests.unit.data.build.test_build import hugging_face
-from tests.unit.data.helpers import encode_image
+from tests.unit.data.helpers import encode_image, open_index
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
 PART = DOCUMENT.partition("## What you have\n")[2].partition("\n## ")[0]

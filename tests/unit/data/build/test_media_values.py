@@ -8,7 +8,6 @@ import pytest
 
 from data.build.build import Settings
 from data.errors import DataError
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from data.media.decode import decode_audio
 from data.storage.reader import ShardReader
@@ -16,6 +15,7 @@ from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.build.helpers import build, clip, found, image, media_folder, written
 from tests.unit.data.build.test_build import hugging_face
+from tests.unit.data.helpers import open_index
 
 PNG = base64.b64encode(image(8)).decode()
 FLAC = base64.b64encode(clip(800)).decode()

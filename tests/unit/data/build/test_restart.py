@@ -10,7 +10,6 @@ import pytest
 
 from data.build.build import Settings
 from data.errors import DataError
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from tests.tars import write_tar
 from tests.unit.data.build.helpers import (
@@ -22,6 +21,7 @@ from tests.unit.data.build.helpers import (
     media_folder,
     written,
 )
+from tests.unit.data.helpers import open_index
 
 
 @pytest.fixture

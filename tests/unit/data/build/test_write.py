@@ -7,8 +7,8 @@ import tarfile
 import pytest
 import webdataset
 
-from data.index.catalogue import open_index
 from data.storage.tar import tar_bytes, write_shard
+from tests.unit.data.helpers import open_index
 
 SIZES = [0, 1, 511, 512, 513, 20_000, (1 << 20) + 513]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from data.errors import DataError, ShardError
-from data.index.catalogue import open_catalogue, open_index
+from data.index.catalogue import open_catalogue
 from data.index.find_shards import find_shards
 from data.index.index_file import FolderFile, catalogue_path, load_file, write_file
 from data.index.indexing import build_index
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image
+from tests.unit.data.helpers import chat, encode_image, open_index
 
 
 @pytest.fixture

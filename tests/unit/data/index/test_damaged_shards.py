@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 from data.errors import DataError, ReadError, ShardError
-from data.index.catalogue import open_catalogue, open_index
+from data.index.catalogue import open_catalogue
 from data.index.find_shards import find_shards
 from data.index.index_file import catalogue_path
 from data.index.indexing import build_index
@@ -16,6 +16,7 @@ from data.storage import files
 from data.storage.reader import ShardReader
 from data.storage.tar import walk_tar
 from tests.tars import write_tar
+from tests.unit.data.helpers import open_index
 
 TEXT = b'{"text": "hello"}'
 

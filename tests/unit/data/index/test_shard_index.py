@@ -8,13 +8,12 @@ import pytest
 import webdataset
 
 from data.errors import DataError, ShardError
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from data.index.index_file import catalogue_path
 from data.index.indexing import build_index
 from tests.disk_faults import disk_of
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_image
+from tests.unit.data.helpers import encode_image, open_index
 
 TEXT = b'{"text": "hello"}'
 

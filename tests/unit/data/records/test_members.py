@@ -6,10 +6,9 @@ import json
 import pytest
 
 from data.errors import DataError
-from data.index.catalogue import open_index
 from data.records.members import NO_FIELDS, arrange, named_unread, read_fields, unread
 from tests.tars import write_tar
-from tests.unit.data.helpers import chat, encode_image, media_of
+from tests.unit.data.helpers import chat, encode_image, media_of, open_index
 
 
 def read(names, fields=NO_FIELDS):

@@ -6,13 +6,13 @@ import re
 import pytest
 
 from data.errors import NothingToLearn, RecordError
-from data.index.catalogue import open_index
 from data.records.conversation import Part, Turn
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
 from data.samples.verify import check_sample
 from data.storage.reader import ShardReader
 from tests.tars import write_tar
+from tests.unit.data.helpers import open_index
 from tests.unit.data.text.chat_templates import SCHEMA, llava, messages, parse
 
 

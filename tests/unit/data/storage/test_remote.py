@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from data.errors import DataError, ReadError, ShardError
-from data.index.catalogue import open_index
 from data.index.find_shards import find_shards
 from data.index.index_file import catalogue_path
 from data.pipeline import Batching, Reader, StepLoader
@@ -19,7 +18,7 @@ from data.storage.url import Url, place_of
 from tests.http_server import serving
 from tests.object_storage import environment, moto_server
 from tests.tars import write_tar
-from tests.unit.data.helpers import text_of
+from tests.unit.data.helpers import open_index, text_of
 
 CONTENT = os.urandom(3000)
 AT, SIZE = 1000, 500
