@@ -92,6 +92,7 @@ OVERRIDES = (
     "checkpoint.save_interval=2",
     "checkpoint.keep=0",
     "modules.language.llm.num_layers=2",
+    "data.workers=2",
 )
 
 

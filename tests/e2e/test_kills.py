@@ -40,6 +40,7 @@ def test_launched_runs_that_are_killed_leave_the_curve_as_it_is(interval, digits
         "checkpoint.save_interval=3",
         "checkpoint.keep=0",
         "modules.language.llm.num_layers=2",
+        "data.workers=2",
     )
     command = ("vlm_digits", f"run.dir={run_dir}", *overrides)
     places = {kind: [] for kind in KINDS}
