@@ -3,26 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from encoders.base import GATED, LayeredSpec
+from encoders.base import LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """The computation with one weight matrix."""
-
-    name: str
-    """Name of the parameter inside its module, which patterns of `freeze` match."""
-    forward: float = 0.0
-    """Forward FLOPs with this weight; 0 for a look-up."""
-    attention: float = 0.0
-    """Forward FLOPs of the core attention that follows."""
-    in_layer: bool = False
-    """True in transformer layers, which full recompute runs again."""
-    input_gradient: bool = True
-    """True if backward always computes the gradient of its input, as in Megatron-Core's linear layers, not torch's."""
+from mimo_train.models.blocks.base import Matmul
+from mimo_train.models.blocks.encoder_layer import encoder_layer
 
 
 def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Matmul]:
@@ -46,16 +32,11 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
     """
     logits = sequence_length if logits is None else logits
     tokens, hidden, matmuls = sequence_length, llm.hidden_size, []
-    query, key = llm.query_width, llm.head_width * llm.key_heads
     matmuls.append(Matmul("embedding.word_embeddings.weight"))
     if llm.position == "learned":
         matmuls.append(Matmul("embedding.position_embeddings.weight"))
-    for index in range(llm.num_layers):
-        layer, seen = f"decoder.layers.{index}", min(llm.window_of(index) or tokens, tokens)
-        core = 4 * query * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
-        matmuls += _attention(layer, tokens, hidden, query, key, core)
-        experts = llm.has_experts(index)
-        matmuls += _experts(layer, tokens, llm) if experts else _feed_forward(f"{layer}.mlp", tokens, llm)
+    for index, layer in enumerate(llm.layers()):
+        matmuls += layer.matmuls(f"decoder.layers.{index}", tokens)
     output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
     matmuls.append(Matmul(output, 2 * logits * hidden * vocab))
     return matmuls
@@ -142,42 +123,13 @@ def _media_of_parts(name: str, spec: LayeredSpec, media: Media) -> Iterator[tupl
 
 
 def _layered_matmuls(name: str, spec: LayeredSpec, media: Media) -> list[Matmul]:
-    hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
+    encoder, tokens = f"encoders.{name}", media.tokens
     matmuls = [
         # State mergers are behind layers.
         Matmul(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
         for parameter, each in spec.embedding_products().items()
     ]
-    up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size
+    layer = encoder_layer(spec)
     for index in range(spec.built_layers):
-        layer = f"{encoder}.layers.layers.{index}"
-        matmuls += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
-        matmuls += _two_linears(f"{layer}.mlp", tokens, hidden, up, spec.ffn_hidden_size)
+        matmuls += layer.matmuls(f"{encoder}.layers.layers.{index}", tokens, media.pairs)
     return matmuls
-
-
-def _attention(layer: str, tokens: float, hidden: int, query: int, key: int, core: float) -> Iterator[Matmul]:
-    yield Matmul(f"{layer}.self_attention.linear_qkv.weight", 2 * tokens * hidden * (query + 2 * key), core, True)
-    yield Matmul(f"{layer}.self_attention.linear_proj.weight", 2 * tokens * query * hidden, in_layer=True)
-
-
-def _two_linears(prefix: str, rows: float, hidden: int, up: int, down: int) -> Iterator[Matmul]:
-    yield Matmul(f"{prefix}.linear_fc1.weight", 2 * rows * hidden * up, in_layer=True)
-    yield Matmul(f"{prefix}.linear_fc2.weight", 2 * rows * down * hidden, in_layer=True)
-
-
-def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Iterator[Matmul]:
-    ffn = ffn or llm.ffn_hidden_size
-    yield from _two_linears(prefix, rows, llm.hidden_size, 2 * ffn if llm.is_gated else ffn, ffn)
-
-
-def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Matmul]:
-    """Yield the matmuls of router, `experts_per_token` experts (named as the first one), and shared expert."""
-    yield Matmul(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
-    rows = tokens * llm.experts_per_token
-    yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_width)
-    if llm.shared_expert_ffn_hidden_size:
-        shared = f"{layer}.mlp.shared_experts"
-        yield from _feed_forward(shared, tokens, llm, llm.shared_expert_ffn_hidden_size)
-        if llm.shared_expert_gate:
-            yield Matmul(f"{shared}.gate_weight", 2 * tokens * llm.hidden_size, in_layer=True)

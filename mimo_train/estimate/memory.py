@@ -6,27 +6,22 @@ Counted for full rows: weights, gradients, optimizer states, activations, and th
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.estimate.activations import (
-    BYTES,
-    WIDEST_HEAD,
-    expert_activations,
-    expert_work,
-    layer_activations,
-    layer_work,
-    output_work,
-    score_activations,
-)
+from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import layers_in_fp8
 from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
 from mimo_train.layout.run import Run
+from mimo_train.models.blocks.attention.spec import Attention
+from mimo_train.models.blocks.base import Layer, Share
+from mimo_train.models.blocks.encoder_layer import encoder_layer
+from mimo_train.models.blocks.mlp.spec import Mlp
 
 GIB = 1024**3
 
@@ -134,19 +129,21 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     size, length = BYTES[train.precision], cfg.data.sequence_length
     row = pack_length(cfg) if cfg.data.pack else length * train.micro_batch_size
     samples, tokens = math.ceil(row / length), row // sizes.cp
-    scores = 0
-    if llm.attention_softcap:
-        scores = score_activations(length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
-    kinds = [llm.has_experts(layer) for layer in stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)]
-    each = {kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds)}
-    layer = -(-sum(each[kind] for kind in kinds) // len(kinds)) + (scores if recompute != "selective" else 0)
+    layers = [llm.layer(number) for number in stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)]
+    share = Share(
+        tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
+        plain=not llm.post_norms and _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout), whole_rows=_has_row_kernel(cfg),
+    )  # fmt: skip
+    scores = max(layer.mixer.scores(length, samples, sizes.tp, sizes.cp) for layer in layers)
+    layer = -(-sum(each.kept(share) for each in layers) // len(layers)) + (scores if recompute != "selective" else 0)
     boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
     flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
     # Full recompute keeps the input of each layer; the layer that is recomputed is work.
-    kept = len(kinds) // sizes.vpp * flying * (boundary if recompute == "full" else layer)
+    kept = len(layers) // sizes.vpp * flying * (boundary if recompute == "full" else layer)
     # Sent outputs stay until their gradients arrive; interleaved, those of all chunks but the last.
     kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
-    work = max(_layer_work(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds))
+    adapted = replace(share, frozen=frozen or cfg.language.lora.rank > 0)
+    work = max(each.work(adapted) for each in layers)
     work += scores if recompute == "selective" else 0
     work += layer if recompute == "full" else 0
     if last:
@@ -158,43 +155,6 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     # The input that was received ahead of its use, and the gradient that is sent back.
     kept += 2 * boundary if sizes.pp > 1 and last else 0
     return Memory(activations=kept, work=work)
-
-
-def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
-    cfg, llm, train, sizes = run.cfg, run.cfg.llm, run.cfg.train, run.layout.language
-    kept = layer_activations(
-        tokens,
-        llm.hidden_size,
-        0 if experts else llm.ffn_hidden_size,
-        train.precision,
-        # With fewer key heads than tensor-parallel ranks, each rank has one.
-        key_width=llm.head_width * max(llm.key_heads, sizes.tp),
-        query_width=llm.query_width,
-        gated=llm.is_gated,
-        rope=llm.position == "rope",
-        dropout=llm.dropout > 0,
-        post_norms=llm.post_norms,
-        head_norms=llm.qk_norm,
-        frozen=frozen,
-        plain=not llm.post_norms and _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout),
-        whole_rows=_has_row_kernel(cfg),
-        tp=sizes.tp,
-        sp=sizes.sp,
-        cp=sizes.cp,
-    )
-    if experts:
-        kept += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
-    return kept
-
-
-def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
-    llm, precision, sizes = run.cfg.llm, run.cfg.train.precision, run.layout.language
-    if experts:
-        return expert_work(tokens, llm, precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
-    frozen, gated = frozen or run.cfg.language.lora.rank > 0, llm.is_gated
-    return layer_work(
-        tokens, llm.hidden_size, llm.ffn_hidden_size, precision, gated=gated, frozen=frozen, tp=sizes.tp, sp=sizes.sp
-    )
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
@@ -233,34 +193,20 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
     """Return the bytes that the layers of an encoder keep and work with on one rank, for `tokens` per microbatch."""
     cfg, sizes = run.cfg, run.layout.modules[name]
     module, precision = cfg.modules[name], cfg.train.precision
-    size, hidden, gated = BYTES[precision], encoder.hidden_size, encoder.activation == GATED
+    size, hidden, layer = BYTES[precision], encoder.hidden_size, encoder_layer(encoder)
     adapted, flying, recompute = module.lora.rank > 0, in_flight(run, name, stage), cfg.recompute_of(name)
-    scaled = encoder.layer_scale > 0
-    layer = layer_activations(
-        tokens,
-        hidden,
-        encoder.ffn_hidden_size,
-        precision,
-        gated=gated,
-        rope=encoder.rotary_positions,
-        scaled=scaled,
-        dropout=encoder.dropout > 0,
-        plain=not scaled and _is_plain(cfg, name, sizes.tp, encoder.dropout),
-        tp=sizes.tp,
-        sp=sizes.sp,
-    )
+    plain = not layer.scaled and _is_plain(cfg, name, sizes.tp, encoder.dropout)
+    share = Share(tokens, size, tp=sizes.tp, sp=sizes.sp, plain=plain)
+    layer_kept = layer.kept(share)
     layers = layers_of_stage(encoder.built_layers, stage, sizes.pp)
     # The input of the patch embedding arrives in fp32, and is copied to cut and round it.
     inputs = tokens * sum(encoder.embedding_products().values()) // hidden if stage == 0 else 0
     if "encoder" in module.freeze and not adapted:
-        return Memory(work=max(layer if layers else 0, inputs * (2 * 4 + size)))
+        return Memory(work=max(layer_kept if layers else 0, inputs * (2 * 4 + size)))
     boundary = tokens * hidden * size // (sizes.tp if sizes.sp else 1)
-    kept = (layers * (boundary if recompute == "full" else layer) + inputs * size) * flying
+    kept = (layers * (boundary if recompute == "full" else layer_kept) + inputs * size) * flying
     kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients arrive
-    work = layer_work(
-        tokens, hidden, encoder.ffn_hidden_size, precision, gated=gated, frozen=adapted, tp=sizes.tp, sp=sizes.sp
-    )
-    work += layer if recompute == "full" else 0
+    work = layer.work(replace(share, frozen=adapted)) + (layer_kept if recompute == "full" else 0)
     return Memory(activations=kept, work=max(work, inputs * 2 * 4))
 
 
@@ -279,18 +225,10 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
     if resampler.latents:
         head = resampler.head_width(width)
         keys = resampler.key_heads * head
-        layer = layer_activations(
-            resampler.latents,
-            width,
-            resampler.ffn_width(width),
-            cfg.train.precision,
-            key_width=keys,
-            query_width=resampler.num_attention_heads * head,
-            gated=resampler.activation == GATED,
-            tp=tp,
-        )
+        attention = Attention(width, resampler.num_attention_heads, resampler.key_heads, head)
+        layer = Layer(width, attention, Mlp(width, resampler.ffn_width(width), resampler.activation == GATED))
         features = encoder.most_features(projector.merge) * (2 * width + 2 * keys // tp) * size
-        kept += resampler.num_layers * (layer + features)
+        kept += resampler.num_layers * (layer.kept(Share(resampler.latents, size, tp=tp)) + features)
     return media * kept
 
 
@@ -318,16 +256,10 @@ def fp8_weight_bytes(
     if name == LANGUAGE:
         llm = cfg.llm
         numbers = stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1)
-        matrices = 3 if llm.is_gated else 2
-        attention = (llm.qkv_width + llm.query_width) // tp
-        dense, shared = (matrices * width // tp for width in (llm.ffn_hidden_size, llm.shared_expert_ffn_hidden_size))
-        experts = shared + matrices * llm.expert_width // etp * (llm.num_experts // ep)
-        layers = layers_in_fp8(cfg, numbers, llm.num_layers)
-        widths = (attention + (experts if llm.has_experts(layer) else dense) for layer in layers)
-        return FP8_BYTES * llm.hidden_size * sum(widths)
+        layers = [llm.layer(layer) for layer in layers_in_fp8(cfg, numbers, llm.num_layers)]
+        return FP8_BYTES * sum(block.matrices(tp, ep, etp) for layer in layers for block in layer.blocks)
     total = 0
     for spec in cfg.modules[name].encoder.parts.values():
         numbers = layers_in_fp8(cfg, stage_layers(spec.built_layers, stage, stages), spec.built_layers)
-        matrices = 4 * spec.hidden_size + (3 if spec.activation == GATED else 2) * spec.ffn_hidden_size
-        total += FP8_BYTES * spec.hidden_size * matrices // tp * len(numbers)
+        total += FP8_BYTES * len(numbers) * sum(block.matrices(tp, 1, 1) for block in encoder_layer(spec).blocks)
     return total

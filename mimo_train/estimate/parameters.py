@@ -58,40 +58,24 @@ def language_parameters(
     """Return the parameters of a language model on one rank of stage `stage` (from 0) of `stages`, without its experts.
     tp divides attention and feed-forward matrices, but not norms, routers and the biases after row-parallel layers. The
     first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both."""
-    hidden, norm = llm.hidden_size, 2 if llm.normalization == "LayerNorm" else 1
+    hidden = llm.hidden_size
     layers = stage_layers(llm.num_layers, stage, stages, chunks)
-    count = sum(_layer_parameters(llm, llm.has_experts(layer), tp) for layer in layers)
+    count = sum(llm.layer(layer).parameters(tp) for layer in layers)
     first, last = stage == 0, stage == stages - 1
     if first:
         count += sequence_length * hidden if llm.position == "learned" else 0
     if last:
-        count += hidden * norm
+        count += hidden * llm.norm_vectors
     tables = 1 if llm.tie_embeddings else first + last
     return count + (tables if first or last else 0) * math.ceil(vocab / tp) * hidden
-
-
-def _layer_parameters(llm: LlmSpec, experts: bool, tp: int) -> int:
-    hidden, qkv, query = llm.hidden_size, llm.qkv_width, llm.query_width
-    ffn = llm.shared_expert_ffn_hidden_size if experts else llm.ffn_hidden_size
-    up = (2 if llm.is_gated else 1) * ffn
-    norm = 2 if llm.normalization == "LayerNorm" else 1
-    split = hidden * qkv + query * hidden + hidden * up + ffn * hidden
-    replicated = (4 if llm.post_norms else 2) * hidden * norm + (2 * llm.head_width * norm if llm.qk_norm else 0)
-    replicated += hidden * (llm.num_experts + llm.shared_expert_gate) if experts else 0
-    split += qkv if llm.bias or llm.qkv_bias else 0
-    replicated += hidden if llm.bias or llm.proj_bias else 0
-    if llm.bias:
-        split, replicated = split + up, replicated + hidden
-    return split // tp + replicated
 
 
 def expert_parameters(
     llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
 ) -> int:
     """Return the parameters of the experts on one rank of a pipeline stage: split over ep ranks, and each over etp."""
-    matrices = 3 if llm.is_gated else 2
-    layers = sum(llm.has_experts(layer) for layer in stage_layers(llm.num_layers, stage, stages, chunks))
-    return layers * llm.num_experts // ep * matrices * llm.hidden_size * llm.expert_width // etp
+    layers = stage_layers(llm.num_layers, stage, stages, chunks)
+    return sum(llm.layer(layer).feed_forward.expert_parameters(ep, etp) for layer in layers)
 
 
 def encoder_parameters(encoder: LayeredSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:

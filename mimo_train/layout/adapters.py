@@ -7,56 +7,19 @@ adapter goes next to the whole layer or next to single projections, each with it
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
-from encoders.base import GATED
 from encoders.key_rules import nearest
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.layout.ranks import stage_layers
-
-WHOLE = ""
-"""Stands for the whole linear layer instead of a projection's name."""
+from mimo_train.models.blocks.base import WHOLE, Linear
+from mimo_train.models.blocks.encoder_layer import encoder_layer
 
 _PROJECTOR = PARTS["projector"].removesuffix(".*")
 _EXAMPLES = 4
 """Maximum number of names that a message gives as examples."""
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer that can have adapters, with the sizes of the unsharded model. The rows of its weight are `groups`
-    blocks, each with the rows of every projection: queries, key and value of one key head; or gate and up once."""
-
-    name: str
-    """Name inside the module; the weight is `NAME.weight`."""
-    inputs: int
-    projections: tuple[tuple[str, int], ...]
-    """(name, rows in a group). A layer with one projection can only have adapters as a whole."""
-    groups: int = 1
-    cut_groups: bool = False
-    """True if tensor parallelism splits the groups instead of each projection."""
-    column: bool = True
-    """True if tensor parallelism splits the rows (column-parallel), False for the inputs (row-parallel)."""
-    layer: int | None = None
-    """Index of the transformer layer; None for the projector."""
-
-    def rows(self, projection: str = WHOLE) -> int:
-        """Return the number of rows of the weight, or of one projection."""
-        return self.groups * sum(rows for name, rows in self.projections if projection in (WHOLE, name))
-
-    @property
-    def fused(self) -> bool:
-        """True if there is more than one projection."""
-        return len(self.projections) > 1
-
-    def names(self) -> dict[str, str]:
-        """Return the names that a pattern can match, the layer first: name -> projection."""
-        path, _, last = self.name.rpartition(".")
-        names = {f"{path}.{name}": name if self.fused else WHOLE for name, _ in self.projections if name != last}
-        return {self.name: WHOLE} | names
 
 
 @dataclass(frozen=True)
@@ -88,22 +51,13 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
         return []
     if module.encoder and len(module.encoder.parts) > 1:
         return _projector_linears(module, language_width)  # and here for the encoders
-    spec: Any = module.llm or module.encoder
-    hidden, heads, ffn = spec.hidden_size, spec.num_attention_heads, spec.ffn_hidden_size
-    groups, head, gated, layers = heads, hidden // heads, spec.activation == GATED, _layers(module)
-    if module.llm:
-        groups, head, gated = module.llm.key_heads, module.llm.head_width, module.llm.is_gated
-    qkv = (("q_proj", heads // groups * head), ("k_proj", head), ("v_proj", head))
-    up = (("gate_proj", ffn), ("up_proj", ffn)) if gated else (("up_proj", ffn),)
-    result = []
-    for layer in range(layers):
-        attention, mlp = (f"{layers_name(name)}.{layer}.{part}" for part in ("self_attention", "mlp"))
-        result.append(Linear(f"{attention}.linear_qkv", hidden, qkv, groups, True, layer=layer))
-        output = (("o_proj", hidden),)
-        result.append(Linear(f"{attention}.linear_proj", heads * head, output, column=False, layer=layer))
-        if not (module.llm and module.llm.has_experts(layer)):
-            result.append(Linear(f"{mlp}.linear_fc1", hidden, up, layer=layer))
-            result.append(Linear(f"{mlp}.linear_fc2", ffn, (("down_proj", hidden),), column=False, layer=layer))
+    layers = module.llm.layers() if module.llm else [encoder_layer(module.encoder)] * module.encoder.built_layers
+    result = [
+        linear
+        for number, layer in enumerate(layers)
+        for block in layer.blocks
+        for linear in block.linears(f"{layers_name(name)}.{number}", number)
+    ]
     return result if name == LANGUAGE else result + _projector_linears(module, language_width)
 
 

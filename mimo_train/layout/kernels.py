@@ -35,11 +35,8 @@ def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
     if module.lora.rank > 0:
         return f"modules.{name}.lora.rank is {module.lora.rank}, and adapters require torch's layers"
     if module.llm is not None:
-        if module.llm.attention_softcap:
-            return f"modules.{name}.llm.attention_softcap requires torch's attention"
-        if module.llm.window and module.layout.cp > 1:
-            return f"modules.{name}.llm.window with layout.cp {module.layout.cp} requires torch's attention"
-        return ""
+        because = (layer.mixer.needs_torch(module.layout.cp) for layer in module.llm.layers())
+        return next((f"modules.{name}.{reason}" for reason in because if reason), "")
     if isinstance(module.encoder, PlainSpec):
         return f"modules.{name}.encoder.family {module.encoder.family} is a plain torch module"
     if any(part.full_attention is not None for part in module.encoder.parts.values()):
@@ -118,17 +115,10 @@ def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[st
     tp = ("tp", layout.tp)
     if module.llm is not None:
         llm: LlmSpec = module.llm
-        widths = {
-            "hidden_size": (llm.hidden_size, "", 1),
-            "queries": (llm.query_width, *tp),
-            "queries, keys and values": (llm.qkv_width, *tp),
-        }
-        if not llm.num_experts or llm.dense_layers:
-            widths["ffn_hidden_size"] = (llm.ffn_hidden_size, *tp)
-        if llm.num_experts:
-            field = "expert_ffn_hidden_size" if llm.expert_ffn_hidden_size else "ffn_hidden_size of an expert,"
-            widths[field] = (llm.expert_width, "etp", layout.etp or layout.tp)
-            widths["shared_expert_ffn_hidden_size"] = (llm.shared_expert_ffn_hidden_size, *tp)
+        widths = {"hidden_size": (llm.hidden_size, "", 1)}
+        ranks = {"tp": layout.tp, "etp": layout.etp or layout.tp}
+        for block in (block for layer in llm.layers() for block in layer.blocks):
+            widths |= {field: (width, axis, ranks[axis]) for field, (width, axis) in block.widths().items()}
         yield f"modules.{name}.llm.", llm.num_layers, widths
         return
     for part, spec in module.encoder.parts.items():

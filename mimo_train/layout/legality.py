@@ -13,20 +13,13 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
 from mimo_train.layout.ranks import layers_of_stage
+from mimo_train.models.blocks.base import tp_faults
 
 
 def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
     """Yield faults of the parallel sizes of a language model whose own sizes have none; `key`: of its module."""
-    heads = {"num_attention_heads": llm.num_attention_heads}
-    if llm.key_heads >= layout.tp:
-        heads["num_query_groups"] = llm.key_heads
-    dense = any(not llm.has_experts(layer) for layer in range(llm.num_layers))
-    widths = {"ffn_hidden_size": llm.ffn_hidden_size} if dense else {}
-    if llm.num_experts and llm.shared_expert_ffn_hidden_size:
-        widths["shared_expert_ffn_hidden_size"] = llm.shared_expert_ffn_hidden_size
-    yield from _tp_faults(layout.tp, key, **heads, **widths)
-    if llm.key_heads < layout.tp:
-        yield from _few_key_heads(llm, layout.tp, key)
+    blocks = dict.fromkeys(block for layer in llm.layers() for block in layer.blocks)
+    yield from dict.fromkeys(fault for block in blocks for fault in block.layout_faults(layout, key))
     if layout.vpp > 1:
         yield from _interleaving_faults(llm, layout, key)
     elif layout.pp > llm.num_layers:
@@ -35,7 +28,14 @@ def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fa
             f"pp {layout.pp} is more than the {plural(llm.num_layers, 'layer')} of {key}.llm.num_layers: each stage "
             "needs one",
         )
-    yield from _expert_faults(llm, layout, key)
+    if not llm.num_experts:
+        for axis in ("ep", "etp"):
+            if getattr(layout, axis) > 1:
+                yield Fault(
+                    f"{key}.layout.{axis}",
+                    f"{axis} is {getattr(layout, axis)}, but the model has no experts ({key}.llm.num_experts is 0): "
+                    "set it to 1, or pick a mixture of experts such as llm@modules.language.llm=gpt_tiny_moe",
+                )
 
 
 def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
@@ -56,7 +56,7 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
         of_parts = [fault for part in parts.values() for fault in encoder_faults(replace(module, encoder=part), key)]
         yield from (fault for at, fault in enumerate(of_parts) if fault not in of_parts[:at])
         return
-    yield from _tp_faults(
+    yield from tp_faults(
         layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
     )
     if layout.pp > (layers := encoder.built_layers):
@@ -102,7 +102,7 @@ def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fa
     for reason in [reason for reason, on in others.items() if on]:
         for kept in [name for name, on in keeping.items() if on]:
             yield Fault(f"{key}.{kept}", f"keeps features by their rows in the sequence, and {reason}: leave it out")
-    yield from _tp_faults(tp, key, **sizes)
+    yield from tp_faults(tp, key, **sizes)
 
 
 _ENCODER_AXES = {
@@ -119,45 +119,6 @@ def _axis_faults(layout: LayoutConfig, key: str) -> Iterator[Fault]:
             yield Fault(f"{key}.layout.{axis}", f"{reason}, is {size}: set it to 1")
 
 
-def _expert_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
-    if not llm.num_experts:
-        for axis in ("ep", "etp"):
-            if getattr(layout, axis) > 1:
-                yield Fault(
-                    f"{key}.layout.{axis}",
-                    f"{axis} is {getattr(layout, axis)}, but the model has no experts ({key}.llm.num_experts is 0): "
-                    "set it to 1, or pick a mixture of experts such as llm@modules.language.llm=gpt_tiny_moe",
-                )
-        return
-    experts, width = llm.num_experts, llm.expert_width
-    if experts % layout.ep:
-        yield Fault(
-            f"{key}.layout.ep",
-            f"ep {layout.ep} does not divide num_experts {experts}: use a divisor of {experts}, or change num_experts",
-        )
-    if width % layout.etp:
-        yield Fault(
-            f"{key}.layout.etp",
-            f"etp {layout.etp} does not divide the width {width} of an expert: use a divisor of {width}, or change "
-            f"{key}.llm.expert_ffn_hidden_size",
-        )
-    ranks = layout.tp * layout.cp * layout.dp
-    if ranks % (layout.ep * layout.etp):
-        axis = "ep" if layout.ep > 1 else "etp"
-        yield Fault(
-            f"{key}.layout.{axis}",
-            f"ep {layout.ep} x etp {layout.etp} does not divide the {plural(ranks, 'rank')} of a stage (tp {layout.tp} "
-            "x cp "
-            f"{layout.cp} x dp {layout.dp}): experts are dealt to these; use a divisor of {ranks}, or raise dp",
-        )
-    if layout.tp > 1 and not layout.sp:
-        yield Fault(
-            f"{key}.layout.sp",
-            f"experts with tp {layout.tp} need sequence parallel, so that each rank routes its own tokens: set sp to "
-            "true, or tp to 1",
-        )
-
-
 def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
     if layout.pp == 1:
         yield Fault(
@@ -172,32 +133,6 @@ def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterat
             f"{layout.vpp} "
             f"= {chunks} chunks: use a divisor of the layers of a stage, or a number of layers that {chunks} divides",
         )
-
-
-def _few_key_heads(llm: LlmSpec, tp: int, key: str) -> Iterator[Fault]:
-    """Yield faults of tensor parallelism with fewer key heads than ranks. Ranks that share a head gather its queries,
-    keys and values, of which each has a part."""
-    if tp % llm.key_heads:
-        yield Fault(
-            f"{key}.layout.tp",
-            f"num_query_groups {llm.key_heads} neither is a multiple of tp {tp} nor divides it: use a divisor or a "
-            f"multiple of {llm.key_heads}",
-        )
-    elif llm.qkv_width % tp:
-        yield Fault(
-            f"{key}.layout.tp",
-            f"tp {tp} does not divide the {llm.qkv_width} outputs of queries, keys and values "
-            f"({llm.num_attention_heads} + 2 x {llm.key_heads} heads of {llm.head_width}): use a smaller tp",
-        )
-
-
-def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
-    for name, size in sizes.items():
-        if size % tp:
-            yield Fault(
-                f"{key}.layout.tp",
-                f"tp {tp} does not divide {name} {size}: use a divisor of {size}, or change {name}",
-            )
 
 
 def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:

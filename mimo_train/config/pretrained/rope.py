@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mimo_train.config.errors import ConfigError, Fault
-from mimo_train.config.llm_spec import USED_BY, LlmSpec, RopeScaling
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.models.blocks.rotary import USED_BY, RopeScaling
 
 _NAMES = {
     "factor": "factor",

@@ -10,11 +10,14 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.estimate import devices
-from mimo_train.estimate.activations import BYTES, layer_activations
+from mimo_train.estimate.activations import BYTES
 from mimo_train.estimate.devices import Links
 from mimo_train.estimate.flops import Work, module_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
 from mimo_train.layout.ranks import layers_of_stage
+from mimo_train.models.blocks.attention.spec import Attention
+from mimo_train.models.blocks.base import Layer, Share
+from mimo_train.models.blocks.mlp.spec import Mlp
 
 _GRADIENT = 4
 """Bytes of a gradient, in fp32."""
@@ -59,10 +62,7 @@ class Costs:
         """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank."""
         llm, cp = self._cfg.llm, layout.cp
         tokens = samples * self._cfg.data.sequence_length // cp
-        kept = layer_activations(
-            tokens, llm.hidden_size, llm.ffn_hidden_size, self._cfg.train.precision, gated=llm.is_gated, tp=layout.tp,
-            sp=layout.sp,
-        )  # fmt: skip
+        kept = _dense_layer(llm.mlp()).kept(Share(tokens, self._size, tp=layout.tp, sp=layout.sp))
         forward, backward = self._inside_language(layout, tokens)
         costs, cached = [], dict[tuple[Work, bool, bool], StageCost]()
         for stage in range(layout.pp):
@@ -88,13 +88,11 @@ class Costs:
         tokens = media * encoder.most_inner_tokens(module.projector.merge)
         plain = isinstance(encoder, PlainSpec)
         parts = () if plain else tuple(encoder.parts.values())
+        share = Share(int(tokens), size, tp=layout.tp, sp=layout.sp)
         kept = sum(
-            layer_activations(
-                int(tokens), part.hidden_size, part.ffn_hidden_size, self._cfg.train.precision,
-                gated=part.activation == GATED, tp=layout.tp, sp=layout.sp,
-            )
+            _dense_layer(Mlp(part.hidden_size, part.ffn_hidden_size, part.activation == GATED)).kept(share)
             for part in parts
-        )  # fmt: skip
+        )
         hidden = sum(part.hidden_size for part in parts)
         each = 4 * self._links.gather(tokens * hidden * size, layout.tp, layout.tp)
         costs = []
@@ -180,3 +178,8 @@ class Costs:
         counts = module_parameters(self._cfg, name, self._vocab, **sizes)
         experts = counts.pop("experts", ParameterCount(0, 0))
         return sum(counts.values(), ParameterCount(0, 0)), experts
+
+
+def _dense_layer(mlp: Mlp) -> Layer:
+    """Return a layer with as many keys as queries and without rotation, by which the rates of devices were measured."""
+    return Layer(mlp.hidden, Attention(mlp.hidden, mlp.hidden, mlp.hidden, 1), mlp)

@@ -14,9 +14,10 @@ from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
-from mimo_train.estimate.activations import layer_activations
 from mimo_train.estimate.matmuls import Media, encoder_matmuls
 from mimo_train.estimate.parameters import encoder_parameters
+from mimo_train.models.blocks.base import Share
+from mimo_train.models.blocks.encoder_layer import encoder_layer
 
 ONE, TWO = ProjectorSpec(kind="linear"), ProjectorSpec(merge=2)
 QWEN = QwenVitSpec(patch_size=7, window_size=28, min_pixels=100, max_pixels=20000, num_layers=4, full_attention=[1])
@@ -105,8 +106,8 @@ def test_a_gated_layer_has_two_matrices_in_front():
 
 
 def test_a_scaled_branch_keeps_what_is_scaled():
-    sizes = {"hidden": 8, "ffn": 16, "precision": "fp32"}
-    assert layer_activations(10, **sizes, scaled=True) - layer_activations(10, **sizes) == 10 * 2 * 8 * 4
+    scaled = encoder_layer(Dinov2Spec(hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, layer_scale=1.0))
+    assert scaled.kept(Share(10, 4)) - replace(scaled, scaled=False).kept(Share(10, 4)) == 10 * 2 * 8 * 4
 
 
 def test_windows_of_a_image():

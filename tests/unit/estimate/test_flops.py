@@ -156,7 +156,7 @@ def test_experts_of_a_step_by_hand():
     sizes = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "router_balancing": "none"}
     cfg = changed({f"modules.language.llm.{key}": value for key, value in sizes.items()}, "gpt_tiny")
     llm, length = cfg.language.llm, 16
-    h, q, k, f = llm.hidden_size, llm.query_width, llm.head_width * llm.key_heads, 24
+    h, q, k, f = llm.hidden_size, llm.head_width * llm.num_attention_heads, llm.head_width * llm.key_heads, 24
     gated = 2 if llm.activation == "swiglu" else 1
     weights = h * (q + 2 * k) + q * h + h * 6 + 2 * (h * gated * f + f * h)
     expected = 3 * llm.num_layers * (2 * length * weights + 2 * q * length * (length + 1))

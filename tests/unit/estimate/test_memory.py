@@ -6,6 +6,9 @@ from mimo_train.estimate import activations, memory, parameters
 from mimo_train.estimate.memory import Memory, in_flight
 from mimo_train.estimate.parameters import ParameterCount
 from mimo_train.layout.ranks import pipeline_stages
+from mimo_train.models.blocks.attention.spec import Attention
+from mimo_train.models.blocks.base import Layer, Share
+from mimo_train.models.blocks.mlp.spec import Mlp
 from mimo_train.preflight.check.tables import bubble
 from tests.unit.layout.sizes import EXPERTS, SMALL_LAYER, resolved
 
@@ -32,32 +35,38 @@ def test_frozen_parameters_are_weights_and_nothing_else():
 )
 def test_a_layer_keeps_what_the_paper_says(sizes, bytes_per_sbh):
     """Korthikanti et al. 2022 in half precision, without the attention scores: s b h (10 + 24 / t), 34 s b h / t."""
-    kept = activations.layer_activations(2048, hidden=1024, ffn=4096, precision="bf16", dropout=True, **sizes)
-    assert kept == 2048 * 1024 * bytes_per_sbh
+    layer = Layer(1024, Attention(1024, 16, 16, 64), Mlp(1024, 4096, gated=False), dropout=True)
+    assert layer.kept(Share(2048, 2, **sizes)) == 2048 * 1024 * bytes_per_sbh
+
+
+def _layer(*, gated: bool = True, rope: bool = False, heads: tuple[int, int, int] = (2, 1, 4), **options) -> Layer:
+    """A layer of hidden size 8 and feed-forward width 16; heads: queries, keys, width."""
+    return Layer(8, Attention(8, *heads, rope=rope), Mlp(8, 16, gated), **options)
 
 
 def test_a_gated_layer_with_few_key_heads_keeps_less_attention_and_more_feed_forward():
-    sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 4, "gated": True}
     # Per token: 4 h in full = 128 bytes; (2 h + 2 k + 5 f) = 104 numbers = 416 bytes over tp.
-    assert activations.layer_activations(10, **sizes) == 10 * (128 + 416)
-    assert activations.layer_activations(10, **sizes, tp=2) == 10 * (128 + 208)
-    assert activations.layer_activations(10, **sizes, tp=2, sp=True) == 10 * (64 + 208)
+    assert _layer().kept(Share(10, 4)) == 10 * (128 + 416)
+    halves = _layer(heads=(4, 2, 2))
+    assert halves.kept(Share(10, 4, tp=2)) == 10 * (128 + 208)
+    assert halves.kept(Share(10, 4, tp=2, sp=True)) == 10 * (64 + 208)
     # Rotated queries and keys: h + k = 12 numbers = 48 bytes more.
-    assert activations.layer_activations(10, **sizes, rope=True) == 10 * (128 + 416 + 48)
+    assert _layer(rope=True).kept(Share(10, 4)) == 10 * (128 + 416 + 48)
     # On one rank both halves of the gated block are views: f = 16 numbers less.
-    assert activations.layer_activations(10, **sizes, plain=True) == 10 * (128 + 416 - 64)
+    assert _layer().kept(Share(10, 4, plain=True)) == 10 * (128 + 416 - 64)
     # Documents by one kernel: 4 h + 5 f = 112 numbers, rotated or not.
-    assert activations.layer_activations(10, **sizes, rope=True, whole_rows=True) == 10 * (128 + 448)
+    assert _layer(rope=True).kept(Share(10, 4, whole_rows=True)) == 10 * (128 + 448)
 
 
 def test_what_families_keep_besides_by_hand():
-    sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 6, "query_width": 12}
+    heads = 6, 3, 2
     # Per token: 4 h in full = 128 bytes; 2 q + 2 k + 2 f = 68 numbers = 272 bytes; norms after the parts 2 h = 64.
-    assert activations.layer_activations(10, **sizes) == 10 * (128 + 272)
-    assert activations.layer_activations(10, **sizes, post_norms=True) == 10 * (192 + 272)
+    assert _layer(gated=False, heads=heads).kept(Share(10, 4)) == 10 * (128 + 272)
+    assert _layer(gated=False, heads=heads, post_norms=True).kept(Share(10, 4)) == 10 * (192 + 272)
     # 4 heads of 2 samples, 6 x 6 scores, 8 bytes each; over two ranks of each kind.
-    assert activations.score_activations(6, 2, heads=4) == 2 * 4 * 36 * 8
-    assert activations.score_activations(6, 2, heads=4, tp=2, cp=2) == 2 * 2 * 18 * 8
+    capped = Attention(8, 4, 4, 2, softcap=5.0)
+    assert capped.scores(6, 2, tp=1, cp=1) == 2 * 4 * 36 * 8
+    assert capped.scores(6, 2, tp=2, cp=2) == 2 * 2 * 18 * 8
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -66,8 +75,8 @@ def test_capped_scores_are_kept_unless_they_are_computed_again(recompute):
     plain = resolved(*overrides, config="gpt_tiny")
     capped = resolved(*overrides, "modules.language.llm.attention_softcap=5", config="gpt_tiny")
     (without,), (kept,) = (memory.stage_memory(run, "language", 384) for run in (plain, capped))
-    sizes = plain.cfg.data.sequence_length, plain.cfg.train.micro_batch_size, plain.cfg.llm.num_attention_heads
-    scores = activations.score_activations(*sizes)
+    sizes = plain.cfg.data.sequence_length, plain.cfg.train.micro_batch_size
+    scores = capped.cfg.llm.layer(0).mixer.scores(*sizes, tp=1, cp=1)
     more, work = (getattr(kept.memory, part) - getattr(without.memory, part) for part in ("activations", "work"))
     if recompute == "none":
         assert more == plain.cfg.llm.num_layers * scores and work == 0
@@ -85,19 +94,17 @@ def test_full_recompute_keeps_inputs_and_works_on_one_layer():
 
 
 def test_work_of_a_layer_by_hand():
-    sizes = {"hidden": 8, "precision": "bf16", "frozen": False}
     # 100 tokens: gradients at both ends 2 x 8, and of both halves 2 x 16 numbers.
-    assert activations.layer_work(100, ffn=16, gated=True, **sizes) == 100 * (16 + 32) * 2
-    assert activations.layer_work(100, ffn=16, gated=False, **sizes) == 100 * (16 + 16) * 2
-    assert activations.layer_work(100, ffn=16, gated=True, tp=2, sp=True, **sizes) == 100 * (8 + 8 + 16) * 2
+    assert _layer().work(Share(100, 2)) == 100 * (16 + 32) * 2
+    assert _layer(gated=False).work(Share(100, 2)) == 100 * (16 + 16) * 2
+    assert _layer().work(Share(100, 2, tp=2, sp=True)) == 100 * (8 + 8 + 16) * 2
     # One token: the gradient of 8 x 32 weights, after three times 16 numbers are freed.
-    assert activations.layer_work(1, ffn=16, gated=True, **sizes) == (16 + 8 * 32 - 3 * 16) * 2
-    assert activations.layer_work(1, ffn=16, gated=True, **sizes | {"frozen": True}) == (16 + 32) * 2
+    assert _layer().work(Share(1, 2)) == (16 + 8 * 32 - 3 * 16) * 2
+    assert _layer().work(Share(1, 2, frozen=True)) == (16 + 32) * 2
 
 
 def test_a_frozen_layer_keeps_no_inputs_of_its_products():
-    sizes = {"hidden": 8, "ffn": 16, "precision": "bf16"}
-    whole, frozen = (activations.layer_activations(10, **sizes, frozen=one) for one in (False, True))
+    whole, frozen = (_layer(gated=False).kept(Share(10, 2, frozen=one)) for one in (False, True))
     assert whole - frozen == 10 * (2 * 8 + 16) * 2
 
 
@@ -116,10 +123,11 @@ def test_activations_of_experts_by_hand():
     # 10 tokens with 2 experts each: rows of the input and six times the width; router with three numbers of 4 bytes
     # per expert; shared expert as a dense block.
     routed, router, shared = 20 * (8 + 6 * 12) * 2, 10 * 3 * 4 * 4, 10 * 5 * 6 * 2
-    assert activations.expert_activations(10, EXPERTS, "bf16") == routed + router + shared
+    block = EXPERTS.layer(0).feed_forward
+    assert block.kept(Share(10, 2)) == (0, routed + router + shared)
     # Two ranks that share tokens and experts: half the tokens, which also exist before they are gathered, and all
     # rows of half the width.
-    halves = activations.expert_activations(10, EXPERTS, "bf16", tp=2, etp=2, sp=True)
+    _, halves = block.kept(Share(10, 2, tp=2, etp=2, sp=True))
     assert halves == 20 * (8 + 6 * 6) * 2 + 10 * 8 * 2 + router // 2 + shared // 2
 
 

@@ -112,7 +112,7 @@ def test_flops_of_a_row_are_those_of_its_samples_and_of_the_padding_behind_them(
     # What has weights costs the same in one row; attention is less than across the whole of it.
     pairs = sum(n * (n + 1) / 2 for n in (60, 30, 30, 7, 1))
     row = flops(texts={128: 1}, **nothing, step=1)["language"].model
-    each = 3 * 4 * cfg.llm.query_width * cfg.llm.num_layers
+    each = 3 * 4 * cfg.llm.layer(0).mixer.query_width * cfg.llm.num_layers
     assert row - packed == pytest.approx(each * (128 * 129 / 2 - pairs))
 
 

@@ -1,0 +1,204 @@
+"""The sizes of a mixture of experts, and what depends on them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from data.text_format import plural
+from encoders.key_rules import MOST_WIDTH
+from encoders.weight_map import Rule, same
+from mimo_train.config.errors import Fault
+from mimo_train.config.keys import changed_fields, key
+from mimo_train.models.blocks.base import Block, Linear, Matmul, Share, Width, tp_faults
+from mimo_train.models.blocks.mlp.spec import Mlp, MlpKeys
+
+
+@dataclass
+class ExpertKeys(MlpKeys):
+    """Keys of layers with experts."""
+
+    num_experts: int = key(0, at_least=0, at_most=2**16)
+    """Experts of every layer; 0: a dense model. See docs/layouts.md#experts."""
+    experts_per_token: int = key(2, at_least=0, at_most=2**16)
+    """Experts per token. From 1 to `num_experts`."""
+    router_renormalise: bool = True
+    """Softmax over the chosen experts. `false`, or one expert per token: softmax over all."""
+    dense_layers: list[int] = key(factory=list, at_least=0)
+    """Layers, counted from 0, without experts; their width is `ffn_hidden_size`."""
+    expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
+    """Width of one expert; 0: `ffn_hidden_size`."""
+    shared_expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
+    """Width of the expert that every token uses; 0: none."""
+    shared_expert_gate: bool = False
+    """A learned gate scales the shared expert's output."""
+    router_balancing: str = key("seq_aux_loss", choices=("seq_aux_loss", "aux_loss", "global_aux_loss", "none"))
+    """Load balancing over each sequence (`seq_aux_loss`), the microbatch of each rank (`aux_loss`), all data-parallel
+    ranks (`global_aux_loss`), or `none`."""
+    router_aux_loss: float = key(0.01, at_least=0)
+    """Weight of the load-balancing loss, relative to the mean loss of a token."""
+    router_z_loss: float = key(0.0, at_least=0)
+    """Weight of the z-loss (ST-MoE, arXiv 2202.08906), relative to the mean loss of a token."""
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert."""
+        return self.expert_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def softmax_over_all_experts(self) -> bool:
+        """True if the router's softmax covers all experts: over a single one it would be 1, without a gradient."""
+        return not self.router_renormalise or self.experts_per_token == 1
+
+    @property
+    def balances_microbatches(self) -> bool:
+        """True if expert loads are balanced over a microbatch of ranks; losses depend on the layout then."""
+        return bool(self.num_experts) and self.router_balancing in ("aux_loss", "global_aux_loss")
+
+    def has_experts(self, layer: int) -> bool:
+        """True if a layer, counted from 0, is a mixture of experts."""
+        return bool(self.num_experts) and layer not in self.dense_layers
+
+    def experts(self) -> "Experts":
+        """Return the block of a layer with experts."""
+        return Experts(
+            self.hidden_size,
+            self.num_experts,
+            self.experts_per_token,
+            Mlp(self.hidden_size, self.expert_width, self.is_gated),
+            Mlp(self.hidden_size, self.shared_expert_ffn_hidden_size, self.is_gated),
+            shared_gate=self.shared_expert_gate,
+            width_key="expert_ffn_hidden_size" if self.expert_ffn_hidden_size else "ffn_hidden_size of an expert,",
+        )
+
+    def expert_faults(self, prefix: str) -> Iterator[Fault]:
+        """Yield invalid combinations of keys; `prefix`: key of the spec."""
+        if not self.num_experts:
+            for name in changed_fields(self):
+                if name.startswith(("expert", "shared_expert", "router_")):
+                    yield Fault(f"{prefix}.{name}", f"requires experts, but {prefix}.num_experts is 0. Remove it")
+            return
+        if len(set(self.dense_layers)) >= self.num_layers:
+            yield Fault(f"{prefix}.dense_layers", f"names all layers. Set {prefix}.num_experts=0 instead")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            yield Fault(
+                f"{prefix}.experts_per_token",
+                f"must be from 1 to {prefix}.num_experts {self.num_experts}, is {self.experts_per_token}",
+            )
+        if self.bias:
+            yield Fault(f"{prefix}.bias", f"the {self.num_experts} experts of a layer have no biases: set it to false")
+        if self.shared_expert_gate and not self.shared_expert_ffn_hidden_size:
+            yield Fault(
+                f"{prefix}.shared_expert_gate",
+                f"there is no shared expert to scale, {prefix}.shared_expert_ffn_hidden_size is 0: set it, or the gate "
+                "to false",
+            )
+
+
+@dataclass(frozen=True)
+class Experts(Block):
+    """A router, experts of which each token uses some, and a shared expert that every token uses."""
+
+    kind = "experts"
+
+    hidden: int
+    number: int
+    per_token: int
+    expert: Mlp
+    shared: Mlp
+    """Width 0: none."""
+    shared_gate: bool = False
+    width_key: str = field(default="expert_ffn_hidden_size", compare=False)
+    """Key of an expert's width."""
+
+    def parameters(self) -> tuple[int, int]:
+        """See `Block`. Routers and gates are on every rank."""
+        return self.shared.parameters()[0], self.hidden * (self.number + self.shared_gate)
+
+    def expert_parameters(self, ep: int, etp: int) -> int:
+        """Return the parameters of experts on one rank: split over ep ranks, and each over etp."""
+        return self.number // ep * self.expert.matrices(1, 1, 1) // etp
+
+    def matrices(self, tp: int, ep: int, etp: int) -> int:
+        """See `Block`. The router is never in fp8."""
+        return self.shared.matrices(tp, 1, 1) + self.number // ep * self.expert.matrices(etp, 1, 1)
+
+    def matmuls(self, layer: str, tokens: float, pairs: float | None = None) -> Iterator[Matmul]:
+        """Yield the matmuls of router, `per_token` experts (named as the first one), and shared expert."""
+        block = f"{layer}.mlp"
+        yield Matmul(f"{block}.router.weight", 2 * tokens * self.hidden * self.number, in_layer=True)
+        yield from self.expert.two_matmuls(f"{block}.experts.local_experts.0", tokens * self.per_token)
+        if self.shared.width:
+            yield from self.shared.two_matmuls(f"{block}.shared_experts", tokens)
+            if self.shared_gate:
+                yield Matmul(f"{block}.shared_experts.gate_weight", 2 * tokens * self.hidden, in_layer=True)
+
+    def linears(self, layer: str, number: int) -> Iterator[Linear]:
+        """Yield nothing: experts, shared experts and routers get no adapters."""
+        yield from ()
+
+    def kept(self, share: Share) -> tuple[int, int]:
+        """Return the bytes of expert rows, router and shared expert.
+
+        With k experts per token of width f, E experts and balanced routing, a rank's experts see k rows for each token
+        of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate): one f more
+        than a dense layer, the product with the router's probability. If ranks share an expert, this rank's rows are
+        also there before they are gathered. The router keeps 3 E numbers in fp32, the shared expert as much as a dense
+        block.
+        """
+        size, gated, width = share.size, self.expert.gated, self.expert.width
+        rows = share.local_tokens * self.per_token * share.etp
+        routed = rows * (self.hidden + (6 if gated else 3) * width // share.etp) * size
+        routed += rows // share.etp * self.hidden * size if share.etp > 1 else 0
+        shared = share.tokens * (5 if gated else 2) * self.shared.width * size // share.tp
+        return 0, routed + shared + share.local_tokens * 3 * self.number * 4
+
+    def work(self, share: Share) -> int:
+        """Return the gradients of expert rows before and after the dispatch, plus those of the activation function's
+        output (3 h + 2 f / etp)."""
+        rows = share.local_tokens * self.per_token * share.etp
+        return rows * (3 * self.hidden + 2 * (self.expert.width // share.etp)) * share.size
+
+    def widths(self) -> dict[str, Width]:
+        """See `Block`."""
+        return {self.width_key: (self.expert.width, "etp"), "shared_expert_ffn_hidden_size": (self.shared.width, "tp")}
+
+    def layout_faults(self, layout: Any, key: str) -> Iterator[Fault]:
+        """See `Block`."""
+        yield from tp_faults(layout.tp, key, shared_expert_ffn_hidden_size=self.shared.width)
+        number, width = self.number, self.expert.width
+        if number % layout.ep:
+            yield Fault(
+                f"{key}.layout.ep",
+                f"ep {layout.ep} does not divide num_experts {number}: use a divisor of {number}, or change "
+                "num_experts",
+            )
+        if width % layout.etp:
+            yield Fault(
+                f"{key}.layout.etp",
+                f"etp {layout.etp} does not divide the width {width} of an expert: use a divisor of {width}, or change "
+                f"{key}.llm.expert_ffn_hidden_size",
+            )
+        ranks = layout.tp * layout.cp * layout.dp
+        if ranks % (layout.ep * layout.etp):
+            axis = "ep" if layout.ep > 1 else "etp"
+            yield Fault(
+                f"{key}.layout.{axis}",
+                f"ep {layout.ep} x etp {layout.etp} does not divide the {plural(ranks, 'rank')} of a stage (tp "
+                f"{layout.tp} x cp {layout.cp} x dp {layout.dp}): experts are dealt to these; use a divisor of "
+                f"{ranks}, or raise dp",
+            )
+        if layout.tp > 1 and not layout.sp:
+            yield Fault(
+                f"{key}.layout.sp",
+                f"experts with tp {layout.tp} need sequence parallel, so that each rank routes its own tokens: set sp "
+                "to true, or tp to 1",
+            )
+
+    def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
+        """See `Block`. Names: `router`, `expert` (the prefix of an expert, with its number as `{}`), and behind it
+        `gate`, `up` and `down`."""
+        block = f"{ours}mlp."
+        yield same(f"{block}router.weight", f"{theirs}{names['router']}.weight", self.number)
+        for expert in range(self.number):
+            prefix = theirs + names["expert"].format(expert)
+            yield from self.expert.linear_rules(f"{block}experts.local_experts.{expert}.", prefix, names)

@@ -1,0 +1,110 @@
+"""The sizes of a feed-forward block, and what depends on them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from encoders.key_rules import MOST_WIDTH
+from encoders.weight_map import Rule, same, stacked, with_biases
+from mimo_train.config.errors import Fault
+from mimo_train.config.keys import key
+from mimo_train.models.blocks.base import Block, LayerKeys, Linear, Matmul, Share, Width, tp_faults
+
+GATED = ("swiglu", "geglu")
+"""Gated activations."""
+
+
+@dataclass
+class MlpKeys(LayerKeys):
+    """Keys of the feed-forward block."""
+
+    ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
+    """Width of the feed-forward block; with a gate, of each half."""
+    activation: str = key("swiglu", choices=(*GATED, "gelu", "silu"))
+    """`swiglu`, `geglu` (gated, with the tanh form of GELU), `gelu` or `silu`."""
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the feed-forward block is gated."""
+        return self.activation in GATED
+
+    def mlp(self) -> "Mlp":
+        """Return the block of a dense layer."""
+        return Mlp(self.hidden_size, self.ffn_hidden_size, self.is_gated, self.bias)
+
+
+@dataclass(frozen=True)
+class Mlp(Block):
+    """Two linear layers, the first with a gate next to it if the block is gated."""
+
+    kind = "mlp"
+
+    hidden: int
+    width: int
+    gated: bool
+    bias: bool = False
+
+    @property
+    def up(self) -> int:
+        """Outputs of the first linear layer."""
+        return (2 if self.gated else 1) * self.width
+
+    def parameters(self) -> tuple[int, int]:
+        """See `Block`."""
+        split, replicated = (self.up, self.hidden) if self.bias else (0, 0)
+        return self.matrices(1, 1, 1) + split, replicated
+
+    def matrices(self, tp: int, ep: int, etp: int) -> int:
+        """See `Block`."""
+        return self.hidden * ((3 if self.gated else 2) * self.width // tp)
+
+    def matmuls(self, layer: str, tokens: float, pairs: float | None = None) -> Iterator[Matmul]:
+        """See `Block`."""
+        yield from self.two_matmuls(f"{layer}.mlp", tokens)
+
+    def two_matmuls(self, prefix: str, rows: float) -> Iterator[Matmul]:
+        """Yield the matmuls of `rows` through the two linear layers under `prefix`."""
+        yield Matmul(f"{prefix}.linear_fc1.weight", 2 * rows * self.hidden * self.up, in_layer=True)
+        yield Matmul(f"{prefix}.linear_fc2.weight", 2 * rows * self.width * self.hidden, in_layer=True)
+
+    def linears(self, layer: str, number: int) -> Iterator[Linear]:
+        """See `Block`."""
+        up = (("gate_proj", self.width), ("up_proj", self.width)) if self.gated else (("up_proj", self.width),)
+        down = (("down_proj", self.hidden),)
+        yield Linear(f"{layer}.mlp.linear_fc1", self.hidden, up, layer=number)
+        yield Linear(f"{layer}.mlp.linear_fc2", self.width, down, column=False, layer=number)
+
+    def kept(self, share: Share) -> tuple[int, int]:
+        """Return the input and output of the activation function (2 f; 5 f if gated without a fused kernel; 4 f in a
+        plain layer, which splits a gated matmul without a copy)."""
+        numbers = ((4 if share.plain else 5) if self.gated else 2) * self.width - (self.width if share.frozen else 0)
+        return numbers * share.size, 0
+
+    def work(self, share: Share) -> int:
+        """Return the larger of two: the gradient before the activation function (f; 2 f if gated), or, once the
+        activations are freed, of its first weight (h f / t; twice if gated)."""
+        function = share.tokens * (self.up // share.tp) * share.size
+        if share.frozen:
+            return function
+        freed = share.tokens * self.width // share.tp * (3 if self.gated else 1)
+        return max(function, self.up // share.tp * self.hidden * share.size - freed * share.size)
+
+    def widths(self) -> dict[str, Width]:
+        """See `Block`."""
+        return {"ffn_hidden_size": (self.width, "tp")}
+
+    def layout_faults(self, layout: Any, key: str) -> Iterator[Fault]:
+        """See `Block`."""
+        yield from tp_faults(layout.tp, key, ffn_hidden_size=self.width)
+
+    def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
+        """See `Block`. Names: `gate`, `up` and `down`."""
+        linears = self.linear_rules(f"{ours}mlp.", theirs, names)
+        yield from with_biases(linears) if self.bias else linears
+
+    def linear_rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
+        """Yield the rules of the two weights under the prefix `ours`."""
+        halves = ("gate", "up") if self.gated else ("up",)
+        first = [(f"{theirs}{names[half]}.weight", self.width) for half in halves]
+        yield stacked(f"{ours}linear_fc1.weight", first)
+        yield same(f"{ours}linear_fc2.weight", f"{theirs}{names['down']}.weight", self.hidden)
