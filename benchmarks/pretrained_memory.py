@@ -19,9 +19,9 @@ import torch
 
 from mimo_train.config.compose import load
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.pretrained.language import language_keys
 from mimo_train.estimate.parameters import padded_vocab_size
-from mimo_train.hf.language_weights import language_map
+from mimo_train.families.config_json import language_keys
+from mimo_train.families.weights import language_map
 from mimo_train.hf.tensors import Planned, write_tensors
 from tests.dist.ranks import run_ranks
 

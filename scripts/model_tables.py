@@ -25,23 +25,15 @@ from encoders.pretrained import ACTIVATION_NAMES, ConfigFile  # noqa: E402
 from encoders.registry import FAMILIES, Family  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import RopeScaling  # noqa: E402
-from mimo_train.config.pretrained import language  # noqa: E402
 from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD  # noqa: E402
-from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
+from mimo_train.families import config_json  # noqa: E402
+from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
+from mimo_train.families.windows import Windows  # noqa: E402
 from scripts.key_tables import check_or_write, filled  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 VERSION_4 = ROOT / "benchmarks" / "export_loads_in_transformers_4.py"
 WRITE = "python scripts/model_tables.py --write"
-
-WINDOWS = {
-    "none": "—",
-    "all": "all",
-    "switched": "all, if `use_sliding_window`",
-    "layers": "by `layer_types` or `max_window_layers`, if `use_sliding_window`",
-    "alternate": "by `layer_types` or `sliding_window_pattern`",
-}
-"""In words, by `Family.windows` of a language family."""
 
 OPTIONS = {
     "qkv_bias": "biases of queries, keys and values",
@@ -97,11 +89,8 @@ def _language() -> Iterator[str]:
     yield from ["| `model_type` | class | layers with `sliding_window` | further features |", "|---|---|---|---|"]
     for kind, family in LANGUAGE_FAMILIES.items():
         besides = [OPTIONS.get(name, f"`{name}`") for name, value in family.always.items() if value]
-        besides += ["positions in time, row and column"] if family.mrope is not None else []
-        besides += [f"`{name}`" for name in family.biases]
-        besides += ["caps of scores and logits"] if family.gemma else []
-        besides += [f"experts (`{family.experts}`)"] if family.experts else []
-        window = WINDOWS.get(family.windows, f"`{family.windows}`")
+        besides += [spelling.feature for spelling in family.spellings if spelling.feature]
+        window = next(spelling.layers for spelling in family.spellings if isinstance(spelling, Windows))
         architecture = f"`{family.architecture}`" if family.architecture else "a part of larger models"
         yield f"| `{kind}` | {architecture} | {window} | {', '.join(besides) or '—'} |"
     yield ""
@@ -109,8 +98,8 @@ def _language() -> Iterator[str]:
 
 def _language_refused() -> Iterator[str]:
     rope = next(rules_of(field).choices for field in RopeScaling.__dataclass_fields__.values() if field.name == "kind")
-    values = {name: [shown(value) for value in allowed] for name, allowed in language._NEVER.items()}
-    values |= {"hidden_act": list(language._ACTIVATIONS), "rope_type": list(rope)}
+    values = {name: [shown(value) for value in allowed] for name, allowed in config_json.NEVER.items()}
+    values |= {"hidden_act": list(config_json.ACTIVATIONS), "rope_type": list(rope)}
     yield from ["| key of `config.json` | values that can be read |", "|---|---|"]
     for name, allowed in values.items():
         yield f"| `{name}` | {', '.join('absent' if value == 'None' else f'`{value}`' for value in allowed)} |"

@@ -26,12 +26,12 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
 from mimo_train.config.pretrained.directory import read_directory
-from mimo_train.config.pretrained.language import language_config_json, model_types
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.families.config_json import language_config_json, model_types
+from mimo_train.families.weights import language_map
 from mimo_train.hf.directory import copy_files, plain_model, write_json, write_run_tokenizer
 from mimo_train.hf.fill import Reader
-from mimo_train.hf.language_weights import language_map
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder

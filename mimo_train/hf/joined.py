@@ -11,9 +11,11 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES, LLAVA
 from mimo_train.config.pretrained.directory import read_directory
-from mimo_train.config.pretrained.language import language_config_json, model_types
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.families.config_json import language_config_json, model_types
+from mimo_train.families.registry import family_of
+from mimo_train.families.weights import HEAD, TABLE, language_map
 from mimo_train.hf.directory import write_json, write_run_tokenizer
 from mimo_train.hf.documents import (
     Document,
@@ -26,10 +28,8 @@ from mimo_train.hf.documents import (
     with_sizes,
 )
 from mimo_train.hf.fill import Reader
-from mimo_train.hf.language_weights import HEAD, TABLE, language_map
 from mimo_train.hf.llava_limits import (
     ACTIVATIONS,
-    SCALES_FEATURES,
     TOWERS,
     NoLlava,
     require_llava,
@@ -155,12 +155,12 @@ def _language(
         kind, weights = config["model_type"], part.written
     else:
         spec = with_sizes(cfg, tokenizer)
-        kinds = [kind for kind in model_types(spec) if kind not in SCALES_FEATURES]
+        kinds = [kind for kind in model_types(spec) if not family_of(kind).scales_media]
         if not kinds:
             raise NoLlava(f"transformers has no such language model: {why_no_family(spec)}")
         kind = kinds[0]
         config = language_config_json(spec, kind) | special_ids(tokenizer)
         weights = language_map(spec, rows, kind)
-    if kind in SCALES_FEATURES:
+    if family_of(kind).scales_media:
         raise NoLlava(f"a language model of family {kind} scales the features of images in LLaVA, and here it does not")
     return config, weights.under(LANGUAGE_NAMES[0])

@@ -13,9 +13,10 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
-from mimo_train.config.pretrained.language import language_config_json, model_types
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.families.config_json import language_config_json, model_types
+from mimo_train.families.registry import family_of
 
 TOWERS = {
     "clip": "clip_vision_model",
@@ -31,8 +32,6 @@ _OTHERS = {
 """Known reasons why a family cannot be LLaVA's tower."""
 ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
 """transformers' names of activation functions, by ours."""
-SCALES_FEATURES = ("gemma2",)
-"""Language models that in LLaVA also scale features by sqrt(hidden size); ours do not."""
 
 
 class NoLlava(Exception):
@@ -106,7 +105,7 @@ def require_llava(cfg: ConfigContainer) -> None:
     except EncoderError as error:
         raise NoLlava(f"modules.{name}.encoder: {error}") from error
     if not cfg.modules[LANGUAGE].pretrained and not [
-        kind for kind in model_types(cfg.llm) if kind not in SCALES_FEATURES
+        kind for kind in model_types(cfg.llm) if not family_of(kind).scales_media
     ]:
         raise NoLlava(f"transformers has no such language model: {why_no_family(cfg.llm)}")
 

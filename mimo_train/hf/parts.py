@@ -10,9 +10,9 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
-from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.hf.language_weights import language_map
+from mimo_train.families.config_json import language_keys
+from mimo_train.families.weights import language_map
 
 ENCODER, PROJECTOR = "encoders.", "input_projections."
 """Prefixes of an encoder module's parameters."""

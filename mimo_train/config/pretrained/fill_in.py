@@ -15,11 +15,11 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
 from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD, Composite
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
-from mimo_train.config.pretrained.language import language_keys
-from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
+from mimo_train.families.config_json import language_keys
+from mimo_train.families.registry import is_family
 
 CHOICES = {
     "llm": {"name", "dropout", "init_std", "router_balancing", "router_aux_loss", "router_z_loss"},
@@ -272,7 +272,7 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
         kinds = sorted(_encoder_kinds())
-        text = f"; a language model is modules.{LANGUAGE}" if config["model_type"] in LANGUAGE_FAMILIES else ""
+        text = f"; a language model is modules.{LANGUAGE}" if is_family(config["model_type"]) else ""
         raise ConfigError(
             [
                 Fault(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from mimo_train.config.pretrained.weight_files import BIN_INDEX, INDEX
-from mimo_train.hf.language_weights import HEAD, TABLE
+from mimo_train.families.weights import HEAD, TABLE
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.layout.run import resolve
 from tests.dist.hf.asking import logits_here

@@ -137,7 +137,7 @@ def _one(folder: Path, name: str) -> dict[str, Any]:
     import torch
     import transformers
 
-    from mimo_train.config.pretrained.language import language_config_json, language_spec
+    from mimo_train.families.config_json import language_config_json, language_spec
 
     model = made(name)
     model.save_pretrained(folder, max_shard_size="60KB")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from encoders.weight_map import WeightMap
-from mimo_train.config.pretrained.language import language_spec
 from mimo_train.estimate.parameters import padded_vocab_size
-from mimo_train.hf.language_weights import language_map
+from mimo_train.families.config_json import language_spec
+from mimo_train.families.weights import language_map
 from tests.dist.models.families import FAMILIES, SAMPLES, SEQUENCE, SIZES, make, tokens
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config

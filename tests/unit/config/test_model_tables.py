@@ -6,7 +6,7 @@ import pytest
 
 from encoders.registry import FAMILIES
 from mimo_train.config.pretrained.composites import COMPOSITES
-from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES
+from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES
 from scripts import model_tables
 from scripts.key_tables import Undescribed
 

@@ -4,14 +4,17 @@ import dataclasses
 
 import pytest
 
-from mimo_train.config.errors import ConfigError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.llm_spec import LlmSpec, RopeScaling
-from mimo_train.config.pretrained.language import (
+from mimo_train.families import registry
+from mimo_train.families.config_json import (
     language_config_json,
     language_keys,
     language_spec,
     model_types,
 )
+from mimo_train.families.registry import FAMILIES
+from mimo_train.families.weights import language_map
 from mimo_train.layout.run import config_faults
 from tests.unit.configs import changed
 
@@ -207,3 +210,44 @@ def test_sequences_beyond_dynamic_positions_are_refused():
     for positions, wrong in ((96, []), (95, ["data.sequence_length"])):
         cfg = changed(values | {"modules.language.llm.max_positions": positions})
         assert [fault.key for fault in config_faults(cfg)] == wrong
+
+
+class Point:
+    """An entry point of an installed package."""
+
+    def __init__(self, name: str, value: str, family: object):
+        self.name, self.value, self._family = name, value, family
+
+    def load(self) -> object:
+        if isinstance(self._family, Exception):
+            raise self._family
+        return self._family
+
+
+TWIN = dataclasses.replace(FAMILIES["llama"], type="twin")
+
+
+@pytest.mark.parametrize(
+    ("points", "kind", "says"),
+    [
+        ([Point("twin", "package:TWIN", TWIN)], "twin", ""),
+        ([Point("twin", "package:TWIN", TWIN)], "bloom", "llama, .*, twin"),
+        ([Point("llama", "package:TWIN", TWIN)], "llama", "mimo-train and package:TWIN register it"),
+        ([Point("twin", "a:TWIN", TWIN), Point("twin", "b:TWIN", TWIN)], "twin", "a:TWIN and b:TWIN register it"),
+        ([Point("other", "package:TWIN", TWIN)], "other", "of this type, is 'twin'"),
+        ([Point("twin", "package:TWIN", ImportError("no package"))], "twin", "package:TWIN fails: ImportError"),
+    ],
+)
+def test_a_package_registers_a_family(points, kind, says, monkeypatch):
+    named = lambda group, name=None: [point for point in points if name in (None, point.name)]  # noqa: E731
+    monkeypatch.setattr(registry, "entry_points", named)
+    registry._installed.cache_clear()
+    try:
+        if says:
+            with pytest.raises(UserError, match=says):
+                registry.family_of(kind)
+        else:
+            assert language_keys({"model_type": kind}) == language_keys({"model_type": "llama"})
+            assert language_map(SPEC, 256, kind) == language_map(SPEC, 256, "llama")
+    finally:
+        registry._installed.cache_clear()

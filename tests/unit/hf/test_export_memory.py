@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.families.weights import language_map
 from mimo_train.hf.documents import Written
 from mimo_train.hf.export import groups_of, planned_tensors, tensors_of
-from mimo_train.hf.language_weights import language_map
 from mimo_train.hf.tensors import write_tensors
 
 SPEC = LlmSpec(num_layers=6, hidden_size=32, num_attention_heads=4, ffn_hidden_size=96, vocab_size=150, qkv_bias=True)

@@ -1,0 +1,96 @@
+"""Gemma 2 and 3: norms around each block that multiply by 1 + weight, scaled embeddings, capped scores and logits."""
+
+from dataclasses import dataclass
+
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.families.base import NAMES, Config, Family, Keys, Names, Spelling
+from mimo_train.families.rope import Rope, TwoRopes
+from mimo_train.families.usual import ATTENTION_BIAS, DECODER
+from mimo_train.families.windows import Windows, pattern_layers
+
+
+@dataclass(frozen=True)
+class Scores(Spelling):
+    """The scale of scores, and the caps of scores and logits."""
+
+    @property
+    def feature(self) -> str:
+        """See `Spelling`."""
+        return "caps of scores and logits"
+
+    def read(self, config: Config, keys: Keys) -> Keys:
+        """See `Spelling`."""
+        return {
+            "attention_scale_size": float(config["query_pre_attn_scalar"]),
+            "attention_softcap": float(config.get("attn_logit_softcapping") or 0),
+            "logit_softcap": float(config.get("final_logit_softcapping") or 0),
+        }
+
+    def write(self, spec: LlmSpec) -> Keys:
+        """See `Spelling`."""
+        size = spec.attention_scale_size or spec.head_width
+        return {
+            # transformers expects an integer where it is one.
+            "query_pre_attn_scalar": int(size) if size == int(size) else size,
+            "attn_logit_softcapping": spec.attention_softcap or None,
+            "final_logit_softcapping": spec.logit_softcap or None,
+            "use_bidirectional_attention": False,
+        }
+
+
+SANDWICH: Names = {
+    **NAMES,
+    "norms": {
+        "input_layernorm": "input_layernorm",
+        "self_attn_bda.norm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "mlp_bda.norm": "post_feedforward_layernorm",
+    },
+}
+ALWAYS = {"zero_centered_norms": True, "post_norms": True, "scale_embeddings": True}
+WINDOWS = Windows(pattern_layers, by_layer=True)
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    DECODER
+    | {
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    (WINDOWS, Rope(), ATTENTION_BIAS, Scores()),
+    names=SANDWICH,
+    always=ALWAYS,
+    activation="hidden_activation",
+    ignored=("sliding_window_pattern",),
+    scales_media=True,
+)
+GEMMA3_TEXT = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    {
+        **GEMMA2.defaults,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+    },
+    (WINDOWS, TwoRopes(1e6), ATTENTION_BIAS, Scores()),
+    names=SANDWICH,
+    always=ALWAYS | {"qk_norm": True},
+    activation="hidden_activation",
+)

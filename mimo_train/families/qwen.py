@@ -1,0 +1,84 @@
+"""Qwen2, Qwen2.5 and Qwen3: dense, with experts, and the language models of Qwen-VL."""
+
+from mimo_train.families.base import Family
+from mimo_train.families.rope import Rope
+from mimo_train.families.usual import ATTENTION_BIAS, DECODER, QwenExperts
+from mimo_train.families.windows import Windows, every_layer, late_layers
+
+DEFAULTS = DECODER | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+LATE_WINDOWS = Windows(late_layers, by_layer=True, switched=True)
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    DEFAULTS,
+    (LATE_WINDOWS, Rope()),
+    always={"qkv_bias": True},
+)
+QWEN2_5_VL_TEXT = Family(
+    "qwen2_5_vl_text",
+    "",
+    DEFAULTS
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_window_layers": 80,
+    },
+    (LATE_WINDOWS, Rope(1e6, axes=())),
+    always={"qkv_bias": True},
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    DEFAULTS | {"head_dim": 128},
+    (LATE_WINDOWS, Rope(), ATTENTION_BIAS),
+    always={"qk_norm": True},
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    DEFAULTS
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    (Windows(every_layer, switched=True), Rope(), ATTENTION_BIAS, QwenExperts()),
+    always={"qk_norm": True},
+    aliases={"num_experts": "num_local_experts"},
+)
+QWEN3_VL_TEXT = Family(
+    "qwen3_vl_text",
+    "",
+    DECODER
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "sliding_window": None,
+    },
+    (Windows(), Rope(5e5, axes=(24, 20, 20)), ATTENTION_BIAS),
+    always={"qk_norm": True, "mrope_interleaved": True},
+)
