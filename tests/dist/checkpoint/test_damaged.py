@@ -165,15 +165,6 @@ def test_what_was_frozen_has_no_moments(whole, digits, tmp_path):
     assert "checkpoint.weights=" in message
 
 
-def test_generate_names_a_damaged_checkpoint(whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "run")
-    folder = folders.newest(tmp_path / "run")
-    write_record(folder, {"step": 2})
-    ((code, said),) = run_ranks(_command, 1, ["generate", str(folder), "--prompt", "Hello"])
-    assert code == 1
-    assert said.startswith(f"error: checkpoint {folder} is damaged: {folders.RECORD} has no config")
-
-
 def test_export_names_damaged_tensors_and_leaves_nothing(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     folder = folders.newest(tmp_path / "run")

@@ -15,12 +15,11 @@ from mimo_train.checkpoint.format.index import WEIGHT, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.training.callbacks import Callback
 from tests.disk_faults import disk_of
-from tests.dist.checkpoint.test_saving import exact, run_config
+from tests.dist.checkpoint.test_saving import DROPOUT, exact, run_config
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import train_on_ranks
 from tests.e2e.test_exit_paths import events
 
-DROPOUT = ("modules.images.encoder.dropout=0.2", "modules.language.llm.dropout=0.2")
 STEPS = ("train.iters=8", "checkpoint.save_interval=3", *DROPOUT)
 
 

@@ -137,38 +137,6 @@ def test_placeholders_unlike_images_are_named_with_both_counts(digits, tmp_path)
         train_on_ranks(config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=4"))
 
 
-def test_truncated_shard_is_named(digits, tmp_path):
-    shard = sorted((digits / "train").glob("*.tar"))[0]
-    cut = tmp_path / "demo" / "train" / shard.name
-    cut.parent.mkdir(parents=True)
-    content = shard.read_bytes()
-    cut.write_bytes(content[: len(content) // 2])
-    cfg = config("vlm_digits", tmp_path / "run", tmp_path / "demo", "layout=two_processes", "train.iters=4")
-    with pytest.raises(RankFailure, match=r"train-000000\.tar.*truncated"):
-        train_on_ranks(cfg)
-
-
-def test_missing_folder_is_named_with_its_key(tmp_path):
-    with pytest.raises(RankFailure, match=r"data\.shards: .*nowhere"):
-        train_on_ranks(config("vlm_digits", tmp_path / "run", tmp_path / "nowhere", "train.iters=4"))
-
-
-def test_budget_ends_the_run_at_the_step_that_exceeds_it(digits, tmp_path):
-    demo = spoiled(digits, tmp_path / "demo", every_image_from(120))
-    cfg = config(
-        "vlm_digits",
-        tmp_path / "run",
-        demo,
-        "layout=two_processes",
-        "train.iters=20",
-        "data.max_bad_samples=60",
-        "train.global_batch_size=32",
-    )
-    with pytest.raises(RankFailure, match=r"data\.max_bad_samples"):
-        train_on_ranks(cfg)
-    assert 0 < len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 5
-
-
 BATCH = ("train.global_batch_size=8", "train.micro_batch_size=4", "data.shuffle=false", "layout=two_processes")
 BATCH = (*BATCH, "data.max_bad_samples=1000", "train.eval_samples=8")
 

@@ -3,14 +3,10 @@
 import contextlib
 import io
 import json
-import math
 
 import pytest
 from PIL import Image
 
-from data.build.build import Settings, build_shards
-from data.build.find import find_source
-from data.build.samples import Columns
 from data.media.headers import parse_video_header_bytes
 from data.media.video import decode_video
 from data.samples.media_spec import Sampling
@@ -20,21 +16,6 @@ from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
 from tests.videos import make_video
-
-
-def test_a_run_trains_on_what_was_built(tmp_path):
-    records, question = [], "What is it?"
-    for at in range(16):
-        (tmp_path / f"{at}.png").write_bytes(encode_image(28, 28, "PNG", seed=at))
-        records.append({"image": f"{at}.png" if at % 4 else ["0.png", f"{at}.png"], "caption": f"{at}"})
-    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
-    source = find_source(tmp_path / "records.jsonl", Columns({}, question))
-    assert build_shards(source, tmp_path / "shards", Settings(per_shard=5)).samples == {"train": 16}
-    changes = ("train.iters=2", "train.global_batch_size=8", "train.micro_batch_size=2", "layout=two_processes")
-    lines = train_on_ranks(config("vlm_digits", tmp_path / "run", tmp_path / "shards", *changes))
-    losses = [loss for _, loss, _ in curve(lines)]
-    assert len(losses) == 2 and all(map(math.isfinite, losses))
-    assert lines[-1]["consumed_samples"] == 16 and not any(line.get("bad_samples") for line in lines)
 
 
 def test_a_mixture_with_fields_of_one_source_is_one_of_plain_records(tmp_path):

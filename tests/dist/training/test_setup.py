@@ -197,23 +197,3 @@ def test_a_demo_that_cannot_be_made_is_named_by_every_rank(digits, tmp_path):
         one, other = run_ranks(refused, 2, config("vlm_digits", tmp_path / "run", digits, *wanted))
         assert one == other and one.startswith(f"data.demo: cannot make the digits demo in {place} (")
         assert why in one and "run.dir" not in one
-
-
-def _train(*arguments: str) -> tuple[int, str]:
-    """Exit code and standard error of `mimo-train train`."""
-    import contextlib
-    import io
-
-    from mimo_train.cli import main
-
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return main(["train", *arguments]), said.getvalue()
-
-
-def test_the_command_has_exit_code_1(digits, tmp_path):
-    (tmp_path / "file").touch()
-    arguments = ("gpt_tiny", f"run.dir={tmp_path}/file", f"data.shards={digits}/train", "data.demo=")
-    ((code, said),) = run_ranks(_train, 1, *arguments)
-    assert code == 1
-    assert said.startswith(f"error: run.dir: the folder {tmp_path}/file cannot be written (File exists")
-    assert "Traceback" not in said

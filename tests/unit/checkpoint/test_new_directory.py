@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.cli import main
 from mimo_train.config.errors import UserError
 from mimo_train.hf.directory import UNFINISHED, new_directory
 
@@ -49,13 +48,3 @@ def test_a_folder_that_another_process_writes_is_not_written(tmp_path):
                 pass
         (out / "config.json").touch()
     assert [path.name for path in out.iterdir()] == ["config.json"]
-
-
-def test_an_export_onto_a_full_disk_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    monkeypatch.setattr("mimo_train.checkpoint.folders.in_folder", lambda folder, key: folder)
-    monkeypatch.setattr("mimo_train.checkpoint.resume.same_run.recorded_config", lambda folder, trust_code: None)
-    monkeypatch.setattr("mimo_train.logging.rank_log.divert_command", lambda *_: half_a_model(out))
-    assert main(["export", str(tmp_path / "step_1"), "--to", str(out)]) == 1
-    assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
-    assert not out.exists()

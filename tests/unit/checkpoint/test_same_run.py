@@ -167,18 +167,6 @@ def test_a_part_that_a_run_has_not_trained_is_not_released_in_it(was, now, fault
     assert all("no optimizer states of encoder: " in fault.message for fault in found)
 
 
-def test_a_key_that_was_added_later_means_its_default():
-    cfg = load("vlm_digits")
-    record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
-    for key in ("blind", "bounds", "sequence_length", "separate_documents"):
-        del record["config"]["data"][key]
-    blind = changed({"data.blind": True})
-    (fault,) = resume_faults(Path("a"), record, blind, data_fingerprint="same", text_fingerprint=None)
-    assert fault.key == "data.blind" and "is True, and checkpoint a was trained with False" in fault.message
-    short = changed({"data.sequence_length": 48})
-    assert config_changes(Path("a"), record, short) == "data.sequence_length was 1024, is 48"
-
-
 def test_what_is_compared_by_content(tmp_path):
     """Each of `BY_CONTENT` is in a fingerprint, but for the weights of `data.mix`, which are compared with a record."""
     template = tmp_path / "template.jinja"

@@ -1,7 +1,5 @@
 """Checkpoints on a web server, which lists nothing, and what messages call the place of checkpoints."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -11,11 +9,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
-from mimo_train.checkpoint.resume import choose
-from mimo_train.checkpoint.resume.same_run import resume_faults
-from mimo_train.config.compose import load, to_dict
 from mimo_train.config.errors import UserError
-from mimo_train.config.schema_mix import SourceConfig
 from tests.http_server import serving
 
 KEY = Key("language", "weight", WEIGHT)
@@ -45,27 +39,3 @@ def test_a_checkpoint_is_read_from_a_web_server(tmp_path):
         assert inspection.verify(url, 1).damage == ["rank_00000.safetensors is missing"]
         (found,) = inspection.look(url)
         assert (found.damage, found.files) == ("rank_00000.safetensors is missing", 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"), [((), "run.dir"), (("checkpoint.dir=s3://bucket/run",), "checkpoint.dir")]
-)
-def test_messages_name_the_key_of_the_place(overrides, key, tmp_path):
-    cfg = load("gpt_tiny", overrides)
-    record = {"config": to_dict(load("gpt_tiny", ["run.seed=7"])), "data_fingerprint": "a", "text_fingerprint": "b"}
-    faults = resume_faults(tmp_path, record, cfg, data_fingerprint="c", text_fingerprint="d")
-    assert [fault.key for fault in faults] == ["data.tokenizer", "data.shards", "run.seed"]
-    other = {"run.dir": "checkpoint.dir", "checkpoint.dir": "run.dir"}[key]
-    assert all(f"another {key}" in str(fault) and f"another {other}" not in str(fault) for fault in faults)
-    cfg.data.mix = [SourceConfig("text")]
-    assert resume_faults(tmp_path, record, cfg, data_fingerprint="c", text_fingerprint=None)[0].key == "data.mix"
-
-
-def test_a_rank_that_does_not_see_the_storage_names_its_key(monkeypatch):
-    root = Url.parse("s3://bucket/run")
-    monkeypatch.setattr(choose, "agreed", nullcontext)
-    monkeypatch.setattr(choose.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(choose, "_on_first", lambda work: [root / "checkpoints" / "step_00000004"])
-    monkeypatch.setattr(folders, "is_complete", lambda folder: False)
-    with pytest.raises(UserError, match=r"^checkpoint\.dir: a rank does not find s3://bucket/run/checkpoints/"):
-        choose.newest_that_loads(root, pytest.fail)

@@ -11,7 +11,6 @@ import pytest
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX
 from mimo_train.cli import main
-from mimo_train.commands.checkpoint import _size
 from tests.records import write_record
 from tests.unit.checkpoint.format.test_files import written
 
@@ -132,11 +131,3 @@ def test_no_torch_is_needed(whole):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "3 checkpoints, 0 damaged" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (10**12, "1 TB")],
-)
-def test_sizes_have_a_unit_and_no_exponent(nbytes, text):
-    assert _size(nbytes) == text

@@ -36,19 +36,6 @@ for _event in EVENTS:
     setattr(Recorder, _event, _note(_event))
 
 
-def test_the_events_are_a_closed_set():
-    assert EVENTS == (
-        "on_train_start",
-        "on_step_start",
-        "on_step_end",
-        "on_log",
-        "on_evaluation",
-        "on_checkpoint",
-        "on_train_end",
-        "on_failure",
-    )
-
-
 def test_every_event_reaches_every_listener_with_its_arguments():
     first, second = Recorder(), Recorder()
     callbacks = Callbacks([first, second])

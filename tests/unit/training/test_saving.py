@@ -56,50 +56,6 @@ def test_a_save_waits_for_the_one_before_and_says_so(monkeypatch):
     assert waits == ["waited 5 s for the previous checkpoint: saves take longer than the steps between them"] * 2
 
 
-class SummingTimer:
-    """As that of Megatron-Core, which adds up until it is reset."""
-
-    def __init__(self, clock: list):
-        self.clock, self.began, self.sum = clock, 0.0, 0.0
-
-    def start(self):
-        self.began = self.clock[0]
-
-    def stop(self):
-        self.sum += self.clock[0] - self.began
-
-    def elapsed(self, reset, barrier):
-        found, self.sum = self.sum, 0.0
-        return found
-
-
-def test_what_a_failed_save_took_is_not_told_of_the_next_one():
-    clock, told = [0.0], []
-    timer = SummingTimer(clock)
-
-    def save(data, *, non_persistent, run_dir):
-        clock[0] += 5
-        if clock[0] < 6:
-            raise SaveFailed("run.dir: full")
-        return Path("step")
-
-    state = SimpleNamespace(
-        cfg=load("vlm_digits"),
-        train_state=TrainState(step=1),
-        console=SimpleNamespace(message=told.append),
-        timers=lambda name, log_level: timer,
-        is_logging_rank=False,
-    )
-    counts, checkpointer = SimpleNamespace(settle=list), SimpleNamespace(save=save)
-    session = SimpleNamespace(state=state, checkpointer=checkpointer, counts=counts)
-    saver = Saver(session, Callbacks())
-    facts = []
-    saver._report = lambda of_save, folder: facts.append(of_save)
-    assert saver.save(None, "a test") is None and len(told) == 1
-    assert saver.save(None, "a test") == Path("step")
-    assert [one.waited for one in facts] == [5.0]
-
-
 def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp_path, monkeypatch):
     """Rank 0 alone commits. Each message has what `local_status` was when it was sent, summed over the ranks."""
     ranks, removed = [], []

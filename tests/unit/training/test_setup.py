@@ -1,49 +1,19 @@
 """Set-up that fails, where the data ends a run, and restarts inside the processes."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from mimo_train.config import schema_run
-from mimo_train.config.errors import ConfigError, PeersError
+from mimo_train.config.errors import ConfigError
 from mimo_train.layout.run import config_faults, resolve, with_iters
 from mimo_train.logging.progress import FINISHED
-from mimo_train.training import setup as module
 from mimo_train.training.data_setup import data_end, nothing_left
 from mimo_train.training.log import is_logging_step
 from mimo_train.training.saving import exit_reason
 from mimo_train.training.shutdown import AgreedVotes
 from mimo_train.training.step.state import GlobalState, TrainState
 from tests.unit.configs import load
-
-
-def test_the_lock_is_given_back_where_another_rank_cannot_make_the_folder(tmp_path, monkeypatch):
-    @contextmanager
-    def agreed(_told):
-        yield []
-        raise PeersError("run.dir: cannot be made", "UserError")
-
-    monkeypatch.setattr(module, "start_processes", lambda cfg, store: ("cpu", torch.device("cpu")))
-    monkeypatch.setattr(module, "agreed", agreed)
-    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
-    locks = []
-
-    class Lock(module.RunLock):
-        def __init__(self, *given):
-            super().__init__(*given)
-            locks.append(self)
-
-        def close(self):
-            super().close()
-            locks.remove(self)
-
-    monkeypatch.setattr(module, "RunLock", Lock)
-    run = SimpleNamespace(cfg=load("vlm_digits"), dir=tmp_path / "run", checkpoints=tmp_path / "run")
-    with pytest.raises(PeersError, match="cannot be made"):
-        module.setup(run, None, start_time=0.0)
-    assert (tmp_path / "run").exists() and not locks
 
 
 def stopping(*overrides):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.runs import TOLERANCE, config, curve, train_on_ranks
+from tests.dist.runs import TOLERANCE, config
 
 # Rank 0 learns from 1 token, rank 1 from 3 + 2; two microbatches each.
 MASKS = ([[1, 0, 0, 0], [0, 0, 0, 0]], [[1, 1, 1, 0], [0, 0, 1, 1]])
@@ -133,55 +132,6 @@ def test_token_losses_of_uneven_ranks_are_those_of_one_process():
 )
 def test_losses_with_axes_without_names_and_of_many_names(returns, losses, totals, counts):
     assert run_ranks(_sum_over_ranks, 1, returns, {}) == [(losses, totals, counts)]
-
-
-def _nameless(state, data_iterator, model):
-    """The shipped step, whose loss has an axis and no name."""
-    from mimo_train.training.step.forward_step import mimo_forward_step
-
-    output, loss_func = mimo_forward_step(state, data_iterator, model)
-
-    def nameless(output_tensor):
-        loss, num_tokens, _ = loss_func(output_tensor)
-        return loss.reshape(1), num_tokens.reshape(1), {}
-
-    return output, loss_func and nameless
-
-
-def _train_nameless(cfg) -> None:
-    from mimo_train.training.pretrain import pretrain
-
-    pretrain(cfg, _nameless)
-
-
-def test_a_loss_with_an_axis_and_without_a_name_trains_several_modules(digits, tmp_path):
-    def cfg(name: str):
-        return config("vlm_digits", tmp_path / name, digits, "layout=two_processes", "train.iters=3")
-
-    run_ranks(_train_nameless, 2, cfg("nameless"))
-    lines = read_metrics(tmp_path / "nameless" / "metrics.jsonl")
-    expected = [(loss, norm) for _, loss, norm in curve(train_on_ranks(cfg("named")))]
-    assert [(line["loss"], line["grad_norm"]) for line in lines] == expected
-
-
-def _named_as_the_norm(state, data_iterator, model):
-    """The shipped step of a GPT, whose loss has the name of another number of the log."""
-    from mimo_train.training.step.forward_step import gpt_forward_step
-
-    output, loss_func = gpt_forward_step(state, data_iterator, model)
-    return output, lambda losses: (*loss_func(losses)[:2], {"grad_norm": losses.mean()})
-
-
-def _train_named_as_the_norm(cfg) -> None:
-    from mimo_train.training.pretrain import pretrain
-
-    pretrain(cfg, _named_as_the_norm)
-
-
-def test_a_loss_is_not_written_over_by_another_number(prose, tmp_path):
-    cfg = config("gpt_tiny", tmp_path, prose, "layout=language_one", "train.iters=1")
-    with pytest.raises(RankFailure, match="a loss named 'grad_norm', under which the log keeps another number"):
-        run_ranks(_train_named_as_the_norm, 1, cfg)
 
 
 def test_means_are_averaged_over_microbatches_and_ranks():

@@ -17,7 +17,7 @@ from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import NotFinite, Part, complete, write_rank
 from mimo_train.flight.recorder import RECORDER
-from tests.disk_faults import DiskCalls, disk_of
+from tests.disk_faults import DiskCalls
 
 KEY, RANKS = Key("language", "weight", WEIGHT), 2
 
@@ -101,25 +101,6 @@ def test_values_that_are_not_finite_are_not_written(tmp_path):
         with pytest.raises(NotFinite, match="^language first, language last$"):
             write_rank(tmp_path, 0, parts)
         assert not any(tmp_path.iterdir())
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    with disk_of("256k", tmp_path) as folder:
-        yield folder
-
-
-def test_a_disk_that_becomes_full_keeps_the_checkpoint_before(small_disk):
-    save(small_disk, 1.0)
-    partial = folder_changes.begin(small_disk, 8, False, 0)
-    part = Part(KEY, Span.of_whole((100_000,)), torch.zeros(100_000))
-    with pytest.raises(OSError, match="No space left"):
-        require_room(partial, part.nbytes)
-    with pytest.raises(OSError, match="No space left"):
-        write_rank(partial, 0, [part])
-    assert left(small_disk) == 1.0
-    save(small_disk, 2.0)
-    assert left(small_disk) == 2.0
 
 
 def test_room_is_looked_at_beforehand(tmp_path):
