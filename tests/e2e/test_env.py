@@ -45,10 +45,6 @@ def test_a_ready_environment_is_used_without_a_word(ready):
     assert ready.calls("-m ") == 0
 
 
-def test_the_environment_comes_first_on_path(ready):
-    assert ready.run(". scripts/env.sh; type -P python").stdout == f"{ready.venv}/bin/python\n"
-
-
 def test_an_interpreter_that_does_not_run_is_skipped(checkout):
     checkout.program("python3.12", BROKEN_SHIM)
     checkout.program("python3")
@@ -72,15 +68,6 @@ def test_without_python_there_is_one_sentence(checkout, command):
     assert (result.returncode, result.stdout) == (1, "")
     assert len(result.stderr.splitlines()) == 1
     assert "no Python 3.12 or later" in result.stderr and "install" in result.stderr
-
-
-def test_changed_dependencies_are_installed_on_top(ready):
-    text = (ready.root / "pyproject.toml").read_text()
-    (ready.root / "pyproject.toml").write_text(text.replace('dev = ["', 'dev = ["humanize==4.0.0", "'))
-    result = ready.run(STRICT)
-    assert result.returncode == 0, result.stderr
-    assert (ready.calls("-m venv"), ready.calls(INSTALL)) == (0, 1)
-    assert ready.run(STRICT).stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -157,13 +144,6 @@ def test_a_killed_set_up_is_repaired_by_the_next_start(tmp_path, tools):
     assert repaired.returncode == 0, repaired.stderr
     assert (checkout.calls("-m venv --clear"), checkout.calls(INSTALL)) == (1, 1)
     assert checkout.run(STRICT).stderr == ""
-
-
-def test_an_environment_whose_python_is_gone_is_made_again(ready):
-    (ready.venv / "bin/python").unlink()
-    result = ready.run(STRICT)
-    assert result.returncode == 0, result.stderr
-    assert ready.calls("-m venv --clear") == 1
 
 
 def test_pip_installs_where_uv_cannot_be_had(checkout):

@@ -73,12 +73,6 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path, arguments, words):
     assert process.returncode == 2 and words in " ".join(printed.split()), printed
 
 
-def test_the_list_names_every_check(tmp_path):
-    process = start("gpu_check.sh", "--list", cwd=tmp_path)
-    names = [row.split()[0] for row in finish(process).splitlines()]
-    assert names == ["device", "matmul", "losses", "step", "kernels", "tests"]
-
-
 def test_without_an_environment_an_interpreter_with_torch_is_used(tmp_path):
     checkout = Checkout(tmp_path, "flock")
     checkout.program("python3")

@@ -183,31 +183,6 @@ def test_ranks_save_and_end_when_the_launcher_is_killed(start, tmp_path):
     assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
 
 
-WARNINGS = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-from mimo_train.logging.rank_log import errors_only
-for last in (False, True):
-    if last:
-        errors_only()
-    print("again" if last else "once", file=sys.stderr, flush=True)
-    try:
-        dist.TCPStore("localhost", 1, 2, False, timeout=timedelta(seconds=1))
-    except dist.DistNetworkError:
-        pass
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the library's name is that of Linux")
-def test_warnings_of_an_imported_torch_end_where_errors_only_are_asked_for():
-    variables = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
-    command = [sys.executable, "-c", WARNINGS]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
-    once, again = done.stderr.split("again\n")
-    assert "[W" in once and "[E" in again and "[W" not in again, done.stderr
-
-
 NODE = """
 import os, sys
 from pathlib import Path

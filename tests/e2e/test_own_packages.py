@@ -100,13 +100,3 @@ def test_a_foreign_package_on_pythonpath_is_named_with_both_places_and_the_remed
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {name}: Python finds {found} before mimo-train's own /") and f"/{name}: " in line
     assert f"take {found.parent} out of PYTHONPATH or rename {name}; if a package brought it, uninstall that" in line
-
-
-def test_of_several_ranks_the_first_says_it(tmp_path):
-    found = foreign(tmp_path / "theirs", "data")
-    for rank, lines in (("0", 1), ("1", 0)):
-        result = run(
-            sys.executable, "-P", "-m", "mimo_train.cli", "world", "vlm_digits",
-            cwd=tmp_path, PYTHONPATH=str(found.parent), RANK=rank, WORLD_SIZE="2",
-        )  # fmt: skip
-        assert result.returncode == 1 and len(result.stderr.splitlines()) == lines, result.stderr

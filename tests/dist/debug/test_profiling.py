@@ -4,9 +4,6 @@ import gzip
 import json
 from pathlib import Path
 
-import pytest
-
-from tests.dist.ranks import RankFailure
 from tests.dist.runs import config, train_on_ranks
 
 
@@ -35,11 +32,3 @@ def test_a_run_that_ends_early_leaves_what_it_has_and_goes_on_recording(digits, 
         "rank_0/steps_3_4.pt.trace.json.gz": {"ProfilerStep#3", "ProfilerStep#4"},
         "rank_0/steps_5_6.pt.trace.json.gz": {"ProfilerStep#5", "ProfilerStep#6"},
     }
-
-
-@pytest.mark.parametrize("name", ["nsys", "memory_history"])
-def test_what_needs_cuda_ends_a_cpu_run_at_its_start(name, digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", f"profiling.record=[{name}]", "run.device=auto")
-    with pytest.raises(RankFailure, match=rf"profiling\.record: {name} requires CUDA"):
-        train_on_ranks(cfg)
-    assert not (tmp_path / "metrics.jsonl").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.layout.run import config_faults, resolve
+from mimo_train.layout.run import resolve
 from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
@@ -151,10 +151,3 @@ def test_a_step_that_is_not_validated_can_be_bisected(cfg, tmp_path):
         train(run, float("nan"), step=1, transient=False)
     origin = json.loads((tmp_path / "first" / "replay" / "step_00000001.json").read_text())["origin"]
     assert (origin["microbatch"], origin["direction"]) == (1, "loss function")
-
-
-def test_a_wrong_mode_is_a_fault():
-    from tests.unit.configs import load
-
-    (fault,) = config_faults(load("vlm_digits", "train.rerun=sometimes"))
-    assert fault.key == "train.rerun" and "validate_results" in fault.message

@@ -2,7 +2,6 @@
 telling ones; with MIMO_ALL_HANGS=1 all, over three layouts."""
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -215,71 +214,6 @@ def test_a_collective_left_out_is_found_in_the_files_of_the_dead_run(tmp_path, d
         record_property(SECONDS, run.seconds())
     text = report(run.run_dir)
     assert "to blame: collective #" in text and "on rank 1" in text and "is not the same on all ranks" in text
-
-
-def works_long(cfg) -> int:
-    """The index, the first step, a save and an evaluation take twice the limit each, in small pieces; the first step as
-    a compiler does, without an event of ours."""
-    import subprocess
-
-    import data.index.indexing as index
-    from data.storage.reader import ShardReader
-    from mimo_train.checkpoint.format import files
-    from mimo_train.parallel.bridge.exchange import Bridge
-
-    pause, members = 0.2, index.walk_tar
-    left = {"index": PIECES, "save": PIECES, "evaluation": PIECES}
-
-    def slowly(what: str) -> None:
-        if left[what]:
-            left[what] -= 1
-            time.sleep(pause)
-
-    def walked(*arguments):
-        for member in members(*arguments):
-            slowly("index")
-            yield member
-
-    write, read, exchange = files.write_all, ShardReader.read, Bridge._exchange
-
-    def written(file, data):
-        for at in range(0, len(data), 4096):
-            slowly("save")
-            write(file, data[at : at + 4096])
-            RECORDER.tick()  # as for every block of 4 MiB
-
-    def compiles(*arguments, **options):
-        Bridge._exchange = exchange
-        end = f"end = time.monotonic() + {PIECES * pause}"
-        subprocess.run([sys.executable, "-c", f"import time; {end}\nwhile time.monotonic() < end: pass"], check=True)
-        return exchange(*arguments, **options)
-
-    def read_slowly(self, path, *arguments):
-        if "held_out" in str(path) and RECORDER.step:
-            slowly("evaluation")
-        return read(self, path, *arguments)
-
-    index.walk_tar, files.write_all, Bridge._exchange, ShardReader.read = walked, written, compiles, read_slowly
-    code = train_rank(cfg)
-    if left["index"] == PIECES:
-        left["index"] = 0  # the other rank indexed, and this one waited for it
-    return code if not any(left.values()) else sum(left.values())
-
-
-PIECES = 2 * 5 * REPORT_AFTER
-"""Pauses of 0.2 s that take twice the limit."""
-
-
-@on_demand
-@pytest.mark.parametrize("beside", ["true", "false"])
-def test_long_work_is_no_hang(beside, tmp_path, digits):
-    """A stand-in for a long index, first step, save and evaluation, each twice the time after which a rank that does
-    nothing is reported."""
-    places = (f"data.validation_shards={digits}/held_out", f"data.cache_dir={tmp_path}/index", "train.iters=4")
-    saving = ("train.eval_interval=3", "checkpoint.save_interval=2", f"checkpoint.asynchronous={beside}")
-    cfg = endless(tmp_path / "run", f"{digits}/train", TWO, *places, *saving)
-    assert run_ranks(works_long, 2, cfg) == [0, 0]
-    assert not list((tmp_path / "run").glob("flight/*/report.txt"))
 
 
 def timeouts_of_groups(cfg) -> list[set[float]]:

@@ -3,7 +3,6 @@ training curves are in the table of layout parity."""
 
 import pytest
 
-from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.dist.steps import Steps
@@ -119,15 +118,3 @@ def test_evaluation_scores_whole_sequences(digits, tmp_path):
     assert cut["eval/loss"] == pytest.approx(one["eval/loss"], rel=TOLERANCE)
     samples = [(tmp_path / name / "samples.json").read_text() for name in ("one", "cut")]
     assert samples[0] == samples[1]
-
-
-@pytest.mark.parametrize(("before", "after"), [(CP2, ""), ("", CP2)], ids=["cp2 to cp1", "cp1 to cp2"])
-def test_a_checkpoint_continues_at_another_cp(before, after, prose, tmp_path):
-    def train(folder: str, iters: int, *overrides: str) -> list[tuple]:
-        steps = ("layout=language_one", f"train.iters={iters}", "optim.decay=constant", *filter(None, overrides))
-        train_on_ranks(config("gpt_tiny", tmp_path / folder, prose, *steps))
-        return curve(read_metrics(tmp_path / folder / "metrics.jsonl"))
-
-    whole = train("whole", 6)
-    train("moved", 3, before)
-    assert max(largest_difference(whole, train("moved", 6, after))) < TOLERANCE

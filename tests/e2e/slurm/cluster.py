@@ -1,7 +1,6 @@
 """A SLURM of three nodes on one machine: its real daemons, in a folder, as the user who runs the tests.
 
-It needs the programs of slurm and munge, whose services need not run, a C compiler and slurm/spank.h (of Debian:
-slurm-wlm, munge, gcc and libslurm-dev).
+It needs the programs of slurm and munge, whose services need not run (of Debian: slurm-wlm and munge).
 """
 
 import getpass
@@ -22,8 +21,7 @@ from tests.hang import HANG_SECONDS
 NODES = ("n1", "n2", "n3")
 PLACES = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin"])
 MUNGE_FILES = ("socket", "key-file", "pid-file", "log-file", "seed-file")
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "cc")
-PLUGIN = Path(__file__).parent / "containers.c"
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 CONFIG = """
 ClusterName=test
@@ -96,9 +94,6 @@ class Cluster:
         # Any file of a device does: runs are on the CPU, and only the numbers are looked at.
         gpus = "Name=gpu Count=2 File=/dev/tty[0-1]\n"
         (self.folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} {gpus}")
-        build = ["cc", "-shared", "-fPIC", "-o", str(self.folder / "containers.so"), str(PLUGIN)]
-        subprocess.run(build, check=True)  # for its message: slurm/spank.h may be missing
-        (self.folder / "plugstack.conf").write_text(f"required {self.folder}/containers.so\n")
         munge = [f"--{name}={self.folder}/munge/{name.removesuffix('-file')}" for name in MUNGE_FILES]
         self._start("munged", "--foreground", "--force", *munge)
         until("munged", (self.folder / "munge" / "socket").exists)

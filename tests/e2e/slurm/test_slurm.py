@@ -175,29 +175,6 @@ def test_every_task_is_a_rank_with_a_gpu_of_its_own(cluster, submit, tmp_path):
     assert gpus == [("n1", "0"), ("n1", "1"), ("n2", "0"), ("n2", "1")]
 
 
-def test_nodes_have_their_copies_before_options_of_containers_reach_each_task(cluster, submit, tmp_path):
-    run = tmp_path / "run"
-    given = ["--container-image=/images/mimo 1.sqsh", "--container-mounts=/a:/a,/b:/c", "--no-container-mount-home"]
-    job = submit(
-        ["--nodes=2", "--time=9"],
-        *(*given, "vlm_digits", "layout=two_processes", "train.iters=2", f"run.dir={run}", TOLD),
-        MIMO_STAGE=f"test ! -e '{run}' && touch '{tmp_path}'/copy_of_$SLURMD_NODENAME",
-    )
-    require_state(cluster, job, "COMPLETED")
-    assert {path.name for path in tmp_path.glob("copy_of_*")} == {"copy_of_n1", "copy_of_n2"}
-    for rank in told(tmp_path, 2):
-        found = [rank[f"MIMO_TEST_CONTAINER_{name}"] for name in ("IMAGE", "MOUNTS", "NO_HOME")]
-        assert found == ["/images/mimo 1.sqsh", "/a:/a,/b:/c", "yes"]
-    assert outcomes(run) == [], "it was finished"
-
-
-def test_a_node_without_its_copy_ends_the_job(cluster, submit, tmp_path):
-    run = tmp_path / "run"
-    job = submit(["--nodes=2", "--time=9"], "vlm_digits", f"run.dir={run}", MIMO_STAGE="test $SLURMD_NODENAME = n1")
-    require_state(cluster, job, "FAILED")
-    assert not run.exists()
-
-
 def test_tasks_of_an_array_are_runs_of_their_own_and_go_on_alone(cluster, submit, tmp_path):
     run, file = tmp_path / "run", tmp_path / "sweep.txt"
     file.write_text("optim.lr=1e-3\noptim.lr=2e-3 train.callbacks=[test_callbacks:Slow]\n")

@@ -213,12 +213,6 @@ def test_a_users_fault_in_training_is_a_line_that_names_the_rank(trainer, monkey
     assert capsys.readouterr().err == "error: rank 1: data.shards: two things\nerror: rank 1: are wrong\n"
 
 
-def test_a_shard_error_is_a_users_fault(trainer, capsys):
-    trainer("from data.errors import ShardError; raise ShardError('a.tar: the file is empty')")
-    assert main(["train", "gpt_tiny"]) == 1
-    assert capsys.readouterr().err == "error: a.tar: the file is empty\n"
-
-
 @pytest.mark.parametrize(
     "body", ["int('x')", "raise ValueError('x')", "raise KeyError('x')", "assert False", "import json; json.loads('{')"]
 )

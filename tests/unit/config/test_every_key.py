@@ -254,6 +254,8 @@ def fits(cfg: Any, path: Path, value: Any) -> bool:
     field, taken = next(one for one in dataclasses.fields(owner) if one.name == name), getattr(owner, str(name))
     if field.type in (int, float, bool):
         return type(taken) is field.type and not isinstance(value, list | dict) and not rules_of(field).complaint(taken)
+    if rules_of(field).complaint(taken):
+        return False
     return ESCAPE not in str(taken) and isinstance(taken, list) == isinstance(value, list)
 
 

@@ -2,97 +2,43 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from data.demo.make import DEMOS
 from data.samples.media_spec import SAMPLING
 from mimo_train.config.errors import ConfigError
-from mimo_train.config.keys import rules_of, shown
+from mimo_train.config.keys import rules_of
 from mimo_train.config.schema_data import DataConfig
 from mimo_train.layout.run import config_faults, resolve
 from tests.unit.configs import changed, load
 
 
-def wrong_values() -> Iterator[tuple[str, Any, str]]:
-    """Yield invalid values of every key of `vlm_digits` with rules, and their messages. No key accepts a number that is
-    not finite."""
-    cfg = load("vlm_digits")
-    names = ("run", "placement", "data", "train", "optim", "checkpoint", "log", "profiling")
-    sections = {name: getattr(cfg, name) for name in names} | {"modules.language.llm": cfg.language.llm}
-    encoder, projector = cfg.modules["images"].encoder, cfg.modules["images"].projector
-    sections |= {"modules.images.encoder": encoder, "modules.images.projector": projector}
-    for name, module in cfg.modules.items():
-        parts = {"layout": module.layout, "optim": module.optim, "lora": module.lora, "cache": module.feature_cache}
-        sections |= {f"modules.{name}": module} | {
-            f"modules.{name}.{'feature_cache' if part == 'cache' else part}": section for part, section in parts.items()
-        }
-    for prefix, section in sections.items():
-        for field in dataclasses.fields(section):
-            rules, key, now = rules_of(field), f"{prefix}.{field.name}", getattr(section, field.name)
-
-            def holding(number: float, now: Any = now) -> Any:
-                """Return a number for a number key, else a list or mapping of it."""
-                return [number] if isinstance(now, list) else {"images": number} if isinstance(now, dict) else number
-
-            if isinstance(now, float):
-                yield key, math.nan, "must be finite, is nan"
-            if rules.choices:
-                yield key, "wrong", "'wrong'"
-            if rules.at_least is not None and "batch_size" not in key:
-                yield key, holding(rules.at_least - 1), f"at least {shown(rules.at_least)}"
-            if rules.above is not None:
-                yield key, holding(rules.above), f"above {rules.above}"
-            if rules.below is not None:
-                zero = f" (0: {rules.zero_means})" if rules.zero_means else ""
-                yield key, holding(rules.below), f"below {rules.below}{zero}, is {rules.below}"
-            if rules.at_most is not None and "batch_size" not in key:
-                yield key, holding(rules.at_most + max(1, abs(rules.at_most))), f"at most {shown(rules.at_most)}"
-
-
-def test_rules_are_many():
-    assert len([*wrong_values()]) > 120
-
-
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        *wrong_values(),
         ("optim.beta1", 1.0, "at least 0 and below 1, is 1"),
-        ("optim.beta2", -0.1, "at least 0 and below 1, is -0.1"),
         ("optim.min_lr", 1.0, "at most optim.lr 0.001, is 1.0"),
         ("optim.lr", math.inf, "must be finite, is inf"),
-        ("modules.images.optim.lr", math.nan, "must be finite, is nan"),
         ("train.loss_weights", {"lm loss": math.nan}, "must be finite, has nan"),
         ("run.dir", " ", "is empty. Set it to the folder that the run writes into"),
         ("run.timeout_minutes", 1e12, "at least 0.001 and below 525600, is 1e+12"),
         ("modules.images.encoder.dropout", 1.5, "at least 0 and below 1, is 1.5"),
-        ("modules.images.encoder.dropout", -1.0, "at least 0 and below 1, is -1"),
-        ("modules.images.encoder.init_std", -1.0, "at least 0 and at most 1000, is -1"),
-        ("modules.images.encoder.layernorm_epsilon", -1.0, "above 0 and below 1, is -1"),
         ("modules.images.encoder.pixel_std", [0.5, 0, 0.5], "must be above 0 and at most 1e+06, has 0"),
-        ("modules.images.encoder.pixel_mean", [0.5, math.nan, 0.5], "must be finite, has nan"),
-        ("modules.images.projector.ffn_hidden_size", -5, "at least 0 and at most 4194304, is -5"),
         ("modules.language.llm.shared_expert_ffn_hidden_size", 8, "requires experts, but"),
         ("modules.language.llm.experts_per_token", 0, "modules.language.llm.num_experts is 0. Remove it"),
-        ("modules.language.llm.router_aux_loss", 5.0, "requires experts, but"),
         ("data.tokenizer", "gpt2", "no folder gpt2: give bytes, or a folder"),
         ("data.shards", "", "data.demo=digits needs a folder"),
         ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
         ("modules.language.llm.num_query_groups", -1, "at least 0 and at most 4194304 (0: as many as query heads)"),
         ("modules.images.freeze", ["llm"], "'llm' is no part of this module, it has encoder and projector"),
-        ("modules.language.freeze", ["encoder"], "'encoder' is no part of this module, it has llm"),
         (
             "modules.images.freeze",
             ["encodr"],
             "'encodr' is neither a part of this module, which has encoder and projector, nor a pattern of parameter "
             "names. Did you mean encoder?",
         ),
-        ("modules.language.freeze", ["wrong"], "'wrong' is neither a part of this module, which has llm, nor a"),
         ("train.callbacks", "my.module:Class", "must be a list, is 'my.module:Class'. Write ['my.module:Class']"),
-        ("modules.images.freeze", "encoder", "must be a list, is 'encoder'"),
         ("modules.images.freeze_until", {"projectr": 3}, "Did you mean projector?"),
         (
             "modules.images.freeze",

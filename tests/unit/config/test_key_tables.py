@@ -2,9 +2,7 @@
 
 import dataclasses
 import re
-from dataclasses import dataclass, fields
-
-import pytest
+from dataclasses import fields
 
 from encoders.registry import FAMILIES
 from mimo_train.config.compose import NO_GROUPS
@@ -15,33 +13,6 @@ from mimo_train.config.schema_modules import ModuleConfig
 from scripts import key_tables
 
 PAGE = key_tables.PAGE.read_text()
-
-
-@dataclass
-class Sound:
-    """A section whose fields have docstrings."""
-
-    number: int = 3
-    """Of something,
-    over two lines."""
-    needed: str = dataclasses.field(kw_only=True)
-    """No default."""
-
-
-@dataclass
-class Override(Sound):
-    """A section whose field has another default and the same meaning."""
-
-    number: int = 4
-
-
-@dataclass
-class Silent:
-    """A section with a field without a docstring."""
-
-    number: int = 3
-    """Of something."""
-    other: int = 4
 
 
 def test_the_page_is_current():
@@ -76,48 +47,6 @@ def test_each_shipped_file_is_there():
         if file.parent.name in NO_GROUPS:
             continue  # recipes are in docs/recipes.md
         assert f"`{file.stem}`" in PAGE
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda page: page.replace("Optimizer steps in all", "Steps"),
-        lambda page: page.replace("| `train.iters` | `1000` |", "| `train.iters` | `100` |"),
-        lambda page: page.replace("`mlp_merge2`, `mlp_merge2_norm`", "`mlp_merge2_norm`"),
-        lambda page: re.sub(r"\| `train\.iters`.*\n", "", page),
-    ],
-)
-def test_a_page_that_is_not_current_is_noticed(change):
-    changed = change(PAGE)
-    assert changed != PAGE
-    assert key_tables.current(changed) == PAGE
-
-
-def test_each_family_of_encoders_has_its_keys_or_a_link_to_them():
-    tables = {part[: part.index("\n")]: part for part in key_tables.parts()["encoders"].split("#### ")[1:]}
-    headings = [*key_tables.SHARED.values(), *(f"family: {name}" for name in FAMILIES)]
-    assert list(tables) == headings
-    for name, family in FAMILIES.items():
-        part, keys, defaults = tables[f"family: {name}"], set(), {}
-        while part:
-            rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", part, re.MULTILINE)
-            others = part.partition("Other defaults: ")[2].partition("\n")[0]
-            rows += re.findall(r"`(\w+)` (empty|—|`.+?`)(?:, |\.$)", others)
-            keys |= {key for key, _ in rows}
-            defaults = dict(rows) | defaults  # own defaults override inherited ones
-            base = re.search(r"^The keys of \[(.+?)\]", part, re.MULTILINE)
-            part = tables[base[1]] if base else ""
-        assert keys | {"name", "family"} == {field.name for field in fields(family.spec)}, name
-        for field in fields(family.spec):
-            if field.name not in ("name", "family"):
-                assert defaults[field.name] == key_tables._default(field), (name, field.name)
-
-
-def test_a_field_without_a_docstring_is_named():
-    assert key_tables.docstrings(Sound) == {"number": "Of something, over two lines.", "needed": "No default."}
-    assert key_tables.docstrings(Override) == key_tables.docstrings(Sound)
-    with pytest.raises(key_tables.Undescribed, match=r"Silent\.other has no docstring"):
-        key_tables.docstrings(Silent)
 
 
 def test_docstrings_name_the_values_that_the_checks_allow():

@@ -60,13 +60,6 @@ def test_code_that_is_not_there_is_an_error_before_any_rank_starts():
     assert all("PYTHONPATH" in fault.message for fault in caught.value.faults)
 
 
-def test_restarts_require_a_run_that_resumes():
-    assert started({"MIMO_MAX_RESTARTS": "3"}).nodes.max_restarts == 3
-    assert started(TORCHRUN | {"PET_MAX_RESTARTS": "2"}).nodes.max_restarts == 2
-    with pytest.raises(ConfigError, match="checkpoint.resume: must be auto with MIMO_MAX_RESTARTS 3, got 'none'"):
-        started({"MIMO_MAX_RESTARTS": "3"}, "checkpoint.resume=none")
-
-
 @pytest.mark.parametrize("tasks", [SLURM, OPEN_MPI], ids=["slurm", "open mpi"])
 def test_where_every_task_is_a_rank_it_becomes_one(tasks):
     six = ["run.device=cpu", "layout=images_dp2_language_dp2", "modules.language.layout.dp=4"]

@@ -61,14 +61,3 @@ def test_the_last_line_says_why_the_first_rank_ended(agent, sent, capsys):
     killed = said(agent, capsys, 11, -signal.SIGKILL)
     assert "was ended by this launcher: it did not finish within 7.5 s" in killed and "memory" not in killed
     assert sent == [(11, signal.SIGTERM), (11, signal.SIGKILL)]
-
-
-def test_the_ranks_of_each_start_get_an_empty_store_and_a_new_name():
-    rendezvous = NodeRendezvous(Nodes())
-    first = rendezvous.next_rendezvous()
-    names = {rendezvous.get_run_id()}
-    assert rendezvous.start_again(True) and not rendezvous.start_again(False)
-    second = rendezvous.next_rendezvous()
-    names.add(rendezvous.get_run_id())
-    assert len(names) == 2 and (second.rank, second.world_size) == (0, 1)
-    assert first.bootstrap_store_info.master_port != second.bootstrap_store_info.master_port

@@ -1,12 +1,9 @@
 """The log and its sinks; a disk that is full, a folder that is removed, a reader that has gone end no run."""
 
 import errno
-import io
 import logging
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -18,8 +15,7 @@ from mimo_train.evaluation import predictions
 from mimo_train.layout.run import config_faults
 from mimo_train.logging import metrics_log as log_module
 from mimo_train.logging import progress
-from mimo_train.logging.console import Console
-from mimo_train.logging.metrics_log import SINKS, MetricsLog, build_metrics_log
+from mimo_train.logging.metrics_log import MetricsLog, build_metrics_log
 from mimo_train.logging.sinks import jsonl
 from mimo_train.logging.sinks.jsonl import JsonlSink, read_metrics
 from tests.unit.configs import changed
@@ -43,18 +39,6 @@ class Recorder:
             raise OSError("disk full")
 
 
-def test_every_sink_gets_every_call():
-    one, two = Recorder(), Recorder()
-    log = MetricsLog({"metrics.jsonl": one, "wandb": two})
-    log.log(1, 32, {"lm loss": 1.0})
-    log.log(1, 32, {"eval/loss": 2.0})
-    assert one.calls == two.calls == [(1, 32, {"lm loss": 1.0}), (1, 32, {"eval/loss": 2.0})]
-    log.close()
-    assert (one.closed, two.closed) == (1, 1)
-    log.close()
-    assert (one.closed, two.closed) == (1, 1)
-
-
 def test_a_failing_copy_is_reported_once_and_the_others_go_on(caplog):
     good, bad = Recorder(), Recorder(fail_log=True)
     log = MetricsLog({"wandb": bad, "metrics.jsonl": good})
@@ -68,12 +52,6 @@ def test_a_failing_copy_is_reported_once_and_the_others_go_on(caplog):
     assert "wandb" in record.getMessage() and "no route" in record.getMessage()
 
 
-def test_a_failing_record_is_an_error():
-    log = MetricsLog({"metrics.jsonl": Recorder(fail_log=True)})
-    with pytest.raises(ConnectionError):
-        log.log(1, 1, {})
-
-
 def test_close_closes_every_sink_and_then_raises_for_the_record(caplog):
     first, second, third = Recorder(fail_close=True), Recorder(fail_close=True), Recorder()
     log = MetricsLog({"metrics.jsonl": first, "tensorboard": second, "wandb": third})
@@ -81,24 +59,6 @@ def test_close_closes_every_sink_and_then_raises_for_the_record(caplog):
         log.close()
     assert (first.closed, second.closed, third.closed) == (1, 1, 1)
     assert "tensorboard" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("tensorboard", "trackers", "expected"),
-    [
-        (False, False, {"metrics.jsonl"}),
-        (True, False, {"metrics.jsonl", "tensorboard"}),
-        (True, True, {"metrics.jsonl", "tensorboard", "wandb", "mlflow", "comet"}),
-    ],
-)
-def test_the_config_picks_the_sinks(tmp_path, monkeypatch, tensorboard, trackers, expected):
-    opened = {}
-    kinds = {name: lambda *_, name=name: opened.setdefault(name, Recorder()) for name in SINKS}
-    monkeypatch.setattr(log_module, "SINKS", kinds)
-    cfg = ConfigContainer(log=LogConfig(tensorboard=tensorboard, wandb=trackers, mlflow=trackers, comet=trackers))
-    build_metrics_log(cfg, tmp_path / "run", resumed_step=0).log(1, 32, {})
-    assert set(opened) == expected
-    assert all(len(sink.calls) == 1 for sink in opened.values())
 
 
 def test_a_copy_that_cannot_start_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
@@ -130,13 +90,6 @@ def test_a_sink_without_its_library_is_refused_before_the_start(tmp_path, monkey
     monkeypatch.setattr(schema_log, "is_installed", lambda name: False)
     (fault,) = [fault for fault in config_faults(cfg) if fault.key == key]
     assert module in fault.message and f"pip install {install}" in fault.message
-
-
-def test_a_folder_of_the_name_of_a_library_is_not_the_library(tmp_path, monkeypatch):
-    (tmp_path / "no_such_library").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(TRACKERS, "comet", ("no_such_library", "it"))
-    assert "log.comet" in [fault.key for fault in config_faults(changed({"log.comet": True}))]
 
 
 class Full:
@@ -191,36 +144,6 @@ def test_a_progress_file_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     (tmp_path / "progress.txt").mkdir()
     progress.append(tmp_path, "exit", step=1)
     assert "training continues without it" in caplog.text
-
-
-def test_a_reader_that_has_gone_ends_nothing():
-    """As by `| head -1`; nor does the interpreter complain at its end."""
-    code = (
-        "import sys; from mimo_train.logging.console import Console\n"
-        "console = Console(3, 0)\n"
-        "print('begun', flush=True); sys.stdin.read()\n"
-        "console.message('one'); console.step(1, {}); console.evaluation(1, {}); console.close()\n"
-        "print('more'); sys.stderr.write('went on')"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
-    assert process.stdout.readline() == "begun\n"
-    process.stdout.close()
-    process.stdin.close()
-    said = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(), said) == (0, "went on")
-
-
-def test_a_console_on_a_full_disk_is_silent_from_then_on():
-    class Broken(io.StringIO):
-        def write(self, text):
-            raise OSError(errno.ENOSPC, "full")
-
-    console = Console(2, 0, stream=Broken())
-    console.message("one")
-    console.message("two")
-    console.close()
 
 
 def test_samples_of_an_evaluation_that_cannot_be_written_end_no_run(tmp_path, caplog):

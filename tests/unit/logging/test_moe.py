@@ -1,10 +1,6 @@
 import logging
 
-import pytest
-import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from mimo_train.bridge.training.utils.train_utils import _build_moe_metric_writer, _MoeMetricFanoutWriter
+from mimo_train.bridge.training.utils.train_utils import _MoeMetricFanoutWriter
 from mimo_train.logging.sinks.trackers import MlflowHandle
 
 
@@ -26,26 +22,6 @@ class Tracker:
 class Broken:
     def log_metrics(self, values, step):
         raise ConnectionError("no network")
-
-
-def test_one_value_reaches_everybody(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer, comet, client = SummaryWriter(str(tmp_path)), Tracker(), Tracker()
-    fanout = _build_moe_metric_writer(writer, comet, MlflowHandle(client, "run"))
-    fanout.add_scalar("z_loss", torch.tensor(0.25), 3)
-    fanout.add_scalar("z_loss", 0.5, 4)
-    writer.close()
-    assert comet.taken == [("comet", "z_loss", 0.25, 3), ("comet", "z_loss", 0.5, 4)]
-    assert client.taken == [("run", "z_loss", 0.25, 3), ("run", "z_loss", 0.5, 4)]
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("z_loss")] == [(3, 0.25), (4, 0.5)]
-
-
-@pytest.mark.parametrize("writer", [None, object()])
-def test_without_comet_and_mlflow_the_writer_itself(writer):
-    assert _build_moe_metric_writer(writer, None, None) is writer
 
 
 def test_a_tracker_that_fails_is_named_once_and_left_alone(caplog):

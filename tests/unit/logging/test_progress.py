@@ -123,21 +123,6 @@ def test_a_spoilt_line_stops_no_run(tmp_path, spoilt):
     assert progress.start_of_jobs(tmp_path, 2) == (at(0), 0.0)
 
 
-def test_without_the_line_of_the_job_its_throughput_is_left_out(tmp_path):
-    append(tmp_path, "exit", step=1)
-    progress.throughput(tmp_path, world_size=2, step=30, tokens=1, flops=6e15, job_seconds=500)
-    *_, last = (tmp_path / "progress.txt").read_text().splitlines()
-    assert last.split("\t")[1:] == ["throughput", "step=30", "flops=6e+15", "tokens=1"]
-
-
-def test_a_clock_that_is_set_back_gives_no_negative_rates(tmp_path, monkeypatch):
-    write(tmp_path, (50, 2, 0, 0))
-    monkeypatch.setattr(progress.time, "time", lambda: at(10).timestamp())
-    progress.throughput(tmp_path, world_size=2, step=30, tokens=1, flops=4e15, job_seconds=500)
-    *_, last = (tmp_path / "progress.txt").read_text().splitlines()
-    assert last.split("\t")[-2:] == ["job_tflops=4", "cumulative_tflops=4"]
-
-
 def test_what_job_started_notes_is_found_again(tmp_path):
     job_started(tmp_path, world_size=2, step=7, flops=1 / 3)
     began, flops = get_start_time_from_progress_log(run_config(tmp_path, 2))

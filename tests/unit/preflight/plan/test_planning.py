@@ -16,7 +16,7 @@ from mimo_train.estimate.memory import rank_memory, stage_memory
 from mimo_train.estimate.parameters import padded_vocab_size
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import check
-from mimo_train.preflight.plan.candidate import Candidate, FullestRank
+from mimo_train.preflight.plan.candidate import Candidate
 from mimo_train.preflight.plan.costs import Costs
 from mimo_train.preflight.plan.predict import Predictor, Stage, schedule_seconds
 from mimo_train.preflight.plan.search import Request, plan, require_sound
@@ -148,23 +148,6 @@ def test_less_memory_leaves_fewer_layouts():
     assert best[40e9] > best[80e9] >= best[141e9]
 
 
-def test_layouts_that_do_not_fit_take_no_place_of_one_that_does(monkeypatch):
-    """The best fitting layout of each kind is proposed, however many faster ones do not fit."""
-    cfg, room = load("vlm_digits", "train.global_batch_size=64"), 0.85 * 80e9
-    asked = request(cfg, 8, top=100)
-    original = FullestRank.__call__
-
-    def fullest(self, candidate):
-        images = candidate.layouts.get("images")
-        fits = images is None or ((images.tp, images.pp, images.dp) == (1, 1, 1) and not candidate.shared)
-        return original(self, candidate) if fits else int(room) + 1
-
-    monkeypatch.setattr(FullestRank, "__call__", fullest)
-    found = plan(cfg, asked)
-    assert {one.candidate.language.dp for one in found.proposals} >= {1, 2, 4}
-    assert {one.candidate.layouts["images"].dp for one in found.proposals} == {1}
-
-
 @pytest.mark.parametrize("rate", ["half", "traffic", "inside", "across"])
 def test_a_better_device_is_never_slower(rate):
     cfg = load(f"{RECIPES}/llava_1_5_finetune")
@@ -176,12 +159,6 @@ def test_a_better_device_is_never_slower(rate):
     assert best <= 1.01 * found[0].prediction.seconds
     for one in found:
         assert seconds_of(cfg, faster, one.candidate) <= one.prediction.seconds
-
-
-def test_more_gpus_are_never_slower():
-    cfg = load(f"{RECIPES}/siglip2_qwen3")
-    seconds = [plan(cfg, request(cfg, gpus, top=1)).proposals[0].prediction.seconds for gpus in (8, 16)]
-    assert seconds == sorted(seconds, reverse=True)
 
 
 def gpt(**values):
@@ -236,17 +213,6 @@ def test_a_step_by_hand():
     slower = seconds(last)
     two = seconds_of(cfg, asked, candidate(pp=2))
     assert two == pytest.approx(16 * slower + (sample - slower), rel=1e-3)
-
-
-def test_encoders_apart_are_named_by_their_ranks():
-    """Overrides of every way to place encoders select the same layout."""
-    cfg = load("vlm_digits", "placement.first_rank={images: 0, language: 1}")
-    for mode in (frozenset(), frozenset({"images"})):
-        layouts = {name: replace(module.layout) for name, module in cfg.modules.items()}
-        one = Candidate(layouts, 8, "full", False, 0, 2, mode)
-        chosen = load("vlm_digits", "placement.first_rank={images: 0, language: 1}", *one.overrides(cfg))
-        assert chosen == one.config(cfg)
-        assert resolve(chosen).layout.world_size == one.world_size == (1 if mode else 2)
 
 
 def test_matmuls_in_fp8_by_hand():
