@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.build.build import Settings, build_shards
 from data.build.find import find_source
-from data.build.samples import Columns
+from data.rows.samples import Columns
 
 PARTS = 10
 """The smaller build has this part of the samples."""

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.build.media_values import FileRange, size_of
 from data.build.sources import Source
 from data.errors import DataError, NothingToLearn, RecordError, ShardError, UnknownRecord
 from data.order.order import GlobalOrder
 from data.records.members import READABLE
+from data.rows.media_values import FileRange, size_of
 from data.samples.bad_samples import allowed_of
 from data.storage.files import Busy, file_lock
 from data.storage.tar import tar_bytes, write_shard

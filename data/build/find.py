@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.build.samples import Columns
 from data.build.sources import ARROW, JSON, SEPARATORS, Source
 from data.errors import DataError
-from data.index.find_shards import refuse_compressed
+from data.index.find_shards import TRAIN, refuse_compressed, split_files
 from data.records.members import MEDIA, kind_of
+from data.rows.samples import Columns
 from data.text_format import listed
 
 _METADATA = ("metadata.jsonl", "metadata.csv")
 _NO_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """JSON files that describe a dataset."""
-_SPLITS = ("train", "training")
 
 
 def find_source(path: Path, columns: Columns, media: Path | None = None, split: str = "") -> Source:
@@ -110,17 +109,13 @@ def _below(folder: Path, top: Sequence[Path], below: Sequence[Path]) -> dict[str
 
 def _of_split(folder: Path, files: Sequence[Path], wanted: str) -> list[Path]:
     """Return the files of a split: in a folder of its name, or named `SPLIT-...` as by Hugging Face."""
-    splits: dict[str, list[Path]] = {}
-    for path in files:
-        inside = path.relative_to(folder)
-        name = next((part for part in inside.parts[:-1] if part != "data"), "") or inside.stem.split("-")[0]
-        splits.setdefault(name, []).append(path)
+    splits = split_files(folder, files)
     if wanted and wanted not in splits:
         raise DataError(f"--split {wanted}: {folder} has {', '.join(sorted(splits))}")
     # Numbers, as in img2dataset's names, are no splits.
     if not wanted and (len(splits) == 1 or all(name.isdecimal() for name in splits)):
         return list(files)
-    name = wanted or next((name for name in _SPLITS if name in splits), "")
+    name = wanted or next((name for name in TRAIN if name in splits), "")
     if not name:
         raise DataError(f"{folder} has the splits {', '.join(sorted(splits))}: say which with --split")
     return splits[name]

@@ -13,26 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from data.build.media_values import (
-    EMPTY,
-    FILE_NAME,
-    FileRange,
-    MediaItem,
-    extension_of,
-    extent_of,
-    kind_of_file_name,
-    media_columns,
-    read_items,
-    require_no_media,
-)
-from data.build.samples import Columns, Sample, make_sample, require_learnable
-from data.build.tables import Layout, batches, labelled
 from data.errors import DataError, RecordError
 from data.index.indexing import build_index
 from data.records.conversation import Visual
 from data.records.members import READABLE, arrange, unread
 from data.records.record_checks import OtherMembers, text_of_file
 from data.records.records import parse_record
+from data.rows.media_columns import media_of_row
+from data.rows.media_values import (
+    FileRange,
+    MediaItem,
+    extent_of,
+    require_no_media,
+)
+from data.rows.samples import Columns, Sample, make_sample, require_learnable
+from data.rows.tables import Layout, batches, labelled, require_known_media
 from data.text_format import plural, shown
 
 JSON = (".json", ".jsonl", ".ndjson")
@@ -72,13 +67,8 @@ class Source:
         layout = Layout.of(self.parts[0])
         dropped = [name for name in layout.dropped if name not in self.columns.names.values()]
         if dropped and not {*layout.media, *(self.columns.names.keys() & READABLE)}:
-            for row in next(batches(self.parts[0], dropped)).to_pylist():
-                for name, value in row.items():
-                    if extension := extension_of(value or b""):
-                        raise DataError(
-                            f"{self.parts[0]}: {name!r} holds files ({extension}) that are not read. Give --columns "
-                            f"image={name}, or video or audio"
-                        )
+            remedy = "Give --columns image=COLUMN, or video or audio"
+            require_known_media(next(batches(self.parts[0], dropped)).to_pylist(), str(self.parts[0]), remedy)
         reason = "bytes of no kind that is known; --columns image=NAME (video, audio) says what"
         return [f"the column {name!r} is left out: {reason}" for name in dropped]
 
@@ -144,42 +134,12 @@ class Source:
             raise RecordError(f"{where}: {row}")
         if not isinstance(row, dict):
             return make_sample(row, [], self.columns, where)
-        columns, text_only = self._media_columns(row, typed, where)
-        record, items = row, list[MediaItem]()
-        for column, kind in columns.items():
-            value = row[column]
-            column_items = read_items(kind, column, value, str(self.folder), where)
-            items += column_items
-            if names := [item.name for item in column_items]:
-                record = record | {column: names if isinstance(value, list) else names[0]}
-            elif isinstance(value, dict):  # with empty fields
-                record = {name: other for name, other in record.items() if name != column}
+        record, items, text_only = media_of_row(row, typed, self.columns.names, str(self.folder), where)
         sample = make_sample(record, items, self.columns, where, folder=str(self.folder), text_only=text_only)
         if self.kind == "records" and self._quotes_are_text:
             if any(_DOUBLED.fullmatch(cell) for cell in row.values() if cell):
                 return sample._replace(notes=(*sample.notes, QUOTED))
         return sample
-
-    def _media_columns(self, row: dict[str, Any], typed: Mapping[str, str], where: str) -> tuple[dict[str, str], bool]:
-        """Return (column -> kind of a row's media, True if it has no media columns)."""
-        names = self.columns.names
-        columns = {column: kind for column, kind in typed.items() if kind not in names}
-        text_only = not columns and FILE_NAME not in row
-        for kind in READABLE:
-            if kind in names and names[kind] not in row:
-                raise RecordError(f"{where} has no {names[kind]!r}; it has {', '.join(sorted(row)[:8])}")
-            usual = [names[kind]] if kind in names else media_columns(tuple(row), kind)
-            if kind in typed.values() and kind not in names:  # image_url next to an image is its origin
-                usual = [name for name in usual if name.lower() in (kind, f"{kind}s")]
-            usual = [name for name in usual if name not in columns]
-            text_only = text_only and not usual
-            filled = [name for name in usual if row[name] not in EMPTY]
-            if len(filled) > 1:
-                raise RecordError(f"{where} has both {' and '.join(filled)}")
-            if not filled and not columns and kind not in names and kind_of_file_name(row) == kind:
-                filled = [FILE_NAME]
-            columns |= dict.fromkeys(filled, kind)
-        return columns, text_only
 
     def _tar_rows(self, tar: Path) -> Iterator[Row]:
         index = build_index(tar)

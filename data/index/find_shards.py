@@ -23,16 +23,19 @@ from data.text_format import listed, plural
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
 """Names of shards, see `find_shards`."""
 
+TABLE = ".parquet"
+TRAIN = ("train", "training")
+_SPLITS = (*TRAIN, "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 
 def find_shards(pattern: Shards) -> list[Place]:
     """Return the paths and URLs of the shards that `pattern` names.
 
-    A pattern is a folder (its `*.tar`, sorted), a file, a glob (sorted), a brace range `x-{000000..000003}.tar` or
-    choice `{a,b}.tar` (in this order; each must exist), or several of these, as a sequence or separated by commas (in
-    this order). It may be the folder of an energon dataset, or `FOLDER:SPLIT` for one of its splits. Any may be a URL
-    (s3, gs, az, http, https). Web servers cannot list, so each shard must be named.
+    A pattern is a folder (its `*.tar`, sorted, or the parquet files of its train split), a file, a glob (sorted), a
+    brace range `x-{000000..000003}.tar` or choice `{a,b}.tar` (in this order; each must exist), or several of these, as
+    a sequence or separated by commas (in this order). It may be the folder of an energon dataset, or `FOLDER:SPLIT` for
+    one of its splits. Any may be a URL (s3, gs, az, http, https). Web servers cannot list, so each shard must be named.
 
     Raises:
         DataError: nothing matches, or a named shard is missing. The message has `data.shards` and the name.
@@ -83,15 +86,48 @@ def _find_in_folder(folder: Path) -> list[Path]:
     names = sorted(os.listdir(folder))
     shards = [name for name in names if name.endswith(".tar") and name[0] != "."]
     if not shards:
-        refuse_compressed(*(folder / name for name in names))
         inside = sorted({str(path.parent) for path in folder.glob("*/*.tar")})
+        tables = sorted(path for path in folder.rglob(f"*{TABLE}") if "/." not in f"/{path.relative_to(folder)}")
+        # img2dataset writes a parquet file without images next to each tar or folder of files.
+        if not inside and not all((path.parent / path.stem).is_dir() for path in tables):
+            return [*_of_train_split(folder, tables)]
+        refuse_compressed(*(folder / name for name in names))
         remedy = f"give a folder inside of it that does: {listed(inside)}"
         raise DataError(
-            f"data.shards: the folder {folder} holds no *.tar file: "
+            f"data.shards: the folder {folder} holds no *.tar and no *.parquet file with samples: "
             f"{remedy if inside else '`mimo-train shards build` makes shards'}"
         )
     _require_all_taken(folder, shards, names)
     return [folder / name for name in shards]
+
+
+def split_files[File: (Path, Url)](folder: File, files: Iterable[File]) -> dict[str, list[File]]:
+    """Group the files of a dataset by split: the name of their folder, or `SPLIT-...` as on the Hugging Face hub. The
+    split "" has all of them if no name tells a split."""
+    splits: dict[str, list[File]] = {}
+    start = len(str(folder).rstrip("/")) + 1
+    for file in files:
+        *folders, name = str(file)[start:].split("/")
+        stem = name.rpartition(".")[0]
+        splits.setdefault(next((part for part in folders if part != "data"), "") or stem.split("-")[0], []).append(file)
+    inside = {str(file)[start:].rpartition("/")[0] for of_split in splits.values() for file in of_split}
+    if len(splits) > 1 and len(inside) == 1 and splits.keys().isdisjoint(_SPLITS):
+        return {"": [file for of_split in splits.values() for file in of_split]}
+    return splits
+
+
+def _of_train_split[File: (Path, Url)](folder: File, files: Sequence[File]) -> Sequence[File]:
+    splits = split_files(folder, files)
+    if len(splits) == 1:
+        return files
+    name = next((name for name in TRAIN if name in splits), None)
+    if name is None:
+        example = str(next(iter(splits.values()))[0])
+        raise DataError(
+            f"data.shards: {folder} has parquet files of {listed(sorted(splits), 8)}, and none of train: name those to "
+            f"read, such as {example}"
+        )
+    return splits[name]
 
 
 def _find_urls(urls: Sequence[Url]) -> list[Url]:
@@ -103,11 +139,14 @@ def _find_urls(urls: Sequence[Url]) -> list[Url]:
 def _find_url(url: Url) -> list[Url]:
     """Return the shards at a URL: a file, a folder, or a glob in its last part, with sizes and tags."""
     is_glob = url.scheme not in WEB and re.search(r"[*?\[]", url.name) is not None
-    if url.scheme in WEB or (url.name.endswith(".tar") and not is_glob):
+    if url.scheme in WEB or (url.name.endswith((".tar", TABLE)) and not is_glob):
         return [_look(url)]
     folder, pattern = (url.parent, url.name) if is_glob else (url, "*.tar")
     objects = retrying(lambda: store_of(folder).list(folder, deep=False), f"{folder}: cannot list it")
-    shards = [replace(meta.url, seen=meta.seen) for meta in objects if fnmatchcase(meta.url.name, pattern)]
+    every = [replace(meta.url, seen=meta.seen) for meta in objects]
+    shards = [shard for shard in every if fnmatchcase(shard.name, pattern)]
+    if not shards and not is_glob and (tables := [shard for shard in every if shard.name.endswith(TABLE)]):
+        return [*_of_train_split(folder, tables)]
     if not objects and not is_glob:
         return [_look(url)]  # a shard without .tar in its name
     refuse_compressed(*(shards or (meta.url for meta in objects)))

@@ -24,9 +24,10 @@ from data.index.index_file import UNIT, FolderFile, IndexFile, Located, Part
 from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex, pack_keys
 from data.media.headers import parse_audio_header, parse_header, parse_video_header
 from data.records.members import arrange, kind_of
-from data.storage.files import READS, RETRIES, ShardVersion, open_file, pread_all, require_file, retrying
+from data.rows.row_reader import is_table, table_rows
+from data.storage.files import READS, RETRIES, ReadRange, ShardVersion, open_file, pread_all, require_file, retrying
 from data.storage.reader import WholeObject
-from data.storage.tar import ReadRange, walk_tar
+from data.storage.tar import walk_tar
 from data.storage.url import Place, Url, place_of
 from data.workers import worker_processes
 
@@ -185,8 +186,7 @@ def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
     samples, members, keys = list[tuple[int, int, int]](), list[tuple[int, ...]](), list[str]()
     with READS.of(shard):
         try:
-            for key, files in groupby(_split_names(walk_tar(shard, read, version.size)), itemgetter(0)):
-                sample = [(name, at, size, *_measure(read, name, at, size)) for _, name, at, size in files]
+            for key, sample in (_rows if is_table(shard) else _samples)(shard, read, version.size):
                 arranged = arrange(tuple(extension for extension, *_ in sample))
                 reason = reasons.setdefault(arranged.reason, len(reasons) + 1) if arranged.reason else 0
                 samples.append((len(members), arranged.record, reason))
@@ -204,6 +204,31 @@ def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
         all_members=np.array(members, dtype=MEMBER),
         packed_keys=pack_keys(keys),
     )
+
+
+_Members = list[tuple[str, int, int, int, int]]
+"""(extension, offset, size, first and second number of the extent) of each member of a sample."""
+
+
+def _samples(shard: Place, read: ReadRange, size: int) -> Iterator[tuple[str, _Members]]:
+    """Yield (key, members) of the samples of a tar."""
+    for key, files in groupby(_split_names(walk_tar(shard, read, size)), itemgetter(0)):
+        yield key, [(name, at, length, *_measure(read, name, at, length)) for _, name, at, length in files]
+
+
+def _rows(shard: Place, read: ReadRange, size: int) -> Iterator[tuple[str, _Members]]:
+    """Yield (key, members) of the rows of a parquet file."""
+    for key, members in table_rows(shard, read, size):
+        READS.count += 1
+        measured = []
+        for extension, offset, raw in members:
+            read_raw = partial(_slice, raw)
+            measured.append((extension, offset, len(raw), *_measure(read_raw, extension, 0, len(raw))))
+        yield key, measured
+
+
+def _slice(raw: bytes, length: int, offset: int) -> bytes:
+    return raw[offset : offset + length]
 
 
 def _split_names(walk: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, str, int, int]]:

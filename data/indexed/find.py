@@ -1,4 +1,4 @@
-"""Find .bin and .idx files: `data.shards` names either these or tars."""
+"""Find .bin and .idx files: `data.shards` names either these, or tars and parquet files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INDEX, TOKENS = ".idx", ".bin"
 
 
 def is_indexed(shards: Shards) -> bool:
-    """True if a source has .bin and .idx files; False for tars or missing files. Raises DataError for both."""
+    """True if a source has .bin and .idx files; False for other or missing files. Raises DataError for both."""
     return bool(_find(shards))
 
 
@@ -51,7 +51,7 @@ def _find(shards: Shards) -> list[Path]:
 
 
 def _find_part(part: str) -> list[Path]:
-    if part.endswith(".tar"):  # there may be thousands, and a look at each is slow on a slow file system
+    if part.endswith((".tar", ".parquet")):  # there may be thousands, and a look at each is slow on a slow file system
         return []
     if is_url(part) and not part.startswith("file://"):
         if part.endswith((INDEX, TOKENS)):

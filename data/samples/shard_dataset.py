@@ -33,13 +33,14 @@ from data.order.step import StepSamples, TextSample
 from data.records.conversation import Conversation
 from data.records.members import NO_FIELDS, Fields
 from data.records.records import parse_fields, parse_record
+from data.rows.row_reader import RowReader, is_table
+from data.rows.samples import parse_row
 from data.samples.bad_samples import BadSample, BadSamples, allowed_of
 from data.samples.media_spec import SAMPLING, Media, Sampling
 from data.samples.protocol import Samples
 from data.samples.sample_meta import SampleMeta, SampleTable, lengths_key
 from data.storage.file_cache import FileCache
 from data.storage.files import RETRIES, ShardVersion
-from data.storage.reader import ShardReader
 from data.storage.url import Place, Url
 from data.text.placeholders import axis_positions
 from data.text.tokens import Tokenizer
@@ -103,7 +104,7 @@ class ShardDataset(Samples):
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
         self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
-        self.reader = ShardReader(read_retries, cache=members_cache)
+        self.reader = RowReader(read_retries, cache=members_cache)
         self.cache_dir = cache_dir
         self.index = lru_cache(_OPEN_INDEXES)(self._open_index)
         self.meta = lru_cache(_RECENT)(lambda number: self.meta_at(*self._place(number), number))
@@ -287,16 +288,23 @@ class ShardDataset(Samples):
     def _conversation(self, meta: SampleMeta) -> Conversation:
         if meta.bad_reason is not None:
             raise RecordError(meta.bad_reason)
-        counts, images = meta.counts, meta.visuals
-        raws = {member.extension: self._read(meta, member) for member in meta.texts}
-        if meta.fields.texts:
-            conversation = parse_fields(raws, meta.fields, meta.key, counts, self._bounds, images)
-        else:
-            ((extension, raw),) = raws.items()
-            conversation = parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, images)
+        conversation = self._parsed(meta)
         if self._skip_null and conversation.is_blank:
             raise NothingToLearn("its answers are blank")
         return conversation
+
+    def _parsed(self, meta: SampleMeta) -> Conversation:
+        counts, images = meta.counts, meta.visuals
+        shard = self.shards[meta.shard]
+        if is_table(shard):
+            record, text_only = self.reader.record(shard, meta.texts[0].offset, self.version(meta.shard))
+            every = {kind: len(names) for kind, names in meta.others.names.items()}
+            return parse_row(record, text_only, meta.fields, meta.key, every, counts, self._bounds, images)
+        raws = {member.extension: self._read(meta, member) for member in meta.texts}
+        if meta.fields.texts:
+            return parse_fields(raws, meta.fields, meta.key, counts, self._bounds, images)
+        ((extension, raw),) = raws.items()
+        return parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, images)
 
     def _bad(self, meta: SampleMeta, reason: str) -> BadSample:
         return BadSample(

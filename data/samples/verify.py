@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -12,23 +12,17 @@ from data.index.shard_index import Member, ShardIndex
 from data.media.decode import decode_audio, decode_image_file
 from data.media.video import decode_video
 from data.records.conversation import KINDS
+from data.records.members import NO_FIELDS
 from data.records.records import parse_record
+from data.rows.row_reader import RowReader, is_table
+from data.rows.samples import parse_row
 from data.samples.media_spec import SAMPLING, images_of, places_of
 from data.samples.sample_meta import other_members
 from data.samples.shard_dataset import ShardDataset
-from data.storage.files import ShardVersion
-from data.storage.url import Place
 from data.text_format import shown
 
 
-class MemberReader(Protocol):
-    """Reads members, as `ShardReader` does."""
-
-    def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
-        """Return `size` bytes at `offset`."""
-
-
-def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | None:
+def check_sample(reader: RowReader, index: ShardIndex, row: int) -> str | None:
     """Return why the sample is bad, or None. It reads and decodes everything, unlike any rank of a run.
 
     Raises ReadError or ShardError if the shard cannot be read, and MemoryShortage or MissingLibrary.
@@ -45,9 +39,13 @@ def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | Non
                 raw = reader.read(index.path, member.offset, member.size, member.extension, index.version)
                 _decode(member, raw)
         name, record = "", members[at]
-        raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
         others, visuals = other_members(members), places_of(images_of(members, SAMPLING))
         counts = {kind: len(others.names.get(kind, ())) for kind in KINDS}
+        if is_table(index.path):
+            row_record = reader.record(index.path, record.offset, index.version)
+            parse_row(*row_record, NO_FIELDS, key, counts, counts, visuals=visuals)
+            return None
+        raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
         parse_record(raw, record.extension, key, counts, others=others, visuals=visuals)
     except (ReadError, ShardError, *OF_THE_MACHINE):
         raise

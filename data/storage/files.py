@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import logging
 import os
 import secrets
@@ -18,11 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from xxhash import xxh3_128
 
 from data.errors import ReadError, ShardError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +39,39 @@ _FINAL = frozenset(
 """Errors that waiting does not fix."""
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 32, 4096
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+
+ReadRange = Callable[[int, int], bytes]
+"""(bytes, offset) -> content, fewer bytes at the end of the file."""
+
+
+class RangeFile(io.RawIOBase):
+    """A file of `size` bytes that `read` reads."""
+
+    def __init__(self, read: ReadRange, size: int) -> None:
+        self._read, self._size, self._at = read, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        content = self._read(left if size < 0 else min(size, left), self._at)
+        self._at += len(content)
+        return content
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer)
+        content = self.read(len(view))
+        view[: len(content)] = content
+        return len(content)
 
 
 def retrying[Result](work: Callable[[], Result], what: str, retries: int = RETRIES) -> Result:

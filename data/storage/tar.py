@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data.errors import DataError, ShardError
-from data.storage.files import replacing
+from data.storage.files import RangeFile, ReadRange, replacing
 from data.text_format import shown
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-ReadRange = Callable[[int, int], bytes]
-"""(bytes, offset) -> content, fewer bytes at the end of the file."""
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = 2 * _BLOCK  # bytes of zeros that end a tar
@@ -35,7 +28,9 @@ def walk_tar(path: object, read: ReadRange, size: int) -> Iterator[tuple[str, in
     if not size:
         raise ShardError(f"{path}: the file is empty (0 bytes). Write or copy it again.")
     try:
-        tar = tarfile.TarFile(fileobj=io.BufferedReader(_File(read, size)), encoding="utf-8", errors="surrogateescape")
+        tar = tarfile.TarFile(
+            fileobj=io.BufferedReader(RangeFile(read, size)), encoding="utf-8", errors="surrogateescape"
+        )
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # of a million members it would take a gigabyte
             end, at = member.offset_data + member.size, f"member {shown(member.name)!r} at byte {member.offset}"
@@ -63,30 +58,6 @@ def walk_tar(path: object, read: ReadRange, size: int) -> Iterator[tuple[str, in
             "`mimo-train shards build` makes shards of other files."
         ) from error
     _require_end(path, read, tar.offset, size)
-
-
-class _File(io.RawIOBase):
-    """A file of `size` bytes that `read` reads."""
-
-    def __init__(self, read: ReadRange, size: int) -> None:
-        self._read, self._size, self._at = read, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer)
-        content = self._read(max(min(len(view), self._size - self._at), 0), self._at)
-        view[: len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 def _require_end(path: object, read: ReadRange, end: int, size: int) -> None:

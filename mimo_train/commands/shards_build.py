@@ -62,7 +62,7 @@ def add(commands: Any) -> None:
 def _build(args: argparse.Namespace) -> int:
     from data.build.build import LEFT_OUT, Settings, build_shards
     from data.build.find import find_source
-    from data.build.samples import Columns
+    from data.rows.samples import Columns
     from mimo_train.logging.console import CountBar
 
     names: dict[str, str] = {}

@@ -65,10 +65,10 @@ def _verify_shards(args: argparse.Namespace) -> int:
     from data.index.catalogue import open_catalogue
     from data.index.find_shards import find_shards
     from data.records.members import named_unread
+    from data.rows.row_reader import RowReader
     from data.samples.verify import check_sample
-    from data.storage.reader import ShardReader
 
-    reader, checked, bad, broken = ShardReader(), 0, 0, 0
+    reader, checked, bad, broken = RowReader(), 0, 0, 0
     not_read: Counter[tuple[str, str]] = Counter()
     with ThreadPoolExecutor(args.workers) as pool:
         paths = find_shards(args.pattern)

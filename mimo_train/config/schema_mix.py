@@ -69,7 +69,7 @@ def _name_of(shards: str) -> str:
     """Return the last part of a path without wildcards or braces."""
     parts = [part for part in re.split(r"[/\\]", shards.split(",")[0].strip()) if part]
     plain = [part for part in parts if _NAME.fullmatch(part) and part not in (".", "..")]
-    return re.sub(r"\.(tar|idx|bin)$", "", plain[-1]) if plain else ""
+    return re.sub(r"\.(tar|parquet|idx|bin)$", "", plain[-1]) if plain else ""
 
 
 def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shards: str) -> Iterator[Fault]:

@@ -33,11 +33,13 @@ from mimo_train.inputs.datasets import (
 from mimo_train.preflight.check.report import Report, fault_of, spread
 
 if TYPE_CHECKING:
-    from data.pipeline import Samples, TextSample
+    from data.pipeline import Samples, ShardDataset, TextSample
     from data.text.templates import Template
 
 FIRST_SAMPLES = 100
 """Samples of shards to read and decode."""
+_MOST_TIMES = 4
+"""Bytes read for a shuffled sample of a parquet file, over its size, above which `check` warns."""
 SPREAD_SAMPLES = 64
 """Samples of .bin files to read, spread evenly over all of them."""
 END_DOCUMENTS = 100
@@ -141,10 +143,33 @@ def _add_shards(
         report.faults.append(Fault(key, text))
     elif samples and tokenizer is not None:
         dataset = shard_dataset(without_split(cfg), tokenizer, [replace(source, shards=readable)], held_out)
+        if held_out is None:
+            _add_row_groups(report, cfg, key, dataset, rows)
         _add_first_samples(report, cfg, key, dataset, tokenizer, seen, rows)
         if len(readable) < len(paths):
             seen.fingerprint = None
     return samples
+
+
+def _add_row_groups(report: Report, cfg: ConfigContainer, key: str, dataset: ShardDataset, rows: list) -> None:
+    """Report the row groups of the first parquet file; warn if shuffled samples make most reads useless."""
+    from data.rows.row_reader import CACHE_BYTES, is_table
+
+    tables = [number for number, shard in enumerate(dataset.shards) if is_table(shard)]
+    if not tables:
+        return
+    sizes = [dataset.version(number).size for number in tables]
+    table = dataset.reader.table(dataset.shards[tables[0]], dataset.version(tables[0]))
+    group, block = max(table.group_rows, 1), cfg.data.shuffle_block
+    group_bytes = sizes[0] * group / max(table.ends[-1], 1)
+    rows.append(("", "row groups", f"{plural(group, 'row')}, {group_bytes / 1e6:.3g} MB"))
+    times = group / min(block, group)
+    if cfg.data.shuffle and times > _MOST_TIMES and sum(sizes) > CACHE_BYTES:
+        report.warnings.append(
+            f"{key}: a row group of {table.path.name} has {group:,} rows ({group_bytes / 1e6:.3g} MB), and blocks of "
+            f"{plural(block, 'sample')} are shuffled: each sample reads about {times:,.0f} times its size. Set "
+            f"data.shuffle_block={group}, or make shards with `mimo-train shards build`"
+        )
 
 
 def _add_first_samples(

@@ -3,15 +3,19 @@
 import contextlib
 import io
 import json
+import signal
 
 import pytest
 from PIL import Image
 
+from data.index.find_shards import find_shards
 from data.media.headers import parse_video_header_bytes
 from data.media.video import decode_video
 from data.samples.media_spec import Sampling
+from tests.dist.exit_callbacks import At
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
+from tests.tables import table_of_shards
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
@@ -37,6 +41,32 @@ def test_a_mixture_with_fields_of_one_source_is_one_of_plain_records(tmp_path):
         curves.append(curve(train_on_ranks(config("vlm_digits", tmp_path / layout, tmp_path, *changed))))
     assert len(curves[0]) == 2
     for one, same in zip(*curves, strict=True):
+        assert one == pytest.approx(same, rel=TOLERANCE)
+
+
+def killed_before(cfg, step):
+    from mimo_train.training.pretrain import pretrain
+
+    return pretrain(cfg, callbacks=[At(0, step, signal.SIGKILL)])
+
+
+def test_a_run_on_parquet_files_is_one_on_tars_also_killed_and_on_other_ranks(digits, tmp_path):
+    table_of_shards(digits / "train", tmp_path / "rows" / "train" / "train-0.parquet")
+    half = find_shards(digits / "train")[1]
+    changes = ("train.iters=6", "train.global_batch_size=8", "train.micro_batch_size=2", "checkpoint.save_interval=2")
+
+    def run(name, layout, rows, *more):
+        mix = f"data.mix=[{{name: a, shards: {rows}, weight: 2}}, {{name: b, shards: {half}, weight: 1}}]"
+        return config("vlm_digits", tmp_path / name, digits, *changes, f"layout={layout}", "data.shards=", mix, *more)
+
+    tars = curve(train_on_ranks(run("tars", "one_process", digits / "train")))
+    cfg = run("rows", "two_processes", tmp_path / "rows" / "train")
+    with pytest.raises(RankFailure):
+        run_ranks(killed_before, 2, cfg, 4)
+    more = run("rows", "images_dp1_language_dp2", tmp_path / "rows" / "train", "data.pack=true")
+    rows = curve(train_on_ranks(more))
+    assert len(tars) == 6 and [step for step, *_ in rows] == [step for step, *_ in tars]
+    for one, same in zip(rows, tars, strict=True):
         assert one == pytest.approx(same, rel=TOLERANCE)
 
 

@@ -9,8 +9,8 @@ import soundfile
 
 from data.build.build import Settings, build_shards
 from data.build.find import find_source
-from data.build.samples import Columns
 from data.index.find_shards import find_shards
+from data.rows.samples import Columns
 from data.samples.verify import check_sample
 from data.storage.reader import ShardReader
 from tests.unit.data.helpers import encode_image, open_index

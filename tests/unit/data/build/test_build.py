@@ -10,9 +10,9 @@ import pytest
 import webdataset
 
 from data.build.build import Settings
-from data.build.samples import Columns
 from data.errors import DataError
 from data.index.find_shards import find_shards
+from data.rows.samples import Columns
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.build.helpers import (

@@ -91,6 +91,7 @@ SOURCES = {
     "A LLaVA JSON and its images": llava,
     "A CSV and its images": photos,
     "Audio with transcripts": clips,
+    "Parquet files": pets,
     "A Hugging Face dataset": pets,
     "Output of img2dataset": laion,
     "Images beside captions": album,

@@ -70,7 +70,7 @@ import os, signal, sys
 from pathlib import Path
 from data.build.build import Settings, build_shards
 from data.build.find import find_source
-from data.build.samples import Columns
+from data.rows.samples import Columns
 left = int(sys.argv[3])
 def progress(*_):
     global left

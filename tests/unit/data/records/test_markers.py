@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from data.build.samples import MARKED, Columns, _with_texts
 from data.errors import RecordError
 from data.records.conversation import MARKERS, Part, Visual
 from data.records.members import read_fields
 from data.records.records import parse_fields, parse_record
+from data.rows.samples import MARKED, _with_texts
 
 IMAGE = (
     "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|><|image_pad|>",
@@ -108,22 +108,22 @@ def test_a_build_puts_no_media_in_front_of_them():
     counts = dict.fromkeys(MARKERS.values(), 0) | {"image": 1}
     for question in ("<|vision_start|><|image_pad|><|vision_end|>q", "<img>1.jpg</img>q"):
         given = record(question)
-        assert _with_texts(given, Columns(), counts, "row 1") == (given, ())
-        asked, _ = _with_texts({"q": question, "a": "x"}, Columns({"question": "q", "answer": "a"}), counts, "row 1")
+        assert _with_texts(given, {}, "", counts, "row 1") == (given, ())
+        asked, _ = _with_texts({}, {"question": question, "answer": "x"}, "", counts, "row 1")
         assert asked["conversations"][0]["value"] == question
-    made, rules = _with_texts(record("q"), Columns(), counts, "row 1")
+    made, rules = _with_texts(record("q"), {}, "", counts, "row 1")
     assert made["conversations"][0]["value"] == "<image>\nq" and rules == (MARKED,)
     with pytest.raises(RecordError, match="row 1: its text has 0 <image> and 2 markers"):
-        _with_texts(record("[IMG][IMG]q"), Columns(), counts, "row 1")
+        _with_texts(record("[IMG][IMG]q"), {}, "", counts, "row 1")
     typed = record("q", form="messages")
     typed["messages"][0]["content"] = [{"type": "text", "text": "<|image_pad|>q"}]
     with pytest.raises(RecordError, match=r"row 1: a typed text has <\|image_pad\|>, and typed text is literal"):
-        _with_texts(typed, Columns(), counts, "row 1")
+        _with_texts(typed, {}, "", counts, "row 1")
 
 
 def test_a_build_keeps_what_pairs_exclude_from_the_loss():
     pairs = [{"user": "q", "assistant": "a", "loss": False}, {"user": "r", "assistant": "b", "source": "x"}]
-    made, _ = _with_texts({"texts": pairs}, Columns(), {"image": 0}, "row 1")
+    made, _ = _with_texts({"texts": pairs}, {}, "", {"image": 0}, "row 1")
     turns = parse_record(json.dumps(made).encode(), "json", "k", {}).turns
     assert [turn.is_learned for turn in turns] == [False, False, False, True]
 

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
-from data.build.samples import require_learnable
 from data.collate import to_sample
 from data.errors import NothingToLearn, RecordError
 from data.records.members import read_fields
 from data.records.records import parse_fields
+from data.rows.samples import require_learnable
 from data.text.tokens import build_tokenizer
 from tests.unit.data.text.chat_templates import (
     CHATML,

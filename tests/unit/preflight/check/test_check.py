@@ -7,7 +7,9 @@ import pytest
 
 from mimo_train.cli import main
 from mimo_train.preflight.check import check
+from tests.tables import write_table
 from tests.unit.configs import load
+from tests.unit.data.helpers import encode_image
 from tests.unit.preflight.check.shards import on, record, run, shard, sound
 
 SCRIPTS = Path(__file__).parents[4] / "scripts"
@@ -45,6 +47,17 @@ def test_blocks_of_the_order_are_told(capsys, tmp_path, block, said):
     assert not faults and said in out and ("blocks an epoch" in out) == (block > 1)
     _, _, faults = run(capsys, *on(tmp_path / "t"), f"data.shuffle_block={block}", "data.shuffle=false")
     assert len(faults) == (block > 1) and all(f"data.shuffle_block: is {block}" in fault for fault in faults)
+
+
+@pytest.mark.parametrize(("block", "times"), [(1, 10), (2, 5), (10, 0)])
+def test_reads_of_row_groups_are_told(capsys, tmp_path, monkeypatch, block, times):
+    monkeypatch.setattr("data.rows.row_reader.CACHE_BYTES", 1)
+    table = {"image": [encode_image(28, 28, "PNG", seed=at) for at in range(35)], "caption": ["x"] * 35}
+    write_table(tmp_path / "t" / "a.parquet", table, 10)
+    _, out, faults = run(capsys, *on(tmp_path / "t"), f"data.shuffle_block={block}")
+    assert not faults and "10 rows, 0.0" in out and "35 .image.png" in out
+    said = f"reads about {times} times its size. Set data.shuffle_block=10"
+    assert (said in " ".join(out.split())) == (times > 4)
 
 
 def test_a_plain_gpt_run(capsys):

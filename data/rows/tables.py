@@ -11,6 +11,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.records.members import READABLE
+from data.rows.media_values import extension_of
 
 _ROWS = 32  # per batch: each may hold images of megabytes
 
@@ -29,9 +30,13 @@ class Layout:
 
     @classmethod
     def of(cls, file: Path) -> Layout:
-        """Read Hugging Face's feature metadata, or column types. Raises DataError."""
+        """Read the layout of a file. Raises DataError."""
         with _opened_table(file) as table:
-            schema = table.schema_arrow if file.suffix == ".parquet" else table.schema
+            return cls.of_schema(table.schema_arrow if file.suffix == ".parquet" else table.schema)
+
+    @classmethod
+    def of_schema(cls, schema: Any) -> Layout:
+        """Return the layout by Hugging Face's feature metadata, or by column types."""
         try:
             features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         except (KeyError, ValueError, TypeError):
@@ -51,6 +56,15 @@ class Layout:
         return cls(schema.names, media, labels, dropped)
 
 
+def require_known_media(rows: Sequence[Mapping[str, Any]], where: str, remedy: str) -> None:
+    """Raise DataError if columns with bytes of unknown kind hold files of media. `remedy`: what to do with COLUMN."""
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, bytes) and (extension := extension_of(value)):
+                remedy = remedy.replace("COLUMN", name)
+                raise DataError(f"{where}: {name!r} holds files ({extension}) that are not read. {remedy}")
+
+
 def _inner_feature(feature: Any) -> dict[str, Any]:
     if isinstance(feature, list) and feature:
         feature = feature[0]
@@ -64,7 +78,9 @@ def _kind_of_type(column: Any) -> str:
     from pyarrow import types
 
     kind = column.type
-    if types.is_list(kind) or types.is_large_list(kind):
+    while (
+        types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_dictionary(kind)
+    ):
         kind = kind.value_type
     name = column.name.lower()
     by_name = next(

@@ -85,6 +85,8 @@ class MediaItem(NamedTuple):
     """For messages."""
     extent: tuple[int, int] | None
     """See `data.media.headers.parse_extent`."""
+    column: str = ""
+    """The column, or the key in a typed part."""
 
     def require_extent(self, where: str) -> None:
         """Raise RecordError if it has no readable header or exceeds the default bounds."""
@@ -218,6 +220,10 @@ def extension_of(content: bytes) -> str:
 
 
 def _item(kind: str, column: str, value: Any, folder: str, where: str) -> MediaItem:
+    return _item_of_value(kind, column, value, folder, where)._replace(column=column)
+
+
+def _item_of_value(kind: str, column: str, value: Any, folder: str, where: str) -> MediaItem:
     if isinstance(value, Mapping) and value.keys() >= _ARRAY and value["array"] is not None:
         return _item_of_array(value, column, where)
     name = ""
@@ -302,6 +308,6 @@ def _is_empty(value: Any) -> bool:
 
 def _not_downloaded(column: str, url: str, where: str) -> RecordError:
     return RecordError(
-        f"{where}: {column!r} is an address ({shown(url[:80])}), and a build downloads nothing. Download the files "
+        f"{where}: {column!r} is an address ({shown(url[:80])}), and nothing is downloaded. Download the files "
         "first, for example with img2dataset, and build shards of its output"
     )

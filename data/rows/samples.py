@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from data.build.media_values import FileRange, MediaItem, require_no_media, take_typed_parts
 from data.errors import DataError, NotDownloaded, NothingToLearn, RecordError
+from data.media.options import BOUNDS, Bounds
 from data.records.conversation import MARKERS, Conversation, Visual
 from data.records.markers import special_marker, with_our_markers
-from data.records.members import MEDIA, READABLE, TEXTS
+from data.records.members import ABSENT, LEARNED, MEDIA, READABLE, TEXTS, Fields
 from data.records.record_checks import LOSS_FIELDS, failed_download
 from data.records.records import parse_record
-from data.text_format import shown
+from data.rows.media_values import FileRange, MediaItem, require_no_media, take_typed_parts
+from data.text_format import Key, shown
 
 _FORMS = ("conversations", "messages", "caption", "text")
 """Texts of records; the first that a record has counts."""
@@ -89,22 +90,13 @@ def make_sample(
     if not isinstance(record, dict):
         raise RecordError(f"{where} is a JSON {type(record).__name__}, not an object")
     if folder is not None:
-        record, typed = take_typed_parts(record, columns.names.get("messages", "messages"), folder, where)
-        if items and typed and [item.name for item in items] != [item.name for item in typed]:
-            raise RecordError(
-                f"{where}: media in the typed parts of messages and others in columns. Remove one of them"
-            )
-        items = typed or items
+        record, items = with_typed_media(record, items, columns.names.get("messages", "messages"), folder, where)
     for item in items:
         item.require_extent(where)
-    if not items and not text_only and failed_download(record):
-        raise NotDownloaded(f"{where}: {shown(str(record.get('error_message') or record['status']))}")
     counts = {kind: sum(item.kind == kind for item in items) for kind in READABLE}
+    texts = {part: _value(record, column, where) for part, column in columns.names.items() if part in TEXTS}
     given = record
-    record, notes = _with_texts(record, columns, counts, where)
-    if not items and not text_only and record.keys().isdisjoint(("conversations", "messages")):
-        raise RecordError(f"{where}: a caption without its medium, whose name or bytes are empty")
-    raw = encode_record(record, where)
+    raw, notes = _encoded(record, texts, columns.question, counts, where, text_only)
     extensions = [f"{at}.{item.extension}" if len(items) > 1 else item.extension for at, item in enumerate(items)]
     visuals = [
         Visual(extension, int(item.kind == "video"))
@@ -117,6 +109,68 @@ def make_sample(
     contents = [item.content for item in items]
     members = [*zip(extensions, contents, strict=True), ("json", raw)]
     return Sample(members, [item.kind for item in items], notes)
+
+
+def with_typed_media(
+    record: dict[str, Any], items: Sequence[MediaItem], turns: str, folder: str, where: str
+) -> tuple[dict[str, Any], Sequence[MediaItem]]:
+    """Return the record and its media, those in typed parts of the messages `turns` included. Raises RecordError if
+    columns have other media."""
+    record, typed = take_typed_parts(record, turns, folder, where)
+    if items and typed and [item.name for item in items] != [item.name for item in typed]:
+        raise RecordError(f"{where}: media in the typed parts of messages and others in columns. Remove one of them")
+    return record, typed or items
+
+
+def parse_row(
+    record: dict[str, Any],
+    text_only: bool,
+    fields: Fields,
+    key: Key,
+    counts: Mapping[str, int],
+    media: Mapping[str, int],
+    bounds: Bounds = BOUNDS,
+    visuals: Sequence[Visual] = (),
+) -> Conversation:
+    """Parse a row of a table as a conversation, as if it had been built into a shard.
+
+    Args:
+        record: columns without media; see `RowReader.record` for `text_only`.
+        fields: `data.fields`, whose texts are values of the record: `json[COLUMN]`.
+        counts: kind -> all media of the row.
+
+    See `parse_record` for the other arguments and the errors.
+    """
+    where = f"key {key!r}"
+    texts = {name: value for name, source in fields.texts if (value := source.value(record)) is not ABSENT}
+    if fields.texts:
+        fields.require(texts, {"json": sorted(record)[:8]})
+        learned = [name for name in LEARNED if name in texts]
+        if all(texts[name] is None for name in learned):
+            raise NothingToLearn(f"{where}: {fields.key}: {' and '.join(learned)} is null")
+        texts = {name: value for name, value in texts.items() if value is not None}
+    raw, _ = _encoded(record, texts, "", counts, where, text_only)
+    return parse_record(raw, "json", key, media, bounds, visuals=visuals)
+
+
+def _encoded(
+    record: dict[str, Any],
+    texts: Mapping[str, Any],
+    question: str,
+    counts: Mapping[str, int],
+    where: str,
+    text_only: bool,
+) -> tuple[bytes, tuple[str, ...]]:
+    """Return the JSON of a record with its texts under their usual names, and notes. See `make_sample`."""
+    needs_media = not any(counts.values()) and not text_only
+    if needs_media and failed_download(record):
+        raise NotDownloaded(f"{where}: {shown(str(record.get('error_message') or record['status']))}")
+    if any(record.get(form) is not None for form in _FORMS):  # a table has all columns in every row
+        record = {name: value for name, value in record.items() if value is not None or name not in _FORMS}
+    record, notes = _with_texts(record, texts, question, counts, where)
+    if needs_media and record.keys().isdisjoint(("conversations", "messages")):
+        raise RecordError(f"{where}: a caption without its medium, whose name or bytes are empty")
+    return encode_record(record, where), notes
 
 
 def require_learnable(parse: Callable[[], Conversation], where: str) -> None:
@@ -146,12 +200,17 @@ def encode_record(record: Any, where: str) -> bytes:
 
 
 def _with_texts(
-    record: dict[str, Any], columns: Columns, counts: Mapping[str, int], where: str
+    record: dict[str, Any], texts: Mapping[str, Any], question: str, counts: Mapping[str, int], where: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the record with its texts under their usual names, and notes. `counts`: kind -> media items."""
+    """Return the record with its texts under their usual names, and notes.
+
+    Args:
+        texts: part of a record -> value, see `Columns.names`.
+        question: see `Columns.question`.
+        counts: kind -> media items.
+    """
     notes: tuple[str, ...] = ()
-    if columns.changes_records or "texts" in record:
-        texts = {part: _value(record, column, where) for part, column in columns.names.items() if part in TEXTS}
+    if texts or question or "texts" in record:
         if not texts and record.keys().isdisjoint(_FORMS) and "texts" in record:
             texts, notes = {"conversations": record["texts"]}, (PAIRED,)
         conversation_field = next((part for part in ("conversations", "messages") if texts.get(part) is not None), None)
@@ -160,10 +219,10 @@ def _with_texts(
             record = _only_form({conversation_field: _turns(texts[conversation_field], where)}, record)
         elif answer is None and "question" in texts:
             raise RecordError(f"{where}: a question, and no column is its answer: give --columns answer=...")
-        elif answer is not None or (columns.question and record.keys().isdisjoint(("conversations", "messages"))):
+        elif answer is not None or (question and record.keys().isdisjoint(("conversations", "messages"))):
             answer = answer or next((name for name in ("caption", "text") if name in record), None)
             if answer is not None:
-                question = _text(texts.get("question"), "question", where) or columns.question
+                question = _text(texts.get("question"), "question", where) or question
                 answer_text = _text(texts.get(answer, record.get(answer)), answer, where)
                 record = _only_form(_answered(question, answer_text, counts, where), record)
         record = record | {part: texts[part] for part in ("system", "tools") if texts.get(part) is not None}
