@@ -29,9 +29,10 @@ from mimo_train.models.fp8 import require_fp8
 from mimo_train.models.freeze import freeze, let_biases_learn, let_recomputed_layers_learn
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.language_model import SeededGPTModel
-from mimo_train.models.layers import language_layers, layer_spec, norm_class, projector_submodules
+from mimo_train.models.layers import language_layers, layer_spec, projector_submodules
 from mimo_train.models.lora import freeze_base, start_magnitudes
 from mimo_train.models.mimo import PlacedMimoModel
+from mimo_train.models.norms import norm_class
 from mimo_train.models.parameters import drawn_in_parts, modules_of
 from mimo_train.models.transformer_config import encoder_config, language_config, projector_config, resampler_config
 from mimo_train.parallel.groups import RunGroups

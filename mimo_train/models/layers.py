@@ -17,10 +17,8 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -32,15 +30,16 @@ from megatron.core.utils import get_pg_rank
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.models.attention import SdpaAttention, WindowAttention
+from mimo_train.models.blocks.attention import module as attention
+from mimo_train.models.blocks.experts import module as experts
+from mimo_train.models.blocks.mlp import module as mlp
+from mimo_train.models.blocks.mlp.module import mlp_submodules
+from mimo_train.models.blocks.module import BlockModule
 from mimo_train.models.dense_layer import DenseLayer
-from mimo_train.models.documents import attention_inside_documents
-from mimo_train.models.experts import expert_layer
 from mimo_train.models.fp8 import prepare_layer
 from mimo_train.models.lora import add_adapters, linear_classes
-from mimo_train.models.norms import NormedAdd, ScaledAdd, TorchNorm
+from mimo_train.models.norms import NormedAdd, ScaledAdd, norm_class
 from mimo_train.models.parameters import seed_for
-from mimo_train.models.rotary import RotaryAttention
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -93,44 +92,35 @@ def use_transformer_engine(kind: str) -> bool:
     return True
 
 
-def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense: bool = False) -> ModuleSpec:
-    """Return the spec of one pre-norm transformer layer with the given attention mask. Layers with adapters or windows
-    are of the torch kind, since adapters extend Megatron-Core's linear layers. `dense` is true if the layer has no
-    experts although the config has some."""
-    experts = config.num_moe_experts is not None and not dense
-    windows = getattr(config, "full_attention", None) is not None
-    kind = _te_submodules if te and not config.lora.rank and not windows else _torch_submodules
-    submodules = kind(config, experts)
-    attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
-    if getattr(config, "packed", False):
-        attention = replace(attention, submodules=_inside_documents(attention.submodules, config))
-    if windows:
-        inside = replace(attention.submodules, core_attention=WindowAttention)
-        attention = replace(attention, submodules=inside)
-    changes: dict[str, Any] = {"self_attention": attention}
+_MODULES: dict[str, Callable[[TransformerConfig, bool], BlockModule]] = {
+    "attention": attention.build,
+    "mlp": mlp.build,
+    "experts": experts.build,
+}
+"""Builders of blocks in a language model, by `Block.kind`."""
+
+
+def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool) -> ModuleSpec:
+    """Return the spec of one layer of an encoder or a resampler, with the given attention mask. Layers with adapters or
+    windows are of the torch kind, since adapters extend Megatron-Core's linear layers."""
+    te = te and not config.lora.rank and getattr(config, "full_attention", None) is None
+    layer = _joined(attention.build_attention(config, mask, te), mlp.build(config, te))
     if getattr(config, "layer_scale", 0):
-        changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), ModuleSpec(ScaledAdd, params={"config": config}))
-    return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, **changes))
+        add = ModuleSpec(ScaledAdd, params={"config": config})
+        layer = replace(layer, self_attn_bda=add, mlp_bda=add)
+    return ModuleSpec(module=SeededTransformerLayer, submodules=layer)
 
 
-def _inside_documents(parts: SelfAttentionSubmodules, config: TransformerConfig) -> SelfAttentionSubmodules:
-    """Return the parts with a core attention that stays inside documents. With context parallelism it is ours, because
-    Transformer Engine requires each document cut over the ranks, not the whole row."""
-    if parts.core_attention is SdpaAttention:
-        return parts
-    cut = config.context_parallel_size > 1
-    return replace(parts, core_attention=SdpaAttention if cut else attention_inside_documents(parts.core_attention))
-
-
-def mlp_submodules(te: bool, adapted: bool = False) -> MLPSubmodules:
-    """Return the linear layers of a feed-forward block without a norm (projectors). `adapted` ones are never
-    Transformer Engine's."""
-    if te and not adapted:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
-
-        return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
-    column, row = linear_classes(adapted)
-    return MLPSubmodules(linear_fc1=column, linear_fc2=row)
+def _joined(mixer: BlockModule, feed_forward: BlockModule) -> TransformerLayerSubmodules:
+    return TransformerLayerSubmodules(
+        input_layernorm=mixer.norm,
+        self_attention=mixer.module,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=feed_forward.norm,
+        mlp=feed_forward.module,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={**mixer.names, **feed_forward.names},
+    )
 
 
 def projector_submodules(kind: str, te: bool, adapted: bool = False) -> MLPSubmodules:
@@ -150,79 +140,23 @@ def _gathered_linear(column: type, *args: Any, **options: Any) -> ColumnParallel
     return column(*args, **options | {"skip_bias_add": False})
 
 
-def norm_class(te: bool) -> type:
-    """Return the builder of a separate norm (final norms)."""
-    if te:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm
-    return TorchNorm
-
-
-def _te_submodules(config: TransformerConfig, experts: bool) -> TransformerLayerSubmodules:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
-
-    if not experts:
-        return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
-    submodules = get_gpt_layer_with_transformer_engine_submodules(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
-    )
-    return replace(submodules, mlp=expert_layer(mlp_submodules(te=True), te=True))
-
-
-def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLayerSubmodules:
-    head_norm = TorchNorm if config.qk_layernorm else IdentityOp
-    # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's. Before experts
-    # Transformer Engine keeps the norm separate, too.
-    column, row = linear_classes(adapted=config.lora.rank > 0)
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if not experts:
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-        linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
-        mlp = partial(MLP.as_mlp_submodule, submodules=linears)
-    else:
-        mlp = expert_layer(mlp_submodules(te=False), te=False)
-    return TransformerLayerSubmodules(
-        input_layernorm=TorchNorm,
-        self_attention=ModuleSpec(
-            module=SelfAttention,
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=column,
-                core_attention=SdpaAttention,
-                linear_proj=row,
-                q_layernorm=head_norm,
-                k_layernorm=head_norm,
-            ),
-        ),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=TorchNorm,
-        mlp=mlp,
-        mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=names,
-    )
-
-
 def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[ModuleSpec]:
     """Return the specs of all layers of the model, over all pipeline stages. With `te`, layers are Transformer Engine's
     where it supports what the model needs."""
-    # Transformer Engine's attention caps no scores. It supports windows with context parallelism only by exchanges that
-    # Megatron-Core does not use by default.
-    te = te and not llm.attention_softcap and not (llm.window and config.context_parallel_size > 1)
+    layers = llm.layers()
+    needs_torch = any(block.needs_torch(config.context_parallel_size) for layer in layers for block in layer.blocks)
+    te = te and not config.lora.rank and not needs_torch
 
     @cache
-    def spec(experts: bool, takes_features: bool) -> ModuleSpec:
-        layer = layer_spec(config, AttnMaskType.causal, te, dense=not experts)
-        attention = replace(layer.submodules.self_attention, module=RotaryAttention)
-        if llm.proj_bias:
-            parts = attention.submodules
-            attention = replace(attention, submodules=replace(parts, linear_proj=_with_bias(parts.linear_proj)))
-        parts = replace(layer.submodules, self_attention=attention)
+    def spec(mixer: str, feed_forward: str, takes_features: bool) -> ModuleSpec:
+        layer = _joined(_MODULES[mixer](config, te), _MODULES[feed_forward](config, te))
         if llm.post_norms:
             add = ModuleSpec(NormedAdd, params={"config": config, "norm": norm_class(te)})
-            parts = replace(parts, self_attn_bda=add, mlp_bda=add)
-        return replace(layer, submodules=parts, **({"module": DeepStackLayer} if takes_features else {}))
+            layer = replace(layer, self_attn_bda=add, mlp_bda=add)
+        return ModuleSpec(DeepStackLayer if takes_features else SeededTransformerLayer, submodules=layer)
 
-    return [spec(llm.has_experts(number), number < config.deepstack) for number in range(llm.num_layers)]
+    kinds = [(layer.mixer.kind, layer.feed_forward.kind) for layer in layers]
+    return [spec(*blocks, number < config.deepstack) for number, blocks in enumerate(kinds)]
 
 
 class DeepStackLayer(SeededTransformerLayer):
@@ -234,13 +168,3 @@ class DeepStackLayer(SeededTransformerLayer):
         """Run the layer, as in Megatron-Core. `context`: [layers that add, S, B, H], zero where there is no image."""
         output, _ = super().forward(hidden_states, *arguments, context=None, **options)
         return output if context is None else output + context[self.layer_number - 1], context
-
-
-def _with_bias(linear: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return a builder of the linear layer with a bias. Megatron-Core 0.19.2 gives attention's output projection a bias
-    only if all linear layers have one (transformer/attention.py:418)."""
-
-    def build(*arguments: Any, **options: Any) -> torch.nn.Module:
-        return linear(*arguments, **options | {"bias": True})
-
-    return build

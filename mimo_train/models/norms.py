@@ -39,6 +39,15 @@ class TorchNorm:
         return norm
 
 
+def norm_class(te: bool) -> type:
+    """Return the builder of a separate norm (final norms)."""
+    if te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return TorchNorm
+
+
 class ZeroCenteredRMSNorm(torch.nn.Module):
     """x / rms(x) * (1 + weight), in fp32. The parameter is the weight itself: adding and subtracting 1 would change its
     bits."""

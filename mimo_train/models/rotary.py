@@ -7,13 +7,10 @@ Shape suffixes: S sequence, B batch, F frequencies (half a head).
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import get_pos_emb_on_this_cp_rank
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 
@@ -129,27 +126,3 @@ def axes_of_frequencies(section: list[int], interleaved: bool) -> list[int]:
     if not interleaved:
         return [axis for axis, count in enumerate(section) for _ in range(count)]
     return [number % 3 if number < 3 * section[number % 3] else 0 for number in range(sum(section))]
-
-
-class RotaryAttention(SelfAttention):
-    """`SelfAttention` with its layer's own rotary frequencies and attention factor; `config.llm` is the `LlmSpec`.
-    Megatron-Core 0.19.2 gives all layers the same frequencies, and reads no attention factor from a config."""
-
-    def __init__(self, config: TransformerConfig, *arguments: Any, layer_number: int, **options: Any):
-        super().__init__(config, *arguments, layer_number=layer_number, **options)
-        llm: LlmSpec = config.llm
-        self.kind_of_angles = bool(llm.window_of(layer_number - 1)) if llm.local_rope_base else None
-        """True for a local layer; None if all layers have the same angles."""
-        self._yarn_concentration_factor = 1.0 if self.kind_of_angles else attention_factor(llm.rope_scaling)
-
-    def forward(
-        self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor | None = None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as in Megatron-Core. `rotary_pos_emb`: [S, 1, 1, angles], of all kinds of layers."""
-        if rotary_pos_emb is not None:
-            rotary_pos_emb = self.own_angles(rotary_pos_emb)
-        return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options)
-
-    def own_angles(self, angles: torch.Tensor) -> torch.Tensor:
-        """Return the angles of this layer, from those of all kinds of layers, [S, 1, 1, angles]."""
-        return angles if self.kind_of_angles is None else angles_of_layer(angles, self.kind_of_angles)

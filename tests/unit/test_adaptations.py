@@ -70,7 +70,7 @@ REASONS = [
         "packed_seq_params.qkv_format = 'thd'",
     ),
     (
-        "models/rotary.py",
+        "models/blocks/attention/module.py",
         "models.common.embeddings.yarn_rotary_pos_embedding:_yarn_get_concentration_factor_from_config",
         "yarn_mscale",
     ),
@@ -80,7 +80,7 @@ REASONS = [
         "emb = torch.cat([m[i % 3] for i, m in enumerate(emb.split(mrope_section, dim=-1))], dim=-1)",
     ),
     (
-        "models/layers.py",
+        "models/blocks/attention/module.py",
         "transformer.attention:Attention.__init__",
         "init_method=not_none(self.config.output_layer_init_method), bias=self.config.add_bias_linear,",
     ),
@@ -107,12 +107,12 @@ REASONS = [
         "return init_method if config.perform_initialization else (lambda w: None)",
     ),
     (
-        "models/experts.py",
+        "models/blocks/experts/module.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",
     ),
     (
-        "models/experts.py",
+        "models/router_losses.py",
         "transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
         "activation, aux_loss * num_local_tokens * self.tp_cp_group.size()",
     ),

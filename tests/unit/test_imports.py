@@ -189,7 +189,7 @@ LIGHT = (
     "mimo_train/logging/report/*.py",
     "mimo_train/logging/sinks/*.py",
     "mimo_train/families/*.py",
-    "mimo_train/models/blocks/*.py",
+    "mimo_train/models/blocks/[!m]*.py",
     "mimo_train/models/blocks/*/spec.py",
     "mimo_train/layout/**/*.py",
     "mimo_train/estimate/**/*.py",

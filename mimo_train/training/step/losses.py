@@ -137,7 +137,7 @@ class StepLosses:
             weights: `train.loss_weights`.
             sources: names of the sources of a mixture.
             needs_tokens: losses must be sums with their number of tokens, which divides the router losses too
-                (`mimo_train.models.experts.RouterLosses`).
+                (`mimo_train.models.router_losses.RouterLosses`).
             validate: called with the loss sum of every microbatch and its number of tokens.
         """
         self.reports: list[dict[str, torch.Tensor]] = []

@@ -35,11 +35,11 @@ from mimo_train.layout.run import Run
 from mimo_train.logging.rank_log import show
 from mimo_train.logging.stopwatch import Stopwatch
 from mimo_train.models.build import build_model
-from mimo_train.models.experts import RouterLosses
 from mimo_train.models.fp8 import renew_copies
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.layers import use_transformer_engine
 from mimo_train.models.parameters import modules_of, seed_for
+from mimo_train.models.router_losses import RouterLosses
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.communicator import ModuleCommunicator, TextShapes, TimedP2PCommunicator
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed

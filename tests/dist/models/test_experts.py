@@ -91,7 +91,7 @@ def compare_grouped_experts(cfg) -> int:
     import torch
     from torch.nn import Parameter
 
-    from mimo_train.models.experts import _seeded_experts
+    from mimo_train.models.blocks.experts.module import _seeded_experts
 
     pipeline, (chunk,) = build(cfg)
     single = chunk.module.decoder.layers[0].mlp.experts

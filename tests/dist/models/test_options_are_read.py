@@ -172,7 +172,8 @@ def _of_an_encoder(spec: Any, layout: Any, groups: Any, reads: set[str]) -> None
 
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig
-    from mimo_train.models.layers import layer_spec, norm_class
+    from mimo_train.models.layers import layer_spec
+    from mimo_train.models.norms import norm_class
     from mimo_train.models.transformer_config import encoder_config
 
     modules = {"images": ModuleConfig(encoder=spec, projector=ProjectorSpec()), "language": ModuleConfig(llm=LlmSpec())}

@@ -190,7 +190,8 @@ def _errors(spec, weights, layout, pgs, place, rows, expected) -> dict[str, floa
     from mimo_train.hf.fill import Cut, Reader
     from mimo_train.hf.tensors import TensorFolder
     from mimo_train.models.encoder_module import Projector
-    from mimo_train.models.layers import norm_class, projector_submodules
+    from mimo_train.models.layers import projector_submodules
+    from mimo_train.models.norms import norm_class
     from mimo_train.models.transformer_config import projector_config, resampler_config
 
     llm = LlmSpec(hidden_size=LANGUAGE_WIDTH, num_attention_heads=2)
@@ -244,7 +245,7 @@ def _mixed() -> float:
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig
     from mimo_train.layout.ranks import ModuleLayout, RunLayout
-    from mimo_train.models.layers import norm_class
+    from mimo_train.models.norms import norm_class
     from mimo_train.models.transformer_config import resampler_config
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups

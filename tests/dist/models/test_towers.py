@@ -85,7 +85,8 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig
     from mimo_train.estimate.parameters import encoder_parameters
-    from mimo_train.models.layers import layer_spec, norm_class
+    from mimo_train.models.layers import layer_spec
+    from mimo_train.models.norms import norm_class
     from mimo_train.models.parameters import global_names
     from mimo_train.models.transformer_config import encoder_config
     from tests.towers import loss_of

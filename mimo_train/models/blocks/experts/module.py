@@ -1,0 +1,74 @@
+"""The mixture of experts of a layer, from Megatron-Core's parts. Initial weights depend only on (seed, module, layer,
+number of the expert), not on `ep` or `etp`."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo_train.models.blocks.mlp.module import mlp_submodules
+from mimo_train.models.blocks.module import BlockModule
+from mimo_train.models.norms import norm_class
+from mimo_train.models.parameters import mark, seed_for
+
+
+def build(config: TransformerConfig, te: bool) -> BlockModule:
+    """Return the classes of the block. With `te` Transformer Engine's grouped linear layers compute the experts of a
+    rank together. The norm is separate, as the router reads its output too."""
+    linears = mlp_submodules(te)
+    if te:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        experts = TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm=True)
+    else:
+        experts = partial(SequentialMLP, submodules=linears)
+    parts = MoESubmodules(
+        experts=partial(_seeded_experts, experts), shared_experts=partial(SharedExpertMLP, submodules=linears)
+    )
+    return BlockModule(norm_class(te), partial(MoELayer, submodules=parts), {})
+
+
+def _seeded_experts(
+    build: Callable[..., MegatronModule],
+    count: int,
+    config: TransformerConfig,
+    *,
+    pg_collection: ProcessGroupCollection,
+    name: str | None = None,
+) -> MegatronModule:
+    """Build `count` experts of this rank, each with the weights of its number in the layer. The layer's seed is the
+    last seed of the global generator (`SeededTransformerLayer`). The generator's final state does not depend on
+    `count`, so neither do the parts of the layer that are built next."""
+    layer_seed = torch.initial_seed()
+    bare = copy.copy(config)
+    bare.perform_initialization = False
+    experts = build(count, bare, pg_collection=pg_collection, name=name)
+    first, etp = pg_collection.ep.rank() * count, pg_collection.expt_tp
+    for index in range(count):
+        torch.manual_seed(seed_for(layer_seed, "expert", first + index))
+        up, down = _weights(experts, index)
+        # Megatron-Core 0.19.2 counts experts as dense parameters if ep is 1 and etp is tp (layers.py:961), so other
+        # layouts could not read the optimizer's state. As experts they are reduced the same way.
+        for weight in (up, down):
+            mark(weight, allreduce=False)
+        if not config.perform_initialization:
+            continue
+        # With a gate each rank holds a part of both halves.
+        config.init_method.draw_part(up, 0, etp.rank(), etp.size(), 2 if config.gated_linear_unit else 1)
+        config.output_layer_init_method.draw_part(down, 1, etp.rank(), etp.size())
+    torch.manual_seed(seed_for(layer_seed, "behind the experts"))
+    return experts
+
+
+def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(experts, SequentialMLP):
+        expert = experts.local_experts[index]
+        return expert.linear_fc1.weight, expert.linear_fc2.weight
+    return getattr(experts.linear_fc1, f"weight{index}"), getattr(experts.linear_fc2, f"weight{index}")
