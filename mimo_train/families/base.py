@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
@@ -42,8 +42,10 @@ NAMES: Names = {
 class Spelling:
     """How config.json spells some keys of `LlmSpec`. Subclasses are frozen dataclasses."""
 
-    supports: ClassVar[tuple[str, ...]] = ()
-    """Keys of config.json that it reads and other families reject."""
+    @property
+    def supports(self) -> tuple[str, ...]:
+        """Keys of config.json that it reads and other families reject."""
+        return ()
 
     @property
     def feature(self) -> str:

@@ -25,6 +25,7 @@ _NAMES = {
 }
 """Names in config.json, by our names."""
 
+_PARTIAL = "partial_rotary_factor"
 _AXES = ("mrope_section", "mrope_interleaved")
 """Keys of positions on three axes."""
 
@@ -38,10 +39,19 @@ class Rope(Spelling):
     axes: tuple[int, ...] | None = None
     """Default of `mrope_section` if tokens have positions on three axes; empty: no default."""
 
+    partial: float | None = None
+    """Default of `partial_rotary_factor` if the family reads it."""
+
+    @property
+    def supports(self) -> tuple[str, ...]:
+        """See `Spelling`."""
+        return () if self.partial is None else (_PARTIAL,)
+
     @property
     def feature(self) -> str:
         """See `Spelling`."""
-        return "" if self.axes is None else "positions in time, row and column"
+        features = ["positions in time, row and column"] if self.axes is not None else []
+        return ", ".join([*features, *(f"`{name}`" for name in self.supports)])
 
     def read(self, config: Config, keys: Keys) -> Keys:
         """See `Spelling`. Raises ConfigError for an unsupported kind, or two values for one setting."""
@@ -52,18 +62,24 @@ class Rope(Spelling):
         on_axes: Keys = {"mrope_section": [], "mrope_interleaved": False}
         if self.axes is not None:
             parameters, on_axes = _without_axes({"mrope_section": list(self.axes), **parameters})
+        partial = 1.0
+        if self.partial is not None:
+            partial = float(_one_value(parameters, _PARTIAL, config, _PARTIAL, self.partial))
+            parameters = {name: value for name, value in parameters.items() if name != _PARTIAL}
         return {
-            "rope_base": float(_base_period(parameters, "rope_theta", config, "rope_theta", self.theta)),
+            "rope_base": float(_one_value(parameters, "rope_theta", config, "rope_theta", self.theta)),
             "rope_scaling": _scaling(parameters, config),
             "local_rope_base": 0.0,
+            _PARTIAL: partial,
             **on_axes,
         }
 
     def write(self, spec: LlmSpec) -> Keys:
         """See `Spelling`."""
         scaling = _written_scaling(spec.rope_scaling)
-        rope = {"rope_type": "default", **scaling, "rope_theta": spec.rope_base}
-        return {"rope_theta": spec.rope_base, "rope_scaling": scaling or None, "rope_parameters": rope}
+        partial = dict.fromkeys(self.supports, spec.partial_rotary_factor)
+        rope = {"rope_type": "default", **scaling, "rope_theta": spec.rope_base, **partial}
+        return {"rope_theta": spec.rope_base, "rope_scaling": scaling or None, "rope_parameters": rope, **partial}
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class TwoRopes(Rope):
         """See `Rope`."""
         of_layers, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
         local = of_layers.get(SLIDING) or {}
-        base = _base_period(local, "rope_theta", config, "rope_local_base_freq", self.local_theta)
+        base = _one_value(local, "rope_theta", config, "rope_local_base_freq", self.local_theta)
         if keys["window"] and _kind(local) != "default":
             raise rejected("rope_parameters", local, "layers with a window have rotary positions without scaling")
         everywhere = {**config, "rope_parameters": {**(of_layers.get(FULL) or {}), **old}, "rope_scaling": None}
@@ -122,12 +138,12 @@ def _scaling(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
     kinds = next(field.metadata for field in dataclasses.fields(RopeScaling) if field.name == "kind")["rules"].choices
     if kind not in kinds:
         raise rejected("rope_type", kind, f"these can be built: {', '.join(kinds)}")
-    supported = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *_NAMES.values()}
+    supported = {"type", "rope_type", "rope_theta", _PARTIAL, *_NAMES.values()}
     unknown = sorted(name for name in parameters if name not in supported and parameters[name] is not None)
     if unknown:
         raise rejected(unknown[0], parameters[unknown[0]], f"rotary positions of kind {kind} do not use it")
-    if parameters.get("partial_rotary_factor") not in (None, 1):
-        raise rejected("partial_rotary_factor", parameters["partial_rotary_factor"], "whole heads are turned here")
+    if parameters.get(_PARTIAL) not in (None, 1):
+        raise rejected(_PARTIAL, parameters[_PARTIAL], "whole heads are turned here")
     keys: dict[str, Any] = {"kind": kind}
     for name, theirs in _NAMES.items():
         if kind in USED_BY[name] and parameters.get(theirs) is not None:
@@ -155,9 +171,9 @@ def _kind(parameters: Mapping[str, Any]) -> str:
     return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
-def _base_period(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
-    """Return a base period, which version 5 stores inside and version 4 outside. Raises ConfigError for two values,
-    which the versions would read as two models."""
+def _one_value(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
+    """Return a value that version 5 stores inside and version 4 outside. Raises ConfigError for two values, which the
+    versions would read as two models."""
     values = {where: value for where, value in ((name, inner.get(name)), (outer, config.get(outer))) if value}
     if inner.get(name) and config.get(outer) and inner[name] != config[outer]:
         raise ConfigError(

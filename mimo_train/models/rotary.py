@@ -16,17 +16,17 @@ from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 
 
 def inverse_frequencies(llm: LlmSpec) -> torch.Tensor:
-    """Return [head_width / 2] angles per position, fp32. With a `local_rope_base` return [head_width]: those of layers
-    that attend to all tokens, then those of layers with a window."""
-    frequencies = _scaled(_frequencies(llm.rope_base, llm.head_width), llm.rope_scaling, llm.rope_base)
+    """Return [rotary_width / 2] angles per position, fp32. With a `local_rope_base` return [rotary_width]: those of
+    layers that attend to all tokens, then those of layers with a window."""
+    frequencies = _scaled(_frequencies(llm.rope_base, llm.rotary_width), llm.rope_scaling, llm.rope_base)
     if not llm.local_rope_base:
         return frequencies
-    return torch.cat([frequencies, _frequencies(llm.local_rope_base, llm.head_width)])
+    return torch.cat([frequencies, _frequencies(llm.local_rope_base, llm.rotary_width)])
 
 
 def angles_of_layer(angles: torch.Tensor, local: bool) -> torch.Tensor:
-    """Return the angles [..., head_width] of one kind of layers, from both kinds' [..., 2 head_width]. Both halves of a
-    head turn alike, so the embedding contains each kind twice."""
+    """Return the angles [..., rotary_width] of one kind of layers, from both kinds' [..., 2 rotary_width]. Both halves
+    of a head turn alike, so the embedding contains each kind twice."""
     return angles.unflatten(-1, (2, 2, -1))[..., int(local), :].flatten(-2)
 
 

@@ -93,6 +93,8 @@ class RotaryKeys(LayerKeys):
     """Longest sequence that the model was made for; 0: unknown. A bound only with `rope_scaling.kind: dynamic`."""
     rope_base: float = key(10000.0, at_least=1)
     """Base period of rotary positions."""
+    partial_rotary_factor: float = key(1.0, above=0, at_most=1)
+    """Share of a head's channels that rotate, the first ones; 1: all."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
     mrope_section: list[int] = key(factory=list, at_least=0)
@@ -111,8 +113,12 @@ class RotaryKeys(LayerKeys):
                 yield Fault(
                     f"{prefix}.rope_base", f"requires rotary positions, but {prefix}.position is {self.position}"
                 )
-            kind = "rope_scaling.kind" if self.rope_scaling.kind != "default" else ""
-            for name in filter(None, (kind, "local_rope_base" if self.local_rope_base else "")):
+            needs_rope = {
+                "rope_scaling.kind": self.rope_scaling.kind != "default",
+                "local_rope_base": self.local_rope_base,
+                "partial_rotary_factor": self.partial_rotary_factor != 1,
+            }
+            for name in (name for name, is_set in needs_rope.items() if is_set):
                 yield Fault(f"{prefix}.{name}", f"requires rotary positions, but {prefix}.position is {self.position}")
         section = self.mrope_section
         if not section:
@@ -122,8 +128,8 @@ class RotaryKeys(LayerKeys):
         if len(section) != 3 or min(section) < 0 or 2 * sum(section) != width:
             yield Fault(
                 f"{prefix}.mrope_section",
-                f"must be 3 numbers of at least 0 that make {width // 2} together, half the width {width} "
-                f"of a head, is {section}",
+                f"must be 3 numbers of at least 0 that make {width // 2} together, half of the {width} "
+                f"channels of a head that rotate, is {section}",
             )
         elif self.position != "rope":
             yield Fault(

@@ -9,6 +9,7 @@ OPTIONS = (
     f"{LLM}num_layers=3",
     f"{LLM}num_query_groups=1",
     f"{LLM}head_size=12",
+    f"{LLM}partial_rotary_factor=0.5",
     f"{LLM}vocab_size=300",
     f"{LLM}tie_embeddings=true",
     f"{LLM}qkv_bias=true",

@@ -43,6 +43,11 @@ class AttentionKeys(RotaryKeys):
         return self.head_size or self.hidden_size // self.num_attention_heads
 
     @property
+    def rotary_width(self) -> int:
+        """Channels of a head that rotate."""
+        return int(self.head_width * self.partial_rotary_factor)
+
+    @property
     def key_heads(self) -> int:
         """Number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads
@@ -78,6 +83,11 @@ class AttentionKeys(RotaryKeys):
                 f"rotary positions need heads of even width, it is {self.head_width}{made_of}: change "
                 f"{'it' if self.head_size else 'one of them'}, or use position=learned",
             )
+        elif self.position == "rope" and (self.rotary_width % 2 or not self.rotary_width):
+            yield Fault(
+                f"{prefix}.partial_rotary_factor",
+                f"must rotate an even number of channels, rotates {self.rotary_width} of {self.head_width}",
+            )
         if count % groups:
             yield Fault(f"{prefix}.num_query_groups", f"{groups} does not divide num_attention_heads {count}")
         for name in ("qkv_bias", "proj_bias"):
@@ -91,7 +101,7 @@ class AttentionKeys(RotaryKeys):
                 f"{prefix}.local_rope_base",
                 f"only applies to sliding-window layers, but {prefix}.window is 0. Set one of them",
             )
-        yield from self.rotary_faults(prefix, self.head_width)
+        yield from self.rotary_faults(prefix, self.rotary_width)
 
 
 @dataclass(frozen=True)
