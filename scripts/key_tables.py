@@ -31,6 +31,7 @@ from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
 from mimo_train.config.schema import ConfigContainer  # noqa: E402
 from mimo_train.config.schema_modules import ModuleConfig  # noqa: E402
+from mimo_train.config.transformers_llm import TransformersLlm  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 CONFIGS = ROOT / "configs"
@@ -84,7 +85,7 @@ def parts() -> dict[str, str]:
         "modules": "\n".join(_module()),
         "encoders": "\n".join(_encoders()),
         "projector": "\n".join(_section(ProjectorSpec)),
-        "llm": "\n".join(_section(LlmSpec)),
+        "llm": "\n".join([*_section(LlmSpec), *_section(TransformersLlm)]),
         **sections,
     }
 

@@ -21,8 +21,10 @@ from encoders.key_rules import rules_of
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import family_of, is_path
 from mimo_train.config.errors import Fault, unknown_key
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.run_files import UNSET, WrittenFloat, WrittenInt
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.config.user_code import search_working_directory
 
 LONGEST_SHOWN = 80
@@ -107,7 +109,7 @@ class _Reading:
         rules = rules_of(field)
         if rules.choices and isinstance(value, bool | int | float):  # YAML reads words such as off or 1 as these
             return self.wrong(key, rules.complaint(value))
-        part = _class_of_part(cls, field.name)
+        part = _class_of_part(cls, field.name, value)
         if part is None or value is None:
             return self.value(_hints(cls)[field.name], value, key)
         spec = self.encoder(value, key) if part is _ENCODER else self.section(part, value, key)
@@ -219,8 +221,10 @@ _ENCODER = object()
 """Stands for the class of an encoder, which its family names."""
 
 
-def _class_of_part(cls: type, name: str) -> Any:
+def _class_of_part(cls: type, name: str, plain: Any) -> Any:
     """Return the class of a field whose type is `Any` because it depends on other keys; None for other fields."""
+    if cls is ModuleConfig and name == "llm":
+        return TransformersLlm if isinstance(plain, Mapping) and "model_config" in plain else LlmSpec
     if (cls is ModuleConfig and name == "encoder") or (issubclass(cls, JoinedSpec) and name in JOINED):
         return _ENCODER
     return ProjectorSpec if cls is ModuleConfig and name == "projector" else None

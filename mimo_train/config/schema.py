@@ -14,6 +14,7 @@ from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 
 
 @dataclass
@@ -58,7 +59,7 @@ class ConfigContainer(Section):
         """Sizes of the language model, for a config without faults in its modules."""
         llm = self.language.llm
         assert llm is not None, "modules.language.llm is missing, which `layout.run` reports"
-        return llm
+        return llm.sizes if isinstance(llm, TransformersLlm) else llm
 
     def recompute_of(self, name: str) -> str:
         """Return the recompute setting of module `name`: none, selective or full."""
@@ -94,7 +95,7 @@ class ConfigContainer(Section):
         for name, load in self.checkpoint.load_modules.items():
             yield from load.faults(f"checkpoint.load_modules.{name}", name, list(self.modules))
         llm = self.modules[LANGUAGE].llm if LANGUAGE in self.modules else None
-        yield from self.log.faults(llm.num_experts if llm is not None else 0)
+        yield from self.log.faults(llm.num_experts if isinstance(llm, LlmSpec) else 0)
 
     def _nothing_to_train(self) -> Iterator[Fault]:
         """Yield the fault of a run whose first step trains nothing. Parts are only unfrozen during a run, so later

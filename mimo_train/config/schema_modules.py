@@ -7,9 +7,10 @@ from typing import Any
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
-from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH, LlmSpec
+from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH
 from mimo_train.config.parts import ADAPTED, LANGUAGE, why_no_parameter
 from mimo_train.config.schema_train import COMPILE, DECAYS, FP8, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 
 MOST_RANKS = 2**20
 """Maximum number of ranks of a run; more is a typo."""
@@ -162,11 +163,15 @@ class ModuleConfig(Section):
     """The encoder, see [its keys](#modulesnameencoder). Not for `language`."""
     projector: Any = None
     """The projector, see [its keys](#modulesnameprojector). Not for `language`."""
-    llm: LlmSpec | None = None
+    llm: Any = None
     """The language model, see [its keys](#moduleslanguagellm). For `language` only."""
     pretrained: str = ""
     """Directory as `transformers` saves it, instead of `llm` or `encoder` and random weights; empty: none. See
     docs/pretrained.md."""
+    implementation: str = key("", choices=("", "native", "transformers"), zero_means="native if possible")
+    """Who computes the language model: Megatron-Core's layers at any layout (`native`), or the class of `transformers`
+    as it is, data parallel only (`transformers`). Empty: `native` for supported families, else `transformers`. For
+    `language` only. See docs/pretrained.md#as-it-is."""
     freeze: list[str] = field(default_factory=list)
     """Frozen parts: `encoder`, `projector`, `llm`, or shell patterns of parameter names such as `"*embedding*"`. See
     docs/frozen.md."""
@@ -200,6 +205,7 @@ class ModuleConfig(Section):
         """Yield faults of training settings of module `name`; `mimo_train.layout` checks sizes and layout."""
         prefix = f"modules.{name}"
         yield from value_faults(self, prefix)
+        yield from self._implementation_faults(name)
         if name == LANGUAGE and self.balance != "samples":
             yield Fault(f"{prefix}.balance", f"is {self.balance!r}, but only encoders have work to balance. Remove it")
         if name == LANGUAGE and self.placeholder != PlaceholderConfig():
@@ -219,6 +225,22 @@ class ModuleConfig(Section):
             yield Fault(f"{prefix}.feature_cache.dir", f"{unfixed}, or leave it empty")
         if self.prefetch_microbatches > 0 and unfixed:
             yield Fault(f"{prefix}.prefetch_microbatches", f"{unfixed}, or set it to 0")
+
+    def _implementation_faults(self, name: str) -> Iterator[Fault]:
+        place, as_is = f"modules.{name}.implementation", isinstance(self.llm, TransformersLlm)
+        if self.implementation and name != LANGUAGE:
+            yield Fault(place, f"is {self.implementation!r}, but only {LANGUAGE!r} has a choice. Remove it")
+        elif self.implementation == "transformers" and self.llm is not None and not as_is:
+            yield Fault(
+                place,
+                f"is 'transformers', but modules.{name}.llm has sizes of a native model. Set modules.{name}.pretrained "
+                f"to a directory of transformers, or modules.{name}.llm.model_config to its config.json",
+            )
+        elif self.implementation == "native" and as_is:
+            yield Fault(
+                place,
+                f"is 'native', but modules.{name}.llm.model_config is a class of transformers. Remove one of them",
+            )
 
     def _freeze_faults(self, name: str) -> Iterator[Fault]:
         prefix = f"modules.{name}"

@@ -7,6 +7,7 @@ from encoders.base import LayeredSpec
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.transformers_llm import TransformersSizes, parameters_of
 from mimo_train.models.blocks.base import Matmul
 from mimo_train.models.blocks.encoder_layer import encoder_layer
 
@@ -26,12 +27,17 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
     the router 2S * hE for E experts, `experts_per_token` experts of their own width, and the shared expert with its
     gate.
 
+    A class of transformers takes 2S for each element of its matrices, with the share of its experts that a token uses,
+    without attention: 6 S for forward and backward.
+
     Args:
         vocab: rows of the embedding, padding included.
         logits: N; None: all positions.
     """
     logits = sequence_length if logits is None else logits
     tokens, hidden, matmuls = sequence_length, llm.hidden_size, []
+    if isinstance(llm, TransformersSizes):
+        return _of_class(llm, tokens, vocab, logits)
     matmuls.append(Matmul("embedding.word_embeddings.weight"))
     if llm.position == "learned":
         matmuls.append(Matmul("embedding.position_embeddings.weight"))
@@ -40,6 +46,16 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
     output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
     matmuls.append(Matmul(output, 2 * logits * hidden * vocab))
     return matmuls
+
+
+def _of_class(llm: TransformersSizes, tokens: int, vocab: int, logits: int) -> list[Matmul]:
+    parameters = parameters_of(llm.model_config)
+    matmuls = [Matmul(f"model.{parameters.embedding}")]
+    matmuls += [
+        Matmul(f"model.{name}", 2 * tokens * elements, in_layer=True, input_gradient=False)
+        for name, elements in parameters.multiplied()
+    ]
+    return [*matmuls, Matmul(f"model.{parameters.output}", 2 * logits * llm.hidden_size * vocab, input_gradient=False)]
 
 
 @dataclass(frozen=True)

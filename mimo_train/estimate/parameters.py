@@ -13,6 +13,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.transformers_llm import TransformersSizes, parameters_of
 from mimo_train.layout.adapters import adapted_linears, adapter_parameters, adapts_projector
 from mimo_train.layout.ranks import layers_of_stage, stage_layers
 
@@ -27,6 +28,8 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 def embedding_rows(llm: LlmSpec, tokens: int) -> int:
     """Return the rows of the embedding, padding included, for a tokenizer of `tokens` tokens."""
+    if isinstance(llm, TransformersSizes):
+        return llm.vocab_size  # as the class has them, without padding
     return padded_vocab_size(llm.vocab_size or tokens)
 
 
@@ -58,6 +61,8 @@ def language_parameters(
     """Return the parameters of a language model on one rank of stage `stage` (from 0) of `stages`, without its experts.
     tp divides attention and feed-forward matrices, but not norms, routers and the biases after row-parallel layers. The
     first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both."""
+    if isinstance(llm, TransformersSizes):
+        return parameters_of(llm.model_config).count(llm.vocab_size - llm.stored_vocab_size)
     hidden = llm.hidden_size
     layers = stage_layers(llm.num_layers, stage, stages, chunks)
     count = sum(llm.layer(layer).parameters(tp) for layer in layers)

@@ -275,8 +275,9 @@ def writes_text(pipeline: Pipeline) -> bool:
     other_head = False
     if pipeline.is_last_stage:
         language = unwrap_model(modules_of(pipeline.model)[LANGUAGE][-1])
-        head = language.output_layer
-        other_head = not (isinstance(head, ColumnParallelLinear) and head.output_size == language.vocab_size)
+        head = getattr(language, "output_layer", None)  # a class of transformers has its own
+        text = isinstance(head, ColumnParallelLinear) and head.output_size == language.vocab_size
+        other_head = head is not None and not text
     ranks = torch.tensor(int(other_head), device=pipeline.device)
     dist.all_reduce(ranks)
     return int(ranks) == 0

@@ -20,6 +20,7 @@ from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.transformers_llm import MODEL
 from mimo_train.hf.parts import ENCODER
 from mimo_train.inputs.datasets import placeholders_of
 
@@ -188,6 +189,16 @@ def plain_model(name: str, spec: Any) -> PlainModel | None:
     begins = f"{ENCODER}{name}.model.model."
     prefix = "vision_model." if spec.model_config["model_type"] in _PREFIXED else ""
     return PlainModel(begins, preprocessor, partial(_hub_state, begins, prefix))
+
+
+def hub_names(module: MegatronModule, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a language model of transformers (`models.transformers_lm`) by their hub names, tied ones
+    once."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = module.get_submodule(MODEL.removesuffix("."))
+    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return revert_weight_conversion(model, {name: value for name, value in state.items() if name in once})
 
 
 def _hub_state(

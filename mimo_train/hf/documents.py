@@ -28,9 +28,10 @@ from mimo_train.config.pretrained.composites import COMPOSITES, Composite
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.transformers_llm import MODEL, TransformersLlm, class_name
 from mimo_train.families.config_json import language_config_json, model_types
 from mimo_train.families.weights import language_map
-from mimo_train.hf.directory import copy_files, plain_model, write_json, write_run_tokenizer
+from mimo_train.hf.directory import copy_files, hub_names, plain_model, write_json, write_run_tokenizer
 from mimo_train.hf.fill import Reader
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
@@ -127,7 +128,9 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     from_folders = {(part.module, part.begins) for part in parts}
     for name, module in cfg.modules.items():
         if name == LANGUAGE:
-            if not module.pretrained:
+            if isinstance(module.llm, TransformersLlm):
+                documents.append(_language_as_is(cfg, tokenizer))
+            elif not module.pretrained:
                 documents.append(_language(cfg, tokenizer, rows))
             continue
         if (name, ENCODER) not in from_folders:
@@ -189,8 +192,7 @@ def _write_with_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokeniz
     for pattern in TOKENIZER_FILES:  # the directory's own files
         for file in to.glob(pattern):
             file.unlink()
-    write_run_tokenizer(cfg, tokenizer, to)
-    write_json(to / "generation_config.json", generation_config(tokenizer))
+    _write_tokenizer(cfg, tokenizer, to)
 
 
 def carried_tensor(folder: TensorFolder, name: str, to: str) -> Extra:
@@ -256,6 +258,33 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
 
     document.write_files = write_files
     return document
+
+
+def _language_as_is(cfg: ConfigContainer, tokenizer: Tokenizer) -> Document:
+    """Return a language model of transformers: its directory again, or a new one."""
+    module = cfg.language
+    kind = module.llm.model_config["model_type"]
+    document = Document(
+        LANGUAGE,
+        f"{LANGUAGE} ({kind})",
+        {"architectures": [class_name(kind)], **module.llm.model_config},
+        whole=[Whole(LANGUAGE, MODEL, hub_names)],
+        write_files=partial(_write_tokenizer, cfg, tokenizer),
+    )
+    if module.pretrained:
+        directory = read_directory(module.pretrained, f"modules.{LANGUAGE}.pretrained")
+        other = has_another_tokenizer(directory, cfg, tokenizer)
+        document.config = directory.config | (special_ids(tokenizer) if other else {})
+        source = document.source = directory.folder
+        copy = partial(_write_with_tokenizer, source, cfg, tokenizer) if other else partial(copy_files, source)
+        document.write_files = copy
+    document.config = document.config | {"vocab_size": cfg.llm.vocab_size}
+    return document
+
+
+def _write_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
+    write_run_tokenizer(cfg, tokenizer, to)
+    write_json(to / "generation_config.json", generation_config(tokenizer))
 
 
 def _encoder(name: str, module: ModuleConfig) -> Document:

@@ -13,6 +13,7 @@ from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES, LLAVA
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.families.config_json import language_config_json, model_types
 from mimo_train.families.registry import family_of
 from mimo_train.families.weights import HEAD, TABLE, language_map
@@ -147,6 +148,8 @@ def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str
 def _language(
     cfg: ConfigContainer, tokenizer: Tokenizer, rows: int, part: Part | None
 ) -> tuple[dict[str, Any], WeightMap]:
+    if isinstance(cfg.language.llm, TransformersLlm):
+        raise NoLlava(f"modules.{LANGUAGE} is a class of transformers as it is")
     if part is not None:
         directory = read_directory(str(part.folder), part.key)
         composite = COMPOSITES.get(directory.model_type)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from mimo_train.config.parts import is_adapter
+from mimo_train.config.parts import LANGUAGE, is_adapter
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.hf.adapters import start_adapter, start_places
 from mimo_train.hf.fill import Cut, Reader
 from mimo_train.hf.matching import require_no_others
@@ -36,6 +37,9 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     chunks_of = modules_of(model)
     with agreed():
         parts = pretrained_parts(cfg, rows)
+        as_is = cfg.language.pretrained if isinstance(cfg.language.llm, TransformersLlm) else ""
+        for chunk in chunks_of.get(LANGUAGE, ()) if as_is else ():
+            unwrap_model(chunk).load_weights(as_is, f"modules.{LANGUAGE}.pretrained")
         folders = {part.folder: TensorFolder(part.folder, part.key) for part in parts}
         readers = [(part, Reader(folders[part.folder], part.weights, part.key, cfg.run.seed)) for part in parts]
         for part, reader in readers:
@@ -50,7 +54,7 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     for name in {part.module for part in parts} & chunks_of.keys():
         for chunk in chunks_of[name]:
             start_magnitudes(unwrap_model(chunk))
-    return bool(parts)
+    return bool(parts or as_is)
 
 
 def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows: int) -> bool:

@@ -11,6 +11,7 @@ from mimo_train.config.pretrained.composites import COMPOSITES, Composite
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.families.config_json import language_keys
 from mimo_train.families.weights import language_map
 
@@ -36,7 +37,7 @@ class Part:
 
 
 def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
-    """Return all parts of a run that come from directories.
+    """Return all parts of a run that come from directories, without language models of transformers as they are.
 
     Args:
         rows: rows of the language model's embedding, with padding.
@@ -48,7 +49,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             if folder:
                 directory = read_directory(folder, f"modules.{name}.encoder.{part}_pretrained")
                 parts.append(_encoder_part(name, spec, directory, part))
-        if not module.pretrained:
+        if not module.pretrained or isinstance(module.llm, TransformersLlm):
             continue
         directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
         place = directory.folder, directory.key, directory.model_type not in COMPOSITES

@@ -13,6 +13,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.layout.ranks import stage_layers
 from mimo_train.models.blocks.base import WHOLE, Linear
 from mimo_train.models.blocks.encoder_layer import encoder_layer
@@ -47,7 +48,7 @@ def layers_name(module: str) -> str:
 def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear]:
     """Return the linear layers that can have adapters: those of transformer layers in order, then of the projector.
     Experts, shared experts and routers have none. `language_width`: output width of the projector."""
-    if isinstance(module.encoder, PlainSpec):
+    if isinstance(module.encoder, PlainSpec) or isinstance(module.llm, TransformersLlm):
         return []
     if module.encoder and len(module.encoder.parts) > 1:
         return _projector_linears(module, language_width)  # and here for the encoders

@@ -7,6 +7,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.transformers_llm import TransformersLlm
 
 _IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
@@ -32,6 +33,8 @@ def row_unit(cfg: ConfigContainer) -> int:
 def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
     """Return why a module uses torch layers even if Transformer Engine is installed; empty if it does not."""
     module = cfg.modules[name]
+    if isinstance(module.llm, TransformersLlm):
+        return f"modules.{name} is a class of transformers as it is"
     if module.lora.rank > 0:
         return f"modules.{name}.lora.rank is {module.lora.rank}, and adapters require torch's layers"
     if module.llm is not None:
@@ -188,6 +191,8 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
         return f"selective recompute (of {key})"
     if name == LANGUAGE and cfg.optim.overlap_param_gather:
         return "optim.overlap_param_gather, which waits for weights inside layers"
+    if isinstance(module.llm, TransformersLlm):
+        return f"a class of transformers as it is ({key}.implementation)"
     if module.llm is not None:
         llm = module.llm
         odd = {"num_experts": llm.num_experts, "dropout": llm.dropout, "post_norms": llm.post_norms}

@@ -12,6 +12,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
+from mimo_train.config.transformers_llm import TransformersLlm, Unsupported, parameters_of
 from mimo_train.layout.ranks import layers_of_stage
 from mimo_train.models.blocks.base import tp_faults
 
@@ -36,6 +37,17 @@ def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fa
                     f"{axis} is {getattr(layout, axis)}, but the model has no experts ({key}.llm.num_experts is 0): "
                     "set it to 1, or pick a mixture of experts such as llm@modules.language.llm=gpt_tiny_moe",
                 )
+
+
+def as_is_faults(layout: LayoutConfig, key: str) -> Iterator[Fault]:
+    """Yield faults of the parallel sizes of a language model of transformers; `key`: of its module."""
+    for axis in ("tp", "pp", "cp", "ep", "etp", "vpp"):
+        if (size := getattr(layout, axis)) > 1:
+            yield Fault(
+                f"{key}.layout.{axis}",
+                f"is {size}, but a language model of transformers as it is (implementation transformers) is data "
+                f"parallel only. Set {axis}=1 and raise dp, or choose a family that is native (docs/models.md)",
+            )
 
 
 def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
@@ -185,9 +197,14 @@ def module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
     else:
         wrong_spec = _spec_faults(module, prefix)
     yield from wrong_spec
-    if not wrong_spec:
-        divide = language_faults(module.llm, layout, prefix) if module.llm else encoder_faults(module, prefix)
-        yield from divide
+    if wrong_spec:
+        return
+    if isinstance(module.llm, TransformersLlm):
+        yield from as_is_faults(layout, prefix)
+    elif module.llm:
+        yield from language_faults(module.llm, layout, prefix)
+    else:
+        yield from encoder_faults(module, prefix)
 
 
 def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
@@ -205,7 +222,10 @@ def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
 
 
 def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Yield faults of options that require Megatron-Core layers, for plain torch encoders and joined encoders."""
+    """Yield faults of options that require Megatron-Core layers, for plain torch encoders, joined encoders and language
+    models of transformers."""
+    if LANGUAGE in cfg.modules and isinstance(cfg.language.llm, TransformersLlm):
+        yield from _as_is_option_faults(cfg)
     for name, module in cfg.encoders.items():
         if not isinstance(module.encoder, PlainSpec):
             if module.lora.rank > 0 and len(module.encoder.parts) > 1:
@@ -228,6 +248,32 @@ def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
                 f"{own}, and selective computes the attention of Megatron-Core's layers again, of which it has none: "
                 "set it to none, or to full for the whole module",
             )
+
+
+def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Yield faults of options that a language model of transformers does not have, for a readable model."""
+    key = f"modules.{LANGUAGE}"
+    why = "requires Megatron-Core's layers, and the model is a class of transformers as it is"
+    try:
+        parameters = parameters_of(cfg.language.llm.model_config)
+    except Unsupported:
+        return  # `TransformersLlm.faults` reports it
+    if cfg.language.lora.rank > 0:
+        yield Fault(f"{key}.lora.rank", f"is {cfg.language.lora.rank}, and {why}. Set it to 0")
+    recompute = cfg.recompute_of(LANGUAGE)
+    if recompute == "selective":
+        yield Fault(f"{key}.recompute", f"selective {why}. Set none, or full")
+    elif recompute == "full" and not parameters.can_recompute:
+        yield Fault(f"{key}.recompute", "full is not supported by this class of transformers. Set none")
+    if cfg.data.pack and parameters.is_recurrent:
+        yield Fault(
+            "data.pack",
+            "is true, but the recurrent layers of this class of transformers mix the documents of a row. Set it to "
+            "false",
+        )
+    for name, module in cfg.encoders.items():
+        if getattr(module.encoder, "deepstack", None):
+            yield Fault(f"modules.{name}.encoder.deepstack", f"{why}. Choose another encoder")
 
 
 def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:

@@ -12,6 +12,7 @@ from data.storage.url import Place, place_of
 from encoders.base import most_tokens
 from encoders.key_rules import MOST, near_names
 from mimo_train.config.errors import ConfigError, Fault, UserError
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
@@ -209,7 +210,9 @@ def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
 
 def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     llm = cfg.modules[LANGUAGE].llm if LANGUAGE in cfg.modules else None
-    if llm and llm.rope_scaling.kind == "dynamic" and cfg.data.sequence_length > llm.max_positions > 0:
+    if not isinstance(llm, LlmSpec) or llm.rope_scaling.kind != "dynamic":
+        return
+    if cfg.data.sequence_length > llm.max_positions > 0:
         yield Fault(
             "data.sequence_length",
             f"is {cfg.data.sequence_length}, and the frequencies of modules.{LANGUAGE}.llm.rope_scaling.kind dynamic "

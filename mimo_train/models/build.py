@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from encoders.registry import family_of
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.cpu.grad_accumulation import InPlaceGradients
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
@@ -146,6 +147,10 @@ def _language_specs(
     config.perform_initialization = drawn
     params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
     pgs = groups.collections.get(LANGUAGE)
+    if isinstance(llm, TransformersSizes) and pgs is not None:
+        from mimo_train.models.transformers_lm import TransformersLanguageModel  # imports transformers
+
+        return [ModuleSpec(module=TransformersLanguageModel, params=params | {"pg_collection": pgs})]
     if pgs is None:
         return [ModuleSpec(module=SeededGPTModel, params=params)]
     stage, last, chunks = pgs.pp.rank(), pgs.pp.size() - 1, layout.language.vpp

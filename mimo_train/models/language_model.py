@@ -6,11 +6,12 @@ Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabu
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -26,6 +27,20 @@ from mimo_train.models.rotary import AxisRotaryEmbedding, inverse_frequencies
 from mimo_train.parallel.context import own_part
 
 
+@runtime_checkable
+class LanguageModel(Protocol):
+    """The language model as the loop uses it: Megatron-Core's (`SeededGPTModel`), or a class of `transformers`
+    (`models.transformers_lm`). Its first stage also has `embedding`, with a table `word_embeddings`."""
+
+    config: TransformerConfig
+    pg_collection: ProcessGroupCollection
+    max_sequence_length: int
+    learned_N: torch.Tensor | None
+    """Positions that get logits in the next pass only, see `choose_logits`."""
+    trained_logits: int
+    """Number of positions that got logits so far in trained passes, counted on tensor-parallel rank 0."""
+
+
 class SeededGPTModel(GPTModel):
     """`GPTModel` whose weights outside of the layers are seeded by `config.init_seed`, like those inside. `config.llm`
     is its `LlmSpec`. Padded rows of the vocabulary have no part in the softmax, in which Megatron-Core 0.19.2 counts
@@ -38,9 +53,7 @@ class SeededGPTModel(GPTModel):
         self.deepstack_LSBH: torch.Tensor | None = None
         """Features that the first layers add to their outputs; for the next pass only."""
         self.learned_N: torch.Tensor | None = None
-        """Positions that get logits in the next pass only, see `choose_logits`."""
         self.trained_logits = 0
-        """Number of positions that got logits so far in trained passes, counted on tensor-parallel rank 0."""
         llm: LlmSpec = config.llm
         self._tokens = tokens or self.vocab_size
         if self.position_embedding_type == "rope":
@@ -170,7 +183,7 @@ class TrainedLogits:
     do."""
 
     def __init__(self, model: list[MegatronModule]):
-        self._chunks = [part for chunk in model for part in chunk.modules() if isinstance(part, SeededGPTModel)]
+        self._chunks = [part for chunk in model for part in chunk.modules() if isinstance(part, LanguageModel)]
         self._before = 0
 
     def local_count(self) -> list[int]:
@@ -186,11 +199,11 @@ def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
     Other losses are 0. Without labels the model returns [1, N, V] instead of [B, S, V].
 
     Args:
-        model: its last stage; no effect unless it is a `SeededGPTModel`.
+        model: its last stage; no effect unless it is a `LanguageModel`.
         learned_N: at least one offset in [B * S] of this rank's part of the text, ascending, without duplicates.
     """
     language = unwrap_model(model)
-    if isinstance(language, SeededGPTModel):
+    if isinstance(language, LanguageModel):
         language.learned_N = learned_N
 
 

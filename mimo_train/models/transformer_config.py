@@ -15,6 +15,7 @@ from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.layout.adapters import adapted_linears, layers_name
 from mimo_train.layout.ranks import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.models.documents import documents_of_media
@@ -37,6 +38,8 @@ _ACTIVATIONS = {
 def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
     """Return the language model's config, which also drives the schedule on every rank."""
     llm = cfg.llm
+    if isinstance(llm, TransformersSizes):
+        return _of_class(cfg, layout, llm)
     config = _config(
         cfg,
         layout.language,
@@ -70,6 +73,23 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
     )
     config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
     config.deepstack = max((len(module.encoder.deepstack) for module in cfg.encoders.values()), default=0)
+    return config
+
+
+def _of_class(cfg: ConfigContainer, layout: RunLayout, llm: TransformersSizes) -> TransformerConfig:
+    """Return the config of a class of transformers: only width, type, seed and recomputation matter."""
+    config = _config(
+        cfg,
+        layout.language,
+        num_layers=llm.num_layers,
+        hidden_size=llm.hidden_size,
+        num_attention_heads=1,
+        kv_channels=1,
+        init_method_std=llm.init_std,
+        variable_seq_lengths=bool(cfg.encoders),
+        moe_token_dispatcher_type="alltoall",
+    )
+    config.llm, config.packed, config.deepstack = llm, cfg.data.pack, 0
     return config
 
 

@@ -24,6 +24,7 @@ from mimo_train.config.schema_modules import (
     ModuleConfig,
     ModuleOptimConfig,
 )
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import check
 
@@ -40,7 +41,7 @@ MODULE_PARTS = {
     "lora": [LoraConfig],
     "feature_cache": [FeatureCacheConfig],
     "optim": [ModuleOptimConfig],
-    "llm": [LlmSpec],
+    "llm": [LlmSpec, TransformersLlm],
     "projector": [ProjectorSpec],
     "encoder": [family.spec for family in FAMILIES.values()],
 }

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
@@ -222,7 +223,8 @@ def model_changes(before: Mapping[str, Any], now: ConfigContainer, *, new_run: b
         yield from _spec_changes(modules[name], module, f"modules.{name}", free)
         yield from _adapter_changes(modules[name].get("lora") or {}, module, f"modules.{name}.lora", new_run)
     length = before.get("data", {}).get("sequence_length", DataConfig().sequence_length)
-    if now.language.llm and now.language.llm.position == "learned" and length != now.data.sequence_length:
+    llm = now.language.llm
+    if isinstance(llm, LlmSpec) and llm.position == "learned" and length != now.data.sequence_length:
         yield f"data.sequence_length was {length}, is {now.data.sequence_length}, with learned positions"
 
 

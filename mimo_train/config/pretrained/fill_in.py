@@ -18,6 +18,12 @@ from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, r
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
+from mimo_train.config.transformers_llm import (
+    TransformersLlm,
+    Unsupported,
+    is_causal_language_model,
+    saved_config,
+)
 from mimo_train.families.config_json import language_keys
 from mimo_train.families.registry import is_family
 
@@ -164,7 +170,8 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
     for name, directory in directories.items():
         module = plain["modules"][name] = dict(plain["modules"][name] or {})
         module["pretrained"] = str(directory.folder)
-        for part, keys in _parts(name, directory).items():
+        implementation = str(module.get("implementation") or "")
+        for part, keys in _parts(name, directory, implementation).items():
             values = dict(module.get(part) or {})
             faults += _contradictions(f"modules.{name}.{part}", part, values, keys, directory)
             module[part] = {**keys, **values}
@@ -177,7 +184,10 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
             module["placeholder"] = {**keys, **values}
         faults += _fill_in_adapter(name, module, directory)
         if name == LANGUAGE:
-            faults += _frozen_rows(module, _parts(name, directory)["llm"]["vocab_size"], directory)
+            if "model_config" in module["llm"]:
+                module["implementation"] = "transformers"
+            rows = _parts(name, directory, implementation)["llm"]["vocab_size"]
+            faults += _frozen_rows(module, rows, directory)
     language = directories.get(LANGUAGE)
     if language is not None and not tokenizer_is_given:
         if not language.has_tokenizer:
@@ -248,7 +258,7 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
     ]
 
 
-def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
+def _parts(name: str, directory: Directory, implementation: str = "") -> dict[str, dict[str, Any]]:
     if directory.model_type in UNREAD:
         text = f"{directory.folder} is of family {directory.model_type}, which {UNREAD[directory.model_type]}"
         raise ConfigError([Fault(directory.key, text)])
@@ -258,12 +268,18 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     composite = COMPOSITES.get(directory.model_type)
     config = composite.part(directory.config, name) if composite else directory.config
     if name == LANGUAGE:
+        as_is = implementation == "transformers"
+        if not as_is and implementation != "native" and not is_family(config.get("model_type")):
+            as_is = is_causal_language_model(config.get("model_type"))
+        if as_is:
+            return {"llm": _as_is(config, directory)}
         try:
             return {"llm": {"name": directory.folder.name, **language_keys(config)}}
         except ConfigError as error:
-            raise ConfigError(
-                [Fault(directory.key, f"{directory.folder}: {fault.key}: {fault.message}") for fault in error.faults]
-            ) from error
+            wrong = [f"{directory.folder}: {fault.key}: {fault.message}" for fault in error.faults]
+            remedy = f". Or set modules.{LANGUAGE}.implementation=transformers, which is data parallel only"
+            wrong[-1] += remedy if not implementation and is_family(config.get("model_type")) else ""
+            raise ConfigError([Fault(directory.key, message) for message in wrong]) from error
     if composite is not None and composite.no_encoder:
         text = (
             f"{directory.folder} is of family {directory.model_type}, which {composite.no_encoder}: only its language "
@@ -298,6 +314,15 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     except EncoderError as error:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
     return parts
+
+
+def _as_is(config: Mapping[str, Any], directory: Directory) -> dict[str, Any]:
+    """Return the keys of `llm` for a class of transformers."""
+    llm = TransformersLlm(directory.folder.name, model_config=saved_config(config))
+    try:
+        return {"name": llm.name, "vocab_size": llm.sizes.vocab_size, "model_config": llm.model_config}
+    except Unsupported as error:
+        raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
 
 
 def _unsupported_composite(directory: Directory) -> str:
@@ -349,7 +374,8 @@ def _contradictions(
 
 
 def _spec(part: str, keys: Mapping[str, Any]) -> type:
-    specs: dict[str, type] = {"llm": LlmSpec, "projector": ProjectorSpec}
+    llm = TransformersLlm if "model_config" in keys else LlmSpec
+    specs: dict[str, type] = {"llm": llm, "projector": ProjectorSpec}
     return specs.get(part) or (FAMILIES[keys["family"]].spec if part == "encoder" else PlaceholderConfig)
 
 

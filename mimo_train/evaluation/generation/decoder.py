@@ -28,13 +28,15 @@ class Decoder:
         self._pipeline, self._model = pipeline, pipeline.model[0].eval()
         (language,) = modules_of(pipeline.model)[LANGUAGE]
         self._language = unwrap_model(language)
-        self._cache: StaticInferenceContext | None = None
+        # A class of transformers has its own cache.
+        self._is_as_is = hasattr(self._language, "new_cache")
+        self._cache: Any = None
         self._positions = torch.empty(0)
 
     @torch.no_grad()
     def begin(self, prompt: Prompt, length: int) -> torch.Tensor:
         """Start a sequence of up to `length` positions with a prompt; returns the logits [V] after it."""
-        self._cache = StaticInferenceContext(max_batch_size=1, max_sequence_length=length)
+        self._cache = self._language.new_cache() if self._is_as_is else StaticInferenceContext(1, length)
         self._positions = _positions(prompt, length).to(self._pipeline.device)
         ids_BS, positions = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]
         batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": positions}
@@ -59,9 +61,11 @@ class Decoder:
         # All positions: cached keys are already rotated, and Megatron-Core looks up the last.
         positions = self._positions[..., : at + 1]
         id_BS = torch.tensor([[token]], device=self._pipeline.device)
-        embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[..., at:])
-        arguments = {"input_ids": None, "position_ids": positions, "attention_mask": None}
-        output = self._language(**arguments, decoder_input=embedding_SBH, **self._cache_arguments())
+        token_of: dict[str, Any] = {"input_ids": id_BS}
+        if not self._is_as_is:
+            embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[..., at:])
+            token_of = {"input_ids": None, "decoder_input": embedding_SBH}
+        output = self._language(**token_of, position_ids=positions, attention_mask=None, **self._cache_arguments())
         return self._advance(1, output)
 
     def _advance(self, added: int, logits_V: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.estimate.flops import module_work
 from mimo_train.estimate.memory import GIB, Memory, rank_memory, run_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
@@ -173,7 +174,10 @@ def _processes(layout: RunLayout) -> str:
 
 def _module_text(module: ModuleConfig) -> str:
     if module.llm is not None:
-        llm = module.llm
+        llm = module.llm.sizes if isinstance(module.llm, TransformersLlm) else module.llm
+        if isinstance(module.llm, TransformersLlm):
+            kind = module.llm.model_config["model_type"]
+            return f"{llm.name}: {plural(llm.num_layers, 'layer')} x {llm.hidden_size}, {kind} of transformers as it is"
         heads = plural(llm.num_attention_heads, "head")
         return f"{llm.name}: {plural(llm.num_layers, 'layer')} x {llm.hidden_size}, {heads}"
     encoder, projector = module.encoder, module.projector

@@ -1,0 +1,278 @@
+"""A causal language model of `transformers`, as it is, in the place of ours. Data parallel only.
+
+Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from mimo_train.config.errors import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.transformers_llm import TransformersSizes, transformers_config
+from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
+from mimo_train.models.language_model import spread
+
+LISTED = 3
+"""Maximum number of names in a message."""
+CACHES = ("past_key_values", "cache_params", "state")
+"""Names of caches in the inputs and outputs of classes."""
+PROBED = 8
+"""Tokens of each of two documents that show whether a packed row mixes them."""
+ROUNDING = {torch.float32: 1e-5}
+"""Largest change of logits by rounding, relative to the largest; 4e-3 in half precision. Experts get other batches."""
+
+
+@dataclass
+class ClassCache:
+    """What a class of transformers keeps of the tokens of one sequence."""
+
+    states: dict[str, Any] = field(default_factory=dict)
+    """By the argument of its forward pass."""
+    sequence_len_offset: int = 0
+    """Tokens so far."""
+
+
+class TransformersLanguageModel(MegatronModule):
+    """A class of `transformers` with the interface of `language_model.LanguageModel`.
+
+    Attributes:
+        model: the model of `transformers`. It has all parameters, so names in checkpoints are those of its class with
+            the prefix `model.`.
+    """
+
+    share_embeddings_and_output_weights = False  # tied weights are one parameter with one name
+    pre_process = post_process = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        max_sequence_length: int = 0,
+    ):
+        """Build the model with weights drawn from `config.init_seed`, equal on every rank; not drawn without
+        `config.perform_initialization`. `config.llm` is a `TransformersSizes`."""
+        super().__init__(config=config)
+        self.pg_collection, self.max_sequence_length = pg_collection, max_sequence_length
+        self.tp_group = pg_collection.tp
+        self.model_type = ModelType.encoder_or_decoder
+        self.learned_N: torch.Tensor | None = None
+        self.trained_logits = 0
+        sizes: TransformersSizes = config.llm
+        hf_config = transformers_config(sizes.model_config)
+        with torch.random.fork_rng(devices=[]), drawn(config.perform_initialization):
+            torch.manual_seed(config.init_seed)
+            self.model = AutoModelForCausalLM.from_config(hf_config, dtype=config.params_dtype)
+            self._resize(self.model)
+            self.model.tie_weights()
+        if config.recompute_granularity == "full":
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.embedding = _Embedding(self.model.get_input_embeddings())
+        self._accepts = inspect.signature(self.model.forward).parameters.keys()
+        self._is_proven = False
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: ClassCache | None = None,
+        **_others: Any,
+    ) -> torch.Tensor:
+        """Run the model.
+
+        Args:
+            position_ids: [B, S]; they restart in each document of a packed row, B 1.
+            attention_mask: unused, the model is causal.
+            decoder_input: embeddings [S, B, H] with the features of media, instead of `input_ids`.
+            packed_seq_params: not None for a packed row.
+            inference_context: cache of the tokens before, which `position_ids` may include.
+
+        Returns:
+            Losses [B, S] in nats; without `labels` logits [B, S, V], or [1, N, V] of chosen positions; with a cache
+            those of the last position, [V].
+
+        Raises:
+            UserError: layers of the class carry a state from one document of a packed row to the next.
+        """
+        learned, self.learned_N = self.learned_N, None
+        if packed_seq_params is not None and not self._is_proven:
+            self._require_separate_documents(position_ids.device)
+        batch, length = position_ids.shape[-2:]
+        inputs: dict[str, Any] = {"input_ids": input_ids}
+        if decoder_input is not None:
+            inputs = {"inputs_embeds": decoder_input.transpose(0, 1)}
+        if inference_context is not None:
+            return self._next_logits(inputs, position_ids, inference_context)
+        with self._only(learned, batch * length):
+            output = self.model(**inputs, **self._options(position_ids), use_cache=False)
+        logits_NV = output.logits.flatten(0, 1)
+        if learned is not None and len(logits_NV) != len(learned):
+            logits_NV = logits_NV.index_select(0, learned)  # a class that does not call its output layer
+        if self.training and torch.is_grad_enabled():
+            self.trained_logits += len(logits_NV)
+        if labels is None:
+            return logits_NV[None] if learned is not None else logits_NV.view(batch, length, -1)
+        labels_N = labels.reshape(-1) if learned is None else labels.reshape(-1).index_select(0, learned)
+        if self.config.cpu_kernels and supports_cross_entropy(logits_NV, self.tp_group):
+            losses_N = cross_entropy(logits_NV, labels_N)
+        else:
+            losses_N = F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+        balance = getattr(output, "aux_loss", None)
+        if isinstance(balance, torch.Tensor):
+            # It counts for each token with a loss, and is no part of the reported one.
+            weight = self.model.config.get_text_config().router_aux_loss_coef
+            losses_N = losses_N + weight * (balance - balance.detach())
+        return losses_N.view(batch, length) if learned is None else spread(losses_N, learned, (batch, length))
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Do nothing: the model has one pipeline stage."""
+
+    def load_weights(self, folder: str, key: str) -> None:
+        """Load the weights of a directory; rows of the embedding that it lacks are drawn, equal on every rank.
+
+        Args:
+            key: config key of the directory, for errors.
+
+        Raises:
+            UserError: transformers cannot load it, or its tensors are not those of the model.
+        """
+        sizes: TransformersSizes = self.config.llm
+        try:
+            loaded, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=transformers_config(sizes.model_config),
+                dtype=self.config.params_dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                weights_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{key}: transformers cannot load {folder}: {str(error).splitlines()[0]}. Copy the directory again"
+            ) from error
+        wrong = [f"{name}: {stored} in the file, {wanted} here" for name, stored, wanted in info["mismatched_keys"]]
+        wrong += [f"{name} is missing" for name in sorted(info["missing_keys"])]
+        wrong += [f"{name} is no tensor of it" for name in sorted(info["unexpected_keys"])]
+        if wrong:
+            more = f" and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
+            raise UserError(
+                f"{key}: the tensors of {folder} are not those of {type(self.model).__name__}: "
+                f"{'; '.join(wrong[:LISTED])}{more}"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.init_seed)
+            self._resize(loaded)
+        with torch.no_grad():
+            self.model.load_state_dict(loaded.state_dict())
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Describe parameters and saved buffers to checkpoints: whole on every rank, tied ones once."""
+        state, seen = {}, set[int]()
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                state[name] = tensor
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets, **groups)
+
+    def new_cache(self) -> ClassCache:
+        """Return an empty cache for `inference_context`."""
+        return ClassCache()
+
+    def _next_logits(self, inputs: dict[str, Any], position_ids: torch.Tensor, cache: ClassCache) -> torch.Tensor:
+        tokens = next(value.size(1) for value in inputs.values() if value is not None)
+        options = self._options(position_ids[..., -tokens:])
+        output = self.model(**inputs, **options, use_cache=True, **cache.states)
+        cache.states = {name: output[name] for name in CACHES if output.get(name) is not None}
+        if not cache.states:
+            raise UserError(f"generate: {type(self.model).__name__} keeps no cache. Export the model instead")
+        return output.logits[0, -1]
+
+    def _resize(self, model: Any) -> None:
+        sizes: TransformersSizes = self.config.llm
+        if sizes.vocab_size != sizes.stored_vocab_size:
+            model.resize_token_embeddings(sizes.vocab_size, mean_resizing=False)
+
+    def _options(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        # transformers reads the documents of a packed row from positions that restart (masking_utils.py).
+        return {"position_ids": position_ids} if "position_ids" in self._accepts else {}
+
+    @contextmanager
+    def _only(self, learned_N: torch.Tensor | None, positions: int) -> Iterator[None]:
+        """Give the output layer only the hidden states of chosen positions, as [1, N, H]."""
+        if learned_N is None:
+            yield
+            return
+
+        def chosen(_module: torch.nn.Module, arguments: tuple) -> tuple:
+            (states_BSH,) = arguments
+            rows_MH = states_BSH.flatten(0, -2)
+            return (rows_MH.index_select(0, learned_N)[None] if len(rows_MH) == positions else states_BSH,)
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(chosen)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def _require_separate_documents(self, device: torch.device) -> None:
+        """Compare logits of a document behind two different ones in a row."""
+        was_training, vocabulary = self.model.training, self.config.llm.vocab_size
+        self.model.eval()
+        ids = torch.arange(2 * PROBED, device=device)[None]
+        others = (ids + PROBED * (ids < PROBED)) % vocabulary
+        options = self._options(ids % PROBED)
+        first, second = (
+            self.model(input_ids=each % vocabulary, **options, use_cache=False).logits[0, PROBED:].float()
+            for each in (ids, others)
+        )
+        self.model.train(was_training)
+        if (first - second).abs().max() > ROUNDING.get(self.config.params_dtype, 4e-3) * first.abs().max():
+            raise UserError(
+                f"data.pack: {type(self.model).__name__} of modules.{LANGUAGE} mixes the documents of a packed row. "
+                "Set data.pack=false"
+            )
+        self._is_proven = True
+
+
+class _Embedding:
+    """The input embedding as `MimoModel` calls it. No module, so that its weight has one name."""
+
+    def __init__(self, table: torch.nn.Embedding):
+        self.word_embeddings = table
+
+    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [S, B, H] of `input_ids` [B, S]."""
+        return self.word_embeddings(input_ids).transpose(0, 1)
+
+
+@contextmanager
+def drawn(is_drawn: bool) -> Iterator[None]:
+    """Leave the memory of new weights as it is, unless `is_drawn`."""
+    if is_drawn:
+        yield
+        return
+    with no_init_weights():
+        yield

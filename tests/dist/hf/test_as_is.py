@@ -1,0 +1,302 @@
+"""Language models of `transformers` as they are: numbers of plain transformers and of ours, checkpoints, generation,
+exports."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.hf.one_step import BOUND, difference
+from tests.dist.hf.test_pretrained import _command, pretrained, tensors
+from tests.dist.ranks import run_ranks
+
+COMMON = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict] = {
+    "llama": {"tie_word_embeddings": True},
+    "cohere2": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "llama4_text": {"intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": [1], "no_rope_layers": [1, 0]},
+    "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 16},
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+"""Sizes of tiny models by type; all but the first have no native family."""
+AS_IS = "modules.language.implementation=transformers"
+PROMPT, NEW = list(range(40, 60)), 6
+
+
+def _make(root: Path) -> None:
+    import transformers
+
+    for kind, sizes in FAMILIES.items():
+        torch.manual_seed(1)
+        config = transformers.AutoConfig.for_model(kind, **COMMON | sizes)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / kind)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    run_ranks(_make, 1, root)
+    return root
+
+
+def run_of(name: str, run_dir: Path, shards: Path, model: Path, *overrides: str):
+    tokens = ("data.tokenizer=bytes", "data.sequence_length=48", "train.iters=4")
+    return pretrained(name, run_dir, shards, model, *tokens, *overrides)
+
+
+def _train(cfgs: dict) -> dict[str, tuple]:
+    """On a rank: losses and norms of 4 steps of each run, the batches of the first 2, and the checkpoint after them."""
+    from tests.dist.steps import Steps
+
+    done = {}
+    for name, cfg in cfgs.items():
+        run, batches = Steps(cfg), []
+        for _ in range(2):
+            done.setdefault(name, []).extend(run.train(1))
+            batches.append([_texts(part) for part in run.session.data.current.microbatches])
+        folder = str(run.save())
+        done[name] = done[name] + run.train(2), batches, folder
+    return done
+
+
+def _texts(microbatch: dict) -> tuple:
+    return tuple(microbatch[key].numpy().copy() for key in ("input_ids", "labels", "loss_mask"))
+
+
+def _plain(folder: Path, batches: list, optim) -> list[tuple[float, float]]:
+    """Losses and gradient norms of the same steps by transformers and AdamW."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    trained = [value for value in model.parameters() if value.requires_grad]
+    groups = [
+        {"params": [value for value in trained if (value.ndim > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, optim.weight_decay), (False, 0.0))
+    ]
+    adam = torch.optim.AdamW(groups, lr=optim.lr, eps=optim.eps, betas=(optim.beta1, optim.beta2))
+    points = []
+    for step, microbatches in enumerate(batches):
+        tokens = sum(mask.sum() for _, _, mask in microbatches)
+        total = 0.0
+        for microbatch in microbatches:
+            ids, labels, mask = map(torch.from_numpy, microbatch)
+            logits = model(input_ids=ids).logits.float()
+            losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            loss = (losses * mask).sum() / tokens
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained, optim.clip_grad)
+        for group in adam.param_groups:
+            group["lr"] = optim.lr * min(1, step / optim.warmup_iters)
+        adam.step()
+        adam.zero_grad()
+        points.append((total, norm.item()))
+    return points
+
+
+def _resume(cfgs: dict) -> dict[str, list]:
+    from tests.dist.steps import Steps
+
+    return {name: Steps(cfg).train(2) for name, cfg in cfgs.items()}
+
+
+def _leave(root: Path, checkpoints: dict[str, str]) -> dict[str, tuple]:
+    """Exported by the command: what transformers reads from it; our logits and greedy tokens, and theirs."""
+    import transformers
+
+    from tests.dist.hf.asking import logits_here
+
+    left = {}
+    for name, checkpoint in checkpoints.items():
+        code, said = _command(["export", checkpoint, "--to", str(root / name)])
+        assert code == 0, said
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
+        ids = torch.tensor([PROMPT])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits.numpy()
+            options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
+        wrong = [*info["missing_keys"], *info["unexpected_keys"]]
+        ours = logits_here(Path(checkpoint), [PROMPT])
+        left[name] = wrong, difference(ours, logits), _greedy(Path(checkpoint)), tokens
+    return left
+
+
+def _greedy(checkpoint: Path) -> list[int]:
+    from mimo_train.commands.generate import _build
+    from mimo_train.evaluation.generation.decoder import Decoder
+    from mimo_train.evaluation.generation.prompts import Prompts
+    from mimo_train.evaluation.generation.source import open_source
+
+    source = open_source(checkpoint)
+    parts = _build(source)
+    source.load(parts.pipeline, parts.tokenizer)
+    decoder = Decoder(parts.pipeline)
+    prompt = Prompts(source.cfg, parts.tokenizer).with_inputs(PROMPT, [])
+    tokens = [int(decoder.begin(prompt, len(PROMPT) + NEW).argmax())]
+    while len(tokens) < NEW:
+        tokens.append(int(decoder.step(tokens[-1]).argmax()))
+    return tokens
+
+
+def test_steps_are_those_of_transformers_and_resume_and_export_are_exact(prose, models, tmp_path):
+    cfgs = {kind: run_of("gpt_tiny", tmp_path / kind, prose, models / kind, AS_IS) for kind in FAMILIES}
+    (trained,) = run_ranks(_train, 1, cfgs)
+    expected = run_ranks(_all_plain, 1, models, {kind: trained[kind][1] for kind in FAMILIES}, cfgs)[0]
+    for kind, (points, _, _) in trained.items():
+        for ours, theirs in zip(points, expected[kind], strict=False):
+            assert ours == pytest.approx(theirs, rel=BOUND), kind
+    two = ("layout=language_dp2", "optim.distributed_optimizer=true")
+    again = {
+        kind: run_of("gpt_tiny", tmp_path / f"{kind}_2", prose, models / kind, *two, f"checkpoint.resume={folder}")
+        for kind, (_, _, folder) in trained.items()
+    }
+    again["llama"] = run_of(
+        "gpt_tiny", tmp_path / "llama_2", prose, models / "llama", AS_IS, *two,
+        f"checkpoint.resume={trained['llama'][2]}",
+    )  # fmt: skip
+    (resumed, _) = run_ranks(_resume, 2, again)
+    for kind, points in resumed.items():
+        for ours, theirs in zip(points, trained[kind][0][2:], strict=True):
+            assert ours == pytest.approx(theirs, rel=BOUND), kind
+    (left,) = run_ranks(_leave, 1, tmp_path / "out", {kind: folder for kind, (_, _, folder) in trained.items()})
+    for kind, (wrong, gap, ours, theirs) in left.items():
+        assert wrong == [] and gap < BOUND, kind
+        assert ours == theirs, kind
+        assert tensors(tmp_path / "out" / kind).keys() == tensors(models / kind).keys()
+
+
+def _all_plain(models: Path, batches: dict, cfgs: dict) -> dict:
+    return {kind: _plain(models / kind, of_kind, cfgs[kind].optim) for kind, of_kind in batches.items()}
+
+
+VARIANTS = {
+    "packed": ("gpt_tiny", ("data.pack=true",)),
+    "all logits": ("gpt_tiny", ("train.logits=all",)),
+    "recomputed": ("gpt_tiny", ("train.recompute=full",)),
+    "images": ("vlm_digits", ("layout=one_process",)),
+}
+
+
+def test_numbers_are_those_of_native_layers(prose, digits, models, tmp_path):
+    cfgs = {}
+    for name, (config, overrides) in VARIANTS.items():
+        for kind in ("native", "transformers"):
+            shards = prose if config == "gpt_tiny" else digits
+            place, own = tmp_path / name / kind, f"modules.language.implementation={kind}"
+            cfgs[name, kind] = run_of(config, place, shards, models / "llama", own, *overrides, "train.iters=2")
+    (points,) = run_ranks(_resume, 1, cfgs)
+    for name in VARIANTS:
+        for native, as_is in zip(points[name, "native"], points[name, "transformers"], strict=True):
+            assert as_is == pytest.approx(native, rel=BOUND), name
+
+
+def test_further_rows_are_drawn_alike_on_every_rank(prose, models, tmp_path):
+    more = (
+        "layout=language_dp2",
+        "modules.language.llm.vocab_size=320",
+        "train.iters=1",
+        "optim.lr=0",
+        "optim.min_lr=0",
+    )
+    cfg = run_of("gpt_tiny", tmp_path / "run", prose, models / "cohere2", *more)
+    first, second = run_ranks(_table, 2, cfg)
+    stored = tensors(models / "cohere2")["model.embed_tokens.weight"].numpy()
+    assert first.shape == (320, 32) and (first == second).all() and (first[:300] == stored).all()
+    assert 0.01 < first[300:].std() < 0.03
+    ((code, said),) = run_ranks(_command, 1, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")])
+    assert code == 0, said
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == 320
+    assert (tensors(tmp_path / "out")["model.embed_tokens.weight"].numpy() == first).all()
+
+
+def _table(cfg):
+    from tests.dist.steps import Steps
+
+    run = Steps(cfg)
+    run.train(1)
+    run.save()
+    (parameters,) = ({name: value for name, value in run.parameters().items() if "embed_tokens" in name},)
+    (table,) = parameters.values()
+    return table.numpy()
+
+
+def test_a_row_of_documents_is_rejected_where_layers_mix_them(prose, models, tmp_path):
+    """By config.json, and by the model itself, where config.json does not say it."""
+    from mimo_train.config.errors import ConfigError
+    from mimo_train.layout.run import resolve
+
+    for kind in ("lfm2", "mamba2", "qwen3_5_text"):
+        with pytest.raises(ConfigError, match=r"data\.pack: is true, but the recurrent layers"):
+            resolve(run_of("gpt_tiny", tmp_path / kind, prose, models / kind, "data.pack=true"))
+    (said,) = run_ranks(
+        _probe, 1, {kind: run_of("gpt_tiny", tmp_path, prose, models / kind, AS_IS) for kind in FAMILIES}
+    )
+    assert {kind for kind, text in said.items() if "mixes the documents of a packed row" in text} == {
+        "gpt_oss",  # its class gives no positions to the mask
+        "lfm2",
+        "mamba2",
+        "qwen3_5_text",
+    }
+    assert sum(text == "" for text in said.values()) == 3
+
+
+def _probe(cfgs: dict) -> dict[str, str]:
+    from megatron.core.utils import unwrap_model
+
+    from mimo_train.config.errors import UserError
+    from mimo_train.layout.run import resolve
+    from mimo_train.training.step.pipeline import build_parts, start_processes
+
+    said = {}
+    for kind, cfg in cfgs.items():
+        run = resolve(cfg)
+        parts = build_parts(run, *start_processes(cfg))
+        (language,) = map(unwrap_model, parts.pipeline.model)
+        try:
+            language._require_separate_documents(torch.device("cpu"))
+            said[kind] = ""
+        except UserError as error:
+            said[kind] = str(error)
+    return said
+
+
+def test_rejected_by_name(prose, models, tmp_path):
+    from mimo_train.config.errors import ConfigError
+    from mimo_train.layout.run import resolve
+
+    wrong = {
+        "modules.language.layout.tp=2": r"modules\.language\.layout\.tp: is 2, but a language model of transformers",
+        "modules.language.layout.pp=2": r"modules\.language\.layout\.pp: is 2",
+        "modules.language.layout.cp=2": r"modules\.language\.layout\.cp: is 2",
+        "modules.language.layout.ep=2": r"modules\.language\.layout\.ep: is 2",
+        "modules.language.implementation=native": "of language models, these can be read",
+        "train.recompute=selective": r"modules\.language\.recompute: selective requires",
+        "train.compile=layers": "class of transformers as it is",
+        "modules.language.llm.num_layers=2": "num_layers",
+        "modules.language.llm.vocab_size=100": "makes it 300",
+    }
+    for override, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            resolve(run_of("gpt_tiny", tmp_path, prose, models / "cohere2", override))
+    damaged = tmp_path / "quantised"
+    damaged.mkdir()
+    config = json.loads((models / "gpt_oss" / "config.json").read_text())
+    for more, message in (
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4: quantised weights cannot"),
+        ({"model_type": "nothing_like_it"}, "of language models, these can be read"),
+        ({"num_attention_heads": "many"}, "transformers cannot read it"),
+    ):
+        (damaged / "config.json").write_text(json.dumps(config | more))
+        with pytest.raises(ConfigError, match=message):
+            resolve(run_of("gpt_tiny", tmp_path, prose, damaged))
