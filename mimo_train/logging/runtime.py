@@ -83,12 +83,7 @@ def report_throughput(
     Returns:
         `throughput/{batches,samples,tokens}_per_sec`, and `throughput/device/...` per process; empty until
         `window_size` steps are done or if they took no time.
-
-    Raises:
-        UserError: `window_size` is less than 1.
     """
-    if window_size < 1:
-        raise UserError(f"log.throughput_window: a window needs at least 1 step, has {window_size}")
     if min(iteration, len(history_wct)) < window_size:
         return {}
     seconds = sum(history_wct[-window_size:])

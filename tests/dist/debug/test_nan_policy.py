@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.config import schema_run
 from mimo_train.config.compose import load
-from mimo_train.layout.run import config_faults, resolve
+from mimo_train.layout.run import resolve
 from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
@@ -176,17 +175,6 @@ def test_a_spoiled_image_is_named_with_its_sample(layout, overrides, microbatch,
     assert {"number": number, "shard": shard, "key": key} in record["findings"]["losses"][0]["samples"]
 
 
-def test_a_spoiled_weight_is_named_with_its_rank(digits, tmp_path):
-    rank = 2
-    lines, record, _ = failed(vlm(digits, tmp_path / "run", "images_dp1_language_dp2"), "weight", rank)
-    weights = line_of(lines, "weights not finite")
-    assert weights == (
-        f"weights not finite: language on rank {rank} (1 parameter: decoder.layers.1.mlp.linear_fc1.weight)"
-    )
-    assert {part["rank"] for part in record["findings"]["losses"]} == {rank}
-    assert not record["findings"]["inputs"]
-
-
 def test_weights_of_every_chunk_are_named_by_their_place_in_the_model(prose, tmp_path):
     """Rank 1 holds layers 1 and 3, each the first of its chunk."""
     layers = "modules.language.llm.num_layers=4"
@@ -229,12 +217,6 @@ def test_bisect_follows_a_value_to_the_part_of_the_sequence_where_it_begins(digi
     _, record, _ = failed(cfg, "forward", 2)
     assert (record["origin"]["layer"], record["origin"]["ranks"]) == ("decoder.layers.0", [2])
     assert record["origin"]["begins"] and record["origin"]["weights"]
-
-
-def test_bisect_goes_with_communication_that_overlaps(digits, tmp_path):
-    overlap = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true", "train.micro_batch_size=4")
-    _, record, _ = failed(vlm(digits, tmp_path, "images_dp1_language_dp2", "train.on_nan=bisect", *overlap), "pixel")
-    assert (record["origin"]["module"], record["origin"]["microbatch"]) == ("images", 0)
 
 
 def _bad_loss(state, data_iterator, model):
@@ -313,13 +295,6 @@ def test_the_replay_file_makes_the_step_again(digits, tmp_path):
     # What does not come back: the run of one step ends well.
     last = {result["state"]["step"] for result in run_ranks(_run, 2, again, "float")}
     assert last == {2}
-
-
-def test_the_replay_of_a_run_that_restarts_in_its_processes_is_no_fault(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(schema_run, "is_installed", lambda name: True)
-    cfg = vlm(digits, tmp_path / "run", "one_process", "run.inprocess_restarts=2")
-    _, record, _ = failed(cfg, "pixel")
-    assert not config_faults(load(record["config_file"], record["overrides"]))
 
 
 def test_a_run_started_again_does_not_continue_from_the_replays_checkpoint(digits, tmp_path):

@@ -167,24 +167,6 @@ def test_overlap_beside_an_encoder_gives_the_same_numbers(layout, digits, tmp_pa
     assert max(largest_difference(run("plain"), run("both", *both))) < ORDER
 
 
-def _overlapping(cfg) -> dict[str, tuple[bool, bool]]:
-    from mimo_train.models.parameters import modules_of
-
-    run = Steps(cfg)
-    return {
-        name: (chunks[0].ddp_config.overlap_grad_reduce, chunks[0].ddp_config.overlap_param_gather)
-        for name, chunks in modules_of(run.model).items()
-    }
-
-
-def test_only_what_takes_part_in_every_microbatch_overlaps(digits, tmp_path):
-    both = ("layout=one_process", "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
-    plain = config("vlm_digits", tmp_path, digits, *both)
-    assert run_ranks(_overlapping, 1, plain) == [{"images": (False, False), "language": (True, True)}]
-    staged = config("vlm_digits", tmp_path, digits, *both, "modules.language.freeze_until={llm: 2}")
-    assert run_ranks(_overlapping, 1, staged) == [{"images": (False, False), "language": (False, False)}]
-
-
 def _zeros(cfg) -> tuple[int | None, int, int]:
     """Zeros that a step counts whose encoder module has no gradient; this rank's parameters of that module, and those
     of the rows that pad its embedding, which have none either."""

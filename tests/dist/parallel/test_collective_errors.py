@@ -27,20 +27,3 @@ def _outcomes() -> list[str]:
 
 def test_all_ranks_raise_what_the_first_one_has_found():
     assert run_ranks(_outcomes, 3) == [["", "found by rank 1", "found by rank 1", "found by rank 0"]] * 3
-
-
-def _alone() -> list[str]:
-    from mimo_train.config.errors import UserError
-    from mimo_train.parallel.collectives import agreed
-
-    with agreed():
-        pass
-    try:
-        with agreed():
-            raise UserError("found")
-    except UserError as error:
-        return [str(error)]
-
-
-def test_a_process_alone_raises_its_own():
-    assert run_ranks(_alone, 1) == [["found"]]

@@ -43,8 +43,3 @@ def hang(*, pid_file: str, **_any) -> None:
         file.write(f"{os.getpid()} {child.pid}.")
     print("waits for nothing", flush=True)
     time.sleep(1000)
-
-
-def out_of_memory(**_any) -> dict[str, str]:
-    """A model that does not fit."""
-    return {"out_of_memory": "CUDA out of memory"}

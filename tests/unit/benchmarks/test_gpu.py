@@ -3,16 +3,14 @@
 import json
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import turns
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import sections, sizes, work
-from benchmarks.gpu_check import checks, runs
+from benchmarks.gpu_check import checks
 from benchmarks.gpu_check.jobs import Jobs, Outcome
-from tests.unit.benchmarks import gpu_check_jobs as bad
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +74,6 @@ def section(jobs, letter: str, **of_machine) -> list[sections.Row]:
     return list(found.run(letter))
 
 
-def test_a_part_that_fails_is_a_row_and_the_next_one_is_run(jobs, monkeypatch):
-    monkeypatch.setattr(work, "saves", bad.boom)
-    rows = section(jobs, "h")
-    assert [row.line.state for row in rows] == ["failed", "failed"]
-    assert rows[0].line.result == "RuntimeError: broken on purpose" and "Traceback" in rows[0].line.details
-
-
-def test_a_section_has_a_time_of_its_own(jobs, monkeypatch):
-    monkeypatch.setitem(sections.SECTIONS, "a", replace(sections.SECTIONS["a"], seconds=0))
-    (row,) = section(jobs, "a")
-    assert (row.line.state, row.line.result) == ("ended", "not run: the section's time is over")
-    assert sum(one.seconds for one in sections.SECTIONS.values()) < command.SECONDS < 600
-
-
 def test_what_is_missing_is_named(jobs):
     (row,) = section(jobs, "c", gpus=[])
     assert (row.line.state, row.line.result) == ("skipped", checks.NO_CUDA.text)
@@ -99,40 +83,6 @@ def test_what_is_missing_is_named(jobs):
     assert "Transformer Engine is not installed" in rows[1].line.result
     seven = rows[-1].line
     assert seven.state == "skipped" and "of 92% of the device's 20" in seven.result
-
-
-def test_a_candidate_for_which_the_device_has_no_memory_is_followed_by_the_next(jobs, monkeypatch):
-    """An estimate is no promise."""
-    model = sizes.TINY.models[0]
-    shape = replace(sizes.TINY.filled, candidates={"large": ("train.micro_batch_size=4",), "small": ()})
-    tried = []
-
-    class Tried:
-        folder = jobs.folder
-
-        def run(self, function, limit, **arguments):
-            tried.append(arguments.get("overrides"))
-            if function is work.estimates:
-                return Outcome("ok", [2, 1])
-            return Outcome("ok", {"out_of_memory": "too large"})
-
-    found = sections.Sections(Tried(), tiny=True)
-    found._ends = float("inf")
-    row = found._step(model, shape)
-    assert (row.line.state, row.line.result) == ("failed", "too large")
-    assert ["train.micro_batch_size=4" in overrides for overrides in tried[1:]] == [True, False]
-
-
-def event(begin: float, end: float, device: str = "CUDA", note: bool = False):
-    times = SimpleNamespace(start=begin, end=end)
-    return SimpleNamespace(device_type=SimpleNamespace(name=device), is_user_annotation=note, time_range=times)
-
-
-def test_share_of_a_step_without_a_kernel():
-    """Kernels of two streams overlap; what the host does and what a user has marked is none."""
-    events = [event(10, 30), event(0, 10), event(20, 25), event(35, 40), event(30, 35, "CPU"), event(0, 40, note=True)]
-    assert runs.idle_share(runs.kernel_times(events)) == pytest.approx(5 / 40)
-    assert runs.idle_share([]) is None
 
 
 def test_a_side_that_ends_by_itself_says_why(tmp_path):

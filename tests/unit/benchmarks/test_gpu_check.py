@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.gpu_check import checks, record, runs, work
+from benchmarks.gpu_check import checks
 from benchmarks.gpu_check.jobs import Jobs, Outcome
 from tests.e2e.fake_python import pid_runs
 from tests.hang import HANG_SECONDS
@@ -64,47 +64,11 @@ def test_the_time_of_all_jobs_ends_them():
             assert (found.state, found.text) == ("ended", "not run: the 0 s for all checks are over")
 
 
-def test_a_command_gives_its_code_and_its_words(jobs):
-    assert jobs.command(["sh", "-c", "echo here; exit 3"], HANG_SECONDS).value == (3, "here\n")
-    assert jobs.command(["sh", "-c", "echo here; sleep 1000"], 1).state == "ended"
-
-
 def lines_of(jobs, name: str, **of_machine) -> list[checks.Line]:
     found = checks.Checks(jobs, "cpu" if not of_machine else "cuda")
     value = {"torch": "2", "gpus": [{"memory": 139.0}]} | of_machine
     found.machine = Outcome("ok", value)
     return list(found.run(name))
-
-
-@pytest.mark.parametrize(
-    ("job", "state", "words"),
-    [(bad.boom, "failed", "RuntimeError: broken on purpose"), (bad.miss, "skipped", "nothing-like-it")],
-)
-def test_the_line_of_a_check_that_goes_wrong(jobs, monkeypatch, job, state, words):
-    monkeypatch.setattr(work, "matmul", job)
-    (line,) = lines_of(jobs, "matmul")
-    assert line.state == state and words in line.result
-    text = record.as_text("matmul", line, True)
-    assert text.startswith("matmul    bf16 128 x 128 x 128") and words in text
-    assert ("| Traceback" in text) == (state == "failed")
-
-
-def test_a_model_that_does_not_fit_is_tried_with_smaller_microbatches(jobs, monkeypatch):
-    monkeypatch.setattr(runs, "large", bad.out_of_memory)
-    lines = lines_of(jobs, "step", gpus=[{"memory": 60.0}])
-    assert [line.state for line in lines] == ["failed", "failed"]
-    assert lines[0].result == "2 samples of 2048 tokens, everything recomputed: CUDA out of memory"
-    lines = lines_of(jobs, "kernels", gpus=[{"memory": 24.0}])
-    assert [line.state for line in lines] == ["skipped", "skipped"]
-    assert lines[0].result == "the device has 24 GiB, the model needs 36"
-
-
-def test_a_device_that_cannot_be_used_is_a_failure_beside_the_versions(jobs):
-    found = {"fault": "the driver is too old", "gpus": [], "torch": "2", "cuda": "13.0", "driver": "500", "memory": 1.0}
-    found |= {"packages": {"megatron-core": None}, "cpu": "2 cores", "python": "3.12.1"}
-    lines = {line.what: line for line in lines_of(jobs, "device", **found)}
-    assert (lines["device"].result, lines["device"].state) == ("the driver is too old", "failed")
-    assert lines["torch"].result == "2 with CUDA 13.0" and lines["megatron-core"].result == "absent"
 
 
 def test_without_torch_or_a_device_every_check_says_so(jobs):
@@ -128,19 +92,3 @@ def test_losses_are_held_to_the_bound(losses, options, graphs, state, words):
     value = {"losses": losses, "norms": [1.0, 1.0], "graphs": graphs, "te_modules": 0, "backend": "cuda:nccl"}
     line = checks._compared("run", reference, Outcome("ok", value), 1e-3, options)
     assert line.state == state and words in line.result
-
-
-def test_failed_tests_are_named_with_their_words(tmp_path):
-    from xml.etree import ElementTree
-
-    report = tmp_path / "tests.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>'
-        '<testcase name="c"><failure message="assert 1 == 2">\ncode\nE   assert 1 == 2\nx.py:3: Error</failure>'
-        '</testcase><testcase name="d"><error message="no device">E   no device</error></testcase>'
-        "</testsuite></testsuites>"
-    )
-    first, c, d = checks._tests("tests/gpu", ElementTree.parse(report))
-    assert (first.result, first.state) == ("1 passed, 2 failed, 1 skipped", "failed")
-    assert (c.what, c.result, c.details) == ("c", "assert 1 == 2", "E   assert 1 == 2\nx.py:3: Error")
-    assert (d.what, d.result) == ("d", "no device")

@@ -5,7 +5,6 @@ import json
 import shlex
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,13 +109,6 @@ def test_module_runs_as_a_program():
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: train.iter: unknown key. Did you mean iters or skip_iters or log_interval?\n"
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"mimo-train {version('mimo-train')}\n"
 
 
 @pytest.mark.parametrize(
@@ -254,14 +246,6 @@ def test_control_characters_of_a_message_do_not_reach_the_terminal(capsys):
     assert capsys.readouterr().err == "error: sample a\\x1b]0;title\\x07b \\u202e in x.tar\n"
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "much"])
-def test_a_file_of_an_export_has_a_size(text, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["export", "run", "--to", "out", "--file-gigabytes", text])
-    assert ended.value.code == 2
-    assert f"must be a number above 0, is '{text}'" in capsys.readouterr().err
-
-
 def test_the_command_to_try_next_can_be_pasted(tmp_path):
     cfg = compose.load("vlm_digits", [f"run.dir={tmp_path / 'my run'}", "data.demo=", "data.shards=x"])
     run = SimpleNamespace(dir=tmp_path / "my run", cfg=cfg, checkpoints=tmp_path / "my run")
@@ -271,11 +255,6 @@ def test_the_command_to_try_next_can_be_pasted(tmp_path):
     words = shlex.split(train._try_it(run))[1:]
     image = str(run.dir / "held_out.png")
     assert words == ["generate", str(run.dir), "--image", image, "--prompt", "It's?"]
-
-
-def test_ranks_of_a_dry_run_without_one_are_refused(capsys):
-    assert main(["check", "vlm_digits", "--without-data", "--ranks", "0"]) == 1
-    assert capsys.readouterr().err.startswith("error: --ranks 0 requires --dry-run")
 
 
 def test_ranks_that_are_not_there_are_refused_before_anything_is_checked(capsys):

@@ -125,17 +125,10 @@ def test_unset_keys_have_the_defaults_of_the_dataclasses(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key", "said"),
     [
-        ("trian.iters=5", "trian", "Did you mean train"),
         ("train.iter=5", "train.iter", "Did you mean iters"),
-        ("modules.images.layout.tpp=2", "modules.images.layout.tpp", "Did you mean tp"),
         ("modules.images.encoder.patch=4", "modules.images.encoder.patch", "Did you mean patch_size"),
-        ("modules.images.projector.merges=2", "modules.images.projector.merges", "Did you mean merge"),
-        ("modules.language.llm.layers=4", "modules.language.llm.layers", "Did you mean num_layers"),
-        ("modules.images.frozen=[]", "modules.images.frozen", "Did you mean freeze"),
         ("zzz=1", "zzz", "Choose from run, pretrained, modules, placement"),
         ("modules.images.encoder.family=clap", "modules.images.encoder.family", "unknown encoder family 'clap'"),
-        ("encoder@modules.images.encoder=vit_tny", "encoder", "Did you mean vit_tiny"),
-        ("llm@modules.language.llm=gpt_tny", "llm", "Did you mean gpt_tiny"),
         ("layout=two_proceses", "layout", "Did you mean two_processes"),
     ],
 )
@@ -176,12 +169,9 @@ def test_an_attribute_that_is_no_key_is_an_error_in_every_section():
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        (["train.iter=5", "optim.lr=fast"], {"train.iter", "optim.lr"}),
         (["layout=two_proceses", "llm@modules.language.llm=gpt_tny", "train.iter=5"], {"layout", "llm", "train.iter"}),
         (["data.shards=*.tar", "train.iters", "optim.lr=fast"], {"data.shards", "train.iters", "optim.lr"}),
-        (["modules.language.lora.alpha=32", "optm.lr=1"], {"modules.language.lora.rank", "optm"}),
         (["modules.images.encoder.family=clap", "optim.lr=fast"], {"modules.images.encoder.family", "optim.lr"}),
-        (["modules.language.pretrained=nowhere", "train.iter=5"], {"modules.language.pretrained", "train.iter"}),
         (["placement.first_rank={images:1}", "run.seed=x"], {"placement.first_rank", "run.seed"}),
     ],
 )
@@ -196,7 +186,6 @@ def test_faults_of_all_kinds_are_named_at_once(overrides, keys):
             ["optm.lr=2", "train.itres=3", "train.global_batch_size=30"],
             {"optm", "train.itres", "train.global_batch_size"},
         ),
-        (["optim.lr=fast", "modules.images.freeze=[encodr]"], {"optim.lr", "modules.images.freeze"}),
         (
             ["optim.lr=x", "data.background=redd", "data.max_bad_samples=-1"],
             {"optim.lr", "data.background", "data.max_bad_samples"},
@@ -205,7 +194,6 @@ def test_faults_of_all_kinds_are_named_at_once(overrides, keys):
         # A default that replaces a wrong value proves nothing.
         (["train.micro_batch_sise=15", "train.global_batch_size=30"], {"train.micro_batch_sise"}),
         (["modules.language.llm.num_layers=two", "modules.language.layout.pp=5"], {"modules.language.llm.num_layers"}),
-        (["layout=two_proceses", "train.global_batch_size=30"], {"layout"}),
     ],
 )
 def test_values_and_arithmetic_are_looked_at_beside_wrong_keys(overrides, keys):
@@ -225,11 +213,7 @@ def test_a_batch_is_looked_at_beside_sizes_that_cannot_be():
     ("override", "key", "said"),
     [
         ("train.iters=many", "train.iters", "'many'"),
-        ("train.iters=1.5", "train.iters", "1.5"),
-        ("optim.lr=fast", "optim.lr", "'fast'"),
-        ("modules.language.layout.tp=two", "modules.language.layout.tp", "'two'"),
         ("modules.images.encoder.hidden_size=wide", "modules.images.encoder.hidden_size", "'wide'"),
-        ("modules.images.projector.merge=two", "modules.images.projector.merge", "'two'"),
         ("data.shards=null", "data.shards", "None"),
         ("train=5", "train", "must be a mapping of keys, is 5"),
         ("modules.images.encoder=vit_tiny", "modules.images.encoder", "must be a mapping of keys, is 'vit_tiny'"),
@@ -260,7 +244,6 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
         ),
         ("train.skip_iters=[1, 2", "train.skip_iters", "[1, 2 cannot be read as YAML. Write {key: value"),
         ("train.loss_weights={foo:2}", "train.loss_weights", "Write a space after the colon, {foo: 2}"),
-        ("modules.language.freeze_until={llm:2}", "modules.language.freeze_until", "{llm: 2}"),
         (
             "modules.language.lora.alpha=32",
             "modules.language.lora.rank",
@@ -271,11 +254,9 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
             "encoder",
             "requires its place in the config. Write encoder@modules",
         ),
-        ("+encoder=vit_small", "encoder", "encoder@modules.images.encoder=vit_small"),
         ("data.shards=???", "data.shards", "is ???, which stands for a value"),
         ("optim=[]", "optim", "picks one file of the group optim, is []"),
         ("optim=", "optim", "is empty. Name one"),
-        ("data=null", "data", "is null. Name one"),
         ("modules.images.encoder.family=[a]", "modules.images.encoder.family", "the name of a family, is ['a']"),
     ],
 )
@@ -322,8 +303,6 @@ def test_a_module_of_which_there_is_a_layout_alone_is_named_with_those_of_the_ru
     [
         ("~chekpoint", "does not exist"),
         ("~modules.images.freeze", "'modules.images.freeze' does not exist"),
-        ("~trian=3", "does not exist"),
-        ("~layout=one_process", "Could not delete 'layout=one_process'"),
         ("~train.iters=3", "The value of 'train.iters' is 2100 and not 3"),
     ],
 )

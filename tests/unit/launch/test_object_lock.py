@@ -61,13 +61,6 @@ def test_of_two_the_second_is_refused_until_the_first_is_gone(root):
     lock.close()
 
 
-def test_a_closed_lock_leaves_nothing(root):
-    lock = ObjectLock(root, beat=NEVER)
-    lock.close()
-    lock.close()
-    assert not [*store_of(root).list(root)]
-
-
 def test_a_sign_of_life_while_the_lock_is_read_is_no_error(root, monkeypatch):
     lock, read = ObjectLock(root, beat=NEVER), run_lock.read_range
     beats = iter(range(3))

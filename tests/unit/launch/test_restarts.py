@@ -151,12 +151,6 @@ def test_a_job_that_failed_after_its_last_step_is_done(job):
     assert job(0, 1, exited="finished") == 0
 
 
-def test_without_a_job_there_is_no_verdict(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert main(["launch", "requeue", "1", "vlm_digits", f"run.dir={tmp_path}"]) == 1
-    assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
-
-
 def test_a_run_that_starts_again_must_continue(monkeypatch):
     monkeypatch.setenv(STOPPED_CODE, "0")
     require_resume("auto")

@@ -72,17 +72,13 @@ def test_where_every_task_is_a_rank_it_becomes_one(tasks):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"NPROC_PER_NODE": "3"}, ["needs 4 processes", "1 * 3 = 3", "modules.*.layout", "NPROC_PER_NODE"]),
         (
             {"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"},
             ["needs 4 processes", "3 nodes", "modules.*.layout", "placement.allow_idle=true and NPROC_PER_NODE=2"],
         ),
         ({"NNODES": "2", "NODE_RANK": "0"}, ["NNODES is 2", "MASTER_ADDR"]),
-        ({"NNODES": "2", "MASTER_ADDR": "a"}, ["NNODES is 2", "NODE_RANK"]),
         (TWO | {"NODE_RANK": "2"}, ["NODE_RANK is 2", "0 to 1"]),
         ({"NODE_RANK": "1", "MASTER_ADDR": "a"}, ["NODE_RANK is 1", "NNODES is 1"]),
-        (TWO | {"MASTER_PORT": "70000"}, ["MASTER_PORT is '70000'", "65535"]),
-        (TORCHRUN | {"PET_NNODES": "1:3"}, ["NNODES is '1:3'"]),
         ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE is 2", "NNODES"]),
         (
             SLURM
@@ -133,9 +129,7 @@ def test_an_override_with_dots_takes_the_place_of_a_layout():
     [
         ("{a: one_process}", "launch.layouts: must be a mapping whose keys are whole numbers"),
         ("{0: one_process}", "launch.layouts.0: the number of nodes must be at least 1"),
-        ("""{2: "a 'b"}""", 'launch.layouts.2: is "a \'b": No closing quotation'),
         ("{2: 'launch.layouts={}'}", "launch.layouts.2: changes launch.layouts, which has been read"),
-        ("{2: nowhere}", "layout: no layout named 'nowhere'"),
         ("{1: '', 3: ''}", "launch.layouts: has layouts for 1, 3 nodes, and this run has 2"),
     ],
 )
@@ -158,7 +152,6 @@ def test_tasks_of_an_array_have_folders_and_lines_of_their_own(tmp_path):
     ("variables", "words"),
     [
         ({"SLURM_ARRAY_TASK_ID": "3"}, ["has 2 lines", "task 3"]),
-        ({"SLURM_ARRAY_TASK_ID": "0"}, ["SLURM_ARRAY_TASK_ID is '0'", "at least 1"]),
         ({}, ["SLURM_ARRAY_TASK_ID is not set", "sbatch --array=1-N"]),
         ({"SLURM_ARRAY_TASK_ID": "1", "MIMO_ARRAY_FILE": "nowhere.txt"}, ["nowhere.txt", "No such file"]),
     ],

@@ -83,11 +83,6 @@ def test_no_throughput_before_the_window_is_full():
     assert report_throughput(TrainConfig(), 9, 4, [1.0, 1.0], 3) == {}
 
 
-def test_a_window_has_a_step():
-    with pytest.raises(ValueError, match=r"log\.throughput_window: a window needs at least 1 step, has 0"):
-        report_throughput(TrainConfig(), 5, 4, [1.0], 0)
-
-
 STATISTICS = {
     "allocated_bytes.all.current": 1_000_000_000,
     "active_bytes.all.current": 1_100_000_000,
@@ -125,14 +120,6 @@ def test_every_statistic_of_the_allocator_in_gigabytes(monkeypatch):
     keys = {"num_ooms": "out_of_memory", "reserved_bytes.all.peak": "peak", "not_counted": "missing"}
     assert report_memory(keys) == {"out_of_memory": 1, "peak": 4.0}
     assert report_memory({}) == {}
-
-
-def test_the_keys_are_those_that_torch_counts():
-    documented = torch.cuda.memory_stats.__doc__
-    for key in MEMORY_KEYS:
-        family, *parts = key.split(".")
-        assert f'"{family}' in documented, key
-        assert not parts or parts in (["all", "current"], ["all", "peak"])
 
 
 def test_without_cuda_the_memory_of_the_process():

@@ -147,11 +147,6 @@ def test_a_shared_device_is_divided_by_work():
     assert sum(split.values()) == 10
 
 
-def test_shared_devices_without_work_are_divided_evenly():
-    split = time_split([row(forward_backward=8)], layout(1, 1, "shared"), {"images": 0.0, "language": 0.0})
-    assert split["time/images/compute"] == split["time/language/compute"] == 4
-
-
 IMAGES, LANGUAGE = "modules.images.layout.", "modules.language.layout."
 BATCH = {"train.global_batch_size": 8, "train.micro_batch_size": 2}
 

@@ -74,11 +74,6 @@ def test_a_callback_that_exits_fails_the_run():
     assert "Exits.on_failure failed too: SystemExit: 0" in error.__notes__[0]
 
 
-def test_what_is_no_callback_is_refused():
-    with pytest.raises(TypeError, match=r"Recorder'> is not an instance"):
-        Callbacks([Recorder])
-
-
 def test_an_error_of_a_callback_goes_on_but_not_over_the_error_of_the_run():
     class Breaks(Callback):
         def on_step_end(self, state, result):
@@ -138,13 +133,10 @@ def test_callbacks_of_the_working_directory_are_found(project):
     ("entry", "reason"),
     [
         ("my_package.nothing:Good", "No module named 'my_package.nothing'"),
-        ("my_package.mine:Bad", "has no attribute 'Bad'"),
         ("my_package.mine:Other", "Other is not a subclass of mimo_train.training.callbacks.Callback"),
-        ("my_package.mine:function", "function is not a subclass"),
         ("my_package.mine:Wants", "missing 1 required positional argument: 'path'"),
         ("my_package.mine:Fails", "ValueError: mine"),
         ("syntax:X", "SyntaxError: invalid syntax"),
-        ("raises:X", "RuntimeError: at import"),
         ("exits:X", "SystemExit: 0"),
         ("wrong:Wrong", "Wrong.on_end is not a callback event"),
     ],

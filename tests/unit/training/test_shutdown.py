@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
@@ -71,12 +70,6 @@ def test_ignored_signals_of_a_terminal_stay_ignored(interruptible):
         assert not listening.requested()
 
 
-def test_outside_the_main_thread_no_handler_is_set():
-    with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(ExitSignal().listen).result()
-    assert not listening.requested() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
 def test_a_handler_that_python_did_not_set_fails_no_run(interruptible, monkeypatch):
     set_now = []
 
@@ -108,12 +101,6 @@ def test_a_signal_is_told_from_another_thread_at_once():
         assert again.is_set()
     signal.signal(signal.SIGUSR2, others)
     assert signal.set_wakeup_fd(before) == before
-
-
-def test_without_listening_nobody_is_told():
-    before = signal.set_wakeup_fd(-1)
-    ExitSignal().tell_by(lambda: None)
-    assert signal.set_wakeup_fd(before) == -1
 
 
 class Store(dist.HashStore):
@@ -225,20 +212,6 @@ def test_garbage_is_collected_at_its_interval_and_python_gets_its_collector_back
     assert not interval or gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("train.exit_interval", -1),
-        ("train.exit_duration_minutes", -0.5),
-        ("train.manual_gc_interval", -2),
-        ("checkpoint.non_persistent_interval", -3),
-    ],
-)
-def test_negative_intervals_are_faults(key, value):
-    (fault,) = config_faults(changed({key: value}))
-    assert fault.key == key and f"is {value}" in fault.message
-
-
 @pytest.mark.parametrize("entry", ["mine", "mine:", ":Mine", "my-package:Mine", "mine.Mine", "a..b:C"])
 def test_a_callback_that_names_no_class_is_a_fault(entry):
     (fault,) = config_faults(changed({"train.callbacks": ["good.module:Good", entry]}))
@@ -255,28 +228,6 @@ def test_a_flag_reaches_the_others_and_is_of_one_life(monkeypatch):
     one.set()
     one.set()
     assert other.is_set() and one.is_set() and not later.is_set()
-
-
-def test_the_store_is_not_asked_all_the_time():
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    one, other = StopFlag(store), StopFlag(store)
-    assert not other.is_set()
-    one.set()
-    assert not other.is_set(), "the pause is longer than this test"
-
-
-def test_where_nobody_can_be_told_nothing_fails():
-    one = StopFlag(dist.HashStore())
-    one.set()
-    assert one.is_set() in (True, False)
-
-    gone = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("localhost", gone.port, is_master=False, wait_for_workers=False)
-    flag = StopFlag(client)
-    assert not flag.is_set()
-    del gone
-    flag.set()
-    assert not flag.is_set()
 
 
 SERVER = """

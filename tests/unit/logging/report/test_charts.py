@@ -10,7 +10,6 @@ from mimo_train.logging.report.charts import (
     chart,
     columns,
     linear_axis,
-    short,
     smooth,
     thin,
     value_axis,
@@ -42,12 +41,6 @@ def test_an_axis_is_logarithmic_for_two_decades_or_a_spike():
 def test_one_value_gets_an_axis_around_it(value):
     axis = value_axis([value], [value])
     assert axis.low <= value <= axis.high and axis.low < axis.high
-
-
-def test_numbers_are_short():
-    numbers = [0, 0.1, 5e-4, 800, 5000, 20_000, 20_480_000, 1.5e6, 4.096e9]
-    written = ["0", "0.1", "0.0005", "800", "5,000", "20k", "20.48M", "1.5M", "4.096B"]
-    assert [short(number) for number in numbers] == written
 
 
 @pytest.mark.parametrize("value", [0.1, 1.2, 9213.7, -3e-5])

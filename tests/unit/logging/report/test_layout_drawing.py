@@ -63,11 +63,3 @@ def test_a_large_layout_is_cut_and_counted():
     cfg.modules["language"].layout = LayoutConfig(dp=128)
     page = drawn(resolve(cfg))
     assert len(page.all("span", "chip")) == 1 + 64 and "and 64 more" in page.text
-
-
-def test_only_the_language_model_takes_features():
-    cfg = load("mixed_tiny")
-    page = drawn(resolve(cfg))
-    assert "images tp 0 · pp 0 · dp 0 audio tp 0 · pp 0 · dp 0 ↓ language tp 0 · pp 0 · dp 0" in page.words
-    assert "images one rank + audio one rank + language one rank" in page.words
-    assert len(page.all("section", "shared")) == 1 and len(page.all("span", "down")) == 1

@@ -54,17 +54,6 @@ def test_models_are_named_and_a_blind_run_says_so(tmp_path):
     assert "Blind: media are replaced by zeros" in report(tmp_path, resolve(cfg)).words
 
 
-def test_equal_learning_rates_share_a_curve_and_different_ones_are_named(tmp_path, vlm):
-    write_metrics(tmp_path)
-    different = report(tmp_path, vlm)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.update({"learning_rate/images": 2e-3} if "learning_rate/images" in line else {})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "Learning rate images language per module" in different.words
-    assert "Learning rate images, language per module" in report(tmp_path, vlm).words
-
-
 @pytest.mark.parametrize(
     ("steps", "evaluations", "loss"),
     [

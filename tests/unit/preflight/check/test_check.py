@@ -77,12 +77,6 @@ def test_the_command_to_start_with_is_a_script_of_a_checkout_or_the_launcher(cap
     assert run(capsys, *command)[1].splitlines()[-1].startswith("no faults; start it with: mimo-train launch here gp")
 
 
-def test_output_that_is_no_terminal_is_plain(capsys):
-    _, out, _ = run(capsys, "vlm_digits")
-    assert out.isascii()
-    assert "\x1b" not in out
-
-
 def test_samples_as_training_sees_them(capsys):
     shard(Path("s/a.tar"), *sound(3))
     shard(Path("s/b.tar"), *sound(2))
@@ -172,12 +166,6 @@ def test_faults_of_all_kinds_are_shown_at_once(capsys):
     assert "bubble" not in out
 
 
-def test_faults_of_composition_are_shown(capsys):
-    code, out, faults = run(capsys, "vlm_digits", "train.iter=5", "data.shard=x")
-    assert (code, out) == (1, "")
-    assert {fault.split(": ")[0] for fault in faults} == {"train.iter", "data.shard"}
-
-
 def test_a_run_without_a_language_module_is_checked_as_far_as_it_goes(capsys, tmp_path):
     (tmp_path / "blind.yaml").write_text("optim: {decay: square}\n")
     _, _, faults = run(capsys, "blind.yaml")
@@ -259,28 +247,6 @@ def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     )
     (fault,) = run(capsys, *stop, "train.global_batch_size=64")[2]
     assert fault.startswith("data.exhausted: is stop, and the 40 samples of p do not last for the first step of 64")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["~modules.images.projector", "modules.images.projector.kind=linear"], "; linear"),
-        (["modules.images.projector.name=seen"], "; seen (mlp)"),
-        (["projector@modules.images.projector=linear_merge2"], "; linear_merge2"),
-    ],
-)
-def test_a_projector_is_shown_as_the_kind_that_it_is(overrides, said, capsys):
-    _, out, _ = run(capsys, "vlm_digits", "--without-data", *overrides)
-    assert f"vit_tiny: 3 layers x 64, 4 heads{said} " in out
-
-
-def test_clips_that_are_padded_have_one_number_of_tokens(capsys):
-    rows = {}
-    for pad in ("true", "false"):
-        _, out, _ = run(capsys, "mixed_tiny", "--without-data", f"modules.audio.encoder.pad_clips={pad}")
-        rows[pad] = next(line for line in out.splitlines() if " samples a second, " in line)
-    assert " always 16 of 96 " in rows["true"]
-    assert " a second, up to " in rows["false"]
 
 
 def test_code_whose_module_is_not_there_is_a_fault(tmp_path, monkeypatch):

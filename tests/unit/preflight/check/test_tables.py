@@ -6,7 +6,7 @@ from mimo_train.estimate.flops import module_work
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import main
 from mimo_train.preflight.check.report import Report
-from mimo_train.preflight.check.tables import add_ranks, add_work, flops_of_ranks, flops_text
+from mimo_train.preflight.check.tables import add_ranks, flops_of_ranks, flops_text
 from tests.unit.configs import load
 from tests.unit.layout.test_layout import arranged
 from tests.unit.preflight.check.shards import run
@@ -47,12 +47,6 @@ def test_nodes_and_an_order_that_is_not_the_config_s():
     assert "order language, images" in found.notes[-1]
 
 
-def test_equal_sizes_on_the_same_ranks_move_nothing():
-    found = table(arranged({"dp": 2}, mode="shared", images={"dp": 2}))
-    assert found.rows == [("0-1", "images + language")]
-    assert found.notes == ["features of images stay where they are: it is on the first ranks of language (0-1)"]
-
-
 ROWS = 384
 """Rows of the embedding."""
 
@@ -66,11 +60,8 @@ def flops(name: str, *overrides: str, **media: float) -> dict[tuple[int, ...], d
     ("name", "overrides"),
     [
         ("vlm_digits", ["layout=images_dp2_language_dp2"]),
-        ("vlm_digits", ["layout=images_tp2_language_pp2"]),
         ("vlm_digits", ["layout=images_pp2_language_one"]),
         ("vlm_digits", ["placement.mode=shared", "modules.images.layout.dp=2", "modules.language.layout.tp=2"]),
-        ("gpt_tiny", ["layout=language_cp2"]),
-        ("gpt_tiny", ["layout=language_pp2_vpp2"]),
         ("gpt_tiny", ["llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2"]),
         ("mixed_tiny", ["placement.mode=disjoint"]),
         ("recipes/qwen2_5_vl_lora", ["layout=images_64", "data.tokenizer=bytes"]),
@@ -82,14 +73,6 @@ def test_ranks_together_do_the_work_of_all_modules(name, overrides):
     found = flops_of_ranks(resolve(cfg), ROWS, {})
     ranks = sum(len(ranks) * sum(modules.values()) for ranks, modules in found.items())
     assert ranks == pytest.approx(cfg.train.global_batch_size * total)
-
-
-def test_encoders_without_media_have_nothing_to_do():
-    together = "placement.first_rank={images: 0, audio: 0, language: 1}"
-    run, report = resolve(load("mixed_tiny", "placement.mode=disjoint", together)), Report()
-    add_work(report, run, ROWS, {"images": 0.0, "audio": 0.0})
-    (table,) = report.tables
-    assert table.rows[0] == ("images + audio", "0", "0 FLOP", "0%") and table.rows[1][-1] == "100%"
 
 
 def test_the_table(capsys):
@@ -110,14 +93,6 @@ def test_the_table(capsys):
     assert f"images ({share:.0%}) + language ({1 - share:.0%})" in shared
     _, unknown, _ = run(capsys, "vlm_digits", "--without-data")
     assert "without the output layer of language" in unknown and "without the output layer" not in out
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0 FLOP"), (12, "12 FLOP"), (3.5e8, "350 MFLOP"), (1.25e12, "1.25 TFLOP"), (1.25e18, "1,250 PFLOP")],
-)
-def test_numbers_for_people(number, text):
-    assert flops_text(number) == text
 
 
 TWO, THREE = "1: one_process", "3: images_dp1_language_dp2 train.micro_batch_size=4"
@@ -146,15 +121,6 @@ def test_every_fault_of_every_layout_has_its_key(capsys):
         ("error: launch.layouts.5: train.global_batch_size", "7"),
     ):
         assert any(line.startswith(start) and words in line for line in errors), errors
-
-
-def test_a_fault_of_all_layouts_is_told_once(capsys):
-    main("vlm_digits", [f"launch.layouts={{{TWO}, {THREE}}}", "train.log_interval=0"], without_data=True)
-    assert capsys.readouterr().err.count("train.log_interval") == 1
-
-
-def test_without_layouts_there_is_no_table(capsys):
-    assert checked(capsys, "")[1] == []
 
 
 def test_without_data_neither_weights_nor_tokenizer_need_be_here(capfd):

@@ -10,7 +10,6 @@ from mimo_train.config.errors import ConfigError
 from mimo_train.training.pretrain import default_forward_step, pretrain
 from mimo_train.training.step.forward_step import (
     load_forward_step,
-    maybe_inject_state,
     needs_global_state_injection,
     prepare_forward_step_func,
     record_losses,
@@ -152,21 +151,6 @@ def test_forms_without_state_are_used_as_they_are():
 def test_forms_with_state_receive_the_state_itself(function):
     assert needs_global_state_injection(function)
     assert prepare_forward_step_func(function, STATE)("data", "model")[:3] == (STATE, "data", "model")
-
-
-def test_later_changes_of_the_state_are_seen():
-    state = SimpleNamespace(step=0)
-    step = prepare_forward_step_func(three_named, state)
-    state.step = 5
-    assert step("data", "model")[0].step == 5
-
-
-def test_schedule_plan_passes_through():
-    assert prepare_forward_step_func(four, STATE)("data", "model", return_schedule_plan=True)[3]
-
-
-def test_known_answer_is_not_asked_again():
-    assert maybe_inject_state(two, STATE, needs_injection=True).func is two
 
 
 def test_partial_of_a_form_is_read_through():
