@@ -36,6 +36,8 @@ class Rule:
     """Name of the parameter in its module, as in a single process."""
     rows: tuple[Rows, ...]
     """Rows in order; together they are the whole parameter."""
+    fp32: bool = False
+    """True if directories keep it in fp32 whatever the dtype of their weights."""
 
 
 @dataclass(frozen=True)

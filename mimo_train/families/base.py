@@ -30,6 +30,8 @@ NAMES: Names = {
     "mlp": {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
     "experts": {
         "router": "mlp.gate",
+        "router_bias": "mlp.gate.e_score_correction_bias",
+        "shared": "mlp.shared_experts.",
         "expert": "mlp.experts.{}.",
         "gate": "gate_proj",
         "up": "up_proj",

@@ -98,6 +98,13 @@ USUAL: Keys = {
     "logit_softcap": 0.0,
     "scale_embeddings": False,
     "num_experts": 0,
+    "shared_expert_ffn_hidden_size": 0,
+    "shared_expert_gate": False,
+    "router_score_function": "softmax",
+    "router_bias": False,
+    "router_groups": 0,
+    "router_groups_per_token": 0,
+    "router_scaling_factor": 1.0,
 }
 """Keys of `LlmSpec` of a family that does not set them."""
 
@@ -202,9 +209,9 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
     plain = {name: value for name, value in dataclasses.asdict(spec).items() if name not in chosen}
     layers, windows = range(spec.num_layers), spec.window and [spec.window_of(n) for n in range(spec.num_layers)]
     unscaled = spec.rope_base if spec.rope_scaling.kind == "default" else 0.0
-    of_experts = ("experts_per_token", "router_renormalise", "expert_ffn_hidden_size", "shared_expert_gate")
     if not spec.num_experts:
-        plain |= dict.fromkeys(of_experts)
+        of_experts = ("expert", "shared_expert", "router_")
+        plain |= {name: None for name in plain if name.startswith(of_experts)}
     else:
         plain |= {
             "expert_ffn_hidden_size": spec.expert_width,

@@ -5,7 +5,9 @@ from importlib.metadata import entry_points
 
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.families.base import Family, fault
+from mimo_train.families.deepseek import DOTS1, HY_V3
 from mimo_train.families.gemma import GEMMA2, GEMMA3_TEXT
+from mimo_train.families.glm_moe import GLM4_MOE
 from mimo_train.families.llama import LLAMA, MISTRAL, MIXTRAL
 from mimo_train.families.qwen import QWEN2, QWEN2_5_VL_TEXT, QWEN3, QWEN3_MOE, QWEN3_VL_TEXT
 
@@ -25,6 +27,9 @@ FAMILIES: dict[str, Family] = {
         QWEN3_VL_TEXT,
         GEMMA2,
         GEMMA3_TEXT,
+        GLM4_MOE,
+        DOTS1,
+        HY_V3,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

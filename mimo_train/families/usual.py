@@ -19,6 +19,9 @@ DECODER: dict[str, Any] = {
 }
 """Defaults of most config classes."""
 
+NEXT_TOKENS = ("model.layers.{layers}.*",)
+"""`Family.carried` of models with a layer of multi-token prediction behind all others."""
+
 
 @dataclass(frozen=True)
 class Biases(Spelling):

@@ -110,6 +110,10 @@ class Group:
     tensors: tuple[str, ...]
     """Names in the map."""
 
+    def dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype of its tensors in a directory with `weights`."""
+        return torch.float32 if any(rule.fp32 for rule in self.rules) else weights
+
 
 def groups_of(weights: WeightMap) -> list[Group]:
     """Return a map's rules in the smallest possible groups, in the order of the map."""
@@ -147,7 +151,7 @@ def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: t
                 if rows.name:
                     tail = rows.tail or tuple(parameters[rule.ours].shape[1:])
                     shapes.setdefault(rows.name, (counts[rows.name], *tail))
-        planned += [Planned(spelt(name, spelling), shapes[name], dtype) for name in group.tensors]
+        planned += [Planned(spelt(name, spelling), shapes[name], group.dtype(dtype)) for name in group.tensors]
     return planned
 
 
@@ -159,7 +163,7 @@ def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[t
         for rule in group.rules:
             _hand_out(rule, source.load(rule.ours), counts, theirs)
         for name in group.tensors:
-            yield grown(theirs.pop(name).to(dtype), part.rows.get(name, 0))
+            yield grown(theirs.pop(name).to(group.dtype(dtype)), part.rows.get(name, 0))
 
 
 def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: dict[str, torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from mimo_train.hf.matching import require_no_others
 from mimo_train.hf.parts import pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.models.lora import load_adapters, start_magnitudes
-from mimo_train.models.parameters import global_names, modules_of
+from mimo_train.models.parameters import global_names, modules_of, router_biases
 from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.groups import RunGroups
 
@@ -84,14 +84,14 @@ def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows:
     return bool(folders)
 
 
-def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk in chunks:
-        for name, parameter in global_names(chunk).items():
+        for name, parameter in (global_names(chunk) | router_biases(chunk)).items():
             if name.startswith(begins) and not is_adapter(name):
                 yield name, parameter
 
 
-def _cut(parameter: torch.nn.Parameter, groups: RunGroups, module: str) -> Cut:
+def _cut(parameter: torch.Tensor, groups: RunGroups, module: str) -> Cut:
     """Return how Megatron-Core has cut a parameter over the ranks of its module."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return Cut()

@@ -65,6 +65,14 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return names
 
 
+def router_biases(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the biases of routers of a model chunk by their names in the whole module. They are buffers that
+    directories have."""
+    model = unwrap_model(chunk)
+    buffers = model.named_buffers()
+    return {_global_name(model, name): buffer for name, buffer in buffers if name.endswith(".router.expert_bias")}
+
+
 def tensor_names(chunk: torch.nn.Module) -> dict[int, str]:
     """Return the names of parameters and buffers of a model chunk in the whole module, by `id`."""
     model = unwrap_model(chunk)

@@ -24,6 +24,7 @@ SEQUENCE, SAMPLES = 24, 4
 _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 6.0, "original_max_position_embeddings": 20}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
 _GEMMA = {"query_pre_attn_scalar": 20, "sliding_window": 5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "head_dim": None},
@@ -92,6 +93,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         **_GEMMA,
     },
+    "glm4_moe, biases, head norms": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+        "n_shared_experts": 2,
+        **_SIGMOID,
+    },
+    "dots1, groups, a window": {
+        "model_type": "dots1",
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "sliding_window": 7,
+        "max_window_layers": 2,
+        "first_k_dense_replace": 1,
+        **_SIGMOID,
+    },
+    "hy_v3, a dense layer": {
+        "model_type": "hy_v3",
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 """Configs by name: what differs from SIZES."""
 
@@ -130,6 +158,9 @@ def made(name: str, **sizes: Any) -> Any:
             if parameter.dim() == 1:
                 mean = 0 if parameter_name.endswith("bias") else parameter
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + mean)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model
 
 

@@ -27,7 +27,7 @@ LAYOUTS = {
     "tp2 pp2": {"tp": 2, "pp": 2},
     "cp2": {"cp": 2},
 }
-OF_CONTEXT_PARALLEL = [name for name in FAMILIES if "mistral" in name or "gemma" in name]
+OF_CONTEXT_PARALLEL = [name for name in FAMILIES if name.startswith(("mistral", "gemma", "glm4_moe", "dots1"))]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.hf.load import _cut, load_pretrained
     from mimo_train.layout.run import resolve
     from mimo_train.models.build import build_model
-    from mimo_train.models.parameters import global_names
+    from mimo_train.models.parameters import global_names, router_biases
     from mimo_train.parallel.context import own_part
     from mimo_train.training.step.forward_step import record_losses
     from mimo_train.training.step.losses import StepLosses, divide_gradients, masked_token_loss
@@ -195,7 +195,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     model = build_model(cfg, run.layout, groups, vocab_size=200, special_token_ids={}, device=device, te=False)
     pipeline = Pipeline(run, groups, model, device)
     (chunk,) = model
-    parameters = global_names(chunk)
+    parameters, biases = global_names(chunk), router_biases(chunk)
     cfg.language.pretrained = str(folder)
     assert load_pretrained(cfg, model, groups, PADDED)
     cuts = {name: _cut(value, groups, "language") for name, value in parameters.items()}
@@ -241,6 +241,10 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
             name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy()}
             | {"dim": cuts[name].dim if cuts[name].ranks > 1 else None, "stride": cuts[name].stride}
             for name, value in parameters.items()
+        }
+        | {
+            name: {"weight": value.clone().numpy(), "gradient": np.zeros(len(value)), "dim": None, "stride": 1}
+            for name, value in biases.items()
         },
     }
 

@@ -1,5 +1,7 @@
 """Options of families in a run with images: the layout changes no number, and a checkpoint has all of them."""
 
+import torch
+
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -37,7 +39,12 @@ EXPERTS = (
     f"{LLM}num_experts=4",
     f"{LLM}experts_per_token=2",
     f"{LLM}expert_ffn_hidden_size=16",
-    f"{LLM}router_renormalise=false",
+    f"{LLM}shared_expert_ffn_hidden_size=16",
+    f"{LLM}router_score_function=sigmoid",
+    f"{LLM}router_bias=true",
+    f"{LLM}router_groups=2",
+    f"{LLM}router_groups_per_token=1",
+    f"{LLM}router_scaling_factor=2.5",
     f"{LLM}dense_layers=[0]",
 )
 ONE = "layout=one_process"
@@ -53,6 +60,21 @@ def _saved_after(cfg, steps: int) -> str:
     run = Steps(cfg)
     run.train(steps)
     return str(run.save())
+
+
+def _with_biases(cfg, steps: int) -> tuple[str, list[tuple]]:
+    """A checkpoint, and the curve, of a run whose routers have biases."""
+    from mimo_train.models.parameters import modules_of, router_biases
+
+    run = Steps(cfg)
+    chunks = modules_of(run.model).get("language", [])
+    biases = {name: bias for chunk in chunks for name, bias in router_biases(chunk).items()}
+    for number, name in enumerate(sorted(biases)):
+        biases[name].copy_(torch.linspace(-1.0, 1.0, 4).roll(number))
+    before = {name: bias.clone() for name, bias in biases.items()}
+    curve = run.train(steps)
+    assert biases and all(torch.equal(bias, before[name]) for name, bias in biases.items()), "biases moved"
+    return str(run.save()), curve
 
 
 def _close(one: list[tuple], other: list[tuple]) -> bool:
@@ -73,11 +95,16 @@ def test_layouts_give_the_numbers_of_one_process_and_read_each_other_s_checkpoin
 
 
 def test_experts_in_some_layers_give_the_numbers_of_one_process(digits, tmp_path):
+    """Biases of routers choose experts, stay as they are in training, and are in checkpoints."""
+
     def tiny(name: str, *overrides: str):
         return config("vlm_digits", tmp_path / name, digits, *OPTIONS, *EXPERTS, *overrides)
 
-    straight = whole(run_ranks(_curve, 1, tiny("one", ONE), 3))
-    folder = run_ranks(_saved_after, 2, tiny("tp2", *TP2), 2)[0]
+    ((_, points),) = run_ranks(_with_biases, 1, tiny("one", ONE), 3)
+    straight = whole([points])
+    without = whole(run_ranks(_curve, 1, tiny("without", ONE), 1))
+    assert not _close(straight[:1], without), "biases change nothing"
+    folder = run_ranks(_with_biases, 2, tiny("tp2", *TP2), 2)[0][0]
     resumed = tiny("resumed", ONE, f"checkpoint.resume={folder}")
     again = [(step + 2, loss, norm) for step, loss, norm in whole(run_ranks(_curve, 1, resumed, 1))]
     assert _close(straight[2:], again)

@@ -24,6 +24,9 @@ MODELS = {
         "llm@modules.language.llm=gpt_tiny_moe",
         f"{LLM}expert_ffn_hidden_size=48",
         f"{LLM}router_balancing=none",
+        f"{LLM}router_score_function=sigmoid",
+        f"{LLM}router_bias=true",
+        f"{LLM}partial_rotary_factor=0.5",
     ),
 }
 

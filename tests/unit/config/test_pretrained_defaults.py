@@ -28,6 +28,11 @@ QWEN_MOE = {"num_experts": 5, "moe_intermediate_size": 30, "norm_topk_prob": Tru
 QWEN_MOE |= {"mlp_only_layers": [0]}
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 25, "attn_logit_softcapping": 7.0}
 GEMMA |= {"final_logit_softcapping": 8.0, "tie_word_embeddings": False}
+SIGMOID = {"num_experts_per_tok": 6, "moe_intermediate_size": 30, "n_routed_experts": 12, "n_shared_experts": 2}
+SIGMOID |= {"n_group": 6, "topk_group": 3, "routed_scaling_factor": 1.7, "norm_topk_prob": True}
+SIGMOID |= {"first_k_dense_replace": 2}
+HY_V3 = {"num_experts": 12, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "dense"]}
+HY_V3 |= {"router_scaling_factor": 1.7, "mlp_bias": False}
 ODD = {
     "mixtral": EXPERTS | {"num_local_experts": 5},
     "qwen2": WINDOWS,
@@ -35,11 +40,19 @@ ODD = {
     "qwen3_moe": WINDOWS | EXPERTS | QWEN_MOE,
     "qwen2_5_vl_text": WINDOWS | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
     "qwen3_vl_text": {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 5], "mrope_interleaved": True}},
+    "glm4_moe": SIGMOID | {"use_qk_norm": True, "partial_rotary_factor": 0.2, "hidden_size": 160},
+    "dots1": SIGMOID | {"max_window_layers": 3},
+    "hy_v3": HY_V3 | EXPERTS | {"moe_intermediate_size": 30},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
 }
 """Keys of a family besides SIZES: none by default."""
-NEEDED = {"qwen2_5_vl_text": {"rope_scaling"}}
+NEEDED = {
+    "qwen2_5_vl_text": {"rope_scaling"},
+    "glm4_moe": {"num_experts_per_tok", "topk_group"},
+    "hy_v3": {"num_hidden_layers"},
+    "dots1": {"num_experts_per_tok", "topk_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob"},
+}
 WHOLE = {"qwen2_5_vl": {"text_config": {"rope_scaling": ODD["qwen2_5_vl_text"]["rope_scaling"]}}}
 """The same for models of several parts."""
 

@@ -118,6 +118,12 @@ def test_a_key_of_its_class_alone_counts():
             {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             "layers with a window",
         ),
+        ({"model_type": "glm4_moe", "norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"model_type": "glm4_moe", "n_group": 8, "topk_group": 2}, "topk_group is 2: must be half of"),
+        ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({"model_type": "dots1"}, "n_routed_experts is None"),
+        ({"model_type": "hy_v3", "mlp_layer_types": ["dense"]}, "mlp_layer_types is ['dense']"),
+        ({"model_type": "hy_v3", "mlp_bias": True}, "mlp_bias is True"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_its_key(config, says):
@@ -128,6 +134,7 @@ def test_what_cannot_be_built_is_refused_by_its_key(config, says):
 
 SPEC = LlmSpec(num_layers=2, hidden_size=48, num_attention_heads=6, ffn_hidden_size=80, vocab_size=211)
 SPEC = dataclasses.replace(SPEC, max_positions=64)
+SIGMOID = {"router_score_function": "sigmoid"}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +147,7 @@ SPEC = dataclasses.replace(SPEC, max_positions=64)
         ({"qk_norm": True}, ["qwen3"]),
         ({"num_experts": 4, "window": 8}, ["mixtral"]),
         ({"num_experts": 4, "qk_norm": True, "dense_layers": [0], "expert_ffn_hidden_size": 24}, ["qwen3_moe"]),
+        ({"num_experts": 4, "shared_expert_ffn_hidden_size": 80, "router_bias": True, **SIGMOID}, ["glm4_moe"]),
         ({"bias": True, "activation": "gelu"}, []),
         ({"normalization": "LayerNorm"}, []),
         ({"position": "learned"}, []),
@@ -175,6 +183,14 @@ def test_what_a_family_has_no_place_for_is_named():
         ({"dense_layers": [1]}, "dense_layers"),
         ({"num_experts": 2, "dense_layers": [0, 1]}, "dense_layers"),
         ({"local_rope_base": 100.0}, "local_rope_base"),
+        ({"num_experts": 4, "router_bias": True}, "router_bias"),
+        ({"num_experts": 4, **SIGMOID, "router_renormalise": False}, "router_renormalise"),
+        ({"num_experts": 4, **SIGMOID, "router_groups": 2}, "router_groups"),
+        ({"num_experts": 6, **SIGMOID, "router_groups": 4, "router_groups_per_token": 1}, "router_groups"),
+        (
+            {"num_experts": 8, "experts_per_token": 3, **SIGMOID, "router_groups": 4, "router_groups_per_token": 2},
+            "router_groups_per_token",
+        ),
         ({"mrope_section": [1, 2]}, "mrope_section"),
         ({"mrope_section": [1, 1, 1]}, "mrope_section"),
         ({"mrope_section": [1, 1, 2], "position": "learned"}, "mrope_section"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from data.text_format import plural
 from encoders.key_rules import MOST_WIDTH
-from encoders.weight_map import Rule, same
+from encoders.weight_map import Rows, Rule, same
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import changed_fields, key
 from mimo_train.models.blocks.base import Block, Linear, Matmul, Share, Width, tp_faults
@@ -21,8 +21,20 @@ class ExpertKeys(MlpKeys):
     """Experts of every layer; 0: a dense model. See docs/layouts.md#experts."""
     experts_per_token: int = key(2, at_least=0, at_most=2**16)
     """Experts per token. From 1 to `num_experts`."""
+    router_score_function: str = key("softmax", choices=("softmax", "sigmoid"))
+    """Scores of experts: `softmax`, or `sigmoid` (DeepSeek-V3, arXiv 2412.19437): the scores of several chosen experts
+    are divided by their sum."""
     router_renormalise: bool = True
-    """Softmax over the chosen experts. `false`, or one expert per token: softmax over all."""
+    """Softmax over the chosen experts. `false`, or one expert per token: softmax over all. `sigmoid`: always `true`."""
+    router_bias: bool = False
+    """Experts have biases that are added to their scores to choose them, not to weight them. `sigmoid` only. Biases of
+    a pretrained model stay as they are."""
+    router_groups: int = key(0, at_least=0, at_most=2**16)
+    """Groups of experts: a token uses experts of `router_groups_per_token` only. 0: no groups."""
+    router_groups_per_token: int = key(0, at_least=0, at_most=2**16)
+    """Groups per token, of the highest sums of their two best scores. Half of `experts_per_token`."""
+    router_scaling_factor: float = key(1.0, above=0)
+    """Multiplies the weights of the chosen experts."""
     dense_layers: list[int] = key(factory=list, at_least=0)
     """Layers, counted from 0, without experts; their width is `ffn_hidden_size`."""
     expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
@@ -47,7 +59,8 @@ class ExpertKeys(MlpKeys):
     @property
     def softmax_over_all_experts(self) -> bool:
         """True if the router's softmax covers all experts: over a single one it would be 1, without a gradient."""
-        return not self.router_renormalise or self.experts_per_token == 1
+        over_all = not self.router_renormalise or self.experts_per_token == 1
+        return over_all and self.router_score_function == "softmax"
 
     @property
     def balances_microbatches(self) -> bool:
@@ -67,6 +80,7 @@ class ExpertKeys(MlpKeys):
             Mlp(self.hidden_size, self.expert_width, self.is_gated),
             Mlp(self.hidden_size, self.shared_expert_ffn_hidden_size, self.is_gated),
             shared_gate=self.shared_expert_gate,
+            router_bias=self.router_bias,
             width_key="expert_ffn_hidden_size" if self.expert_ffn_hidden_size else "ffn_hidden_size of an expert,",
         )
 
@@ -92,6 +106,33 @@ class ExpertKeys(MlpKeys):
                 f"there is no shared expert to scale, {prefix}.shared_expert_ffn_hidden_size is 0: set it, or the gate "
                 "to false",
             )
+        yield from self._router_faults(prefix)
+
+    def _router_faults(self, prefix: str) -> Iterator[Fault]:
+        groups, chosen, experts = self.router_groups, self.router_groups_per_token, self.num_experts
+        if self.router_score_function != "sigmoid":
+            for name in ("router_bias", "router_groups"):
+                if getattr(self, name):
+                    yield Fault(f"{prefix}.{name}", f"requires {prefix}.router_score_function=sigmoid")
+        elif not self.router_renormalise:
+            yield Fault(f"{prefix}.router_renormalise", "must be true with sigmoid scores, which are divided by a sum")
+        if bool(groups) != bool(chosen):
+            yield Fault(
+                f"{prefix}.router_groups",
+                f"is {groups}, and {prefix}.router_groups_per_token is {chosen}. Set both, or neither",
+            )
+        elif groups and (experts % groups or not chosen < groups or experts // groups < 2):
+            yield Fault(
+                f"{prefix}.router_groups",
+                f"must be above router_groups_per_token {chosen} and divide num_experts {experts} into groups of at "
+                f"least 2, is {groups}",
+            )
+        elif groups and (self.experts_per_token != 2 * chosen):
+            yield Fault(
+                f"{prefix}.router_groups_per_token",
+                f"must be half of experts_per_token {self.experts_per_token}, is {chosen}: Megatron-Core compares "
+                f"groups by their experts_per_token / router_groups_per_token best scores, published models by two",
+            )
 
 
 @dataclass(frozen=True)
@@ -107,6 +148,8 @@ class Experts(Block):
     shared: Mlp
     """Width 0: none."""
     shared_gate: bool = False
+    router_bias: bool = False
+    """True with a buffer of biases, which are no parameters."""
     width_key: str = field(default="expert_ffn_hidden_size", compare=False)
     """Key of an expert's width."""
 
@@ -195,10 +238,17 @@ class Experts(Block):
             )
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
-        """See `Block`. Names: `router`, `expert` (the prefix of an expert, with its number as `{}`), and behind it
-        `gate`, `up` and `down`."""
+        """See `Block`. Names: `router`, `router_bias` (with its last part), `shared_gate`, the prefixes `shared` and
+        `expert` (with its number as `{}`), and behind these `gate`, `up` and `down`."""
         block = f"{ours}mlp."
         yield same(f"{block}router.weight", f"{theirs}{names['router']}.weight", self.number)
+        if self.router_bias:
+            # Rounded, it would choose other experts.
+            yield Rule(f"{block}router.expert_bias", (Rows(f"{theirs}{names['router_bias']}", self.number),), fp32=True)
+        if self.shared.width:
+            yield from self.shared.linear_rules(f"{block}shared_experts.", theirs + names["shared"], names)
+        if self.shared_gate:
+            yield same(f"{block}shared_experts.gate_weight", f"{theirs}{names['shared_gate']}.weight", 1)
         for expert in range(self.number):
             prefix = theirs + names["expert"].format(expert)
             yield from self.expert.linear_rules(f"{block}experts.local_experts.{expert}.", prefix, names)

@@ -6,7 +6,12 @@ from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
 GROUPED = "modules.language.llm.num_query_groups=2"
-EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "train.recompute=full")
+EXPERTS = (
+    "llm@modules.language.llm=gpt_tiny_moe",
+    "modules.language.llm.router_score_function=sigmoid",
+    "modules.language.llm.partial_rotary_factor=0.5",
+    "train.recompute=full",
+)
 TWO_ENCODERS = (
     "encoder@modules.details.encoder=vit_tiny",
     "projector@modules.details.projector=mlp_merge2",

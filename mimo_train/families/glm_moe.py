@@ -1,0 +1,59 @@
+"""GLM-4.5, 4.6 and 4.7: half of each head rotates; experts behind a sigmoid router."""
+
+from dataclasses import dataclass
+
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.families.base import Config, Family, Keys, Spelling
+from mimo_train.families.rope import Rope
+from mimo_train.families.sigmoid_experts import CHOICE, DEFAULTS, SigmoidExperts
+from mimo_train.families.usual import DECODER, NEXT_TOKENS, Biases
+from mimo_train.families.windows import Windows
+
+
+@dataclass(frozen=True)
+class HeadNorms(Spelling):
+    """Norms of queries and keys, if `use_qk_norm`."""
+
+    @property
+    def feature(self) -> str:
+        """See `Spelling`."""
+        return "`use_qk_norm`"
+
+    def read(self, config: Config, keys: Keys) -> Keys:
+        """See `Spelling`."""
+        return {"qk_norm": bool(config["use_qk_norm"])}
+
+    def write(self, spec: LlmSpec) -> Keys:
+        """See `Spelling`."""
+        return {"use_qk_norm": spec.qk_norm}
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    DECODER
+    | DEFAULTS
+    | {
+        "vocab_size": 151552,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+    },
+    (
+        Windows(),
+        Rope(partial=0.5),
+        Biases(qkv="attention_bias"),
+        HeadNorms(),
+        SigmoidExperts(first_dense="first_k_dense_replace"),
+    ),
+    aliases={"num_local_experts": "n_routed_experts"},
+    never=CHOICE,
+    carried=NEXT_TOKENS,
+)
