@@ -1,4 +1,4 @@
-"""Records of checkpoints, as a save leaves them."""
+"""Records of checkpoints, as a save leaves them, and damage to files."""
 
 import json
 from pathlib import Path
@@ -22,3 +22,10 @@ def write_record(folder: Path, record: Any) -> None:
     if not (folder / INDEX).is_file():
         (folder / INDEX).write_bytes(Index().dump())
     write_marker(folder, {folders.RECORD: text, INDEX: (folder / INDEX).read_bytes()})
+
+
+def flip(path: Path) -> None:
+    """Change a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -15,7 +15,7 @@ from mimo_train.config import compose
 from mimo_train.launch.run_lock import RunLock
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks, train_rank
-from tests.records import write_record
+from tests.records import flip, write_record
 
 LAYOUT = "layout=two_processes"
 MODEL = (LAYOUT, "modules.language.lora.rank=2", "modules.language.llm.tie_embeddings=false")
@@ -77,13 +77,6 @@ TYPES = {
 
 LOCKED = "another run"
 WEIGHTS = "damaged weights"
-
-
-def flip(file: Path) -> None:
-    """One byte in the middle of it."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +162,7 @@ def test_export_names_damaged_tensors_and_leaves_nothing(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     folder = folders.newest(tmp_path / "run")
     for file in folder.glob("rank_*.safetensors"):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip(file)
     out = tmp_path / "out"
     ((code, said),) = run_ranks(_command, 1, ["export", str(folder), "--merge", "--to", str(out)])
     assert code == 1 and not out.exists()

@@ -12,7 +12,7 @@ from mimo_train.checkpoint.format.files import COMPLETE
 from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
-from tests.records import write_record
+from tests.records import flip, write_record
 
 MODEL = ("layout=two_processes", "modules.language.lora.rank=2", "modules.language.llm.tie_embeddings=false")
 STEPS = 5
@@ -28,12 +28,6 @@ def whole(digits, tmp_path_factory) -> Path:
     train_on_ranks(config("vlm_digits", run_dir, digits, *MODEL, *saving))
     shutil.rmtree(folders.step_folder(run_dir, STEPS))
     return run_dir
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def truncate(path: Path) -> None:

@@ -1,7 +1,6 @@
 """Steps whose gradient is not finite: what they are named by, what they leave, and how they are made again."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -250,35 +249,6 @@ def test_bisect_names_the_loss_function(digits, tmp_path):
     for message in run_ranks(_train_with_a_bad_loss, 2, cfg):
         assert "bisect: begins in microbatch 0, loss function, module language, rank 1" in message
         assert "language on rank 1, microbatch 0 (lm loss inf)" in message
-
-
-@pytest.mark.parametrize("layout", ["language_pp2", "language_pp2_vpp2"])
-def test_bisect_runs_microbatches_alone_in_any_schedule(layout, prose, tmp_path):
-    """Every microbatch alone is finite, since the fault is gone when it is looked for."""
-    sizes = ("modules.language.llm.num_layers=4", "train.iters=4", "train.on_nan=bisect")
-    cfg = config("gpt_tiny", tmp_path, prose, f"layout={layout}", *sizes)
-    for message in run_ranks(_transient, resolve(cfg).layout.world_size, cfg):
-        assert "bisect: every microbatch alone is finite" in message
-
-
-def _transient(cfg) -> str:
-    from mimo_train.debug.nan_policy import NanPolicy, NonFiniteStep
-    from mimo_train.training.step.state import StepResult
-    from mimo_train.training.train_step import forward_backward
-    from tests.dist.steps import Steps
-
-    steps = Steps(cfg)
-    session, pipeline = steps.session, steps.pipeline
-    parts = (pipeline, steps.optimizer, session.losses)
-    watched = (steps.state, *parts, partial(forward_backward, *parts, steps.step_func))
-    policy = NanPolicy(*watched, lambda folder, reason: session.checkpointer.save(session.data, run_dir=folder))
-    policy.start_step()
-    steps.train(1)
-    try:
-        policy.end_step(StepResult(skipped_iter=1, grad_norm=float("nan")), session.data)
-    except NonFiniteStep as error:
-        return str(error)
-    return ""
 
 
 def test_the_replay_file_makes_the_step_again(digits, tmp_path):

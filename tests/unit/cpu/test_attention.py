@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mimo_train.cpu import attention
-from mimo_train.cpu.attention import BLOCK, KEPT_SCORES
+from mimo_train.cpu.attention import BLOCK
 from mimo_train.models.dense_layer import rotate, split_heads
 
 B, N, D = 2, 3, 8
@@ -41,21 +41,3 @@ def test_gradients_in_double_precision_are_right(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 3)
     mixed, *rotation = inputs(7, B, torch.float64)
     assert torch.autograd.gradcheck(lambda mixed: attention.rotary_attention(mixed, *rotation, 0.5), mixed)
-
-
-def test_a_gradient_of_the_gradient_is_rejected():
-    mixed, *rotation = inputs(70)
-    context = attention.rotary_attention(mixed, *rotation, None)
-    (first,) = torch.autograd.grad(context.square().sum(), mixed, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
-def test_only_short_rows_of_fp32_on_a_cpu_are_supported(monkeypatch):
-    for positions in (KEPT_SCORES[0] - 1, KEPT_SCORES[0], KEPT_SCORES[-1], KEPT_SCORES[-1] + 1):
-        assert attention.supports(torch.ones(positions, 1, 2)) == (positions in KEPT_SCORES)
-    hidden = torch.ones(128, 1, 2)
-    assert attention.supports(hidden) and not attention.supports(hidden.bfloat16())
-    assert not attention.supports(hidden.to("meta"))
-    monkeypatch.setattr(attention.torch.compiler, "is_compiling", lambda: True)
-    assert not attention.supports(hidden)

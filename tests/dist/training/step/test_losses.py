@@ -68,53 +68,6 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
     return {name: float(value) for name, value in means.items()}, totals, counts
 
 
-def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
-    """Losses of two context-parallel ranks, and the sums over them of what the schedule is given."""
-    import torch
-    import torch.distributed as dist
-
-    from mimo_train.config.parts import LANGUAGE
-    from mimo_train.layout.ranks import ModuleLayout, RunLayout
-    from mimo_train.parallel import device
-    from mimo_train.parallel.groups import build_groups
-    from mimo_train.training.step.losses import StepLosses
-    from mimo_train.training.train_step import reduce_metrics
-
-    device.install("cpu")
-    device.init_process_group("cpu", 1)
-    rank = dist.get_rank()
-    module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=1, cp=2, ep=1, sp=False, first_rank=0)
-    weights = {"b": 0.5} if returns == "named" else {}
-    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))))
-    # a: 3 of 4 tokens count, b: 1 of 3; unevenly over the ranks.
-    (a, of_a), (b, of_b) = (((5.0, 1), (2.0, 2)), ((7.0, 3), (4.0, 1)))[rank]
-    if returns == "mean":
-        loss = torch.tensor(a / (1 + 3))
-        loss_func = lambda output: (loss, {"a": loss})  # noqa: E731
-    else:
-        loss_func = lambda output: {"a": (torch.tensor(a), of_a), "b": (torch.tensor(b), of_b)}  # noqa: E731
-    losses.begin()
-    total, tokens, _ = losses.wrap(loss_func)(None)
-    sums = reduce_metrics({"losses": (losses.numbers, losses.local_sums())}, device.CPU)["losses"]
-    means, _ = losses.reduced(sums)
-    totals = torch.stack([total, tokens.float()])
-    dist.all_reduce(totals)
-    return {name: float(value) for name, value in means.items()}, *totals.tolist()
-
-
-@pytest.mark.parametrize(
-    ("returns", "losses", "total"),
-    [
-        ("named", {"a": 12 / 4, "b": 6 / 3}, 4 * (12 / 4 + 0.5 * 6 / 3)),
-        ("mean", {"a": 12 / 4}, 12 / 4),
-    ],
-)
-def test_parts_of_sequences_add_up_to_the_losses_of_the_whole(returns, losses, total):
-    for found, sum_, tokens in run_ranks(_parts_of_sequences, 2, returns):
-        assert found == pytest.approx(losses)
-        assert (sum_, tokens) == (pytest.approx(total), 4 if returns == "named" else 1)
-
-
 def test_token_losses_of_uneven_ranks_are_those_of_one_process():
     for losses, _, counts in run_ranks(_sum_over_ranks, 2, "tokens", {}):
         assert losses == {"lm loss": pytest.approx((4 + 1 + 2 + 3 + 5 + 6) / 6)}
@@ -199,7 +152,7 @@ def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
 def test_every_pattern_gives_the_gradients_of_one_process(pattern, prose, tmp_path):
     weights = ["train.loss_weights={square: 0.1}"] if pattern == "named" else []
     norms = []
-    for layout in ("one", "dp2", "pp2"):
+    for layout in ("one", "dp2", "pp2", "cp2"):
         overrides = (
             f"layout=language_{layout}",
             "train.iters=3",
@@ -210,4 +163,5 @@ def test_every_pattern_gives_the_gradients_of_one_process(pattern, prose, tmp_pa
     # With dp2 there are as many microbatches, of half the samples: a sum of each is half as large.
     scale = 2 if pattern == "mean" else 1
     assert norms[2] == pytest.approx(norms[0], rel=TOLERANCE)
+    assert norms[3] == pytest.approx(norms[0], rel=TOLERANCE), "ranks of cp add up to the loss of the sequence"
     assert norms[1][0] * scale == pytest.approx(norms[0][0], rel=TOLERANCE)
