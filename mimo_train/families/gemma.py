@@ -1,4 +1,5 @@
-"""Gemma 2 and 3: norms around each block that multiply by 1 + weight, scaled embeddings, capped scores and logits."""
+"""Gemma 1 to 3: norms that multiply by 1 + weight, scaled embeddings; from 2 on norms around each block, capped scores
+and logits."""
 
 from dataclasses import dataclass
 
@@ -50,6 +51,27 @@ SANDWICH: Names = {
 ALWAYS = {"zero_centered_norms": True, "post_norms": True, "scale_embeddings": True}
 WINDOWS = Windows(pattern_layers, by_layer=True)
 
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    DECODER
+    | {
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    (Windows(), Rope(), ATTENTION_BIAS),
+    always={"zero_centered_norms": True, "scale_embeddings": True},
+    # Early files name the exact form, and mean the tanh form.
+    activations={"gelu": "geglu"},
+)
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",

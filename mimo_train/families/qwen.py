@@ -1,8 +1,10 @@
 """Qwen2, Qwen2.5 and Qwen3: dense, with experts, and the language models of Qwen-VL."""
 
-from mimo_train.families.base import Family
+from dataclasses import replace
+
+from mimo_train.families.base import NAMES, Config, Family
 from mimo_train.families.rope import Rope
-from mimo_train.families.usual import ATTENTION_BIAS, DECODER, QwenExperts
+from mimo_train.families.usual import ATTENTION_BIAS, DECODER, Biases, QwenExperts
 from mimo_train.families.windows import Windows, every_layer, late_layers
 
 DEFAULTS = DECODER | {
@@ -14,6 +16,12 @@ DEFAULTS = DECODER | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+
+
+def _every_second(config: Config, layer: int) -> bool:
+    return layer % 2 == 0 and layer < config["max_window_layers"]
+
+
 LATE_WINDOWS = Windows(late_layers, by_layer=True, switched=True)
 
 QWEN2 = Family(
@@ -39,6 +47,24 @@ QWEN2_5_VL_TEXT = Family(
     },
     (LATE_WINDOWS, Rope(1e6, axes=())),
     always={"qkv_bias": True},
+    ignored=("head_dim",),
+)
+QWEN2_VL_TEXT = replace(QWEN2_5_VL_TEXT, type="qwen2_vl_text")
+QWEN2_5_OMNI_TEXT = replace(
+    QWEN2_5_VL_TEXT,
+    type="qwen2_5_omni_text",
+    ignored=(),
+    defaults=DEFAULTS
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+    },
 )
 QWEN3 = Family(
     "qwen3",
@@ -66,6 +92,36 @@ QWEN3_MOE = Family(
     (Windows(every_layer, switched=True), Rope(), ATTENTION_BIAS, QwenExperts()),
     always={"qk_norm": True},
     aliases={"num_experts": "num_local_experts"},
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    DEFAULTS
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "qkv_bias": True,
+    },
+    (
+        Windows(_every_second, by_layer=True, switched=True),
+        Rope(),
+        Biases(qkv="qkv_bias"),
+        QwenExperts("num_experts", shared="shared_expert_intermediate_size"),
+    ),
+    names={
+        **NAMES,
+        "experts": {**NAMES["experts"], "shared": "mlp.shared_expert.", "shared_gate": "mlp.shared_expert_gate"},
+    },
 )
 QWEN3_VL_TEXT = Family(
     "qwen3_vl_text",

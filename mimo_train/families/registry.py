@@ -6,10 +6,19 @@ from importlib.metadata import entry_points
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.families.base import Family, fault
 from mimo_train.families.deepseek import DOTS1, HY_V3
-from mimo_train.families.gemma import GEMMA2, GEMMA3_TEXT
+from mimo_train.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mimo_train.families.glm_moe import GLM4_MOE
-from mimo_train.families.llama import LLAMA, MISTRAL, MIXTRAL
-from mimo_train.families.qwen import QWEN2, QWEN2_5_VL_TEXT, QWEN3, QWEN3_MOE, QWEN3_VL_TEXT
+from mimo_train.families.llama import CWM, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SEED_OSS
+from mimo_train.families.qwen import (
+    QWEN2,
+    QWEN2_5_OMNI_TEXT,
+    QWEN2_5_VL_TEXT,
+    QWEN2_MOE,
+    QWEN2_VL_TEXT,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL_TEXT,
+)
 
 GROUP = "mimo_train.families"
 """Entry point group in which installed packages register a family: `MODEL_TYPE = "package.module:FAMILY"`."""
@@ -27,6 +36,13 @@ FAMILIES: dict[str, Family] = {
         QWEN3_VL_TEXT,
         GEMMA2,
         GEMMA3_TEXT,
+        GEMMA,
+        MINISTRAL,
+        CWM,
+        SEED_OSS,
+        QWEN2_MOE,
+        QWEN2_VL_TEXT,
+        QWEN2_5_OMNI_TEXT,
         GLM4_MOE,
         DOTS1,
         HY_V3,

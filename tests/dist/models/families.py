@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from mimo_train.families.registry import FAMILIES as REGISTERED
+
 SIZES = {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -21,6 +23,9 @@ SIZES = {
     "eos_token_id": 2,
 }
 SEQUENCE, SAMPLES = 24, 4
+DOCUMENTS = (10, 24, 1, 13)
+"""Tokens of the documents of a packed row, each the beginning of a sample."""
+_AXES = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 6.0, "original_max_position_embeddings": 20}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -77,6 +82,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         **_EXPERTS,
     },
+    "seed_oss": {
+        "model_type": "seed_oss",
+        "attention_out_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    },
+    "ministral": {
+        "model_type": "ministral",
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "cwm": {"model_type": "cwm", "sliding_window": 5},
+    "qwen2_moe, windows": {
+        "model_type": "qwen2_moe",
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_vl_text": {"model_type": "qwen2_vl_text", "head_dim": None, "rope_parameters": _AXES},
+    "qwen2_5_omni_text": {
+        "model_type": "qwen2_5_omni_text",
+        "tie_word_embeddings": False,
+        "rope_parameters": _AXES | {"mrope_section": [2, 3, 3]},
+    },
+    "gemma": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {
         "model_type": "gemma2",
         "attn_logit_softcapping": 2.0,
@@ -130,8 +164,8 @@ def tokens() -> np.ndarray:
 
 
 def make(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Save each model in a folder of its name; returns logits, hidden states by layer, loss, gradients by tensor and
-    gradient norm of each.
+    """Save each model in a folder of its name; returns logits, those of `DOCUMENTS` alone, hidden states by layer,
+    loss, gradients by tensor and gradient norm of each.
 
     The config that we write must give the model again: logits and all.
     """
@@ -152,7 +186,7 @@ def made(name: str, **sizes: Any) -> Any:
 
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(**SIZES | FAMILIES[name] | sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = with_output_layer(config) if _is_part(name) else _causal(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -162,6 +196,44 @@ def made(name: str, **sizes: Any) -> Any:
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model
+
+
+def _is_part(name: str) -> bool:
+    """True if transformers has the model only as a part of larger ones."""
+    return not REGISTERED[FAMILIES[name]["model_type"]].architecture
+
+
+def _causal(config: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def with_output_layer(config: Any) -> Any:
+    """The language model of a larger model, as a causal language model."""
+    import torch
+    from transformers import modeling_outputs
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+
+    parts = {"qwen2_vl_text": Qwen2VLTextModel, "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel}
+
+    class Causal(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = config
+            self.model = parts[config.model_type]._from_config(config, attn_implementation="eager")
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        def forward(self, input_ids, output_hidden_states=False):
+            output = self.model(input_ids=input_ids, output_hidden_states=output_hidden_states)
+            logits = self.lm_head(output.last_hidden_state)
+            return modeling_outputs.CausalLMOutput(logits=logits, hidden_states=output.hidden_states)
+
+        def save_pretrained(self, folder: Path, **options: Any) -> None:
+            self.model.save_pretrained(folder, state_dict=self.state_dict(), **options)
+
+    return Causal()
 
 
 def _one(folder: Path, name: str) -> dict[str, Any]:
@@ -178,15 +250,18 @@ def _one(folder: Path, name: str) -> dict[str, Any]:
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
     gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    written = language_config_json(language_spec(model.config.to_dict()), model.config.model_type)
-    again = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**written), attn_implementation="eager"
-    )
-    again.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert torch.equal(again(input_ids=ids[:, :-1]).logits, logits), written
+        if not _is_part(name):
+            written = language_config_json(language_spec(model.config.to_dict()), model.config.model_type)
+            # An export adds the tokenizer's.
+            special = {name: SIZES[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            again = _causal(transformers.AutoConfig.for_model(**written | special))
+            again.load_state_dict(model.state_dict())
+            assert torch.equal(again(input_ids=ids[:, :-1]).logits, logits), written
+        alone = [model(input_ids=ids[row : row + 1, :length]).logits[0] for row, length in enumerate(DOCUMENTS)]
     return {
         "logits": logits.detach().numpy(),
+        "documents": torch.cat(alone).numpy(),
         "states": [state.detach().numpy() for state in output.hidden_states],
         "loss": loss.item(),
         "gradients": gradients,

@@ -13,7 +13,7 @@ from encoders.weight_map import WeightMap
 from mimo_train.estimate.parameters import padded_vocab_size
 from mimo_train.families.config_json import language_spec
 from mimo_train.families.weights import language_map
-from tests.dist.models.families import FAMILIES, SAMPLES, SEQUENCE, SIZES, make, tokens
+from tests.dist.models.families import DOCUMENTS, FAMILIES, SAMPLES, SEQUENCE, SIZES, make, tokens
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -21,13 +21,16 @@ PADDED = padded_vocab_size(SIZES["vocab_size"])
 TOLERANCE = 1e-5
 """Of the largest expected value."""
 LAYOUTS = {
-    "one process": {},
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
-    "tp2 pp2": {"tp": 2, "pp": 2},
-    "cp2": {"cp": 2},
+    "one process": ({}, "none"),
+    "tp2, sequence parallel": ({"tp": 2}, "none"),
+    "pp2, computed again": ({"pp": 2}, "full"),
+    "cp2": ({"cp": 2}, "none"),
 }
-OF_CONTEXT_PARALLEL = [name for name in FAMILIES if name.startswith(("mistral", "gemma", "glm4_moe", "dots1"))]
+"""Sizes, and `train.recompute`."""
+WITHOUT_CP: list[str] = []
+"""Models with a block that context parallelism cannot cut."""
+PROMPT = 5
+"""Tokens of a prompt, which the cache continues."""
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +43,11 @@ def reference(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def computed(request, reference, tmp_path_factory) -> tuple[str, dict[str, list[dict]]]:
     """Name of a layout, and what its ranks have of each model."""
-    names = OF_CONTEXT_PARALLEL if request.param == "cp2" else list(FAMILIES)
-    sizes = {"tp": 1, "pp": 1, "cp": 1} | LAYOUTS[request.param]
+    names = [name for name in FAMILIES if request.param != "cp2" or name not in WITHOUT_CP]
+    of_layout, recompute = LAYOUTS[request.param]
+    sizes = {"tp": 1, "pp": 1, "cp": 1} | of_layout
     layout = [f"modules.language.layout.{axis}={size}" for axis, size in sizes.items()]
+    layout.append(f"train.recompute={recompute}")
     cfg = config("gpt_tiny", tmp_path_factory.mktemp("run"), Path("nowhere"), "layout=language_one", *layout, *RUN)
     ranks = run_ranks(compute, sizes["tp"] * sizes["pp"] * sizes["cp"], cfg, reference[0], names)
     return request.param, {name: [rank[name] for rank in ranks] for name in names}
@@ -84,6 +89,21 @@ def test_logits_losses_and_gradients_are_those_of_transformers(reference, comput
                 assert np.abs(theirs[tensor] - gradient).max() < TOLERANCE * largest, (layout, name, tensor)
 
 
+def test_documents_in_a_row_do_not_see_each_other(reference, computed):
+    layout, models = computed
+    for name, ranks in models.items():
+        expected = reference[1][name]["documents"]
+        for places, logits in _joined([rank for rank in ranks if rank["row"] is not None]):
+            assert _difference(logits[:, : SIZES["vocab_size"]], expected[places]) < TOLERANCE, (layout, name)
+
+
+def test_the_cache_gives_the_logits_of_a_whole_pass(reference, computed):
+    layout, models = computed
+    for name, ranks in models.items() if layout == "one process" else ():
+        expected = reference[1][name]["logits"][0, PROMPT - 1 :]
+        assert _difference(ranks[0]["continued"][:, : SIZES["vocab_size"]], expected) < TOLERANCE, name
+
+
 def test_every_tensor_has_its_place_and_comes_back_bit_for_bit(reference, computed):
     _, models = computed
     for name, ranks in models.items():
@@ -102,6 +122,13 @@ def test_parameters_are_counted(computed):
     for name, ranks in models.items():
         for rank in ranks:
             assert rank["count"] == rank["counted"], (layout, name)
+
+
+def _joined(ranks: list[dict]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(places in the row, their logits) of each context-parallel rank, from the parts of tensor-parallel ranks."""
+    for places in {rank["row"][0].tobytes(): rank["row"][0] for rank in ranks}.values():
+        parts = {rank["tp"]: rank["row"][1] for rank in ranks if np.array_equal(rank["row"][0], places)}
+        yield places, np.concatenate([parts[at] for at in sorted(parts)], axis=-1)
 
 
 def _tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -190,7 +217,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     if spec.num_experts:
         spec.router_balancing = "none"
     cfg.modules["language"].llm, layout = spec, cfg.language.layout
-    layout.sp = bool(spec.num_experts) and layout.tp > 1
+    layout.sp = layout.tp > 1
     run, language = resolve(cfg), groups.collections["language"]
     model = build_model(cfg, run.layout, groups, vocab_size=200, special_token_ids={}, device=device, te=False)
     pipeline = Pipeline(run, groups, model, device)
@@ -229,7 +256,18 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     expected = module_parameters(
         cfg, "language", PADDED, tp=layout.tp, stage=language.pp.rank(), stages=language.pp.size()
     )
+    parameters_and_gradients = {
+        name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy()}
+        | {"dim": cuts[name].dim if cuts[name].ranks > 1 else None, "stride": cuts[name].stride}
+        for name, value in parameters.items()
+    }
+    parameters_and_gradients |= {
+        name: {"weight": value.clone().numpy(), "gradient": np.zeros(len(value)), "dim": None, "stride": 1}
+        for name, value in biases.items()
+    }
     return {
+        "row": _row(chunk, language.cp) if language.pp.size() == 1 else None,
+        "continued": _continued(pipeline) if layout.tp * layout.cp * layout.pp == 1 else None,
         "tp": language.tp.rank(),
         "logits": torch.cat(logits).detach().numpy() if logits else None,
         "states": states.found,
@@ -237,16 +275,39 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
         "tokens": None if count is None else count.item(),
         "count": sum(parameter.numel() for parameter in chunk.parameters()),
         "counted": sum(part.total for part in expected.values()),
-        "parameters": {
-            name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy()}
-            | {"dim": cuts[name].dim if cuts[name].ranks > 1 else None, "stride": cuts[name].stride}
-            for name, value in parameters.items()
-        }
-        | {
-            name: {"weight": value.clone().numpy(), "gradient": np.zeros(len(value)), "dim": None, "stride": 1}
-            for name, value in biases.items()
-        },
+        "parameters": parameters_and_gradients,
     }
+
+
+def _row(chunk, cp_group) -> tuple[np.ndarray, np.ndarray]:
+    """Places of this rank in a row of several documents, and their logits."""
+    import torch
+
+    from mimo_train.models.documents import Documents
+    from mimo_train.parallel.context import own_part
+
+    ids = torch.from_numpy(tokens())
+    row = {
+        "input_ids": torch.cat([ids[row, :length] for row, length in enumerate(DOCUMENTS)])[None],
+        "position_ids": torch.cat([torch.arange(length) for length in DOCUMENTS])[None],
+    }
+    documents = Documents(np.cumsum(DOCUMENTS).tolist(), cp_group.size())
+    places = own_part({"places": torch.arange(documents.tokens)[None]}, cp_group)["places"]
+    with torch.no_grad():
+        logits = chunk(**own_part(row, cp_group), attention_mask=None, packed_seq_params=documents)
+    return places[0].numpy(), logits[0].numpy()
+
+
+def _continued(pipeline) -> np.ndarray:
+    """Logits behind a prompt and each token after it, with the cache."""
+    import torch
+
+    from mimo_train.evaluation.generation.decoder import Decoder
+    from mimo_train.evaluation.generation.prompts import Prompt
+
+    ids, decoder = tokens()[0, :SEQUENCE].tolist(), Decoder(pipeline)
+    logits = [decoder.begin(Prompt(ids[:PROMPT], {}, {}), SEQUENCE)]
+    return torch.stack([*logits, *(decoder.step(token) for token in ids[PROMPT:])]).numpy()
 
 
 class _States:

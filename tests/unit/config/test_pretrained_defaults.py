@@ -38,6 +38,9 @@ ODD = {
     "qwen2": WINDOWS,
     "qwen3": WINDOWS,
     "qwen3_moe": WINDOWS | EXPERTS | QWEN_MOE,
+    "seed_oss": {"attention_out_bias": True, "attention_dropout": 0.3, "residual_dropout": 0.3},
+    "cwm": {"rope_theta": 1e6, "mlp_bias": False},
+    "qwen2_moe": WINDOWS | EXPERTS | QWEN_MOE | {"shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen2_5_vl_text": WINDOWS | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
     "qwen3_vl_text": {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 5], "mrope_interleaved": True}},
     "glm4_moe": SIGMOID | {"use_qk_norm": True, "partial_rotary_factor": 0.2, "hidden_size": 160},
@@ -47,8 +50,9 @@ ODD = {
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
 }
 """Keys of a family besides SIZES: none by default."""
+ODD |= dict.fromkeys(("qwen2_vl_text", "qwen2_5_omni_text"), ODD["qwen2_5_vl_text"])
 NEEDED = {
-    "qwen2_5_vl_text": {"rope_scaling"},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_scaling"}),
     "glm4_moe": {"num_experts_per_tok", "topk_group"},
     "hy_v3": {"num_hidden_layers"},
     "dots1": {"num_experts_per_tok", "topk_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob"},
@@ -72,8 +76,12 @@ def test_language_models(kind):
         {key: value for key, value in odd.items() if key != left_out}
         for left_out in odd.keys() - {"model_type"} - NEEDED.get(kind, set())
     ]
-    if any(getattr(spelling, "mlp", "") for spelling in FAMILIES[kind].spellings):
-        cases.remove({key: value for key, value in odd.items() if key != "attention_bias"})  # rejected
+    rejected = {
+        "llama": ["attention_bias"],
+        "seed_oss": ["attention_out_bias", "attention_dropout", "residual_dropout"],
+    }
+    for left_out in rejected.get(kind, ()):
+        cases.remove({key: value for key, value in odd.items() if key != left_out})
     for config in cases:
         assert language_keys(config) == language_keys(as_its_class_has_it(config)), config
 
