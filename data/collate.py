@@ -15,6 +15,7 @@ import torch
 from data.errors import RecordError
 from data.order.step import TextSample
 from data.records.conversation import Conversation
+from data.samples.media_spec import MediaInput
 from data.text.templates import MediaTokens
 from data.text.tokens import Tokenizer
 from data.text_format import Key
@@ -57,7 +58,9 @@ def to_sample(
 
 def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int) -> TextSample:
     """Return the replacement of a bad sample: its placeholders and padding, without loss."""
-    ids = [token for kind in media.values() for member in kind for token, count in member for _ in range(count)]
+    ids = [
+        pad for kind in media.values() for member in kind for pad, tokens in member for token in tokens if token == pad
+    ]
     assert len(ids) <= sequence_length, (len(ids), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
     input_ids[: len(ids)] = ids
@@ -122,8 +125,8 @@ def collate_packed(
     }
 
 
-def collate_media(items: Sequence[torch.Tensor | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
-    """Return {name: [N, ...]} of N media items, a list if shapes differ or these are sizes; None if empty."""
+def collate_media(items: Sequence[MediaInput | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
+    """Return {name: [N, ...]} of N media items, a list if shapes differ or these are no tensors; None if empty."""
     if not items:
         return None
     tensors = [item for item in items if isinstance(item, torch.Tensor)]

@@ -21,6 +21,7 @@ from data.errors import DataError
 from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch, StepSamples, TextSample
 from data.order.step_plan import Span, StepPlan, spread_parts
 from data.samples.bad_samples import BadSample
+from data.samples.media_spec import MediaInput
 from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
 from data.workers import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
 
@@ -300,7 +301,7 @@ class StepLoader:
 class _MediaRead(NamedTuple):
     """Media of one sample for one module; `sample` if the module's features are looked up."""
 
-    items: Sequence[torch.Tensor | tuple[int, int]]
+    items: Sequence[MediaInput | tuple[int, int]]
     bad: BadSample | None
     sample: SampleMedia | None = None
     sizes: Sequence[tuple[int, int]] = ()

@@ -24,6 +24,7 @@ from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.plain.spec import PlainSpec
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
+from encoders.transformers_media.spec import MediaAudio, MediaImages
 
 if TYPE_CHECKING:
     from encoders.plain.model import PlainEncoder
@@ -68,7 +69,7 @@ class Family:
         builder = _attribute(*_parted(self.builder, f"builder of {self.spec.__name__}"))
         from torch.nn import Module
 
-        from encoders.plain.model import plain_encoder
+        from encoders.plain.model import PlainEncoder, plain_encoder
         from encoders.staged import StagedEncoder
 
         base = Module if self.is_plain else StagedEncoder
@@ -78,7 +79,8 @@ class Family:
                 f"{base.__name__}: "
                 + ("name the class of the module" if self.is_plain else "derive it, or the spec from ImageSpec")
             )
-        return plain_encoder(builder) if self.is_plain else cast(type[StagedEncoder], builder)
+        is_module = self.is_plain and not issubclass(builder, PlainEncoder)
+        return plain_encoder(builder) if is_module else cast(type[StagedEncoder], builder)
 
     def read(self, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of the spec's fields of a pretrained encoder.
@@ -179,6 +181,8 @@ FAMILIES: dict[str, Family] = {
         weights="encoders.native.qwen_audio.weights:weight_map",
     ),
     "joined": Family(spec=JoinedSpec, builder="encoders.joined.model:JoinedEncoder"),
+    "media_images": Family(spec=MediaImages, builder=MediaImages.builder),
+    "media_audio": Family(spec=MediaAudio, builder=MediaAudio.builder),
     "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
     "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
 }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from data.pipeline import Samples
+    from data.samples.media_spec import MediaInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class Sample:
     """float32 [L], the weight of each label's loss; 0 where nothing is learned."""
     position_ids: torch.Tensor
     """int64 [L], or [3, L] for models with positions on three axes."""
-    media: Mapping[str, Sequence[torch.Tensor]]
+    media: Mapping[str, Sequence[MediaInput]]
     """Inputs by module. Images: uint8 [3, height, width] or [tiles, 3, side, side], float32 from 0 to 255 if the
     encoder's preprocessing does not round. Audio: float32 [samples]."""
     bad: str = ""

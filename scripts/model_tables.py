@@ -25,7 +25,7 @@ from encoders.pretrained import ACTIVATION_NAMES, ConfigFile  # noqa: E402
 from encoders.registry import FAMILIES, Family  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import RopeScaling  # noqa: E402
-from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD  # noqa: E402
+from mimo_train.config.pretrained.composites import COMPOSITES  # noqa: E402
 from mimo_train.families import config_json  # noqa: E402
 from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
 from mimo_train.families.windows import Windows  # noqa: E402
@@ -152,8 +152,7 @@ def _composites() -> Iterator[str]:
         encoder = "—" if composite.no_encoder else f"`{composite.encoder}`"
         yield f"| `{kind}` | {encoder} | {language_part} | {projector} |"
     yield ""
-    unsupported = {f"`{kind}`": why for kind, why in UNREAD.items()}
-    unsupported |= {
+    unsupported = {
         f"`{composite.encoder}` of `{kind}`": composite.no_encoder
         for kind, composite in COMPOSITES.items()
         if composite.no_encoder

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,12 @@ from data.index.shard_index import Frame, Member
 from data.media.options import STRETCHED, Bounds, Resize
 from data.records.conversation import Visual
 from data.text.placeholders import Grid
+
+if TYPE_CHECKING:
+    import torch
+
+type MediaInput = torch.Tensor | dict[str, Any]
+"""An item as an encoder takes it: a tensor, or what the model's own processor makes of it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,12 @@ class Media:
     """(height, width) of the canvas that is cut into tiles; (0, 0): not cut. `size` is then the image's own."""
     cut_several: bool = True
     """True if images of a sample with several are cut into tiles too; else the functions get (0, 0) for them."""
+    ids: Callable[[int, int], Sequence[int]] | None = None
+    """Tokens of an item, with separators between those that features replace; None: only these."""
+    read: Callable[[torch.Tensor], dict[str, Any]] | None = None
+    """The encoder's input of an item of `size`, by the model's own processor; None: the item itself."""
+    identity: str = ""
+    """Text that changes with everything that determines `ids`; empty without it."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):
@@ -53,6 +66,8 @@ class Media:
     @property
     def field(self) -> str:
         """The name of its tensor in a batch."""
+        if self.read is not None:
+            return "items"
         return "pixels" if self.kind == "image" else "waveforms"
 
     def extents(self, extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -65,8 +80,15 @@ class Media:
             return None
         return bounds.excess_of_extent("image", *self.resize.largest(*size, cut=min(extent) > 0))
 
-    def blank_shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
-        """Return the shape of an item's tensor."""
+    def blank(self, extent: tuple[int, int]) -> MediaInput:
+        """Return the encoder's input of an empty item."""
+        import torch
+
+        dtype = torch.uint8 if self.kind == "image" and self.resize.rounded else torch.float32
+        zeros = torch.zeros(self._shape(extent), dtype=dtype)
+        return zeros if self.read is None else self.read(zeros)
+
+    def _shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
         first, second = self.size(*extent)
         if self.kind == "audio":
             return (first,)

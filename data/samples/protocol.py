@@ -14,7 +14,7 @@ from data.order.mixture import Phase
 from data.order.sources import MixedOrder, Source
 from data.order.step import StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples
-from data.samples.media_spec import Media
+from data.samples.media_spec import Media, MediaInput
 from data.storage.url import Place
 from data.text.tokens import Tokenizer
 
@@ -105,11 +105,11 @@ class Samples(ABC):
         """Return `Media.size` of each of the module's items in this sample. Raises KeyError for an unknown module."""
         raise KeyError(module)
 
-    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
+    def read_media(self, number: int, module: str) -> tuple[list[MediaInput], BadSample | None]:
         """Return the module's inputs, one for each item, or zeros and why the sample is bad (not counted).
 
-        Images are uint8 [3, height, width], in tiles [tiles, 3, side, side]; audio is float32 [samples]. Raises
-        KeyError for an unknown module.
+        Images are uint8 [3, height, width], in tiles [tiles, 3, side, side]; audio is float32 [samples]; see also
+        `Media.read`. Raises KeyError for an unknown module.
         """
         raise KeyError(module)
 

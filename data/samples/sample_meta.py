@@ -80,14 +80,20 @@ class SampleMeta:
         return list(zip(self.tokens[media.module], grids, strict=True))
 
     def media_tokens(self, modules: Sequence[Media], placeholders: Mapping[str, int]) -> MediaTokens:
-        """Return the placeholder ids and token counts of its media. `placeholders`: module -> id."""
+        """Return the placeholder ids and tokens of its media. `placeholders`: module -> id."""
+        tokens = {media.module: self._tokens(media, placeholders[media.module]) for media in modules}
         return {
             kind: [
-                [(placeholders[media.module], self.tokens[media.module][at]) for media in modules if media.kind == kind]
+                [(placeholders[media.module], tokens[media.module][at]) for media in modules if media.kind == kind]
                 for at in range(len(members))
             ]
             for kind, members in self.members.items()
         }
+
+    def _tokens(self, media: Media, pad: int) -> list[Sequence[int]]:
+        if media.ids is not None:
+            return [media.ids(*extent) for extent in self.extents(media)]
+        return [[pad] * count for count in self.tokens[media.module]]
 
 
 class SampleTable:
@@ -247,19 +253,20 @@ class SampleTable:
 def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:
     """Return a hash of everything that determines text lengths besides the shard (`text_lengths`).
 
-    `read_as` changes with everything that determines a record's tokens. Modules are identified by their token counts
-    for some hundred sizes.
+    `read_as` changes with everything that determines a record's tokens. Modules are identified by `Media.identity`, or
+    by their token counts for some hundred sizes.
     """
-    table = SampleTable(modules, sequence_length, bounds)
+    table = SampleTable([media for media in modules if not media.identity], sequence_length, bounds)
     sizes = {
         kind: [
             None if isinstance(measured, str) else measured
             for extent in _probes(kind)
             for measured in (table.measured(kind, *extent, several) for several in (False, True))
         ]
-        for kind in dict.fromkeys(media.kind for media in modules)
+        for kind in dict.fromkeys(media.kind for media in modules if not media.identity)
     }
-    text = json.dumps([_LENGTHS_VERSION, read_as, sequence_length, asdict(bounds), sizes])
+    identities = [media.identity for media in modules if media.identity]
+    text = json.dumps([_LENGTHS_VERSION, read_as, sequence_length, asdict(bounds), sizes, *identities])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from data import collate
 from data.errors import OF_THE_MACHINE, DataError, DecodeError, NothingToLearn, RecordError, SampleError, reason_of
@@ -36,7 +35,7 @@ from data.records.records import parse_fields, parse_record
 from data.rows.row_reader import RowReader, is_table
 from data.rows.samples import parse_row
 from data.samples.bad_samples import BadSample, BadSamples, allowed_of
-from data.samples.media_spec import SAMPLING, Media, Sampling
+from data.samples.media_spec import SAMPLING, Media, MediaInput, Sampling
 from data.samples.protocol import Samples
 from data.samples.sample_meta import SampleMeta, SampleTable, lengths_key
 from data.storage.file_cache import FileCache
@@ -187,7 +186,7 @@ class ShardDataset(Samples):
         """See `Samples.read_text`. Reads only the record."""
         return self._text(self.meta(number))
 
-    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
+    def read_media(self, number: int, module: str) -> tuple[list[MediaInput], BadSample | None]:
         """See `Samples.read_media`. Reads only media members."""
         spec, meta = self._by_module[module], self.meta(number)
         if meta.bad_reason is None and not self.blind:
@@ -195,9 +194,8 @@ class ShardDataset(Samples):
                 return self._decode(spec, meta), None
             except Exception as error:
                 meta = replace(meta, bad_reason=self._reason(meta, error))
-        dtype = torch.uint8 if spec.kind == "image" and spec.resize.rounded else torch.float32
-        zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in meta.extents(spec)]
-        return zeros, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
+        blanks = [spec.blank(extent) for extent in meta.extents(spec)]
+        return blanks, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
         """Set the sources' weights, before readers start."""
@@ -267,8 +265,8 @@ class ShardDataset(Samples):
         places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
         return replace(sample, positions=axis_positions(sample.input_ids, places))
 
-    def _decode(self, spec: Media, meta: SampleMeta) -> list[torch.Tensor]:
-        items: list[torch.Tensor] = []
+    def _decode(self, spec: Media, meta: SampleMeta) -> list[MediaInput]:
+        items: list[MediaInput] = []
         for member, extent in zip(meta.members[spec.kind], meta.extents(spec), strict=True):
             if member.frame is not None and member.frame.number > 0:
                 continue  # the first frame of a video is followed by the others, which are decoded with it
@@ -276,9 +274,10 @@ class ShardDataset(Samples):
             how = spec.resize, spec.canvas(*extent) if spec.canvas else None, self._bounds
             try:
                 if member.frame is not None:
-                    items += decode_frames(raw, member.frame.of, size, *how)
+                    decoded = decode_frames(raw, member.frame.of, size, *how)
                 else:
-                    items.append(decode_media(spec.kind, raw, size, *how, self._background))
+                    decoded = [decode_media(spec.kind, raw, size, *how, self._background)]
+                items += decoded if spec.read is None else map(spec.read, decoded)
             except OF_THE_MACHINE:
                 raise
             except Exception as error:

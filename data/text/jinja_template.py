@@ -191,15 +191,18 @@ class JinjaTemplate:
         if not places:
             return Encoded(tokens.ids, learned, answers=[(at, turn) for turn, at in answers.items()])
         remaining = {kind: iter(members) for kind, members in media.items()}
-        counts = iter([count for kind, _, _ in places for count in next(remaining[kind])])
+        replacements = iter([item for kind, _, _ in places for item in next(remaining[kind])])
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
+        ids, end = list[int](), 0
         for at in (pads := [at for at, token in enumerate(tokens.ids) if token in self._pads]):
-            pad, repeats[at] = next(counts)
+            pad, replacement = next(replacements)
             assert pad == tokens.ids[at], "modules of a kind in the order of their placeholders"
-        assert next(counts, None) is None, "a pad for every module of every medium"
+            ids += [*tokens.ids[end:at], *replacement]
+            end, repeats[at] = at + 1, len(replacement)
+        assert next(replacements, None) is None, "a pad for every module of every medium"
         starts = np.concatenate([[0], np.cumsum(repeats)])
         return Encoded(
-            np.repeat(tokens.ids, repeats).tolist(),
+            ids + tokens.ids[end:],
             np.repeat(learned, repeats).tolist(),
             media_end=int(starts[pads[-1] + 1]),
             answers=[(int(starts[at]), turn) for turn, at in answers.items()],

@@ -18,8 +18,9 @@ from data.errors import RecordError
 from data.records.conversation import MARKERS, Conversation
 from data.text.placeholders import Placeholder
 
-MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, int]]]]
-"""kind -> per member -> (placeholder id, number of tokens) of each module that takes this kind."""
+MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, Sequence[int]]]]]
+"""kind -> per member -> (placeholder id, tokens: placeholders, and separators between them) of each module that takes
+this kind."""
 
 
 @dataclass
@@ -126,9 +127,9 @@ class OwnTemplate:
                 if part.kind == "text":
                     encoded.add(vocabulary.encode(part.text), turn.is_learned)
                     continue
-                for pad, count in next(remaining[part.kind]):
+                for pad, tokens in next(remaining[part.kind]):
                     start, end = self._around.get(pad, ([], []))
-                    encoded.add([*start, *[pad] * count], False)
+                    encoded.add([*start, *tokens], False)
                     encoded.media_end = len(encoded.tokens)
                     encoded.add(end, False)
             encoded.add([vocabulary.end_of_turn_id], turn.is_learned)

@@ -96,7 +96,8 @@ class ProjectorSpec(FixedKeys):
     name: str = ""
     """Free name, shown in tables before `kind`."""
     kind: str = "mlp"
-    """`mlp` (two linear layers with an activation between them) or `linear` (one layer)."""
+    """`mlp` (two linear layers with an activation between them), `linear` (one layer), or `none`: features are as wide
+    as the language model already."""
     ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Hidden width of the mlp; 0: the language model's hidden size."""
     activation: str = "gelu"
@@ -129,23 +130,27 @@ class ProjectorSpec(FixedKeys):
         """Return (field, message) of every config error."""
         faults = []
         choices = (*ACTIVATIONS, GATED)
-        if self.kind not in ("mlp", "linear"):
-            faults.append(("kind", f"must be mlp or linear, is {self.kind!r}"))
+        if self.kind not in ("mlp", "linear", "none"):
+            faults.append(("kind", f"must be mlp, linear or none, is {self.kind!r}"))
         if self.activation not in choices:
             faults.append(("activation", f"must be one of {', '.join(choices)}, is {self.activation!r}"))
         if self.norm not in ("", *NORMS):
             faults.append(("norm", f"must be {' or '.join(NORMS)} or empty, is {self.norm!r}"))
         default = ProjectorSpec()
-        unread = [] if self.kind != "linear" else ["ffn_hidden_size", "activation"]
+        unread = {"linear": ["ffn_hidden_size", "activation"]}.get(self.kind, [])
+        if self.kind == "none":
+            unread = ["ffn_hidden_size", "activation", "merge", "norm", "bias", "newline", "resampler"]
         for name in [*unread, *([] if self.norm else ["norm_epsilon"])]:
             value = getattr(self, name)
             if value != getattr(default, name):
-                reason = "kind linear has no hidden layer" if name in unread else "there is no norm"
+                reason = f"kind {self.kind} does not use it" if name in unread else "there is no norm"
                 faults.append((name, f"is {value!r}, and {reason}: remove it"))
         return faults + [(f"resampler.{name}", text) for name, text in self.resampler.faults()]
 
     def matrices(self, width: int, language_width: int) -> dict[str, int]:
         """Return {linear layer: its weights} of the projection from joined features of `width` to `language_width`."""
+        if self.kind == "none":
+            return {}
         if self.kind == "linear":
             return {"encoder": width * language_width}
         hidden = self.ffn_hidden_size or language_width
@@ -160,6 +165,8 @@ class ProjectorSpec(FixedKeys):
     def parameters(self, width: int, language_width: int) -> tuple[int, int]:
         """Return the trainable parameters that tensor parallelism divides, and those whole on every rank: the last bias
         of an mlp, norms, latents."""
+        if self.kind == "none":
+            return 0, 0
         split, replicated = sum(self.matrices(width, language_width).values()), 0
         if self.norm:
             replicated += width * (2 if self.norm == "LayerNorm" else 1)

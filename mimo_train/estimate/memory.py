@@ -214,6 +214,8 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
     """Return the bytes that the projector of module `name` keeps of one microbatch: its input and output, the inside of
     an mlp, and for each resampler layer the normalized features, keys and values, and the latents' activations."""
     module, width, size = cfg.modules[name], cfg.llm.hidden_size, BYTES[cfg.train.precision]
+    if module.projector.kind == "none":
+        return 0
     encoder, projector, resampler = module.encoder, module.projector, module.projector.resampler
     joined = encoder.joined_width(projector.merge)
     per_token = joined + width + (joined if projector.norm else 0)

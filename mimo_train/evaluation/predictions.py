@@ -22,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from data.pipeline import Samples
+from data.samples.media_spec import MediaInput
 from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
@@ -170,10 +171,11 @@ SHOWN_SECONDS = 10
 def shown_media(
     dataset: Samples,
     number: int,
-    media: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    media: Mapping[str, Sequence[MediaInput]] | None = None,
     seconds: int | None = SHOWN_SECONDS,
 ) -> dict[str, list[str]]:
-    """Return base64 of a sample's PNG (`images`) and WAV (`clips`) files, as the first module of each kind gets them.
+    """Return base64 of a sample's PNG (`images`) and WAV (`clips`) files, as the first module of each kind gets them;
+    none of what a model's own processor makes.
 
     Args:
         media: inputs of each module, if they have been read.
@@ -183,11 +185,15 @@ def shown_media(
     first = {item.kind: item.module for item in reversed(dataset.modules)}
     inputs = {module: media[module] if media else dataset.read_media(number, module)[0] for module in first.values()}
     if module := first.get("image"):
-        shown["images"] = [_png(image) for image in inputs[module]]
+        shown["images"] = [_png(image) for image in inputs[module] if isinstance(image, torch.Tensor)]
     if module := first.get("audio"):
         sizes = dataset.input_sizes(number, module)
         clips = zip(inputs[module], sizes, strict=True)
-        shown["clips"] = [_wav(clip[: seconds * rate] if seconds else clip, rate) for clip, (_, rate) in clips]
+        shown["clips"] = [
+            _wav(clip[: seconds * rate] if seconds else clip, rate)
+            for clip, (_, rate) in clips
+            if isinstance(clip, torch.Tensor)
+        ]
     return shown
 
 

@@ -26,7 +26,7 @@ from mimo_train.inputs.datasets import placeholders_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of dtypes in `transformers`, by ours."""
-COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md", "LICENSE*", "NOTICE*")
 """Files of the source directory that belong to a model in addition to its weights."""
 PROCESSOR = "processor_config.json"
 PROCESSORS = (PROCESSOR, "preprocessor_config.json")

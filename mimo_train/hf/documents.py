@@ -24,7 +24,7 @@ from encoders.weight_map import WeightMap, spelt
 from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.composites import COMPOSITES, Composite
+from mimo_train.config.pretrained.composites import Composite, composite_of
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
@@ -135,7 +135,7 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
             continue
         if (name, ENCODER) not in from_folders:
             documents.append(_encoder(name, module))
-        if (name, PROJECTOR) not in from_folders:
+        if (name, PROJECTOR) not in from_folders and module.projector.kind != "none":
             documents.append(_projector(name, module, cfg.llm.hidden_size))
     return documents
 
@@ -159,12 +159,12 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     directory = read_directory(str(source), parts[0].key)
     config = dict(directory.config)
     names = list(dict.fromkeys(part.module for part in parts))
-    composite = COMPOSITES.get(config["model_type"], Composite(""))
+    is_composite, composite = composite_of(directory) is not None, composite_of(directory) or Composite("")
     if LANGUAGE in names:
         config = composite.with_vocabulary(config, cfg.llm.vocab_size)
     write_files = partial(copy_files, source)
     if LANGUAGE in names and has_another_tokenizer(directory, cfg, tokenizer):
-        if config["model_type"] in COMPOSITES:
+        if is_composite:
             raise UserError(
                 f"data.tokenizer: {cfg.data.tokenizer} is not the tokenizer of {source}, whose processor and "
                 "placeholders count on its own: a directory of this model cannot be written with another one"

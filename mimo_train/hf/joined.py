@@ -8,7 +8,7 @@ from encoders.pretrained import preprocessor_config
 from encoders.registry import FAMILIES
 from encoders.weight_map import WeightMap
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.composites import composite_of
 from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES, LLAVA
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
@@ -131,7 +131,7 @@ def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str
     if part is None:
         return published.config, weights, class_tensors(published, TOWER)
     directory = read_directory(str(part.folder), part.key)
-    composite = COMPOSITES.get(directory.model_type)
+    composite = composite_of(directory)
     config = composite.part(directory.config, name) if composite else dict(directory.config)
     config["model_type"] = TOWERS[encoder.family]
     folder = TensorFolder(part.folder, part.key)
@@ -152,7 +152,7 @@ def _language(
         raise NoLlava(f"modules.{LANGUAGE} is a class of transformers as it is")
     if part is not None:
         directory = read_directory(str(part.folder), part.key)
-        composite = COMPOSITES.get(directory.model_type)
+        composite = composite_of(directory)
         config = composite.part(directory.config, LANGUAGE) if composite else dict(directory.config)
         config["vocab_size"] = cfg.llm.vocab_size
         kind, weights = config["model_type"], part.written

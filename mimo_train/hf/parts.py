@@ -7,7 +7,8 @@ from encoders.base import EncoderSpec
 from encoders.registry import FAMILIES
 from encoders.weight_map import WeightMap
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.composites import COMPOSITES, Composite
+from mimo_train.config.pretrained.composites import Composite, composite_of
+from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
 from mimo_train.config.schema import ConfigContainer
@@ -52,16 +53,21 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
         if not module.pretrained or isinstance(module.llm, TransformersLlm):
             continue
         directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
-        place = directory.folder, directory.key, directory.model_type not in COMPOSITES
-        composite = COMPOSITES.get(directory.model_type, Composite(""))
+        composite = composite_of(directory)
+        place = directory.folder, directory.key, composite is None
+        composite = composite or Composite("")
         if name == LANGUAGE:
             config = composite.part(directory.config, name)
-            kind, spellings = config["model_type"], composite.language_names or ("",)
+            kind, spellings = config["model_type"], composite.spellings(directory.folder, directory.key)
             stored = language_keys(config)["vocab_size"]
             weights, written = (
                 language_map(cfg.llm, rows, kind, language_rows).under(*spellings) for language_rows in (stored, 0)
             )
             parts.append(Part(name, "", weights, written, *place))
+            continue
+        if isinstance(composite, OfTransformers):
+            weights = composite.media_weights(directory.key).named(f"{ENCODER}{name}.model.model.")
+            parts.append(Part(name, ENCODER, weights, weights, *place))
             continue
         parts.append(_encoder_part(name, module.encoder, directory))
         if has_projector(directory):
@@ -78,11 +84,11 @@ def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str 
         part: name among the encoders joined in the module's; empty for the module's own.
     """
     place = f"{ENCODER}{name}." + (f"{part}." if part else "")
-    composite = COMPOSITES.get(directory.model_type, Composite(""))
+    composite = composite_of(directory)
+    is_whole, composite = composite is None, composite or Composite("")
     weights = FAMILIES[spec.family].weight_map(spec)
     names = [
         before + prefix for before in composite.encoder_names for prefix in weights.prefixes if isinstance(prefix, str)
     ]
     weights = weights.named(place).under(*names)
-    is_whole = directory.model_type not in COMPOSITES
     return Part(name, place if part else ENCODER, weights, weights, directory.folder, directory.key, is_whole)

@@ -16,6 +16,7 @@ from data.records.members import NO_FIELDS, Fields, read_fields
 from data.samples.media_spec import Sampling
 from data.storage.url import Place
 from encoders.base import num_tokens, token_grid
+from encoders.transformers_media.spec import MediaSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import VideoConfig
 from mimo_train.config.schema_mix import source_names
@@ -55,9 +56,18 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
             canvas=getattr(module.encoder, "canvas", None) if module.encoder.is_tiled else None,
             cut_several=getattr(module.encoder, "cut_several", True),
+            **_by_processor(module.encoder),
         )
         for name, module in cfg.encoders.items()
     ]
+
+
+def _by_processor(encoder: Any) -> dict[str, Any]:
+    """Return the fields of `Media` of an encoder whose inputs the model's own processor makes."""
+    if not isinstance(encoder, MediaSpec):
+        return {}
+    processor = encoder.processor()
+    return {"ids": processor.ids, "read": processor.read, "identity": processor.identity}
 
 
 def tokenizer_of(cfg: ConfigContainer) -> Any:
@@ -202,8 +212,17 @@ def shard_dataset(
 ) -> ShardDataset:
     """Build a dataset of tar shards; see `build_dataset`."""
     from data.pipeline import ShardDataset
+    from mimo_train.config.pretrained.directory import read_directory
 
     data = cfg.data
+    for name, module in cfg.encoders.items():
+        if isinstance(module.encoder, MediaSpec):
+            directory = read_directory(module.encoder.path, f"modules.{name}.encoder.path")
+            if has_another_tokenizer(directory, cfg, tokenizer):
+                raise DataError(
+                    f"data.tokenizer: {data.tokenizer} is not the tokenizer of {directory.folder}, whose processor "
+                    f"makes the tokens of {name}: remove the key"
+                )
     return ShardDataset(
         sources,
         tokenizer=tokenizer,

@@ -68,6 +68,8 @@ def _layers(module: ModuleConfig) -> int:
 
 def _projector_linears(module: ModuleConfig, language_width: int) -> list[Linear]:
     width, name = module.encoder.joined_width(module.projector.merge), f"{_PROJECTOR}.0.encoder"
+    if module.projector.kind == "none":
+        return []
     if module.projector.kind == "linear":
         return [Linear(name, width, (("encoder", language_width),))]
     middle = module.projector.ffn_hidden_size or language_width

@@ -92,6 +92,11 @@ def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fa
     """Yield faults of a projector whose own sizes have none; `width`: the language model's; `name`: of its module."""
     projector, tp, key = module.projector, module.layout.tp, f"modules.{name}"
     resampler, place = projector.resampler, f"{key}.projector"
+    if projector.kind == "none":
+        if module.encoder.joined_width(projector.merge) != width:
+            text = f"is none, and features of {module.encoder.hidden_size} do not fit a language model of {width}"
+            yield Fault(f"{place}.kind", f"{text}: set it to mlp or linear")
+        return
     if projector.kind == "linear":
         sizes = {f"modules.{LANGUAGE}.llm.hidden_size": width}
     else:

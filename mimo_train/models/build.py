@@ -211,6 +211,8 @@ def _encoder_spec(
             params = encoder.params | {"config": part_config, "spec": spec} | layers(part_config)
             builders[part] = partial(family_of(spec.family).load(), **params)
         encoder.params["parts"] = builders
+    if module.projector.kind == "none":
+        return ModuleSpec(module=EncoderModule, params={"pg_collection": pgs}, submodules={"encoders": {name: encoder}})
     projector = ModuleSpec(
         module=Projector,
         params={

@@ -50,6 +50,8 @@ class StagedModality(VisionModalitySubmodules):
         outputs = self.encode(encoder_inputs)
         if not self.is_last_stage:
             return outputs[0]
+        if not self.input_projections:  # projector.kind none
+            return self.combine_embeddings(outputs)
         (projector,) = self.input_projections
         if getattr(projector, "newline", None) is not None:
             tilings = [encoder.spec.tiling(*size) for size in encoder_inputs[name]["sizes"]]

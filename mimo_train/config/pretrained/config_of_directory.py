@@ -7,7 +7,8 @@ from mimo_train.config.compose import from_dict
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import CONFIG, adapted_paths, paths_of
-from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.composites import composite_of
+from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in
 from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_error
@@ -18,6 +19,7 @@ LONGEST = 4096
 
 _MODULES = {"vision_config": "images", "audio_config": "audio"}
 """Name of an encoder's module, by its part of config.json."""
+_OF_KINDS = {"image": "images", "audio": "audio"}
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -31,9 +33,13 @@ def config_of_directory(folder: Path) -> ConfigContainer:
     adapter, base = folder, base_of_adapter(folder)
     folder = base or folder
     directory = read_directory(str(folder), "CHECKPOINT")
-    composite = COMPOSITES.get(directory.model_type)
-    encoder = _MODULES.get(composite.encoder) if composite is not None and composite.projector is not None else None
-    names = [*([encoder] if encoder else []), LANGUAGE]
+    composite = composite_of(directory)
+    if isinstance(composite, OfTransformers):
+        encoders = [_OF_KINDS[kind] for kind in composite.kinds[:1]]
+    else:
+        has_encoder = composite is not None and composite.projector is not None and composite.encoder in _MODULES
+        encoders = [_MODULES[composite.encoder]] if composite is not None and has_encoder else []
+    names = [*encoders, LANGUAGE]
     plain: dict[str, Any] = {"modules": {name: {"pretrained": str(folder)} for name in names}, "data": {}}
     paths = adapted_paths(adapter) if base else []
     of_language = set(paths_of(paths, LANGUAGE))

@@ -13,7 +13,9 @@ from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
-from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD, Composite
+from mimo_train.config.pretrained.composites import COMPOSITES, ENCODERS, Composite, composite_of
+from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as OF_TRANSFORMERS
+from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
@@ -38,8 +40,6 @@ CHOICES = {
     "placeholder": {"start", "end", "mark"},
 }
 """Keys by part that a user may set to another value than the directory's: no weight depends on them."""
-_PARTS = {"text_config", "vision_config", "audio_config", "llm_config", "thinker_config"}
-"""Keys of config.json that identify a model of several parts."""
 PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "newline": False, "resampler": {"latents": 0}}
 """Default projector keys of a directory."""
 CONSTANTS = ("normalization", "layernorm_epsilon")
@@ -70,7 +70,7 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
             by_module[name] = read_directory(str(path or of_all), key)
     alike = [name for name, directory in by_module.items() if directory.key == "pretrained" and name != LANGUAGE]
     # Anything else is rejected later, as no encoder.
-    if len(alike) > 1 and by_module[alike[0]].model_type in {*COMPOSITES, *UNREAD, *_encoder_kinds()}:
+    if len(alike) > 1 and by_module[alike[0]].model_type in {*COMPOSITES, *ENCODERS}:
         text = f"{of_all} has one encoder, and modules {', '.join(alike)} would all get it: give them their own"
         raise ConfigError([Fault("pretrained", f"{text}, modules.{alike[0]}.pretrained")])
     return by_module
@@ -104,10 +104,6 @@ def _misfits(
             value = plain.get(key)
             if value not in (None, "") and (not isinstance(value, kind) or isinstance(value, bool)):
                 yield Fault(f"{prefix}.{key}".lstrip("."), f"must be {wanted}, is {shown_plain(value)}")
-
-
-def _encoder_kinds() -> set[str]:
-    return {kind for how in FAMILIES.values() for kind in how.readers}
 
 
 def pretrained_folders(cfg: ConfigContainer) -> dict[str, str]:
@@ -157,7 +153,8 @@ def all_parts(cfg: ConfigContainer) -> set[tuple[str, str]]:
 
 def has_projector(directory: Directory) -> bool:
     """True if a directory holds a projector between its encoder and its language model."""
-    return directory.model_type in COMPOSITES and COMPOSITES[directory.model_type].projector is not None
+    composite = composite_of(directory)
+    return isinstance(composite, OfTransformers) or (composite is not None and composite.projector is not None)
 
 
 def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, tokenizer_is_given: bool) -> None:
@@ -177,11 +174,14 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
             module[part] = {**keys, **values}
         if name != LANGUAGE and LANGUAGE in directories and directories[LANGUAGE].folder == directory.folder:
             keys, values = (
-                _placeholder(directory),
+                _placeholder(name, directory),
                 {name: text for name, text in (module.get("placeholder") or {}).items() if text},
             )
             faults += _contradictions(f"modules.{name}.placeholder", "placeholder", values, keys, directory)
             module["placeholder"] = {**keys, **values}
+        elif name != LANGUAGE and isinstance(composite_of(directory), OfTransformers):
+            text = f"is {directory.folder}, whose {name} need its own language model"
+            faults.append(Fault(directory.key, f"{text}: set modules.{LANGUAGE}.pretrained to it too"))
         faults += _fill_in_adapter(name, module, directory)
         if name == LANGUAGE:
             if "model_config" in module["llm"]:
@@ -259,14 +259,23 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
 
 
 def _parts(name: str, directory: Directory, implementation: str = "") -> dict[str, dict[str, Any]]:
-    if directory.model_type in UNREAD:
-        text = f"{directory.folder} is of family {directory.model_type}, which {UNREAD[directory.model_type]}"
+    if "mm_vision_tower" in directory.config:
+        text = (
+            f"{directory.folder} is a LLaVA in the format of its own repository (mm_vision_tower), not of "
+            "transformers: use its published conversion (llava-hf in the hub), or convert it"
+        )
         raise ConfigError([Fault(directory.key, text)])
-    unsupported = _unsupported_composite(directory)
-    if unsupported:
-        raise ConfigError([Fault(directory.key, unsupported)])
-    composite = COMPOSITES.get(directory.model_type)
-    config = composite.part(directory.config, name) if composite else directory.config
+    try:
+        composite = composite_of(directory)
+        if isinstance(composite, OfTransformers) and name != LANGUAGE:
+            names = {"name": directory.folder.name}
+            return {
+                "encoder": composite.media_keys(name),
+                "projector": names | PROJECTOR | OF_TRANSFORMERS,
+            }
+        config = composite.part(directory.config, name) if composite else directory.config
+    except EncoderError as error:
+        raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
     if name == LANGUAGE:
         as_is = implementation == "transformers"
         if not as_is and implementation != "native" and not is_family(config.get("model_type")):
@@ -287,7 +296,7 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
         raise ConfigError([Fault(directory.key, f"{text}model can be read, as modules.{LANGUAGE}.pretrained")])
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
-        kinds = sorted(_encoder_kinds())
+        kinds = sorted(ENCODERS)
         text = f"; a language model is modules.{LANGUAGE}" if is_family(config["model_type"]) else ""
         raise ConfigError(
             [
@@ -325,28 +334,14 @@ def _as_is(config: Mapping[str, Any], directory: Directory) -> dict[str, Any]:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
 
 
-def _unsupported_composite(directory: Directory) -> str:
-    """Return why a model of several parts cannot be read; empty if it can, and for any other model."""
-    if "mm_vision_tower" in directory.config:
-        return (
-            f"{directory.folder} is a LLaVA in the format of its own repository (mm_vision_tower), not of "
-            "transformers: use its published conversion (llava-hf in the hub), or convert it"
-        )
-    kind = directory.model_type
-    if kind in COMPOSITES or kind in _encoder_kinds() or not _PARTS & directory.config.keys():
-        return ""
-    with_encoder = [name for name, composite in COMPOSITES.items() if composite.projector is not None]
-    text_alone = [name for name, composite in COMPOSITES.items() if composite.no_encoder]
-    return (
-        f"{directory.folder} is a model of several parts of type {kind!r}, which is not supported. Supported types: "
-        f"{', '.join(with_encoder)}; the language model alone of {', '.join(text_alone)}. Save the encoder and the "
-        f"language model of {kind} as directories of their own, or choose one of these"
-    )
-
-
-def _placeholder(directory: Directory) -> dict[str, str]:
-    """Return the placeholder of media in a directory's tokenizer, as far as config.json names it."""
-    composite = COMPOSITES.get(directory.model_type, Composite(""))
+def _placeholder(name: str, directory: Directory) -> dict[str, str]:
+    """Return the placeholder of a module's media in a directory's tokenizer, as far as config.json names it."""
+    composite = composite_of(directory) or Composite("")
+    if isinstance(composite, OfTransformers):
+        try:
+            return composite.placeholder_keys(name)
+        except EncoderError as error:
+            raise ConfigError([Fault(directory.key, str(error))]) from error
     if composite.pad_id is None or not directory.has_tokenizer:
         return dict(composite.placeholder)
     number = composite.pad_id(directory.config)

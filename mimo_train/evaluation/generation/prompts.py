@@ -18,6 +18,7 @@ from data.media.options import colour_of
 from data.media.video import decode_video
 from data.records.conversation import MARKERS, Conversation, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
+from data.samples.media_spec import MediaInput
 from data.text.placeholders import Place, axis_positions
 from data.text.tokens import Tokenizer
 from data.text_format import plural
@@ -44,11 +45,12 @@ class Medium:
 
 
 class Input(NamedTuple):
-    """An item as a module takes it: its tensor and size, and the number of its tokens with their grid, if any."""
+    """An item as a module takes it, its size, the number of its features with their grid, if any, and its tokens."""
 
-    tensor: torch.Tensor
+    tensor: MediaInput
     size: tuple[int, int]
     place: Place
+    tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Prompts:
             readers = [item.module for item in self._modules if item.kind == kind]
             of_items = zip(*(inputs[module] for module in readers), strict=True)
             tokens[kind] = [
-                [(self._places[module], each.place[0]) for module, each in zip(readers, item, strict=True)]
+                [(self._places[module], each.tokens) for module, each in zip(readers, item, strict=True)]
                 for item in of_items
             ]
         return self.with_inputs(self._tokenizer.template.prompt(Conversation(tuple(turns)), tokens), inputs)
@@ -132,7 +134,9 @@ class Prompts:
                     canvas = item.canvas(*extent) if item.canvas else None
                     tensor = fitted(medium.image, size, item.resize, canvas, self._bounds)
                 place = item.sequence_tokens(*extent), item.grid(*extent) if item.grid else None
-                inputs[item.module].append(Input(tensor, size, place))
+                tokens = item.ids(*extent) if item.ids else [self._places[item.module]] * place[0]
+                value = tensor if item.read is None else item.read(tensor)
+                inputs[item.module].append(Input(value, size, place, tokens))
         return inputs
 
     def of_text(self, text: str) -> Prompt:

@@ -191,6 +191,8 @@ def _module_text(module: ModuleConfig) -> str:
         )
     )
     name, kind = projector.name, projector.kind
+    if kind == "none":
+        return f"{encoder.name}: {sizes}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
     joined = name if name.startswith(kind) else f"{name} ({kind})" if name else kind
     return f"{encoder.name}: {sizes}; {joined}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 

@@ -3,6 +3,7 @@ makes of them."""
 
 import io
 import json
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,23 @@ def image(height: int, width: int) -> Any:
     return Image.fromarray(shades.astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def clip(samples: int) -> np.ndarray:
+    """16-bit sound as floats."""
+    return np.random.default_rng(samples).integers(-9000, 9000, samples).astype(np.float32) / 32768
+
+
+def file_of(size: tuple[int, ...]) -> bytes:
+    """An image file of (height, width), or a sound file of (samples,)."""
+    buffer = io.BytesIO()
+    if len(size) == 2:
+        image(*size).save(buffer, "PNG")
+        return buffer.getvalue()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes((clip(*size) * 32768).astype(np.int16).tobytes())
+    return buffer.getvalue()
+
+
 def make(folder: Path, kind: str) -> dict[str, Any]:
     """Save the model with its processor as `folder`/model and the samples as `folder`/samples.tar; returns what
     transformers makes of them: `compute`."""
@@ -66,12 +84,10 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     _processor(folder / "model", kind, transformers)
     members: list[tuple[str, bytes]] = []
     for number, (parts, answer) in enumerate(SAMPLES):
-        messages = [{"role": "user", "content": _content(parts)}, {"role": "assistant", "content": answer}]
+        messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
         for at, (height, width) in enumerate(part for part in parts if isinstance(part, tuple)):
-            file = io.BytesIO()
-            image(height, width).save(file, "PNG")
-            members.append((f"{number}.{at}.png", file.getvalue()))
+            members.append((f"{number}.{at}.png", file_of((height, width))))
     write_tar(folder / "samples.tar", members)
     return compute(model, folder / "model")
 
@@ -105,8 +121,9 @@ def _images(parts: list[Any]) -> list[list[Any]] | None:
     return [found] if found else None
 
 
-def _content(parts: list[Any]) -> list[dict[str, str]]:
-    return [{"type": "image"} if isinstance(part, tuple) else {"type": "text", "text": part} for part in parts]
+def content(parts: list[Any]) -> list[dict[str, str]]:
+    kinds = {1: "audio", 2: "image"}
+    return [{"type": kinds[len(part)]} if isinstance(part, tuple) else {"type": "text", "text": part} for part in parts]
 
 
 def _model(kind: str, transformers: Any) -> Any:
@@ -190,7 +207,7 @@ def compute(model: Any, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"ids": [], "positions": [], "logits": []}
     total, count, marker = torch.zeros(()), 0, processor.tokenizer.encode("<|im_start|>assistant\n")
     for parts, answer in SAMPLES:
-        question = [{"role": "user", "content": _content(parts)}]
+        question = [{"role": "user", "content": content(parts)}]
         drawn_images = _images(parts)
         prompt = processor.apply_chat_template(question, add_generation_prompt=True)
         batch = processor(text=prompt + answer + "<|im_end|>\n", images=drawn_images, return_tensors="pt")
@@ -246,7 +263,7 @@ def logits_of(model: Any, folder: Path) -> list[np.ndarray]:
     for parts, answer in SAMPLES:
         drawn_images = _images(parts)
         prompt = processor.apply_chat_template(
-            [{"role": "user", "content": _content(parts)}], add_generation_prompt=True
+            [{"role": "user", "content": content(parts)}], add_generation_prompt=True
         )
         with torch.no_grad():
             batch = processor(text=prompt + answer + "<|im_end|>\n", images=drawn_images, return_tensors="pt")

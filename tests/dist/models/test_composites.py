@@ -17,9 +17,10 @@ from tests.dist.models.composites import (
     NEW_TOKENS,
     RATE,
     SAMPLES,
+    content,
     exported,
+    file_of,
     hub_name,
-    image,
     make,
 )
 from tests.dist.ranks import run_ranks
@@ -125,7 +126,7 @@ def composed(folder: Path, run_dir: Path, *overrides: str):
     return load("vlm_digits", [*(f"{key}={value}" for key, value in values.items()), *overrides])
 
 
-def train(cfg) -> dict:
+def train(cfg, question: list = SAMPLES[0][0]) -> dict:
     """On a rank: logits of all samples, ids and positions, then a step with its loss and gradient norm; with
     checkpoints before and behind it."""
     import torch
@@ -145,7 +146,7 @@ def train(cfg) -> dict:
         own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         assert own == sum(part.total for part in counted.values()), name
     if pipeline.layout.processes == (0,):
-        found["answer"] = answer(cfg, steps)
+        found["answer"] = answer(cfg, steps, question)
 
     iterator = StepIterator(open_loader(resolve(cfg), pipeline.groups, dataset, consumed=0, steps=1), pipeline)
     iterator.advance()
@@ -157,7 +158,7 @@ def train(cfg) -> dict:
         found["ids"] = torch.cat([batch["input_ids"] for batch in batches]).numpy()
         found["positions"] = torch.cat([batch["position_ids"] for batch in batches], dim=-2).numpy()
     found["before"] = steps.save()
-    found["curve"] = steps.train()
+    found["curve"] = steps.train(cfg.train.iters)
     found["after"] = steps.save()
     return found
 
@@ -184,8 +185,8 @@ def predicted(pipeline, iterator) -> np.ndarray | None:
     return torch.cat(parts, dim=1).transpose(0, 1).numpy()
 
 
-def answer(cfg, steps) -> list[int]:
-    """The greedy answer to the first question, with the cache of keys and values."""
+def answer(cfg, steps, parts: list) -> list[int]:
+    """The greedy answer to a question, with the cache of keys and values."""
     import tempfile
 
     from data.records.conversation import Part, Turn
@@ -194,14 +195,14 @@ def answer(cfg, steps) -> list[int]:
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts
 
-    tokenizer, (parts, _) = steps.session.parts.tokenizer, SAMPLES[0]
+    tokenizer = steps.session.parts.tokenizer
     prompts, media = Prompts(cfg, tokenizer), []
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             if isinstance(part, tuple):
-                image(*part).save(Path(folder) / "image.png")
-                media.append(prompts.medium("image", Path(folder) / "image.png"))
-    turn = Turn("user", tuple(Part("text", part) if isinstance(part, str) else Part("image", "") for part in parts))
+                (Path(folder) / "file").write_bytes(file_of(part))
+                media.append(prompts.medium(content([part])[0]["type"], Path(folder) / "file"))
+    turn = Turn("user", tuple(Part(part["type"], part.get("text", "")) for part in content(parts)))
     answers = Answers(cfg, Decoder(steps.pipeline), tokenizer, Sampler(Sampling()), NEW_TOKENS)
     found = answers(prompts.of_conversation([turn], media)).tokens
     steps.pipeline.model[0].train()

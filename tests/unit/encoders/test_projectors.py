@@ -59,9 +59,10 @@ def test_products_of_a_resampler():
 @pytest.mark.parametrize(
     ("spec", "field", "words"),
     [
-        (ProjectorSpec(kind="resampler"), "kind", "mlp or linear"),
-        (ProjectorSpec(kind="linear", activation="relu"), "activation", "no hidden layer"),
-        (ProjectorSpec(kind="linear", ffn_hidden_size=4), "ffn_hidden_size", "no hidden layer"),
+        (ProjectorSpec(kind="resampler"), "kind", "mlp, linear or none"),
+        (ProjectorSpec(kind="linear", activation="relu"), "activation", "does not use it"),
+        (ProjectorSpec(kind="linear", ffn_hidden_size=4), "ffn_hidden_size", "does not use it"),
+        (ProjectorSpec(kind="none", merge=2), "merge", "does not use it"),
         (ProjectorSpec(norm="BatchNorm"), "norm", "LayerNorm"),
         (ProjectorSpec(norm_epsilon=1e-6), "norm_epsilon", "no norm"),
         (ProjectorSpec(resampler=ResamplerSpec(num_layers=2)), "resampler.num_layers", "latents 0"),

@@ -1,11 +1,19 @@
 """Models of several parts in one Hugging Face directory: the config and the weights of each part."""
 
+from encoders.errors import EncoderError
+from encoders.registry import FAMILIES
+from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.gemma3 import GEMMA3
 from mimo_train.config.pretrained.composites.llava import LLAVA
+from mimo_train.config.pretrained.composites.of_transformers import of_transformers
 from mimo_train.config.pretrained.composites.qwen2_audio import QWEN2_AUDIO
 from mimo_train.config.pretrained.composites.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from mimo_train.config.pretrained.composites.tiles import LLAVA_NEXT, LLAVA_ONEVISION
+from mimo_train.config.pretrained.directory import Directory
+
+ENCODERS = {kind for family in FAMILIES.values() for kind in family.readers}
+"""Model types of single encoders."""
 
 COMPOSITES: dict[str, Composite] = {
     "llava": LLAVA,
@@ -21,5 +29,17 @@ COMPOSITES: dict[str, Composite] = {
 }
 """By `model_type` of config.json."""
 
-UNREAD = {"llava_next_video": "joins the features of a film's images, which cannot be built"}
-"""Why a model of several parts cannot be read, by `model_type`."""
+_PARTS = {"text_config", "vision_config", "audio_config", "llm_config", "thinker_config"}
+"""Keys of config.json that identify a model of several parts."""
+
+
+def composite_of(directory: Directory) -> Composite | None:
+    """Return how a model of several parts is read; None for a model of one. Raise ConfigError if transformers cannot
+    build it."""
+    kind = directory.model_type
+    if kind in COMPOSITES or kind in ENCODERS or not _PARTS & directory.config.keys():
+        return COMPOSITES.get(kind)
+    try:
+        return of_transformers(directory.folder)
+    except EncoderError as error:
+        raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error

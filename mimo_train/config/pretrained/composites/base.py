@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from encoders.weight_map import Spelling, WeightMap
@@ -43,6 +44,10 @@ class Composite:
     """Keys of the encoder module's `placeholder` that its tokenizer has tokens for."""
     no_encoder: str = ""
     """Why its encoder cannot be read, a clause; its language model can."""
+
+    def spellings(self, folder: Path, key: str) -> tuple[Spelling, ...]:
+        """Return the prefixes that the language model's tensors may have in `folder`; `key` names it in errors."""
+        return self.language_names or ("",)
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return the part of config.json for `language` or an encoder."""

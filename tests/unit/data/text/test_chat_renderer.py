@@ -205,6 +205,8 @@ def test_a_template_serves_threads(blocks, saved):
 def test_names_of_tokens_for_people():
     tokenizer = build_tokenizer("bytes", ["<image>"])
     record = parse(messages([("user", "<image>é"), ("assistant", "3")]), image=1)
-    encoded = tokenizer.template.encode(record, {"image": [[(tokenizer.placeholder_id("<image>"), 2)]]})
+    encoded = tokenizer.template.encode(
+        record, {"image": [[(tokenizer.placeholder_id("<image>"), [tokenizer.placeholder_id("<image>")] * 2)]]}
+    )
     assert tokenizer.shown([*encoded.tokens, 999]) == "[begin][user]<image><image>é[end][assistant]3[end][unused]"
     assert re.fullmatch(r"[0-9a-f]{32}", tokenizer.fingerprint)

@@ -22,7 +22,7 @@ def sample(conversation, media=None, length=32):
 
 
 def one_image(tokens=3):
-    return {"image": [[(IMAGE, tokens)]]}
+    return {"image": [[(IMAGE, [IMAGE] * tokens)]]}
 
 
 def test_labels_and_loss_mask_by_hand():
@@ -65,7 +65,7 @@ def test_truncation_cuts_text_behind_the_media_only():
 
 
 def test_stand_in_has_the_placeholders_and_no_loss():
-    result = stand_in(BYTES, {"image": [[(IMAGE, 2), (DINO, 1)]]}, 5, 9)
+    result = stand_in(BYTES, {"image": [[(IMAGE, [IMAGE] * 2), (DINO, [DINO] * 1)]]}, 5, 9)
     assert result.input_ids.tolist() == [IMAGE, IMAGE, DINO, PAD, PAD] and not result.loss_mask.any()
 
 

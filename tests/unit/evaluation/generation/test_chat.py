@@ -87,7 +87,7 @@ def test_turns_and_media_stay_in_a_conversation(prompts, image):
         Turn("user", (Part("text", "Sure?"),)),
     ]
     for index, (prompt, shown) in enumerate(zip(decoder.prompts, (1, 3, 3), strict=True)):
-        media = {"image": [[(IMAGE, count)]] * shown}
+        media = {"image": [[(IMAGE, [IMAGE] * count)]] * shown}
         assert prompt.ids == TOKENIZER.template.prompt(Conversation(tuple(turns[: 2 * index + 2])), media)
         assert prompt.rows == {"images": shown * count}
     (pixels,) = decoder.prompts[2].inputs["images"]["images"].values()

@@ -1,0 +1,178 @@
+"""A directory of `transformers` with a model of several parts: its class, what it reads, the names of its tensors."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from math import prod
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+from encoders.errors import EncoderError
+
+DROPPED = ("dropout", "layerdrop", "drop_path_rate")
+"""Parts of the names of keys that set a probability of dropout."""
+
+SPECIAL = {
+    "adds features in layers of the language model": r"deepstack|per_layer_inputs|visual_pos_masks|moe_mm",
+    "has positions on several axes": r"get_rope_index|compute_3d_position|rope_deltas",
+    "lets the tokens of an image see each other": r"token_type_ids(?!\w)|block_sequence_ids|bidirectional",
+    "projects features outside of its towers": r"visual_indicator|multi_modal_projector|embed_vision",
+}
+"""What a model does besides putting features at their places, by the words of its `forward`. Checked against all models
+of several parts in transformers 5.23."""
+
+
+@cache
+def hf_config(path: str) -> PretrainedConfig:
+    """Return the config of a directory. Raise EncoderError if transformers cannot read it."""
+    try:
+        return cast(PretrainedConfig, AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+    except Exception as error:  # the config class may raise anything about a value
+        reason = str(error).partition("\n")[0]
+        raise EncoderError(f"transformers cannot read config.json: {reason}") from error
+
+
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that config.json names, or that of its type. Raise EncoderError if transformers has none."""
+    of_type = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    for name in config.architectures or [of_type or ""]:
+        built = getattr(transformers, name, None)
+        if isinstance(built, type) and issubclass(built, PreTrainedModel):
+            return built
+    raise EncoderError(f"config.json: architectures is {config.architectures}, and transformers has no such class")
+
+
+def kinds_of(config: PretrainedConfig) -> list[str]:
+    """Return the kinds of media that a model reads: image, audio."""
+    models = _models_beside(class_of(config))
+    return [kind for kind in ("image", "audio") if any(hasattr(model, f"get_{kind}_features") for model in models)]
+
+
+def why_special(config: PretrainedConfig) -> str:
+    """Return what a model does besides putting features at their places, a clause; empty if nothing."""
+    built = class_of(config)
+    owners = {built, *(model for model in _models_beside(built) if hasattr(model, "get_placeholder_mask"))}
+    forwards = [vars(owner)["forward"] for owner in owners if "forward" in vars(owner)]
+    bodies = "".join(inspect.getsource(forward).rpartition('"""')[2] for forward in forwards)
+    return next((reason for reason, words in SPECIAL.items() if re.search(words, bodies)), "")
+
+
+def _models_beside(built: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
+    """Return the models in the module of a class: that class, and the one inside it."""
+    values = vars(sys.modules[built.__module__]).values()
+    return [value for value in values if inspect.isclass(value) and issubclass(value, PreTrainedModel)]
+
+
+def text_key(config: PretrainedConfig) -> str:
+    """Return the key of the language model's part of config.json. Raise EncoderError if there is none."""
+    text = config.get_text_config(decoder=True)
+    for key in config.sub_configs:
+        if getattr(config, key, None) is text:
+            return str(key)
+    raise EncoderError(f"config.json of a {config.model_type} has no part for its language model")
+
+
+def pad_id(config: PretrainedConfig, kind: str) -> int:
+    """Return the id of the tokens that features replace. Raise EncoderError if config.json does not say it."""
+    for key in (f"{kind}_token_id", f"{kind}_token_index"):
+        if isinstance(getattr(config, key, None), int):
+            return int(getattr(config, key))
+    raise EncoderError(f"config.json: {kind}_token_id is missing")
+
+
+def dropout_of(config: PretrainedConfig) -> float:
+    """Return the largest probability of dropout outside of the language model."""
+    rates = [value for _, key, value in _media_values(config) if any(word in key for word in DROPPED)]
+    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a config without dropout outside of the language model."""
+    config = type(config).from_dict(config.to_dict())
+    for owner, key, value in list(_media_values(config)):
+        if any(word in key for word in DROPPED) and isinstance(value, int | float):
+            setattr(owner, key, 0.0)
+    return config
+
+
+def _media_values(config: PretrainedConfig) -> Iterable[tuple[PretrainedConfig, str, Any]]:
+    text = config.get_text_config(decoder=True)
+    for owner in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        if owner is not None and owner is not text:
+            yield from ((owner, key, value) for key, value in vars(owner).items())
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model on the meta device."""
+    with torch.device("meta"):
+        return class_of(config)._from_config(config)
+
+
+def without_language(model: PreTrainedModel) -> PreTrainedModel:
+    """Take the language model and the output layer out of a model in place, and return it."""
+    language, head = model.get_decoder(), model.get_output_embeddings()
+    removed = {id(module) for module in language.modules()} | {id(head)}
+    for owner in [owner for owner in model.modules() if id(owner) not in removed]:
+        for name, child in list(owner.named_children()):
+            if id(child) in removed:
+                setattr(owner, name, None)
+    return model
+
+
+class Structure:
+    """A model of several parts without its weights.
+
+    Attributes:
+        shapes: shape of each parameter of the media half, by its name in memory.
+        num_parameters: those of the media half.
+        tied: True if the output layer is the embedding.
+    """
+
+    def __init__(self, config: PretrainedConfig):
+        """Build the model on the meta device."""
+        model = skeleton(config)
+        places = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        language, head = model.get_decoder(), model.get_output_embeddings()
+        self._class, self._prefix = type(model).__name__, model.base_model_prefix
+        self._table = f"{places[id(language)]}.embed_tokens.weight"
+        self._head = f"{places.get(id(head), 'lm_head')}.weight"
+        self.tied = head is None or head.weight is language.get_input_embeddings().weight
+        self._state = model.state_dict()
+        self._conversions = get_model_conversion_mapping(model)
+        self.shapes = {name: tuple(value.shape) for name, value in without_language(model).named_parameters()}
+        self.num_parameters = sum(prod(shape) for shape in self.shapes.values())
+
+    def stored_names(self, files: Iterable[str]) -> dict[str, str]:
+        """Return {name in memory: name in the directory} of tensors that a directory with the names `files` stores as
+        they are in memory."""
+        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
+        stored = {}
+        for file in files:
+            name, converter = rename_source_key(file, renamings, converters, self._prefix, self._state)
+            if converter is None and name in self._state:
+                stored[name] = file
+        return stored
+
+    def language_names(self, files: Iterable[str]) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Return the prefixes (of the language model alone, in a directory with the names `files`) of its tensors and
+        of the output layer's. Raise EncoderError if the directory lacks it."""
+        stored = self.stored_names(files)
+        if self._table not in stored:
+            raise EncoderError(f"it has no tensor for {self._table} of {self._class}")
+        table, head = stored[self._table], stored.get(self._head, "lm_head.weight")
+        return ("model.", table.removesuffix("embed_tokens.weight")), ("lm_head.", head.removesuffix("weight"))
+
+
+@cache
+def structure_of(path: str) -> Structure:
+    """Return the structure of a directory's model. Raise EncoderError if transformers cannot build it."""
+    return Structure(hf_config(path))

@@ -1,0 +1,168 @@
+"""The media half of a model of `transformers`: the model without its language model. Shape suffixes: R rows, the
+features of all items one after the other; H width of the language model."""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from encoders.errors import EncoderError
+from encoders.plain.model import PlainEncoder
+from encoders.transformers_media.directory import skeleton, without_language
+from encoders.transformers_media.processor import MediaProcessor
+from encoders.transformers_media.spec import MediaSpec
+
+Item = Mapping[str, Any]
+"""What `MediaProcessor.read` returns of an item."""
+
+EXAMPLES = {"image": ((64, 96), (1200, 700)), "audio": ((8000, 16000), (35 * 16000, 16000))}
+"""Sizes of items that together use all parameters that features depend on: in one tile or window, and in several."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Difference of features in a batch and alone, in units of the largest feature."""
+
+
+def media_half(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the media half with random weights, in float32 on the CPU. The language model is never in memory. Buffers
+    that no file has, such as rotary frequencies, get their values. Raise EncoderError if files have others."""
+    model = without_language(skeleton(config)).to_empty(device="cpu")
+    stored = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    if stored:
+        raise EncoderError(f"{type(model).__name__} has buffers with weights, which are not read: {', '.join(stored)}")
+    model.initialize_weights()
+    return cast(PreTrainedModel, model.float())
+
+
+def getters(model: PreTrainedModel, kind: str) -> list[Any]:
+    """Return `get_image_features` or `get_audio_features` of the model and of the one inside it."""
+    owners = (model, model.base_model)
+    return [getattr(owner, name) for owner in owners if hasattr(owner, name := f"get_{kind}_features")]
+
+
+class MediaHalf(torch.nn.Module):
+    """Images or audio as the processor gives them -> features. Parameters that no feature depends on are frozen.
+
+    Raises:
+        EncoderError: the model has no features of this kind.
+    """
+
+    def __init__(self, spec: MediaSpec):
+        super().__init__()
+        self.kind = spec.kind
+        self.model = media_half(spec.hf_config())
+        if not getters(self.model, self.kind):
+            raise EncoderError(f"{type(self.model).__name__} has no get_{self.kind}_features")
+        # The outer method may take `*args, **kwargs` alone.
+        self.arguments = {name for get in getters(self.model, self.kind) for name in inspect.signature(get).parameters}
+        self.batches = True
+        """False if features of an item depend on the others of a batch."""
+        self.is_verified = False
+        reached = {id(parameter) for parameter in self._reached(spec.processor())}
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(id(parameter) in reached)
+
+    def forward(self, items: Sequence[Item]) -> torch.Tensor:
+        """Return the features of items in their order, [R, H].
+
+        Raises:
+            EncoderError: the model gives another number of features than its text has places.
+        """
+        groups = list(self._groups(items)) if self.batches else [[at] for at in range(len(items))]
+        if self.batches and not self.is_verified and any(len(group) > 1 for group in groups):
+            groups = self._verified(items, groups)
+        features: dict[int, torch.Tensor] = {}
+        for group in groups:
+            rows = [items[at]["rows"] for at in group]
+            features |= zip(group, self._features([items[at] for at in group]).split(rows), strict=True)
+        return torch.cat([features[at] for at in range(len(items))])
+
+    def _features(self, items: Sequence[Item]) -> torch.Tensor:
+        """Return the features of items whose tensors agree in all but their first dimension."""
+        inputs = {name: _joined([item[name] for item in items]) for name in items[0] if name in self.arguments}
+        dtype = next(self.model.parameters()).dtype
+        inputs = {
+            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in inputs.items()
+        }
+        pooled = getters(self.model, self.kind)[0](**inputs, return_dict=True).pooler_output
+        parts = pooled if isinstance(pooled, list | tuple) else [pooled]
+        features_RH = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        expected = sum(item["rows"] for item in items)
+        if len(features_RH) != expected:
+            raise EncoderError(
+                f"{type(self.model).__name__} gives {len(features_RH)} features for {len(items)} {self.kind} item(s), "
+                f"and their text has {expected} places: the processor and config.json of the directory differ"
+            )
+        return features_RH
+
+    def _groups(self, items: Sequence[Item]) -> Iterator[list[int]]:
+        """Yield the numbers of items that are joined along their first dimension."""
+        groups: dict[Any, list[int]] = {}
+        for at, item in enumerate(items):
+            shapes = (
+                (name, value.shape[1:] if isinstance(value, torch.Tensor) else None) for name, value in item.items()
+            )
+            groups.setdefault(tuple(shape for shape in shapes if shape[0] in self.arguments), []).append(at)
+        yield from groups.values()
+
+    @torch.no_grad()
+    def _verified(self, items: Sequence[Item], groups: list[list[int]]) -> list[list[int]]:
+        """Return the groups if features of a batch are those of its items alone, else each item as a group. Dropout
+        would differ, so it is off."""
+        self.is_verified, is_training = True, self.training
+        self.eval()
+        group = next(group for group in groups if len(group) > 1)[:2]
+        together = self._features([items[at] for at in group])
+        alone = torch.cat([self._features([items[at]]) for at in group])
+        self.train(is_training)
+        bound = TOLERANCE[together.dtype] * float(alone.abs().max())
+        if float((together - alone).abs().max()) <= bound:
+            return groups
+        self.batches = False
+        warnings.warn(
+            f"{type(self.model).__name__} gives other features for items in a batch than alone: items go one by one",
+            stacklevel=2,
+        )
+        return [[at] for at in range(len(items))]
+
+    def _reached(self, processor: MediaProcessor) -> Iterator[torch.Tensor]:
+        """Yield the parameters that features of the examples depend on, by the graph of a forward pass."""
+        self.model.eval()
+        for first, second in EXAMPLES[self.kind]:
+            if self.kind == "image":
+                item = processor.read(torch.zeros(3, first, second, dtype=torch.uint8))
+            else:
+                item = processor.read(torch.zeros(processor.length(first, second)))
+            with torch.random.fork_rng(devices=()), torch.enable_grad():
+                waiting, seen = [self._features([item]).grad_fn], set()
+            while waiting:
+                node = waiting.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                if hasattr(node, "variable"):
+                    yield node.variable
+                waiting += [following for following, _ in node.next_functions]
+        self.model.train()
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor):
+        return torch.cat(list(values)) if len(values) > 1 else values[0]
+    return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
+
+
+class MediaEncoder(PlainEncoder):
+    """A media half as the encoder of a run, whole on every rank: data parallel only."""
+
+    MODULE = MediaHalf
+
+    def forward(self, items: Sequence[Item]) -> torch.Tensor:  # type: ignore[override]
+        """Return the features of images or audio in their order, [R, H]; see `MediaHalf`."""
+        if self.recomputes and torch.is_grad_enabled():
+            return cast(torch.Tensor, checkpoint(self.model, items, use_reentrant=False))
+        return cast(torch.Tensor, self.model(items))

@@ -1,0 +1,136 @@
+"""Sizes of the image or audio side of a model of `transformers`, from its directory."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from encoders.errors import EncoderError
+from encoders.key_rules import MOST_WIDTH, FixedKeys, key
+from encoders.plain.spec import PlainSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from encoders.transformers_media.processor import MediaProcessor
+
+
+@dataclass
+class MediaSpec(FixedKeys, PlainSpec):
+    """Base of the specs of images and audio. All but the directory is read there: `pretrained` fills it in."""
+
+    path: str = ""
+    """Directory of the model, with its processor."""
+    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
+    """Width of the features, that of the language model."""
+    pad: int = key(-1, at_least=-1)
+    """Id of the tokens that features replace."""
+    parameters: int = key(0, at_least=0, at_most=2**50)
+    """Number of parameters."""
+
+    builder: ClassVar[str] = "encoders.transformers_media.model:MediaEncoder"
+
+    PROBES: ClassVar[tuple[tuple[int, int], ...]]
+    """Sizes of which the largest item is taken."""
+
+    @property
+    def sizes_vary(self) -> bool:
+        return True
+
+    def processor(self) -> "MediaProcessor":
+        """Return the processor. Raise EncoderError if it cannot be loaded."""
+        from encoders.transformers_media.processor import processor_of
+
+        return processor_of(self.path, self.kind, self.pad)
+
+    def hf_config(self) -> "PretrainedConfig":
+        """Return the model's config, without dropout if `dropout` is 0. Raise EncoderError if it cannot be read."""
+        from encoders.transformers_media.directory import hf_config, without_dropout
+
+        config = hf_config(self.path)
+        return config if self.dropout else without_dropout(config)
+
+    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
+        return extent0, extent1
+
+    def output_tokens(self, extent0: int, extent1: int, /) -> int:
+        return self.num_tokens(extent0, extent1)
+
+    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        """Return the tokens in the sequence: those inside the encoder are not known."""
+        return self.num_tokens(extent0, extent1)
+
+    def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        return self.processor().rows(extent0, extent1)
+
+    def joined(self, merge: int) -> int:
+        return 1
+
+    def most_tokens(self, merge: int = 1) -> int:
+        return max(self.num_tokens(*size) for size in self.PROBES)
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        return self.most_tokens()
+
+    def num_parameters(self) -> int:
+        return self.parameters
+
+    def faults(self) -> list[tuple[str, str]]:
+        if not self.path:
+            return [("path", "is empty: set pretrained of the module to a directory of transformers")]
+        try:
+            self.processor()
+        except EncoderError as error:
+            return [("path", str(error))]
+        return super().faults()
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        return (
+            [("projector.merge", f"is {merge}, and the model joins features itself: set it to 1")] if merge > 1 else []
+        )
+
+
+@dataclass
+class MediaImages(MediaSpec):
+    """The image side of a model of `transformers`."""
+
+    name: str = "media_images"
+    family: str = "media_images"
+
+    kind: ClassVar[str] = "image"
+    medium: ClassVar[str] = "image"
+    placeholder: ClassVar[str] = "<image>"
+    PROBES: ClassVar[tuple[tuple[int, int], ...]] = ((336, 336), (1024, 1024), (512, 1024), (1024, 512))
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        tokens = f"up to {self.most_tokens()} of 1024 x 1024 pixels"
+        return "by its processor", "not known", tokens
+
+
+@dataclass
+class MediaAudio(MediaSpec):
+    """The audio side of a model of `transformers`."""
+
+    name: str = "media_audio"
+    family: str = "media_audio"
+    max_seconds: float = key(30.0, above=0, at_most=86400)
+    """Longest audio, in seconds. A sample with a longer one is bad."""
+
+    kind: ClassVar[str] = "audio"
+    medium: ClassVar[str] = "clip"
+    placeholder: ClassVar[str] = "<audio>"
+
+    def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
+        """Return (samples, samples per second), resampled. Raise EncoderError if it is longer than `max_seconds`."""
+        if samples > self.max_seconds * rate:
+            raise EncoderError(
+                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
+                "clip, or raise it"
+            )
+        processor = self.processor()
+        return processor.length(samples, rate), processor.sample_rate
+
+    def most_tokens(self, merge: int = 1) -> int:
+        return self.num_tokens(int(self.max_seconds * 1000), 1000)
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        seconds = f"up to {self.max_seconds:g} s"
+        return f"{self.processor().sample_rate} samples a second, {seconds}", "not known", f"up to {self.most_tokens()}"

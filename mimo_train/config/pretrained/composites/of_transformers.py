@@ -1,0 +1,117 @@
+"""Any other model of several parts of `transformers`: its media half as it is, and a known language model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from data.text_format import listed
+from encoders.errors import EncoderError
+from encoders.weight_map import Spelling, WeightMap, same
+from mimo_train.config.errors import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites.base import Composite
+from mimo_train.config.pretrained.weight_files import stored_tensors
+
+PROJECTOR = {"kind": "none", "merge": 1}
+"""The media half has its own projector."""
+SHOWN = 5
+"""Most tensors named in a message."""
+FAMILIES = {"image": "media_images", "audio": "media_audio"}
+"""Encoder families by the kind of media."""
+
+
+@dataclass(frozen=True)
+class OfTransformers(Composite):
+    """A model whose media half is the class of `transformers`. It is imported when the directory is read."""
+
+    folder: str = ""
+
+    def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """See `Composite.part`. Raise EncoderError if transformers cannot build the model."""
+        from encoders.transformers_media.directory import hf_config, structure_of
+
+        text = hf_config(self.folder).get_text_config(decoder=True)
+        assert name == LANGUAGE, "the media half is read as a whole"
+        return {
+            "model_type": text.model_type,
+            **config.get(self.language, {}),
+            "tie_word_embeddings": structure_of(self.folder).tied,
+        }
+
+    def media_keys(self, module: str) -> dict[str, Any]:
+        """Return the keys of the encoder `module`. Raise EncoderError if the model reads no media, or does more than
+        put features at their places."""
+        from encoders.transformers_media import directory
+
+        config = directory.hf_config(self.folder)
+        if reason := directory.why_special(config):
+            raise EncoderError(
+                f"a {config.model_type} {reason}, which is not supported. Only its language model can be read, as "
+                f"modules.{LANGUAGE}.pretrained"
+            )
+        kind = self._kind(module)
+        structure = directory.structure_of(self.folder)
+        return {
+            "name": f"{config.model_type} as it is",
+            "family": FAMILIES[kind],
+            "path": self.folder,
+            "hidden_size": config.get_text_config(decoder=True).hidden_size,
+            "pad": directory.pad_id(config, kind),
+            "parameters": structure.num_parameters,
+            "dropout": directory.dropout_of(config),
+        }
+
+    def placeholder_keys(self, module: str) -> dict[str, str]:
+        """Return the `placeholder` of the encoder `module`: tokens of the directory's processor."""
+        from encoders.transformers_media.directory import hf_config, pad_id
+        from encoders.transformers_media.processor import processor_of
+
+        kind = self._kind(module)
+        processor = processor_of(self.folder, kind, pad_id(hf_config(self.folder), kind))
+        return {"pad": processor.pad_token, "mark": processor.mark}
+
+    def media_weights(self, key: str) -> WeightMap:
+        """Return the weights of the media half, each as it is in the directory, which `key` names in errors. Raise
+        UserError if it lacks any."""
+        from encoders.transformers_media.directory import structure_of
+
+        structure = structure_of(self.folder)
+        stored = structure.stored_names(stored_tensors(Path(self.folder), key))
+        missing = [name for name in structure.shapes if name not in stored]
+        if missing:
+            text = f"{self.folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
+            raise UserError(f"{key}: {text}: load and save it with transformers 5")
+        return WeightMap(tuple(same(name, stored[name], shape[0]) for name, shape in structure.shapes.items()))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of media that the model reads: image, audio."""
+        from encoders.transformers_media.directory import hf_config, kinds_of
+
+        return kinds_of(hf_config(self.folder))
+
+    def _kind(self, module: str) -> str:
+        kinds = self.kinds
+        if not kinds:
+            raise EncoderError("its class has no get_image_features or get_audio_features")
+        return kinds[0] if len(kinds) == 1 or not module.startswith("audio") else "audio"
+
+    def spellings(self, folder: Path, key: str) -> tuple[Spelling, ...]:
+        """See `Composite.spellings`. Raise UserError if the directory lacks the language model."""
+        from encoders.transformers_media.directory import structure_of
+
+        try:
+            return (structure_of(self.folder).language_names(stored_tensors(folder, key)),)
+        except EncoderError as error:
+            raise UserError(f"{key}: {folder} does not fit its config.json: {error}") from error
+
+
+@cache
+def of_transformers(folder: Path) -> OfTransformers:
+    """Return how a directory is read. Raise EncoderError if transformers has no class for it, or its config.json has no
+    part for a language model."""
+    from encoders.transformers_media.directory import hf_config, text_key
+
+    return OfTransformers("", text_key(hf_config(str(folder))), folder=str(folder))

@@ -1,0 +1,208 @@
+"""Tiny models of several parts of transformers whose media half is run as it is, their samples, and what plain
+transformers with AdamW makes of these."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.dist.models.composites import CLIP, DECAY, EPSILON, NEW_TOKENS, RATE, clip, content, file_of, image
+from tests.tars import write_tar
+from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
+
+STEPS = 5
+TEXT = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8,
+    "num_hidden_layers": 2, "vocab_size": 420, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+SIDE = 28
+VISION = {
+    "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48, "patch_size": 7,
+    "image_size": SIDE,
+}  # fmt: skip
+SQUARE = {"height": SIDE, "width": SIDE}
+PAD = "<|image_pad|>"
+SAMPLES: list[tuple[list[Any], str]] = [
+    (["what is ", (30, 50), " in front of ", (61, 25), " the other?"], "a small wall, and a long one"),
+    (["no image: which digit is green?"], "three"),
+    ([(70, 45), "read the digits"], "1 2 3"),
+    (["both?", (30, 50), (40, 90)], "yes"),
+]
+"""Parts of the question, images as (height, width), and the answer."""
+CLIPS: list[tuple[list[Any], str]] = [
+    ([(9000,), "what is said?"], "one two"),
+    (["no sound: which digit is green?"], "three"),
+    ([(17001,), " before ", (4000,), " after?"], "yes"),
+    (["again", (9000,)], "no"),
+]
+"""As SAMPLES, audio as (samples,)."""
+
+
+def _internvl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    config = library.InternVLConfig(
+        vision_config=VISION | {"image_size": [SIDE, SIDE], "patch_size": [7, 7]},
+        text_config=TEXT | {"model_type": "qwen2"}, downsample_ratio=0.5,
+    )  # fmt: skip
+    images = library.GotOcr2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4)
+    videos = library.InternVLVideoProcessor(size=SQUARE)
+    return config, library.InternVLProcessor(images, tokenizer, videos, image_seq_length=4)
+
+
+def _mistral3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    vision = library.PixtralVisionConfig(**VISION | {"image_size": 84, "head_dim": 16})
+    text = library.MistralConfig(**TEXT, sliding_window=None)
+    config = library.Mistral3Config(vision_config=vision, text_config=text, spatial_merge_size=2)
+    images = library.PixtralImageProcessor(size={"longest_edge": 84}, patch_size=14)
+    tokens = {"image_token": PAD, "image_break_token": "<|vision_start|>", "image_end_token": "<|vision_end|>"}
+    return config, library.PixtralProcessor(images, tokenizer, patch_size=7, spatial_merge_size=2, **tokens)
+
+
+def _idefics3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    text = library.LlamaConfig(**TEXT)
+    config = library.Idefics3Config(vision_config=VISION, text_config=text, scale_factor=2)
+    images = library.Idefics3ImageProcessor(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
+    return config, library.Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+def _audioflamingo3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    audio = {
+        "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48,
+        "num_mel_bins": 16, "max_source_positions": 50,
+    }  # fmt: skip
+    config = library.AudioFlamingo3Config(audio_config=audio, text_config=TEXT | {"model_type": "qwen2"})
+    sounds = library.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    return config, library.AudioFlamingo3Processor(sounds, tokenizer, audio_token="<|AUDIO|>")
+
+
+MODELS = {"internvl": _internvl, "mistral3": _mistral3, "idefics3": _idefics3, "audioflamingo3": _audioflamingo3}
+
+
+def samples_of(kind: str) -> list[tuple[list[Any], str]]:
+    return CLIPS if kind == "audioflamingo3" else SAMPLES
+
+
+def make(folder: Path, kind: str) -> dict[str, Any]:
+    """Save the model with its processor as `folder`/model and the samples as `folder`/samples.tar; returns `compute`
+    of them."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    tokens = {
+        "context_image_token": PAD, "start_image_token": "<|vision_start|>", "end_image_token": "<|vision_end|>",
+        "video_token": "<|video_pad|>",
+    }  # fmt: skip
+    save_tokenizer(folder / "tokenizer", QWEN_VL, model_specific_special_tokens=tokens)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    config, processor = MODELS[kind](transformers, tokenizer)
+    if kind == "idefics3":  # its token is fixed
+        tokenizer.chat_template = QWEN_VL.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+    processor.chat_template = tokenizer.chat_template
+    audio = kind == "audioflamingo3"
+    token = processor.audio_token if audio else processor.image_token
+    setattr(config, "audio_token_id" if audio else "image_token_id", tokenizer.convert_tokens_to_ids(token))
+    torch.manual_seed(5)
+    names = {**transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    model = getattr(transformers, names.get(kind, "AudioFlamingo3ForConditionalGeneration"))._from_config(config)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            norm = value.ndim == 1 and name.endswith("weight")
+            value.normal_(1.0 if norm else 0.0, 0.3 if value.ndim == 1 else 0.2)
+    model.save_pretrained(folder / "model", max_shard_size="60KB")
+    processor.save_pretrained(folder / "model")
+    (folder / "model" / "LICENSE").write_text("of the model")
+    members: list[tuple[str, bytes]] = []
+    for number, (parts, answer) in enumerate(samples_of(kind)):
+        messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
+        members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
+        for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
+            members.append((f"{number}.{at}.{'wav' if audio else 'png'}", file_of(part)))
+    write_tar(folder / "samples.tar", members)
+    return compute(model, folder / "model", kind)
+
+
+def batches(processor: Any, kind: str) -> list[tuple[Any, Any]]:
+    """The processor's tensors of every sample, and of its prompt alone."""
+    found = []
+    for parts, answer in samples_of(kind):
+        prompt = processor.apply_chat_template(
+            [{"role": "user", "content": content(parts)}], add_generation_prompt=True
+        )
+        media = [clip(*part) if len(part) == 1 else image(*part) for part in parts if isinstance(part, tuple)]
+        found.append(
+            tuple(_processed(processor, text, media, kind) for text in (prompt + answer + "<|im_end|>\n", prompt))
+        )
+    return found
+
+
+def _processed(processor: Any, text: str, media: list[Any], kind: str) -> Any:
+    """Audio Flamingo 3 takes one clip for a text: the tokens of each are put in as its processor writes them."""
+    if kind != "audioflamingo3":
+        return processor(text=text, images=[media] if media else None, return_tensors="pt")
+    if not media:
+        return processor.tokenizer(text, return_tensors="pt")
+    options = processor._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")["audio_kwargs"]
+    inputs, texts = processor._process_audio(media, **options)
+    for item in texts:
+        text = text.replace("<|AUDIO|>", item.replace("<|AUDIO|>", "\0"), 1)
+    inputs = {name: value for name, value in inputs.items() if name not in processor.unused_input_names}
+    return {**processor.tokenizer(text.replace("\0", "<|AUDIO|>"), return_tensors="pt"), **inputs}
+
+
+def compute(model: Any, folder: Path, kind: str) -> dict[str, Any]:
+    """Ids and logits of every sample, losses and gradient norms of STEPS steps of AdamW, parameters after them, and a
+    greedy answer to the first question."""
+    import torch
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = batches(processor, kind)
+    marker = processor.tokenizer.encode("<|im_start|>assistant\n")
+    found: dict[str, Any] = {"ids": [batch["input_ids"][0].tolist() for batch, _ in inputs], "curve": []}
+    model.eval()
+    asked = inputs[0][1]
+    with torch.no_grad():
+        found["logits"] = [model(**batch).logits[0].numpy() for batch, _ in inputs]
+        answered = model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False)
+    found["answer"] = answered[0, asked["input_ids"].size(1) :].tolist()
+    optimizer = None
+    for _ in range(STEPS):
+        total, count = torch.zeros(()), 0
+        for batch, _ in inputs:
+            ids = batch["input_ids"]
+            logits = model(**batch).logits[0]
+            # Learned: what is behind the last marker, but for the line break behind the end of the turn.
+            firsts = range(ids.size(1) - len(marker))
+            begin = max(at for at in firsts if ids[0, at : at + len(marker)].tolist() == marker) + len(marker)
+            losses = torch.nn.functional.cross_entropy(logits[begin - 1 : -2], ids[0, begin:-1], reduction="sum")
+            total, count = total + losses, count + ids.size(1) - 1 - begin
+        model.zero_grad()
+        (total / count).backward()
+        named = [value for value in model.parameters() if value.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(named, CLIP))
+        found["curve"].append((float(total.detach() / count), norm))
+        groups = [
+            {"params": [value for value in named if (value.ndim > 1) == decays], "weight_decay": decay}
+            for decays, decay in ((True, DECAY), (False, 0.0))
+        ]
+        optimizer = optimizer or torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPSILON)
+        optimizer.step()
+    found["after"] = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    return found
+
+
+def exported(checkpoint: Path, folder: Path, kind: str) -> dict[str, Any]:
+    """Export a checkpoint; returns what transformers finds in the directory: keys that are missing or left over, logits
+    of the samples, parameters."""
+    import torch
+    from transformers import AutoConfig, AutoProcessor
+
+    from encoders.transformers_media.directory import class_of
+    from mimo_train.cli import main
+
+    assert main(["export", str(checkpoint), "--to", str(folder)]) == 0
+    model, said = class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder, output_loading_info=True)
+    with torch.no_grad():
+        inputs = batches(AutoProcessor.from_pretrained(folder), kind)
+        logits = [model(**batch).logits[0].numpy() for batch, _ in inputs]
+    parameters = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    return {"keys": [*said["missing_keys"], *said["unexpected_keys"]], "logits": logits, "parameters": parameters}

@@ -1,0 +1,73 @@
+"""A model of several parts of transformers, its media half as it is, computes, learns and answers as in transformers,
+on any layout, and comes back bit for bit."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from mimo_train.layout.run import resolve
+from tests.dist.models.media_models import MODELS, RATE, STEPS, exported, make, samples_of
+from tests.dist.models.test_composites import BOUND, composed, tensors, train
+from tests.dist.ranks import run_ranks
+from tests.dist.steps import whole
+
+LAYOUTS = {
+    "one process": ("layout=one_process", "train.micro_batch_size=1"),
+    "packed": ("layout=one_process", "data.pack=true", "train.recompute=full"),
+    "dp2": ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.dp=2"),
+    "tp2": ("layout=two_processes", "modules.images.layout.dp=2", "modules.language.layout.tp=2", "data.pack=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Makes a family's model once: (folder, what transformers makes of its samples)."""
+
+    @functools.cache
+    def made(kind: str):
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, run_ranks(make, 1, folder, kind)[0]
+
+    return made
+
+
+CASES = [("internvl", layout) for layout in LAYOUTS]
+CASES += [(kind, "tp2") for kind in MODELS if kind != "internvl"]
+CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2")]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_path):
+    folder, expected = published(kind)
+    overrides = [f"train.iters={STEPS}", "data.sequence_length=300", *LAYOUTS[layout]]
+    overrides += ["modules.images.encoder.max_seconds=2"] if kind == "audioflamingo3" else []
+    cfg = composed(folder, tmp_path / "run", *overrides)
+    ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, samples_of(kind)[0][0])
+    last = {rank["tp"]: rank["logits"] for rank in ranks if "logits" in rank}
+    logits = np.concatenate([last[at] for at in sorted(last)], axis=-1)
+    if "data.pack=true" not in overrides:
+        for number, theirs in enumerate(expected["logits"]):
+            ids = expected["ids"][number]
+            if len(logits) == len(expected["logits"]):
+                assert (
+                    np.abs(logits[number, : len(ids), : theirs.shape[1]] - theirs).max() < BOUND * np.abs(theirs).max()
+                )
+                assert ranks[0]["ids"][number, : len(ids)].tolist() == ids
+    curve = [(loss, norm) for _, loss, norm in whole([rank["curve"] for rank in ranks])]
+    assert np.array(curve) == pytest.approx(np.array(expected["curve"]), rel=BOUND)
+    if layout == "one process":
+        assert ranks[0]["answer"] == expected["answer"] and len(set(expected["answer"])) > 3
+    checkpoint = ranks[0]["before" if layout == "tp2" else "after"]
+    (found,) = run_ranks(exported, 1, checkpoint, tmp_path / "out", kind)
+    assert found["keys"] == []
+    if layout != "tp2":
+        for name, value in expected["after"].items():
+            assert np.abs(found["parameters"][name] - value).max() < 1e-2 * RATE, name
+        return
+    before, after = tensors(folder / "model"), tensors(tmp_path / "out")
+    assert after.keys() == before.keys()
+    assert all(value.tobytes() == after[name].tobytes() for name, value in before.items())
+    assert all((ours == theirs).all() for ours, theirs in zip(found["logits"], expected["logits"], strict=True))
+    files = {file.name for file in (folder / "model").iterdir() if "safetensors" not in file.name}
+    assert files <= {file.name for file in (tmp_path / "out").iterdir()}
