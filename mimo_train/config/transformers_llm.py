@@ -1,6 +1,7 @@
 """A language model that is a class of `transformers`, as it is: its sizes, from its config.json."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,10 @@ RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 
 MODEL = "model."
 """Prefix of the parameters of the class in its module."""
+
+
+_NOT_ADAPTED = re.compile(r"\bexperts\.|\b(gate|router)$|\b(mixer|mamba)\.out_proj$")
+"""Matches linear layers of experts and routers, and those whose weight fused kernels of Mamba read past the layer."""
 
 
 class Unsupported(ValueError):
@@ -116,6 +121,8 @@ class Parameters:
     """True if layers carry a state from one token to the next, so that packed documents would mix."""
     can_recompute: bool
     """True if the class supports gradient checkpointing."""
+    linears: Mapping[str, tuple[int, int]]
+    """(outputs, inputs) of each linear layer that can have adapters."""
     active_experts: float
     """Share of the experts that a token goes through; 1 without experts."""
 
@@ -228,6 +235,11 @@ def _parameters(text: str) -> Parameters:
         names[id(output.weight)],
         bool(getattr(model, "_is_stateful", False)) or any(kind in RECURRENT for kind in kinds),
         bool(model.supports_gradient_checkpointing),
+        {
+            name: (module.out_features, module.in_features)
+            for name, module in model.named_modules()
+            if type(module) is torch.nn.Linear and module is not output and not _NOT_ADAPTED.search(name)
+        },
         _active_experts(config.get_text_config(decoder=True)),
     )
 

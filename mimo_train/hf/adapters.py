@@ -13,8 +13,9 @@ from mimo_train.config.parts import LANGUAGE, is_adapter
 from mimo_train.config.pretrained.adapter import IN_LAYERS, MERGE, PREFIX, adapted_paths, paths_of, unread_layers
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.transformers_llm import MODEL, TransformersLlm
 from mimo_train.hf.documents import Document
-from mimo_train.hf.export import Stored, Weights
+from mimo_train.hf.export import Stored, Weights, tensors_in_our_names
 from mimo_train.hf.fill import Cut, Reader
 from mimo_train.hf.parts import ENCODER, Part, pretrained_parts
 from mimo_train.hf.peft import Adapted, Place, Places, load_tensors, read_adapter
@@ -32,6 +33,8 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
     for part in document.parts if document is not None else ():
         if part.module == name and not part.weights.is_renamed:
             places |= places_of(part.weights, part.loaded, layers)
+    if document is not None and isinstance(config.llm, TransformersLlm):
+        places = _places_in_class(layers)
     own = [
         one
         for one in source.tensors
@@ -51,6 +54,11 @@ def is_base(document: Document, stored: Stored) -> bool:
         return False
     if any(part.written != part.weights for part in document.sources):
         return False  # it has rows that the directory lacks
+    for whole in document.whole:
+        folder, source = TensorFolder(document.source, "pretrained"), Weights(stored, whole.module)
+        for planned, load in tensors_in_our_names(whole, source):
+            if planned.name not in folder.tensors or not torch.equal(load(), folder.whole(planned.name)):
+                return False
     for part in document.sources:
         folder, source = TensorFolder(part.folder, part.key), Weights(stored, part.module)
         reader = Reader(folder, part.weights, part.key)
@@ -89,6 +97,15 @@ def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> d
         elif len(names) == 1:
             found[linear.name] = {WHOLE: Place(paths[0], _rows_in_their_order(rule))}
     return found
+
+
+def _places_in_class(layers: list[Linear]) -> dict[str, dict[str, Place]]:
+    """Return the places of the linear layers of a class of transformers."""
+    return {
+        linear.name: {name: Place(linear.name.removeprefix(MODEL))}
+        for linear in layers
+        for name, _ in linear.projections
+    }
 
 
 def _rows_in_their_order(rule: Rule) -> tuple[int, ...]:
@@ -131,6 +148,8 @@ def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
             for part in parts:
                 if part.module == name:
                     places |= _as_spelt(part, layers, paths)
+            if isinstance(module.llm, TransformersLlm):
+                places = _places_in_class(layers)
             found[name] = ModulePlaces(layers, places, _unread(module, name, paths))
     return found
 

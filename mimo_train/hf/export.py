@@ -200,7 +200,7 @@ def write_document(
     planned: list[Planned] = []
     for part in document.parts:
         planned += planned_tensors(part, sources[part.module].tensors, kind)
-    plain = [pair for module in document.whole for pair in _planned_in_our_names(module, sources[module.module], kind)]
+    plain = [pair for module in document.whole for pair in tensors_in_our_names(module, sources[module.module], kind)]
     planned += [tensor for tensor, _ in plain]
     planned += [Planned(extra.name, extra.shape, extra.dtype or kind) for extra in document.extras]
     values = chain(
@@ -216,19 +216,19 @@ def write_document(
         write_config(to, document.config, dtype)
 
 
-def _planned_in_our_names(
-    part: Whole, source: Weights, dtype: torch.dtype
+def tensors_in_our_names(
+    part: Whole, source: Weights, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
-    """Yield tensors by our own names, or as renamed by `Whole.rename`."""
+    """Yield tensors by our own names, or as renamed by `Whole.rename`; `dtype` None: as stored."""
     if part.rename is not None:
         names = [name for name in source.tensors if name.startswith(part.begins) and not is_adapter(name)]
         loaded = {name.removeprefix(part.begins): source.load(name) for name in names}
         for name, value in part.rename(source.model, loaded).items():
-            value = value.to(dtype) if value.is_floating_point() else value
+            value = value.to(dtype) if dtype and value.is_floating_point() else value
             yield Planned(name, tuple(value.shape), value.dtype), partial(lambda value: value, value)
         return
     for name, value in source.tensors.items():
         if name.startswith(part.begins) and not is_adapter(name):
-            kind = dtype if value.is_floating_point() else value.dtype
+            kind = dtype if dtype and value.is_floating_point() else value.dtype
             load = partial(lambda name, kind: source.load(name).to(kind), name, kind)
             yield Planned(name.removeprefix(part.begins), tuple(value.shape), kind), load

@@ -13,7 +13,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
-from mimo_train.config.transformers_llm import TransformersLlm
+from mimo_train.config.transformers_llm import MODEL, TransformersLlm, parameters_of
 from mimo_train.layout.ranks import stage_layers
 from mimo_train.models.blocks.base import WHOLE, Linear
 from mimo_train.models.blocks.encoder_layer import encoder_layer
@@ -48,7 +48,13 @@ def layers_name(module: str) -> str:
 def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear]:
     """Return the linear layers that can have adapters: those of transformer layers in order, then of the projector.
     Experts, shared experts and routers have none. `language_width`: output width of the projector."""
-    if isinstance(module.encoder, PlainSpec) or isinstance(module.llm, TransformersLlm):
+    if isinstance(module.llm, TransformersLlm):
+        of_class = parameters_of(module.llm.model_config).linears
+        return [
+            Linear(MODEL + path, inputs, ((path.rpartition(".")[2], rows),), layer=0)
+            for path, (rows, inputs) in of_class.items()
+        ]
+    if isinstance(module.encoder, PlainSpec):
         return []
     if module.encoder and len(module.encoder.parts) > 1:
         return _projector_linears(module, language_width)  # and here for the encoders
@@ -63,6 +69,8 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
 
 
 def _layers(module: ModuleConfig) -> int:
+    if isinstance(module.llm, TransformersLlm):
+        return 1  # in one stage
     return module.llm.num_layers if module.llm else module.encoder.built_layers
 
 
@@ -84,7 +92,7 @@ def adapted_linears(name: str, module: ModuleConfig, language_width: int) -> dic
     """Return the linear layers with adapters by name, for a module without faults. Arguments as in `linears`."""
     adapters = {}
     for linear in linears(name, module, language_width) if module.lora.rank else ():
-        named = {projection for pattern in module.lora.targets for projection in _matches(pattern, linear)}
+        named = {projection for pattern in _targets(module) for projection in _matches(pattern, linear)}
         if named:
             order = (WHOLE, *(projection for projection, _ in linear.projections))
             adapters[linear.name] = AdaptedLinear(linear, tuple(each for each in order if each in named))
@@ -115,11 +123,11 @@ def adapter_parameters(
 
 def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iterator[Fault]:
     """Yield faults of targets that match nothing or overlap, and of frozen parts with adapters, for valid sizes."""
-    lora, prefix = module.lora, f"modules.{name}"
+    lora, prefix, targets = module.lora, f"modules.{name}", _targets(module)
     if isinstance(module.encoder, PlainSpec) or lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
         return
     candidates = linears(name, module, language_width)
-    unmatched = [pattern for pattern in lora.targets if not any(_matches(pattern, linear) for linear in candidates)]
+    unmatched = [pattern for pattern in targets if not any(_matches(pattern, linear) for linear in candidates)]
     experts = getattr(module.llm, "num_experts", 0)
     of_experts = [pattern for pattern in unmatched if pattern in ("linear_fc1", "linear_fc2")]
     if of_experts and experts:
@@ -156,6 +164,12 @@ def _frozen_adapters(name: str, module: ModuleConfig, adapters: dict[str, Adapte
                 "weights are frozen as it is",
             )
             return
+
+
+def _targets(module: ModuleConfig) -> list[str]:
+    """Return `lora.targets`; by default all linear layers of a class of transformers."""
+    is_default = module.lora.targets == list(ADAPTED)
+    return ["*"] if isinstance(module.llm, TransformersLlm) and is_default else module.lora.targets
 
 
 def _matches(pattern: str, linear: Linear) -> set[str]:

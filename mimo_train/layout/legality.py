@@ -263,8 +263,6 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         parameters = parameters_of(cfg.language.llm.model_config)
     except Unsupported:
         return  # `TransformersLlm.faults` reports it
-    if cfg.language.lora.rank > 0:
-        yield Fault(f"{key}.lora.rank", f"is {cfg.language.lora.rank}, and {why}. Set it to 0")
     recompute = cfg.recompute_of(LANGUAGE)
     if recompute == "selective":
         yield Fault(f"{key}.recompute", f"selective {why}. Set none, or full")

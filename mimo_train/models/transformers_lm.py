@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,14 +25,17 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.transformers_llm import TransformersSizes, transformers_config
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
+from mimo_train.layout.adapters import AdaptedLinear
 from mimo_train.models.language_model import spread
+from mimo_train.models.lora import Adaptable, start_magnitudes
+from mimo_train.models.parameters import seed_for
 
 LISTED = 3
 """Maximum number of names in a message."""
 CACHES = ("past_key_values", "cache_params", "state")
 """Names of caches in the inputs and outputs of classes."""
 PROBED = 8
-"""Tokens of each of two documents that show whether a packed row mixes them."""
+"""Tokens of each of two texts in a row that show whether one of them sees the other."""
 ROUNDING = {torch.float32: 1e-5}
 """Largest change of logits by rounding, relative to the largest; 4e-3 in half precision. Experts get other batches."""
 
@@ -78,11 +82,14 @@ class TransformersLanguageModel(MegatronModule):
             self.model = AutoModelForCausalLM.from_config(hf_config, dtype=config.params_dtype)
             self._resize(self.model)
             self.model.tie_weights()
+        for name, linear in list(self.named_modules()):
+            if name in config.adapters:
+                adapt(linear, config.adapters[name], config, self.tp_group)
         if config.recompute_granularity == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.embedding = _Embedding(self.model.get_input_embeddings())
         self._accepts = inspect.signature(self.model.forward).parameters.keys()
-        self._is_proven = False
+        self._proven = set[bool]()
 
     def forward(
         self,
@@ -109,11 +116,13 @@ class TransformersLanguageModel(MegatronModule):
             those of the last position, [V].
 
         Raises:
-            UserError: layers of the class carry a state from one document of a packed row to the next.
+            UserError: the class is not causal, or mixes the documents of a packed row.
         """
         learned, self.learned_N = self.learned_N, None
-        if packed_seq_params is not None and not self._is_proven:
-            self._require_separate_documents(position_ids.device)
+        packed = packed_seq_params is not None
+        if packed not in self._proven:
+            self._require_independence(packed)
+            self._proven.add(packed)
         batch, length = position_ids.shape[-2:]
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
@@ -182,7 +191,8 @@ class TransformersLanguageModel(MegatronModule):
             torch.manual_seed(self.config.init_seed)
             self._resize(loaded)
         with torch.no_grad():
-            self.model.load_state_dict(loaded.state_dict())
+            self.model.load_state_dict(loaded.state_dict(), strict=False)  # without adapters
+        start_magnitudes(self)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -237,24 +247,36 @@ class TransformersLanguageModel(MegatronModule):
             hook.remove()
 
     @torch.no_grad()
-    def _require_separate_documents(self, device: torch.device) -> None:
-        """Compare logits of a document behind two different ones in a row."""
-        was_training, vocabulary = self.model.training, self.config.llm.vocab_size
+    def _require_independence(self, packed: bool) -> None:
+        """Compare logits of two texts that differ in other tokens only: later ones, and with `packed` those of the
+        document before."""
+        device, was_training = self.model.get_input_embeddings().weight.device, self.model.training
+        ids = torch.arange(2 * PROBED, device=device)[None] % self.config.llm.vocab_size
+        behind = ids >= PROBED
+
+        def logits(changed: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            other_ids = (ids + PROBED * changed) % self.config.llm.vocab_size
+            return self.model(input_ids=other_ids, **self._options(position_ids), use_cache=False).logits[0].float()
+
         self.model.eval()
-        ids = torch.arange(2 * PROBED, device=device)[None]
-        others = (ids + PROBED * (ids < PROBED)) % vocabulary
-        options = self._options(ids % PROBED)
-        first, second = (
-            self.model(input_ids=each % vocabulary, **options, use_cache=False).logits[0, PROBED:].float()
-            for each in (ids, others)
-        )
+        whole, parts = ids.new_ones(ids.shape).cumsum(1) - 1, torch.arange(PROBED, device=device).repeat(2)[None]
+        sees_later = self._differ(*(logits(changed, whole)[:PROBED] for changed in (behind, behind & False)))
+        mixes = packed and self._differ(*(logits(changed, parts)[PROBED:] for changed in (~behind, behind & False)))
         self.model.train(was_training)
-        if (first - second).abs().max() > ROUNDING.get(self.config.params_dtype, 4e-3) * first.abs().max():
+        if sees_later:
+            raise UserError(
+                f"modules.{LANGUAGE}: tokens of {type(self.model).__name__} see later ones, so that it is no causal "
+                "language model. Set is_decoder in its config.json, or choose another model"
+            )
+        if mixes:
             raise UserError(
                 f"data.pack: {type(self.model).__name__} of modules.{LANGUAGE} mixes the documents of a packed row. "
                 "Set data.pack=false"
             )
-        self._is_proven = True
+
+    def _differ(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        rounding = ROUNDING.get(self.config.params_dtype, 4e-3)
+        return bool((first - second).abs().max() > rounding * first.abs().max())
 
 
 class _Embedding:
@@ -266,6 +288,29 @@ class _Embedding:
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings [S, B, H] of `input_ids` [B, S]."""
         return self.word_embeddings(input_ids).transpose(0, 1)
+
+
+class LoraLinear(Adaptable, torch.nn.Linear):
+    """torch's linear layer with adapters."""
+
+    column, sequence_parallel, skip_bias_add = True, False, False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map [..., input size] to [..., O]."""
+        bias = self.bias if self._adds_bias else None
+        output = F.linear(input, self.weight, None if self._adds_bias else self.bias)
+        return self._adapted(output, bias, self._hidden(input, cut=False))[0]
+
+
+def adapt(
+    linear: torch.nn.Module, adapted: AdaptedLinear, config: TransformerConfig, tp_group: dist.ProcessGroup
+) -> None:
+    """Give a linear layer of a class its adapters."""
+    assert type(linear) is torch.nn.Linear, adapted.linear.name
+    linear.__class__ = LoraLinear
+    assert isinstance(linear, LoraLinear)
+    linear.config, linear.input_size, linear.tp_group = config, linear.in_features, tp_group
+    linear.add_adapters(adapted, config.lora, seed_for(config.init_seed, adapted.linear.name))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.weight_files import Unreadable, read_bin_header, read_error, read_header
 from mimo_train.config.schema_modules import LoraConfig
+from mimo_train.config.transformers_llm import MODEL
 
 CONFIG, WEIGHTS, BIN_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -70,7 +71,7 @@ def adapter_keys(folder: str, module: str, layers: int, built: int, key: str) ->
 
     Args:
         module: name of the module.
-        layers: transformer layers of the module in the directory.
+        layers: transformer layers of the module in the directory; 0 for a class of transformers.
         built: number of these layers that are built.
         key: config key that names the folder.
 
@@ -83,7 +84,8 @@ def adapter_keys(folder: str, module: str, layers: int, built: int, key: str) ->
             raise UserError(f"{folder} has no adapter of a layer of {module}")
         lora = read_config(Path(folder), paths)
         unread = unread_layers(paths, module, layers, built)
-        targets = _targets([path for path in paths if path not in unread], built)
+        of_class = [MODEL + path for path in paths]
+        targets = _targets([path for path in paths if path not in unread], built) if layers else of_class
     except UserError as error:
         raise ConfigError([Fault(key, str(error))]) from error
     names = ("rank", "alpha", "dropout", "rslora", "dora")

@@ -244,7 +244,7 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
     part = module["llm" if name == LANGUAGE else "encoder"]
     # Layers behind the feature layer are not built.
     last = part.get("feature_layer", -1)
-    layers = part["num_layers"]
+    layers = part.get("num_layers", 0)  # not of a class of transformers
     keys = adapter_keys(str(folder), name, layers, layers + (1 + last if isinstance(last, int) else 0), key)
     module["lora"] = {**keys, **values}
     # No weight depends on dropout.
@@ -280,6 +280,9 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
         as_is = implementation == "transformers"
         if not as_is and implementation != "native" and not is_family(config.get("model_type")):
             as_is = is_causal_language_model(config.get("model_type"))
+        if as_is and composite is not None:
+            text = f"{directory.folder} is a model of several parts, whose language model alone is native only"
+            raise ConfigError([Fault(f"modules.{LANGUAGE}.implementation", f"{text}. Remove the key")])
         if as_is:
             return {"llm": _as_is(config, directory)}
         try:

@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict] = {
     },
 }  # fmt: skip
 """Sizes of tiny models by type; all but the first have no native family."""
+NOT_CAUSAL = "bert"
 AS_IS = "modules.language.implementation=transformers"
 PROMPT, NEW = list(range(40, 60)), 6
 
@@ -35,7 +36,7 @@ PROMPT, NEW = list(range(40, 60)), 6
 def _make(root: Path) -> None:
     import transformers
 
-    for kind, sizes in FAMILIES.items():
+    for kind, sizes in (FAMILIES | {NOT_CAUSAL: {}}).items():
         torch.manual_seed(1)
         config = transformers.AutoConfig.for_model(kind, **COMMON | sizes)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / kind)
@@ -179,6 +180,74 @@ def _all_plain(models: Path, batches: dict, cfgs: dict) -> dict:
     return {kind: _plain(models / kind, of_kind, cfgs[kind].optim) for kind, of_kind in batches.items()}
 
 
+LARGE_STEPS = ("train.iters=2", "optim.warmup_iters=0", "optim.eps=1e-8", "optim.lr=0.05")
+ADAPTED = {
+    "cohere2": (
+        "modules.language.lora.targets=[q_proj,'model.model.layers.1.mlp.*']",
+        "modules.language.lora.dora=true",
+    ),
+    "mamba2": ("modules.language.lora.rslora=true",),
+}
+"""Targets of adapters: some linear layers, and all but the output of Mamba, as in peft."""
+
+
+def test_adapters_are_those_of_peft(prose, models, tmp_path):
+    """They leave as its files, with our logits, and come in again bit for bit; the base stays as it is."""
+    lora, two = ("modules.language.lora.rank=3", "modules.language.lora.alpha=5"), ("layout=language_dp2",)
+    cfgs = {
+        kind: run_of("gpt_tiny", tmp_path / kind, prose, models / kind, *lora, *own, *two, *LARGE_STEPS)
+        for kind, own in ADAPTED.items()
+    }
+    checkpoints = run_ranks(_adapt, 2, cfgs)[0]
+    (left,) = run_ranks(_with_peft, 1, models, tmp_path / "out", checkpoints)
+    again = {}
+    for kind, (paths, gap, changed) in left.items():
+        assert gap < BOUND < changed, kind
+        assert len(paths) == (5 if kind == "cohere2" else 2), paths
+        start = f"modules.language.lora.adapter={tmp_path / 'out' / kind}"
+        still = ("train.iters=2", "optim.lr=0", "optim.min_lr=0")
+        again[kind] = run_of("gpt_tiny", tmp_path / f"{kind}_2", prose, models / kind, start, *still)
+    run_ranks(_with_peft, 1, models, tmp_path / "again", run_ranks(_adapt, 1, again)[0])
+    for kind in ADAPTED:
+        came, went = (tensors(tmp_path / where / kind) for where in ("out", "again"))
+        assert came.keys() == went.keys() and all(torch.equal(value, went[name]) for name, value in came.items())
+
+
+def _adapt(cfgs: dict) -> dict[str, str]:
+    from tests.dist.steps import Steps
+
+    done = {}
+    for kind, cfg in cfgs.items():
+        run = Steps(cfg)
+        run.train(2)
+        done[kind] = str(run.save())
+    return done
+
+
+def _with_peft(models: Path, root: Path, checkpoints: dict[str, str]) -> dict[str, tuple]:
+    """Layers of the exported adapters, the difference of peft's logits and ours, and that to the base model's."""
+    import transformers
+    from peft import PeftModel
+
+    from tests.dist.hf.asking import logits_here
+
+    left = {}
+    for kind, checkpoint in checkpoints.items():
+        code, said = _command(["export", checkpoint, "--to", str(root / kind)])
+        assert code == 0, said
+        files = sorted(path.name for path in (root / kind).iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"], files
+        model = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
+        with torch.no_grad():
+            base = model(input_ids=torch.tensor([PROMPT])).logits.numpy()
+            adapted = PeftModel.from_pretrained(model, root / kind).eval()
+            logits = adapted(input_ids=torch.tensor([PROMPT])).logits.numpy()
+        paths = {name.partition(".lora_")[0] for name in tensors(root / kind)}
+        ours = logits_here(Path(checkpoint), [PROMPT])
+        left[kind] = paths, difference(ours, logits), difference(base, logits)
+    return left
+
+
 VARIANTS = {
     "packed": ("gpt_tiny", ("data.pack=true",)),
     "all logits": ("gpt_tiny", ("train.logits=all",)),
@@ -231,7 +300,7 @@ def _table(cfg):
     return table.numpy()
 
 
-def test_a_row_of_documents_is_rejected_where_layers_mix_them(prose, models, tmp_path):
+def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
     """By config.json, and by the model itself, where config.json does not say it."""
     from mimo_train.config.errors import ConfigError
     from mimo_train.layout.run import resolve
@@ -240,7 +309,7 @@ def test_a_row_of_documents_is_rejected_where_layers_mix_them(prose, models, tmp
         with pytest.raises(ConfigError, match=r"data\.pack: is true, but the recurrent layers"):
             resolve(run_of("gpt_tiny", tmp_path / kind, prose, models / kind, "data.pack=true"))
     (said,) = run_ranks(
-        _probe, 1, {kind: run_of("gpt_tiny", tmp_path, prose, models / kind, AS_IS) for kind in FAMILIES}
+        _probe, 1, {kind: run_of("gpt_tiny", tmp_path, prose, models / kind, AS_IS) for kind in (*FAMILIES, NOT_CAUSAL)}
     )
     assert {kind for kind, text in said.items() if "mixes the documents of a packed row" in text} == {
         "gpt_oss",  # its class gives no positions to the mask
@@ -248,6 +317,7 @@ def test_a_row_of_documents_is_rejected_where_layers_mix_them(prose, models, tmp
         "mamba2",
         "qwen3_5_text",
     }
+    assert "tokens of BertLMHeadModel see later ones" in said[NOT_CAUSAL]
     assert sum(text == "" for text in said.values()) == 3
 
 
@@ -264,7 +334,7 @@ def _probe(cfgs: dict) -> dict[str, str]:
         parts = build_parts(run, *start_processes(cfg))
         (language,) = map(unwrap_model, parts.pipeline.model)
         try:
-            language._require_separate_documents(torch.device("cpu"))
+            language._require_independence(packed=True)
             said[kind] = ""
         except UserError as error:
             said[kind] = str(error)
