@@ -160,7 +160,7 @@ def open_dataset(
             raise UserError("overrides: a config object takes none. Set its attributes, or give its name or file")
         cfg = config
     else:
-        cfg = load(str(config), overrides)
+        cfg = load(str(config), overrides, weights=False)
     run = resolve(cfg)
     held_out = None
     if split != "train":

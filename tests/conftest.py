@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from mimo_train.config import compose
+
+# No test asks a hub but its own (tests/hub_server.py). The libraries read this when they are imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # The same examples on every machine, however slow it is; --hypothesis-profile=random draws others.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
@@ -56,3 +60,24 @@ def pytest_collection_modifyitems(items) -> None:
         return next((number for number, name in enumerate(LONGEST) if path.is_relative_to(name)), len(LONGEST))
 
     items.sort(key=place)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hugging Face hub on this machine, which this process uses with an empty cache of its own."""
+    from huggingface_hub import constants
+
+    from mimo_train.config.pretrained.hub import say
+    from tests.hub_server import hub_server
+
+    with hub_server() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        address = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub_cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        say.cache_clear()
+        yield server

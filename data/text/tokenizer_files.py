@@ -35,8 +35,7 @@ def require_plain_files(path: str | os.PathLike[str]) -> None:
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(
-            f"data.tokenizer: no folder {str(path)!r}. Use bytes, or a folder with a Hugging Face tokenizer; nothing "
-            "is downloaded"
+            f"data.tokenizer: no folder {str(path)!r}. Use bytes, or a folder with a Hugging Face tokenizer"
         )
     for file in _files(folder, FILES | SETTINGS):
         _require_complete(file)

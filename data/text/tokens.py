@@ -101,7 +101,7 @@ def build_tokenizer(
     """Return the tokenizer of a run.
 
     Args:
-        name: `data.tokenizer`: "bytes", or a folder with a Hugging Face tokenizer. Nothing is downloaded.
+        name: `data.tokenizer`: "bytes", or a folder with a Hugging Face tokenizer.
         placeholders: one per media module, e.g. ["<image>"].
         chat_template: `data.chat_template`: "auto" (the tokenizer's template, our own format if it has none), "own"
             (our own format), or a file with a Jinja template.

@@ -32,10 +32,10 @@ def _world(args: argparse.Namespace) -> None:
     from mimo_train.config import compose
     from mimo_train.layout.run import resolve
 
-    print(resolve(compose.load(args.config, args.overrides)).layout.processes[-1] + 1)
+    print(resolve(compose.load(args.config, args.overrides, weights=False)).layout.processes[-1] + 1)
 
 
 def _config(args: argparse.Namespace) -> None:
     from mimo_train.config import compose
 
-    print(compose.to_yaml(compose.load(args.config, args.overrides)), end="")
+    print(compose.to_yaml(compose.load(args.config, args.overrides, weights=False)), end="")

@@ -17,7 +17,9 @@ def add(commands: Any) -> None:
         about_files(_export),
         "write a checkpoint as a directory of transformers",
         "Writes a checkpoint as a directory that transformers reads, on one process, a few tensors at a time.\n\n"
-        "example:\n  mimo-train export runs/my_run --to exported",
+        "examples:\n"
+        "  mimo-train export runs/my_run --to exported\n"
+        "  mimo-train export runs/my_run --to exported --push-to-hub my-org/my-model --private",
     )
     command.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="folder or URL of a run, or of one of its checkpoints"
@@ -34,6 +36,11 @@ def add(commands: Any) -> None:
         help="what adapters name as the model that they are for: a name of a hub, or a folder (default: the hub's name "
         "of a folder in its cache, else the folder itself)",
     )
+    command.add_argument(
+        "--push-to-hub", default="", metavar="ORG/NAME", help="upload it to a repository on the Hugging Face hub too"
+    )
+    command.add_argument("--private", action="store_true", help="make that repository private")
+    command.set_defaults(usage_error=command.error)
     add_trust(command)
     command.add_argument(
         "--file-gigabytes", type=above_zero, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
@@ -41,14 +48,20 @@ def add(commands: Any) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
+    if args.private and not args.push_to_hub:
+        args.usage_error("--private requires --push-to-hub")
     from data.storage.url import place_of
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.resume.same_run import recorded_config
-    from mimo_train.hf.directory import new_directory
+    from mimo_train.hf.push import make_repository, push
     from mimo_train.logging.rank_log import adopt_torch, divert_command
 
     folder = folders.in_folder(place_of(args.checkpoint), "CHECKPOINT")
-    cfg = recorded_config(folder, trust_code=args.trust_code)
+    cfg = recorded_config(folder, trust_code=args.trust_code, weights=True)
+    if args.push_to_hub:  # before the export, which takes its time
+        make_repository(args.push_to_hub, private=args.private)
+    from mimo_train.hf.directory import new_directory
+
     with new_directory(args.to):
         run_dir = folders.run_of(folder)
         divert_command("export", run_dir if isinstance(run_dir, Path) else None)
@@ -70,5 +83,7 @@ def _export(args: argparse.Namespace) -> int:
         print(f"each part by itself, for no model of transformers has them all: {reason}")
     for directory in written:
         print(f"{directory.what}: {directory.folder}")
+    if args.push_to_hub:
+        print(f"uploaded: {push(args.to, args.push_to_hub)}")
     dist.destroy_process_group()
     return 0

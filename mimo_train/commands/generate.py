@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
         "checkpoint",
         metavar="CHECKPOINT",
         help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers or of a peft "
-        "adapter",
+        "adapter, or its name on the hub",
     )
     option("--prompt", metavar="TEXT", help="what to ask; with --chat the first message")
     option("--chat", action="store_true", help="go on with messages from the input, line by line")
@@ -104,6 +104,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.prompt is None and not args.chat:
         args.usage_error("one of --prompt TEXT and --chat is required")
     from data.storage.url import place_of
+    from mimo_train.config.pretrained.hub import located
     from mimo_train.evaluation.generation.source import open_source
     from mimo_train.logging.rank_log import adopt_torch, divert_command
 
@@ -112,7 +113,7 @@ def _generate(args: argparse.Namespace) -> int:
         temperature = 1.0 if args.top_k or args.top_p < 1 else 0.0
     sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
     media = [(kind, Path(file)) for kind in KINDS for file in getattr(args, kind)]
-    source = open_source(place_of(args.checkpoint), trust_code=args.trust_code)
+    source = open_source(place_of(located(args.checkpoint, "CHECKPOINT")), trust_code=args.trust_code)
     options = {"--chat": chat, "--system": args.system, "media": media}
     asking = [name for name, is_given in options.items() if is_given]  # what only a conversation has
     if args.prompt_format == "text" and asking:

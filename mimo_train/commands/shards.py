@@ -83,7 +83,7 @@ def _index(args: argparse.Namespace) -> int:
             print(f"{args.pattern}: .bin and .idx files need no other index")
             return 0
         return _index_all(find_shards(args.pattern), args.cache_dir, args.workers)
-    cfg = load(args.pattern, args.overrides)
+    cfg = load(args.pattern, args.overrides, weights=False)
     if args.cache_dir:
         cfg.data.cache_dir = args.cache_dir
     sources = training_sources(cfg) + [held_out.source for held_out in held_out_sets(cfg) if not held_out.fraction]

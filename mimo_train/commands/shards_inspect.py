@@ -191,7 +191,7 @@ def _write_page(args: argparse.Namespace) -> int:
     from mimo_train.logging.report.page import render_data
     from mimo_train.run_dataset import open_dataset
 
-    cfg = load(args.pattern, args.overrides)
+    cfg = load(args.pattern, args.overrides, weights=False)
     cache_dir = args.cache_dir or cfg.data.cache_dir
     dataset = open_dataset(replace(cfg, data=replace(cfg.data, cache_dir=cache_dir)))
     number = min(_SHOWN if args.samples is None else args.samples, len(dataset))

@@ -16,6 +16,7 @@ from mimo_train.config.energon import fill_in_energon
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.directory import Directory, leave_out_absent
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
+from mimo_train.config.pretrained.hub import locate, named, names_in_run, names_of, replace_names
 from mimo_train.config.read_values import shown_plain, structured
 from mimo_train.config.run_files import (
     SUFFIXES,
@@ -42,7 +43,9 @@ Values = list[tuple[str, Any]]
 """(dotted key, value) of overrides, in order."""
 
 
-def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> ConfigContainer:
+def load(
+    config: str, overrides: Sequence[str] = (), *, without_data: bool = False, weights: bool = True
+) -> ConfigContainer:
     """Compose `config` with `key=value` overrides.
 
     `config` is a shipped name such as `vlm_digits` or `recipes/siglip2_qwen3`, or a path to a YAML file. An override
@@ -51,9 +54,11 @@ def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
 
     Args:
         without_data: leave out directories of pretrained weights that do not exist.
+        weights: download the weights of models that are named as on the Hugging Face hub, not only their small files.
 
     Raises:
-        ConfigError: unknown file, group choice, key or family, or a value of the wrong type; with the nearest names.
+        ConfigError: unknown file, group choice, key or family, or a value of the wrong type, with the nearest names; or
+            a model cannot be downloaded.
     """
     path = _find(config)
     files = read_run_files(path)
@@ -63,7 +68,7 @@ def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
     try:
         plain = _composed(path, choices, values)
         try:
-            _fill_in_all(plain, files, choices, values, without_data)
+            _fill_in_all(plain, files, choices, values, without_data, weights)
             cfg, wrong = _read(plain)
         except ConfigError as error:  # report wrong keys too
             wrong = [*error.faults, *_read(plain)[1]]
@@ -83,7 +88,13 @@ def _fill_in_all(
     choices: Sequence[str],
     values: Values,
     without_data: bool,
+    weights: bool,
 ) -> None:
+    names = names_of(plain)
+    folders, faults = locate(names, names_in_run(plain) if names else {}, weights=weights)
+    if faults and not without_data:
+        raise ConfigError(faults)
+    replace_names(plain, folders)
     if without_data:
         leave_out_absent(plain)
     by_module = directories(plain)
@@ -94,6 +105,7 @@ def _fill_in_all(
         without = _composed([*files][-1], [*choices, *removals], values)
         plain.clear()
         plain.update(without)
+        replace_names(plain, folders)
         if without_data:
             leave_out_absent(plain)
         has_tokenizer = any(key == "data.tokenizer" for key, _ in values) or any(
@@ -229,7 +241,8 @@ def _read(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
 
 
 def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
-    """Return nested dicts of plain values; `from_dict` reads them back."""
+    """Return nested dicts of plain values, in record form: `from_dict` reads them back, once the names of models on the
+    hub are folders again."""
     plain = dataclasses.asdict(cfg)
     for module in plain["modules"].values():
         for part in ("encoder", "projector", "llm"):
@@ -237,7 +250,7 @@ def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
                 del module[part]
     if plain["train"]["epochs"]:
         plain["train"]["iters"] = 0  # it follows from the data
-    return plain
+    return named(plain)
 
 
 def to_yaml(cfg: ConfigContainer) -> str:

@@ -85,8 +85,8 @@ class DataConfig(Section):
     separate_documents: bool = False
     """For `.bin` and `.idx` files with `pack`: end attention, positions and loss at each document. See
     docs/data.md#token-files."""
-    tokenizer: str = key("bytes", filled="bytes or a folder")
-    """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
+    tokenizer: str = key("bytes", filled="bytes, a folder or a name on the hub")
+    """`bytes` (built in), a folder with a Hugging Face tokenizer, or the name of a model on the hub."""
     chat_template: str = key("auto", filled="auto, own or a file")
     """`auto` (the tokenizer's, or our own format), `own` (our own format), or a Jinja file. See
     docs/data.md#chat-templates."""
@@ -219,8 +219,8 @@ class DataConfig(Section):
         if not folder.is_dir():
             yield Fault(
                 "data.tokenizer",
-                f"no folder {self.tokenizer}: give bytes, or a folder with a Hugging Face tokenizer; nothing is "
-                "downloaded, one of the hub is saved by AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
+                f"no folder {self.tokenizer}: give bytes, a folder with a Hugging Face tokenizer, or the name of a "
+                "model on the hub, ORG/NAME",
             )
         elif not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
             yield Fault(

@@ -107,8 +107,8 @@ class LoraConfig(Section):
     dora: bool = False
     """Also train the length of every row of the adapted weight (DoRA, arXiv 2402.09353). Needs `dropout` 0."""
     adapter: str = ""
-    """Folder of a PEFT adapter that a new run starts from, for the model of `pretrained`; empty: none. See
-    docs/frozen.md#peft."""
+    """Folder, or name on the hub, of a PEFT adapter that a new run starts from, for the model of `pretrained`; empty:
+    none. See docs/frozen.md#peft."""
 
     @property
     def scale(self) -> float:
@@ -166,8 +166,8 @@ class ModuleConfig(Section):
     llm: Any = None
     """The language model, see [its keys](#moduleslanguagellm). For `language` only."""
     pretrained: str = ""
-    """Directory as `transformers` saves it, instead of `llm` or `encoder` and random weights; empty: none. See
-    docs/pretrained.md."""
+    """Directory as `transformers` saves it, or ORG/NAME of the Hugging Face hub, instead of `llm` or `encoder` and
+    random weights; empty: none. See docs/pretrained.md."""
     implementation: str = key("", choices=("", "native", "transformers"), zero_means="native if possible")
     """Who computes the language model: Megatron-Core's layers at any layout (`native`), or the class of `transformers`
     as it is, data parallel only (`transformers`). Empty: `native` for supported families, else `transformers`. For

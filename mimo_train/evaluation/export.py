@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from data.storage.url import Place
 from data.text.tokens import Tokenizer
@@ -13,15 +14,17 @@ from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
+from mimo_train.config.pretrained.hub import named_in_hub
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.evaluation.generation.source import load_model, on_one_process
-from mimo_train.hf.adapters import is_base, module_adapters, named_in_hub
+from mimo_train.hf.adapters import is_base, module_adapters
 from mimo_train.hf.documents import Document, separate
 from mimo_train.hf.export import Stored, write_document
 from mimo_train.hf.joined import llava
 from mimo_train.hf.llava_limits import NoLlava
 from mimo_train.hf.peft import Adapted, write_adapters
+from mimo_train.hf.push import name_sources
 from mimo_train.layout.run import resolve
 from mimo_train.training.step.pipeline import build_parts, start_processes
 
@@ -92,7 +95,7 @@ def export(
         reason = f"adapters are for {plural(len(adapters), 'model')} ({', '.join(adapters)})" if adapters else "none"
         raise UserError(f"--base-model is {base_model}, which adapters name, and {reason} are written: leave it out")
     kind = dtype or run.cfg.train.precision
-    write = partial(write_document, stored=stored, dtype=kind, largest_file=largest_file, merge=merge)
+    write = partial(_write, run.cfg, stored=stored, dtype=kind, largest_file=largest_file, merge=merge)
     written = []
     for document in documents:
         place = to if len(documents) == 1 else to / document.name
@@ -114,6 +117,12 @@ def export(
         names = " and ".join(part.module for part in own_adapters)
         written.append(Exported(place, f"adapters of {names} for peft, next to {base}"))
     return written, reason
+
+
+def _write(cfg: ConfigContainer, document: Document, *, to: Path, **options: Any) -> None:
+    write_document(document, to=to, **options)
+    folders = dict.fromkeys(cfg.modules[name].pretrained for name in document.modules)
+    name_sources(to, [Path(folder) for folder in folders if folder])
 
 
 def _documents(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Document], str]:

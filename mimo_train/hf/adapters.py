@@ -1,6 +1,5 @@
 """Export adapters to PEFT, and find their linear layers in transformers' models."""
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ from mimo_train.hf.parts import ENCODER, Part, pretrained_parts
 from mimo_train.hf.peft import Adapted, Place, Places, load_tensors, read_adapter
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.layout.adapters import WHOLE, Linear, adapted_linears, linears
-
-_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
 
 
 def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: Document | None) -> Adapted:
@@ -69,13 +66,6 @@ def is_base(document: Document, stored: Stored) -> bool:
             if not torch.equal(trained, base):
                 return False
     return True
-
-
-def named_in_hub(folder: Path) -> tuple[str, str]:
-    """Return (name of the model in a folder, its revision). A folder of huggingface_hub's cache gives the hub's name
-    and revision, valid on any machine; others give their path and no revision."""
-    match = _IN_CACHE.search(folder.absolute().as_posix())
-    return (match[1].replace("--", "/"), match[2]) if match else (str(folder.resolve()), "")
 
 
 def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> dict[str, dict[str, Place]]:

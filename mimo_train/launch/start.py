@@ -11,6 +11,7 @@ from pathlib import Path
 from data.text_format import plural
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault, UserError
+from mimo_train.config.pretrained.hub import recorded_names
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import missing_code
 from mimo_train.launch.nodes import Nodes, nodes_of, number
@@ -40,6 +41,7 @@ def launch_of(
     environment: Mapping[str, str],
     *,
     without_data: bool = False,
+    weights: bool = False,
 ) -> Launch:
     """Return the config of a run on a number of nodes.
 
@@ -48,13 +50,14 @@ def launch_of(
     Args:
         nodes: number of nodes; None skips what depends on it.
         without_data: files of tokenizer, weights and shards need not be on this machine.
+        weights: download the weights of models on the Hugging Face hub, see `compose.load`.
 
     Raises:
         UserError: the config has errors, or nothing for this number of nodes or this task.
     """
     changed = [*overrides, *_line_of_task(environment)]
     load = partial(compose.load, config, without_data=without_data)
-    cfg = load(changed)
+    cfg = load(changed, weights=False)
     if faults := list(cfg.launch.faults()):
         raise ConfigError(faults)
     if nodes is not None and (layouts := cfg.launch.layouts):
@@ -65,7 +68,7 @@ def launch_of(
         changed = [*cfg.launch.overrides(nodes), *changed]
     if task := environment.get("SLURM_ARRAY_TASK_ID"):
         changed.append(f"run.dir={Path(cfg.run.dir) / f'task_{task}'}")
-    return Launch(config, changed, load(changed), without_data)
+    return Launch(config, changed, load(changed, weights=weights), without_data)
 
 
 def _line_of_task(environment: Mapping[str, str]) -> list[str]:
@@ -106,13 +109,15 @@ def start_of(config: str, overrides: Sequence[str], environment: Mapping[str, st
         UserError: variables contradict each other, the config has errors, or the layout does not fit the nodes.
     """
     nodes = nodes_of(environment)
-    launch = launch_of(config, overrides, nodes.number, environment)
+    launch = launch_of(config, overrides, nodes.number, environment, weights=True)
     if missing := list(missing_code(launch.cfg.train)):
         raise ConfigError(missing)
     if nodes.max_restarts:
         require_resume(launch.cfg.checkpoint.resume, f"MIMO_MAX_RESTARTS {nodes.max_restarts}")
     # -P: a data.py or encoders/ in the working directory must not hide ours.
     rank = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", launch.config, *launch.overrides]
+    # Ranks get the commits of names on the hub: none asks the hub, and none gets another commit.
+    rank += [f"{key}={name}" for key, name in recorded_names(compose.to_dict(launch.cfg)).items()]
     return Start(nodes, _per_node(launch.cfg, nodes), rank, _speed(environment), Path(launch.cfg.run.dir))
 
 

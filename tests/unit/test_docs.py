@@ -226,7 +226,7 @@ def test_a_run_that_a_document_shows_has_no_faults(run, tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
         image = [{"id": 32000, "content": "<image>"}]
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"added_tokens": image}))
-    placed = re.sub(r"modules\.(\w+)\.pretrained=/models/\S+", rf"modules.\1.pretrained={tmp_path}/\1", run)
+    placed = re.sub(r"modules\.(\w+)\.pretrained=(?:/models|\w+)/\S+", rf"modules.\1.pretrained={tmp_path}/\1", run)
     config, *overrides = shlex.split(re.sub(r"(?<=\s)pretrained=/models/\S+", f"pretrained={tmp_path}/all", placed))
     options = [word for word in overrides if word.startswith("--")]
     cfg = load(config, [word for word in overrides if word not in options])

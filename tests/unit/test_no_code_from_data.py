@@ -175,7 +175,7 @@ def test_a_name_that_is_no_folder_asks_no_network(monkeypatch):
         raise AssertionError("a network was asked")
 
     monkeypatch.setattr(socket, "getaddrinfo", asked)
-    with pytest.raises(DataError, match="no folder 'somebody/tokenizer'.* nothing is downloaded"):
+    with pytest.raises(DataError, match="no folder 'somebody/tokenizer'"):
         build_tokenizer("somebody/tokenizer")
 
 

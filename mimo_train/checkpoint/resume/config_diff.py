@@ -10,6 +10,7 @@ from typing import Any
 
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.hub import named
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
@@ -159,8 +160,8 @@ def _has_sections(value: list[Any] | dict[Any, Any], old: list[Any] | dict[Any, 
 
 
 def plain(section: Any) -> dict[str, Any]:
-    """Return a dataclass in record form: tuples become lists, numeric keys become text."""
-    return json.loads(json.dumps(dataclasses.asdict(section)))
+    """Return a dataclass in record form: tuples become lists, numeric keys text, folders of the hub's cache names."""
+    return named(json.loads(json.dumps(dataclasses.asdict(section))))
 
 
 def _plain_defaults(kind: type) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from data.storage.url import Place
 from data.text_format import plural
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
-from mimo_train.checkpoint.folders import RECORD, read_record
+from mimo_train.checkpoint.folders import LEFT_OUT, RECORD, read_record
 from mimo_train.checkpoint.resume.config_diff import changed_numbers, initial_weights, model_changes, module_changes
 from mimo_train.config.compose import from_dict, to_dict
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
+from mimo_train.config.pretrained.hub import locate, recorded_names, replace_names, say
 from mimo_train.config.removed import without_removed
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
@@ -307,19 +308,28 @@ _REMEDY = (
 )
 
 
-def recorded_config(folder: Place, *, trust_code: bool) -> ConfigContainer:
+def recorded_config(folder: Place, *, trust_code: bool, weights: bool = False) -> ConfigContainer:
     """Return the config in a checkpoint's record, without callbacks, forward step and removed keys.
+
+    Models of the Hugging Face hub are downloaded again if they are missing. If that fails, it goes on as without their
+    folders, after a notice.
 
     Args:
         trust_code: True to import encoders that it names by path.
+        weights: download their weights too. They are if the checkpoint leaves weights out.
 
     Raises:
         UserError: the record is damaged, or names code that is not trusted.
     """
-    plain = _plain(folder, read_record(folder, "config"))
+    record = read_record(folder, "config")
+    plain = _plain(folder, record)
     try:
         if not trust_code:
             require_trusted(plain, str(folder / RECORD), (), _REMEDY)
+        models, faults = locate(recorded_names(plain), {}, weights=weights or LEFT_OUT in record)
+        for fault in faults:
+            say(str(fault))
+        replace_names(plain, models)
         return from_dict(plain)
     except RecursionError as error:
         raise damaged(folder, f"{RECORD} nests its config without end") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.hub import snapshot_of
 from mimo_train.config.pretrained.weight_files import Unreadable, read_bin_header, read_error, read_header
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.config.transformers_llm import MODEL
@@ -115,9 +116,13 @@ def adapted_paths(folder: Path) -> list[str]:
     Raises:
         UserError: the file is missing or damaged, or holds something else.
     """
-    file = weights_file(folder)
+    snapshot, file = snapshot_of(folder), folder / WEIGHTS
     try:
-        header = (read_header if file.name == WEIGHTS else read_bin_header)(file)
+        if snapshot is not None and not snapshot.has(WEIGHTS) and WEIGHTS in snapshot.sizes():
+            header = snapshot.read_header(WEIGHTS, str(folder))
+        else:
+            file = weights_file(folder)
+            header = (read_header if file.name == WEIGHTS else read_bin_header)(file)
     except (Unreadable, OSError) as error:
         raise UserError(read_error(file, error)) from error
     paths: dict[str, None] = {}

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.config.compose import from_dict
-from mimo_train.config.errors import UserError
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import CONFIG, adapted_paths, paths_of
 from mimo_train.config.pretrained.composites import composite_of
 from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in
+from mimo_train.config.pretrained.hub import located
 from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_error
 from mimo_train.config.schema import ConfigContainer
 
@@ -71,6 +72,12 @@ def base_of_adapter(folder: Path) -> Path | None:
         name = parsed((folder / CONFIG).read_bytes()).get("base_model_name_or_path")
     except (Unreadable, OSError) as error:
         raise UserError(f"CHECKPOINT: {read_error(folder / CONFIG, error)}") from error
+    if isinstance(name, str):
+        try:
+            name = located(name, "CHECKPOINT")
+        except ConfigError as error:
+            text = f"{folder} holds an adapter of PEFT for {name!r}: {error.faults[0].message}"
+            raise ConfigError([Fault("CHECKPOINT", text)]) from error
     if not isinstance(name, str) or not Path(name).is_dir():
         raise UserError(
             f"CHECKPOINT: {folder} holds an adapter of PEFT for {name!r}, which is no folder here: set "

@@ -1,15 +1,11 @@
 """The JSON files of a Hugging Face directory."""
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.text_format import shown
-from encoders.joined.spec import PARTS as JOINED
 from mimo_train.config.errors import ConfigError, Fault
+from mimo_train.config.pretrained.hub import model_keys, named_in_hub, say
 from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_error, require_no_pointer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -32,6 +28,11 @@ class Directory:
     def model_type(self) -> str:
         """Family of the model, as named in `transformers`."""
         return self.config["model_type"]
+
+    @property
+    def name(self) -> str:
+        """Name of the model, by its folder or in the hub."""
+        return Path(named_in_hub(self.folder)[0]).name
 
     def token(self, number: int) -> str | None:
         """Return the tokenizer's token with this id; None if there is none. Raises ConfigError for a damaged file."""
@@ -65,7 +66,13 @@ def read_directory(folder: str, key: str) -> Directory:
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(
-            [Fault(key, f"no folder {folder}: give a directory as transformers' save_pretrained makes it")]
+            [
+                Fault(
+                    key,
+                    f"no folder {folder}: give a directory as transformers' save_pretrained makes it, or the name of a "
+                    "model on the hub, ORG/NAME",
+                )
+            ]
         )
     config = _read(path / "config.json", key)
     if "model_type" not in config:
@@ -89,24 +96,8 @@ def _read(path: Path, key: str) -> dict[str, Any]:
 
 def leave_out_absent(plain: dict[str, Any]) -> None:
     """Empty the keys of composed nested dicts whose directory does not exist, and say so on standard error."""
-    for section, key, full in _directory_keys(plain):
+    for section, key, full in model_keys(plain):
         directory = section.get(key)
         if isinstance(directory, str) and directory and not Path(directory).exists():
             section[key] = ""
-            _say(f"{full}: {directory} is not on this machine. Sizes are those of the config.")
-
-
-def _directory_keys(plain: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    yield plain, "pretrained", "pretrained"
-    modules = plain.get("modules")
-    for name, module in modules.items() if isinstance(modules, dict) else ():
-        if isinstance(module, dict):
-            yield module, "pretrained", f"modules.{name}.pretrained"
-            for part, keys in (("lora", ("adapter",)), ("encoder", [f"{joined}_pretrained" for joined in JOINED])):
-                if isinstance(module.get(part), dict):
-                    yield from ((module[part], key, f"modules.{name}.{part}.{key}") for key in keys)
-
-
-@cache
-def _say(line: str) -> None:
-    sys.stderr.write(f"notice: {shown(line)}\n")
+            say(f"{full}: {directory} is not on this machine. Sizes are those of the config.")

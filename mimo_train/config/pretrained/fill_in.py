@@ -286,7 +286,7 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
         if as_is:
             return {"llm": _as_is(config, directory)}
         try:
-            return {"llm": {"name": directory.folder.name, **language_keys(config)}}
+            return {"llm": {"name": directory.name, **language_keys(config)}}
         except ConfigError as error:
             wrong = [f"{directory.folder}: {fault.key}: {fault.message}" for fault in error.faults]
             remedy = f". Or set modules.{LANGUAGE}.implementation=transformers, which is data parallel only"
@@ -311,7 +311,7 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
             ]
         )
     try:
-        keys: dict[str, Any] = {"name": directory.folder.name, "family": family}
+        keys: dict[str, Any] = {"name": directory.name, "family": family}
         preprocessor: Mapping[str, Any] = directory.preprocessor
         if composite is not None and composite.preprocessor is not None:
             preprocessor = composite.preprocessor(directory.config, preprocessor)
@@ -322,7 +322,7 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
             keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
         parts = {"encoder": keys}
         if composite is not None and composite.projector is not None:
-            parts["projector"] = {"name": directory.folder.name, **PROJECTOR, **composite.projector(directory.config)}
+            parts["projector"] = {"name": directory.name, **PROJECTOR, **composite.projector(directory.config)}
     except EncoderError as error:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
     return parts

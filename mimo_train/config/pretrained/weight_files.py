@@ -58,7 +58,7 @@ def _files(folder: Path, key: str) -> tuple[dict[str, set[str]], str]:
         if (folder / single).is_file():
             return {single: set()}, index
         if (folder / index).is_file():
-            return _indexed(folder / index, key), index
+            return indexed_files(folder / index, key), index
     for pattern, index in (("model-*.safetensors", INDEX), ("pytorch_model-*.bin", BIN_INDEX)):
         shards = sorted(path.name for path in folder.glob(pattern))
         if shards:
@@ -69,7 +69,8 @@ def _files(folder: Path, key: str) -> tuple[dict[str, set[str]], str]:
     )
 
 
-def _indexed(index: Path, key: str) -> dict[str, set[str]]:
+def indexed_files(index: Path, key: str) -> dict[str, set[str]]:
+    """Return file -> tensors that an index has in it. Raises UserError if the index is damaged."""
     with _named(index, key):
         require_no_pointer(index)
         if index.stat().st_size > MOST_BYTES:

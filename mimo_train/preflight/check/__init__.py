@@ -7,11 +7,13 @@ there is no fault.
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.pretrained.hub import snapshots_of
 from mimo_train.config.run_files import shipped_configs
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import missing_code
@@ -37,7 +39,7 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
         without_data: skip tokenizer, weights and shards, which may be missing.
     """
     try:
-        cfg = compose.load(config, overrides, without_data=without_data)
+        cfg = compose.load(config, overrides, without_data=without_data, weights=False)
     except ConfigError as error:
         show(Report(faults=_without_inputs(with_config_faults(error).faults, without_data)), "", sys.stdout, sys.stderr)
         return 1
@@ -103,6 +105,11 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
     from mimo_train.estimate.parameters import freeze_patterns
     from mimo_train.hf.llava_limits import why_several
 
+    for key, snapshot in snapshots_of(asdict(cfg)).items():
+        cached, missing = snapshot.weight_bytes(key)
+        if missing:
+            sizes = f"{missing / 1e6:,.1f} MB of weights, {cached / 1e6:,.1f} MB are in the cache"
+            report.notes.append(f"{key}: a start downloads {sizes} ({snapshot})")
     keys = {fault.key for fault in report.faults}
     report.faults += [fault for fault in missing_code(cfg.train) if fault.key not in keys]
     for name, module in cfg.modules.items():

@@ -15,6 +15,7 @@ from data.text_format import plural
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.hub import named
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.inputs.datasets import (
@@ -128,7 +129,7 @@ def _tokenizer_rows(report: Report, cfg: ConfigContainer, tokenizer: Any | None)
                 "directory's"
             )
     return [
-        ("data.tokenizer", cfg.data.tokenizer, f"{tokenizer.vocab_size:,} ids"),
+        ("data.tokenizer", named(cfg.data.tokenizer), f"{tokenizer.vocab_size:,} ids"),
         ("data.chat_template", cfg.data.chat_template, tokenizer.template.name),
     ]
 

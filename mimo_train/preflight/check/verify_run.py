@@ -73,7 +73,7 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
     Raises:
         ConfigError: the config has faults.
     """
-    cfg = compose.load(config, overrides)
+    cfg = compose.load(config, overrides, weights=False)
     if faults := config_faults(cfg):
         raise ConfigError(faults)
     code, samples, bad = 0, 0, 0
@@ -147,7 +147,7 @@ def _verify_set(
 
 
 def _open(config: str, overrides: Sequence[str]) -> None:
-    cfg = compose.load(config, overrides)
+    cfg = compose.load(config, overrides, weights=False)
     for number, item in enumerate(_sets_of(cfg)):
         try:
             _readers[number] = _dataset_of(cfg, item)

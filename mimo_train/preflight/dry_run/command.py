@@ -22,7 +22,7 @@ LINES = 6
 def main(config: str, overrides: Sequence[str], ranks: str) -> int:
     """Run the ranks, print their results, and return 1 if one fails, else 0. `ranks`: see `selected_kinds`."""
     try:
-        cfg = load(config, overrides)
+        cfg = load(config, overrides, weights=False)
         run = resolve(cfg)
         kinds = selected_kinds(run.layout, ranks)
     except ConfigError as error:
@@ -48,7 +48,7 @@ def main(config: str, overrides: Sequence[str], ranks: str) -> int:
 def require_ranks(config: str, overrides: Sequence[str], ranks: str) -> None:
     """Check `--ranks` before anything is printed. Raises UserError as `selected_kinds`, and ignores config errors."""
     with suppress(ConfigError):
-        selected_kinds(resolve(load(config, overrides)).layout, ranks)
+        selected_kinds(resolve(load(config, overrides, weights=False)).layout, ranks)
 
 
 def in_child(run: Run, kind: Kind) -> RankResult | RankFailure:

@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         UserError: the config has faults, options do not fit, a file cannot be written, or no layout fits.
     """
-    cfg = load(args.config, args.overrides, without_data=args.without_data)
+    cfg = load(args.config, args.overrides, without_data=args.without_data, weights=False)
     require_sound(cfg)
     if args.write is not None and args.write.exists():
         raise UserError(f"--write: {args.write} exists. Remove it or choose another name")

@@ -11,8 +11,8 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import BIN_WEIGHTS
+from mimo_train.config.pretrained.hub import named_in_hub
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
-from mimo_train.hf.adapters import named_in_hub
 from mimo_train.hf.peft import (
     CONFIG,
     WEIGHTS,

@@ -27,7 +27,7 @@ from tests.unit.configs import changed, load
         ("modules.images.encoder.pixel_std", [0.5, 0, 0.5], "must be above 0 and at most 1e+06, has 0"),
         ("modules.language.llm.shared_expert_ffn_hidden_size", 8, "requires experts, but"),
         ("modules.language.llm.experts_per_token", 0, "modules.language.llm.num_experts is 0. Remove it"),
-        ("data.tokenizer", "gpt2", "no folder gpt2: give bytes, or a folder"),
+        ("data.tokenizer", "gpt2", "no folder gpt2: give bytes, a folder"),
         ("data.shards", "", "data.demo=digits needs a folder"),
         ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
         ("modules.language.llm.num_query_groups", -1, "at least 0 and at most 4194304 (0: as many as query heads)"),

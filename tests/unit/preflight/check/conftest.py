@@ -11,7 +11,7 @@ def alone(monkeypatch, tmp_path):
     """Run in a temporary folder with relative paths, so that equal overrides are composed once."""
     monkeypatch.chdir(tmp_path)
 
-    def loaded(config, overrides=(), *, without_data=False):
+    def loaded(config, overrides=(), *, without_data=False, weights=True):
         return load(config, *overrides, without_data=without_data)
 
     monkeypatch.setattr(compose, "load", loaded)

@@ -167,7 +167,11 @@ def test_shards_without_samples(capsys):
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("/no/such/folder", "no folder"), ("./empty", "there is no tokenizer in"), ("gpt2", "nothing is downloaded")],
+    [
+        ("/no/such/folder", "no folder"),
+        ("./empty", "there is no tokenizer in"),
+        ("gpt2", "no folder gpt2: give bytes, "),
+    ],
 )
 def test_tokenizers_that_cannot_be_built(place, said, capsys, tmp_path):
     """The rest is checked nevertheless: the shards are opened, without reading samples."""
