@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import prod
 from typing import Any, cast
@@ -21,13 +21,17 @@ DROPPED = ("dropout", "layerdrop", "drop_path_rate")
 """Parts of the names of keys that set a probability of dropout."""
 
 SPECIAL = {
-    "adds features in layers of the language model": r"deepstack|per_layer_inputs|visual_pos_masks|moe_mm",
+    "adds features in layers of the language model": r"per_layer_inputs|moe_mm|deepstack",
     "has positions on several axes": r"get_rope_index|compute_3d_position|rope_deltas",
-    "lets the tokens of an image see each other": r"token_type_ids(?!\w)|block_sequence_ids|bidirectional",
+    "lets the tokens of an image see each other": r"(?<!mm_)token_type_ids|block_sequence_ids|bidirectional",
     "projects features outside of its towers": r"visual_indicator|multi_modal_projector|embed_vision",
 }
 """What a model does besides putting features at their places, by the words of its `forward`. Checked against all models
 of several parts in transformers 5.23."""
+LAYERS, AXES, *_ = SPECIAL
+
+DEEPSTACK = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
+"""Language models whose first layers get one of the `deepstack_features` each."""
 
 
 @cache
@@ -56,13 +60,13 @@ def kinds_of(config: PretrainedConfig) -> list[str]:
     return [kind for kind in ("image", "audio") if any(hasattr(model, f"get_{kind}_features") for model in models)]
 
 
-def why_special(config: PretrainedConfig) -> str:
-    """Return what a model does besides putting features at their places, a clause; empty if nothing."""
+def special(config: PretrainedConfig) -> list[str]:
+    """Return what a model does besides putting features at their places: keys of `SPECIAL`."""
     built = class_of(config)
     owners = {built, *(model for model in _models_beside(built) if hasattr(model, "get_placeholder_mask"))}
     forwards = [vars(owner)["forward"] for owner in owners if "forward" in vars(owner)]
     bodies = "".join(inspect.getsource(forward).rpartition('"""')[2] for forward in forwards)
-    return next((reason for reason, words in SPECIAL.items() if re.search(words, bodies)), "")
+    return [reason for reason, words in SPECIAL.items() if re.search(words, bodies)]
 
 
 def _models_beside(built: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
@@ -86,6 +90,27 @@ def pad_id(config: PretrainedConfig, kind: str) -> int:
         if isinstance(getattr(config, key, None), int):
             return int(getattr(config, key))
     raise EncoderError(f"config.json: {kind}_token_id is missing")
+
+
+def deepstack_of(config: PretrainedConfig) -> list[int]:
+    """Return the layers of the tower whose features layers of the language model get; empty for other models."""
+    if LAYERS not in special(config) or config.get_text_config(decoder=True).model_type not in DEEPSTACK:
+        return []
+    return next((list(value) for _, key, value in _media_values(config) if key == "deepstack_visual_indexes"), [])
+
+
+def positions(config: PretrainedConfig, ids: Sequence[int], kinds: Sequence[int], grids: torch.Tensor) -> torch.Tensor:
+    """Return positions as the model's class computes them, int64 [3, S].
+
+    Args:
+        ids: tokens of a text.
+        kinds: 1 for tokens that features of an image replace, else 0.
+        grids: patches of each image in time, height and width, [N, 3].
+    """
+    model = skeleton(config)
+    owner = model if hasattr(model, "get_rope_index") else model.base_model
+    batch = torch.tensor([ids]), torch.tensor([kinds], dtype=torch.int32)
+    return cast(torch.Tensor, owner.get_rope_index(*batch, image_grid_thw=grids)[0][:, 0])
 
 
 def dropout_of(config: PretrainedConfig) -> float:

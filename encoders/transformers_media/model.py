@@ -44,7 +44,8 @@ def getters(model: PreTrainedModel, kind: str) -> list[Any]:
 
 
 class MediaHalf(torch.nn.Module):
-    """Images or audio as the processor gives them -> features. Parameters that no feature depends on are frozen.
+    """Images or audio as the processor gives them -> features, [R, H], in each row followed by those of the layers in
+    `spec.deepstack`. Parameters that no feature depends on are frozen.
 
     Raises:
         EncoderError: the model has no features of this kind.
@@ -52,7 +53,7 @@ class MediaHalf(torch.nn.Module):
 
     def __init__(self, spec: MediaSpec):
         super().__init__()
-        self.kind = spec.kind
+        self.kind, self.deepstack = spec.kind, spec.deepstack
         self.model = media_half(spec.hf_config())
         if not getters(self.model, self.kind):
             raise EncoderError(f"{type(self.model).__name__} has no get_{self.kind}_features")
@@ -88,9 +89,10 @@ class MediaHalf(torch.nn.Module):
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        pooled = getters(self.model, self.kind)[0](**inputs, return_dict=True).pooler_output
-        parts = pooled if isinstance(pooled, list | tuple) else [pooled]
-        features_RH = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        output = getters(self.model, self.kind)[0](**inputs, return_dict=True)
+        features_RH = _rows(output.pooler_output)
+        if self.deepstack:
+            features_RH = torch.cat([features_RH, *map(_rows, output.deepstack_features)], dim=1)
         expected = sum(item["rows"] for item in items)
         if len(features_RH) != expected:
             raise EncoderError(
@@ -148,6 +150,12 @@ class MediaHalf(torch.nn.Module):
                     yield node.variable
                 waiting += [following for following, _ in node.next_functions]
         self.model.train()
+
+
+def _rows(features: Any) -> torch.Tensor:
+    """Return the features of a tensor, or of several, one item after the other, [R, H]."""
+    parts = features if isinstance(features, list | tuple) else [features]
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def _joined(values: Sequence[Any]) -> Any:

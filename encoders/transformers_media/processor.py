@@ -1,6 +1,7 @@
 """The processor of a directory of `transformers`: the text that an image or audio item becomes, and the tensors that
 the model gets of it. Text is known from sizes alone: the processor runs once on an empty item of each size."""
 
+import math
 from bisect import bisect_left
 from functools import cache, lru_cache
 from threading import Lock
@@ -72,12 +73,26 @@ class MediaProcessor:
             EncoderError: the processor cannot process an item of this size.
         """
         if self.kind == "image":
-            return self._of_image(extent0, extent1)
+            return self._of_image(extent0, extent1)[0]
         return self._of_length(self.length(extent0, extent1))
 
     def rows(self, extent0: int, extent1: int) -> int:
         """Return the number of tokens that features replace. Arguments and errors as for `ids`."""
         return self.ids(extent0, extent1).count(self.pad)
+
+    def patches(self, height: int, width: int) -> tuple[int, int, int] | None:
+        """Return the patches of an image in time, height and width; None if the processor does not say."""
+        return self._of_image(height, width)[1]
+
+    def grid(self, height: int, width: int) -> tuple[int, int] | None:
+        """Return (rows, columns) of the features of an image; None if they form no grid."""
+        ids, patches = self._of_image(height, width)
+        rows = ids.count(self.pad)
+        if patches is None or patches[0] != 1 or not rows:
+            return None
+        merge = math.isqrt(patches[1] * patches[2] // rows)
+        grid = patches[1] // merge, patches[2] // merge
+        return grid if grid[0] * grid[1] == rows else None
 
     def length(self, samples: int, rate: int) -> int:
         """Return the samples of audio at the processor's rate."""
@@ -94,7 +109,7 @@ class MediaProcessor:
             EncoderError: its tokens are not those of its size.
         """
         inputs, ids = self._process(item)
-        expected = self._of_image(*item.shape[1:]) if self.kind == "image" else self._of_length(len(item))
+        expected = self._of_image(*item.shape[1:])[0] if self.kind == "image" else self._of_length(len(item))
         if ids != expected:
             raise EncoderError(
                 f"{type(self._processor).__name__} makes {len(ids)} tokens of an item of {[*item.shape]}, and "
@@ -115,14 +130,17 @@ class MediaProcessor:
             ids = tuple(inputs["input_ids"][0].tolist())
         return {name: value for name, value in inputs.items() if name not in self._unread}, ids
 
-    def _of_empty_image(self, height: int, width: int) -> tuple[int, ...]:
+    def _of_empty_image(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
         reason: Exception | None = None
         # On the meta device no pixel is computed; some processors look at them.
         for device in ("meta", "cpu"):
             try:
-                return self._process(torch.zeros(3, height, width, dtype=torch.uint8, device=device))[1]
+                inputs, ids = self._process(torch.zeros(3, height, width, dtype=torch.uint8, device=device))
             except Exception as error:
                 reason = error
+                continue
+            grid = inputs.get("image_grid_thw")
+            return ids, None if grid is None else tuple(grid[0].tolist())
         raise EncoderError(f"{type(self._processor).__name__} cannot process it: {reason}") from reason
 
     def _of_length(self, length: int) -> tuple[int, ...]:

@@ -25,6 +25,10 @@ class MediaSpec(FixedKeys, PlainSpec):
     """Id of the tokens that features replace."""
     parameters: int = key(0, at_least=0, at_most=2**50)
     """Number of parameters."""
+    axes: bool = False
+    """The language model has positions in time, row and column."""
+    deepstack: list[int] = key(factory=list, at_least=0)
+    """Layers of the tower whose features the first layers of the language model get."""
 
     builder: ClassVar[str] = "encoders.transformers_media.model:MediaEncoder"
 
@@ -34,6 +38,11 @@ class MediaSpec(FixedKeys, PlainSpec):
     @property
     def sizes_vary(self) -> bool:
         return True
+
+    @property
+    def deepstack_width(self) -> int:
+        """Width of the features of one of the `deepstack` layers."""
+        return self.hidden_size
 
     def processor(self) -> "MediaProcessor":
         """Return the processor. Raise EncoderError if it cannot be loaded."""
@@ -99,6 +108,9 @@ class MediaImages(MediaSpec):
     medium: ClassVar[str] = "image"
     placeholder: ClassVar[str] = "<image>"
     PROBES: ClassVar[tuple[tuple[int, int], ...]] = ((336, 336), (1024, 1024), (512, 1024), (1024, 512))
+
+    def token_grid(self, height: int, width: int, /, *, merge: int = 1) -> tuple[int, int] | None:
+        return self.processor().grid(height, width)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
         tokens = f"up to {self.most_tokens()} of 1024 x 1024 pixels"

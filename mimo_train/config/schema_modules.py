@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from encoders.transformers_media.spec import MediaSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH
@@ -169,9 +170,9 @@ class ModuleConfig(Section):
     """Directory as `transformers` saves it, or ORG/NAME of the Hugging Face hub, instead of `llm` or `encoder` and
     random weights; empty: none. See docs/pretrained.md."""
     implementation: str = key("", choices=("", "native", "transformers"), zero_means="native if possible")
-    """Who computes the language model: Megatron-Core's layers at any layout (`native`), or the class of `transformers`
-    as it is, data parallel only (`transformers`). Empty: `native` for supported families, else `transformers`. For
-    `language` only. See docs/pretrained.md#as-it-is."""
+    """Who computes a module of `pretrained`: Megatron-Core's layers at any layout (`native`), or the class of
+    `transformers` as it is, data parallel only (`transformers`). Empty: `native` for supported families, else
+    `transformers`. See docs/pretrained.md#as-it-is."""
     freeze: list[str] = field(default_factory=list)
     """Frozen parts: `encoder`, `projector`, `llm`, or shell patterns of parameter names such as `"*embedding*"`. See
     docs/frozen.md."""
@@ -228,8 +229,10 @@ class ModuleConfig(Section):
 
     def _implementation_faults(self, name: str) -> Iterator[Fault]:
         place, as_is = f"modules.{name}.implementation", isinstance(self.llm, TransformersLlm)
-        if self.implementation and name != LANGUAGE:
-            yield Fault(place, f"is {self.implementation!r}, but only {LANGUAGE!r} has a choice. Remove it")
+        if name != LANGUAGE:
+            if self.implementation and (self.implementation == "transformers") != isinstance(self.encoder, MediaSpec):
+                text = f"set modules.{name}.pretrained to a directory of a model of several parts, or remove the key"
+                yield Fault(place, f"is {self.implementation!r}, and the encoder is of another kind: {text}")
         elif self.implementation == "transformers" and self.llm is not None and not as_is:
             yield Fault(
                 place,

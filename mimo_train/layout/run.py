@@ -226,6 +226,12 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
         if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in faults):
             continue
         encoder, merge = module.encoder, module.projector.merge
+        if getattr(encoder, "axes", False) and not cfg.llm.mrope_section:
+            yield Fault(
+                f"modules.{LANGUAGE}.pretrained",
+                f"the images of {prefix} have positions in time, row and column, which this language model does not "
+                f"get: set it to {encoder.path}, with implementation native",
+            )
         tokens = most_tokens(encoder, module.projector)
         if tokens > cfg.data.sequence_length > 0:
             read_as, patches, _ = encoder.describe_input(merge)

@@ -15,7 +15,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
 from mimo_train.config.pretrained.composites import COMPOSITES, ENCODERS, Composite, composite_of
 from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as OF_TRANSFORMERS
-from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
+from mimo_train.config.pretrained.composites.of_transformers import OfTransformers, of_transformers
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
@@ -174,12 +174,12 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
             module[part] = {**keys, **values}
         if name != LANGUAGE and LANGUAGE in directories and directories[LANGUAGE].folder == directory.folder:
             keys, values = (
-                _placeholder(name, directory),
+                _placeholder(name, directory, implementation),
                 {name: text for name, text in (module.get("placeholder") or {}).items() if text},
             )
             faults += _contradictions(f"modules.{name}.placeholder", "placeholder", values, keys, directory)
             module["placeholder"] = {**keys, **values}
-        elif name != LANGUAGE and isinstance(composite_of(directory), OfTransformers):
+        elif _media_half(name, directory, implementation):
             text = f"is {directory.folder}, whose {name} need its own language model"
             faults.append(Fault(directory.key, f"{text}: set modules.{LANGUAGE}.pretrained to it too"))
         faults += _fill_in_adapter(name, module, directory)
@@ -266,13 +266,10 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
         )
         raise ConfigError([Fault(directory.key, text)])
     try:
-        composite = composite_of(directory)
-        if isinstance(composite, OfTransformers) and name != LANGUAGE:
+        composite, media = composite_of(directory), _media_half(name, directory, implementation)
+        if media is not None:
             names = {"name": directory.folder.name}
-            return {
-                "encoder": composite.media_keys(name),
-                "projector": names | PROJECTOR | OF_TRANSFORMERS,
-            }
+            return {"encoder": media.media_keys(name), "projector": names | PROJECTOR | OF_TRANSFORMERS}
         config = composite.part(directory.config, name) if composite else directory.config
     except EncoderError as error:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
@@ -337,12 +334,20 @@ def _as_is(config: Mapping[str, Any], directory: Directory) -> dict[str, Any]:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
 
 
-def _placeholder(name: str, directory: Directory) -> dict[str, str]:
+def _media_half(name: str, directory: Directory, implementation: str) -> OfTransformers | None:
+    """Return how the encoder `name` is read if it is a media half of transformers as it is, else None."""
+    composite = composite_of(directory)
+    if name == LANGUAGE or isinstance(composite, OfTransformers):
+        return composite if name != LANGUAGE and isinstance(composite, OfTransformers) else None
+    return of_transformers(directory.folder) if implementation == "transformers" else None
+
+
+def _placeholder(name: str, directory: Directory, implementation: str) -> dict[str, str]:
     """Return the placeholder of a module's media in a directory's tokenizer, as far as config.json names it."""
-    composite = composite_of(directory) or Composite("")
-    if isinstance(composite, OfTransformers):
+    composite, media = composite_of(directory) or Composite(""), _media_half(name, directory, implementation)
+    if media is not None:
         try:
-            return composite.placeholder_keys(name)
+            return media.placeholder_keys(name)
         except EncoderError as error:
             raise ConfigError([Fault(directory.key, str(error))]) from error
     if composite.pad_id is None or not directory.has_tokenizer:

@@ -73,7 +73,35 @@ def _audioflamingo3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     return config, library.AudioFlamingo3Processor(sounds, tokenizer, audio_token="<|AUDIO|>")
 
 
-MODELS = {"internvl": _internvl, "mistral3": _mistral3, "idefics3": _idefics3, "audioflamingo3": _audioflamingo3}
+def _qwen2_vl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 7}
+    text = TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}}
+    del text["head_dim"]
+    config = library.Qwen2VLConfig(vision_config=vision, text_config=text)
+    images = library.Qwen2VLImageProcessor(patch_size=7, min_pixels=196, max_pixels=4000)
+    return config, library.Qwen2VLProcessor(images, tokenizer, library.Qwen2VLVideoProcessor(patch_size=7))
+
+
+def _qwen3_vl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    vision = {
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32, "patch_size": 7,
+        "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1],
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config = library.Qwen3VLConfig(vision_config=vision, text_config=TEXT | {"rope_parameters": rope})
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    images = library.Qwen2VLImageProcessor(patch_size=7, min_pixels=196, max_pixels=4000, **halves)
+    return config, library.Qwen3VLProcessor(images, tokenizer, library.Qwen3VLVideoProcessor(patch_size=7))
+
+
+MODELS = {
+    "internvl": _internvl,
+    "mistral3": _mistral3,
+    "idefics3": _idefics3,
+    "audioflamingo3": _audioflamingo3,
+    "qwen2_vl": _qwen2_vl,
+    "qwen3_vl": _qwen3_vl,
+}
 
 
 def samples_of(kind: str) -> list[tuple[list[Any], str]]:

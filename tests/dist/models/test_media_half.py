@@ -34,14 +34,17 @@ def published(tmp_path_factory):
 
 CASES = [("internvl", layout) for layout in LAYOUTS]
 CASES += [(kind, "tp2") for kind in MODELS if kind != "internvl"]
-CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2")]
+CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2"), ("qwen3_vl", "packed")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_path):
     folder, expected = published(kind)
     overrides = [f"train.iters={STEPS}", "data.sequence_length=300", *LAYOUTS[layout]]
-    overrides += ["modules.images.encoder.max_seconds=2"] if kind == "audioflamingo3" else []
+    overrides += {
+        "audioflamingo3": ["modules.images.encoder.max_seconds=2"],
+        "qwen3_vl": ["modules.images.implementation=transformers"],
+    }.get(kind, [])
     cfg = composed(folder, tmp_path / "run", *overrides)
     ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, samples_of(kind)[0][0])
     last = {rank["tp"]: rank["logits"] for rank in ranks if "logits" in rank}

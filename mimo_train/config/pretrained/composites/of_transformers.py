@@ -16,6 +16,8 @@ from mimo_train.config.pretrained.weight_files import stored_tensors
 
 PROJECTOR = {"kind": "none", "merge": 1}
 """The media half has its own projector."""
+SIZES = ((100, 60), (200, 320))
+"""Images of which positions are compared, (height, width)."""
 SHOWN = 5
 """Most tensors named in a message."""
 FAMILIES = {"image": "media_images", "audio": "media_audio"}
@@ -46,12 +48,18 @@ class OfTransformers(Composite):
         from encoders.transformers_media import directory
 
         config = directory.hf_config(self.folder)
-        if reason := directory.why_special(config):
+        kind, reasons = self._kind(module), directory.special(config)
+        deepstack, axes = directory.deepstack_of(config), directory.AXES in reasons
+        others = [
+            reason for reason in reasons if reason != directory.AXES and not (deepstack and reason == directory.LAYERS)
+        ]
+        if not others and axes and not (kind == "image" and self._has_usual_positions(self._processor(kind))):
+            others = [directory.AXES]
+        if others:
             raise EncoderError(
-                f"a {config.model_type} {reason}, which is not supported. Only its language model can be read, as "
+                f"a {config.model_type} {others[0]}, which is not supported. Only its language model can be read, as "
                 f"modules.{LANGUAGE}.pretrained"
             )
-        kind = self._kind(module)
         structure = directory.structure_of(self.folder)
         return {
             "name": f"{config.model_type} as it is",
@@ -61,16 +69,40 @@ class OfTransformers(Composite):
             "pad": directory.pad_id(config, kind),
             "parameters": structure.num_parameters,
             "dropout": directory.dropout_of(config),
+            "axes": axes,
+            "deepstack": deepstack,
         }
 
     def placeholder_keys(self, module: str) -> dict[str, str]:
         """Return the `placeholder` of the encoder `module`: tokens of the directory's processor."""
+        processor = self._processor(self._kind(module))
+        return {"pad": processor.pad_token, "mark": processor.mark}
+
+    def _processor(self, kind: str) -> Any:
         from encoders.transformers_media.directory import hf_config, pad_id
         from encoders.transformers_media.processor import processor_of
 
-        kind = self._kind(module)
-        processor = processor_of(self.folder, kind, pad_id(hf_config(self.folder), kind))
-        return {"pad": processor.pad_token, "mark": processor.mark}
+        return processor_of(self.folder, kind, pad_id(hf_config(self.folder), kind))
+
+    def _has_usual_positions(self, processor: Any) -> bool:
+        """True if the model's own positions of a text with two images are those that samples get here."""
+        import numpy as np
+        import torch
+
+        from data.text.placeholders import axis_positions
+        from encoders.transformers_media.directory import hf_config, positions
+
+        grids = [processor.grid(*size) for size in SIZES]
+        if None in grids:
+            return False
+        text = [1 if processor.pad != 1 else 2] * 3
+        items = [list(processor.ids(*size)) for size in SIZES]
+        ids = [*text, *items[0], *text, *items[1], *text]
+        places = [(rows * columns, (rows, columns)) for rows, columns in grids]
+        kinds = [int(token == processor.pad) for token in ids]
+        patches = torch.tensor([processor.patches(*size) for size in SIZES])
+        expected = positions(hf_config(self.folder), ids, kinds, patches)
+        return np.array_equal(axis_positions(np.array(ids), {processor.pad: places}), expected.numpy())
 
     def media_weights(self, key: str) -> WeightMap:
         """Return the weights of the media half, each as it is in the directory, which `key` names in errors. Raise
