@@ -125,11 +125,11 @@ class _Handler(BaseHTTPRequestHandler):
             (r"/api/validate-yaml", lambda body: {}),
             (r"/upload/(?P<oid>\w+)", self._upload),
             (rf"/{name}\.git/info/lfs/objects/batch", self._lfs),
-            (rf"/api/models/{name}(/revision/(?P<revision>.+))?", self._info),
-            (rf"/api/models/{name}/tree/(?P<revision>[^/]+)", self._tree),
-            (rf"/api/models/{name}/preupload/main", self._preupload),
-            (rf"/api/models/{name}/commit/main", self._commit),
-            (rf"/{name}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", self._file),
+            (rf"/api/(models|datasets)/{name}(/revision/(?P<revision>.+))?", self._info),
+            (rf"/api/(models|datasets)/{name}/tree/(?P<revision>[^/]+)", self._tree),
+            (rf"/api/(models|datasets)/{name}/preupload/main", self._preupload),
+            (rf"/api/(models|datasets)/{name}/commit/main", self._commit),
+            (rf"/(datasets/)?{name}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", self._file),
         ):
             if match := re.fullmatch(pattern, path):
                 answer = method(body, **match.groupdict())

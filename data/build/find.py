@@ -110,12 +110,10 @@ def _below(folder: Path, top: Sequence[Path], below: Sequence[Path]) -> dict[str
 def _of_split(folder: Path, files: Sequence[Path], wanted: str) -> list[Path]:
     """Return the files of a split: in a folder of its name, or named `SPLIT-...` as by Hugging Face."""
     splits = split_files(folder, files)
-    if wanted and wanted not in splits:
-        raise DataError(f"--split {wanted}: {folder} has {', '.join(sorted(splits))}")
-    # Numbers, as in img2dataset's names, are no splits.
-    if not wanted and (len(splits) == 1 or all(name.isdecimal() for name in splits)):
-        return list(files)
-    name = wanted or next((name for name in TRAIN if name in splits), "")
-    if not name:
-        raise DataError(f"{folder} has the splits {', '.join(sorted(splits))}: say which with --split")
-    return splits[name]
+    names = [name for name in splits if wanted in (name, *name.split("/"))] if wanted else [*splits]
+    if not wanted and len(splits) > 1:
+        names = [name for name in splits if name.rpartition("/")[2] in TRAIN]
+    if len(names) != 1:
+        what = f"--split {wanted}: {folder} has" if wanted else f"{folder} has the splits"
+        raise DataError(f"{what} {', '.join(sorted(splits))}: say which with --split")
+    return splits[names[0]]

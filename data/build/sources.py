@@ -23,7 +23,6 @@ from data.rows.media_columns import media_of_row
 from data.rows.media_values import (
     FileRange,
     MediaItem,
-    extent_of,
     require_no_media,
 )
 from data.rows.samples import Columns, Sample, make_sample, require_learnable
@@ -175,8 +174,7 @@ class Source:
         for at, kind in zip(arranged.order, arranged.kinds, strict=True):
             extension = extensions[at]
             content = FileRange(str(files[extension]), None, files[extension].stat().st_size)
-            extent = extent_of(kind, content) if kind in READABLE and arranged.reason is None else None
-            members.append(MediaItem(kind, extension, content, f".{extension}", extent))
+            members.append(MediaItem(kind, extension, content, f".{extension}"))
         return self._sample_of_members(where, members, arranged.record, arranged.reason)
 
     def _sample_of_members(

@@ -16,6 +16,7 @@ from braceexpand import braceexpand
 from data.errors import DataError, ReadError, ShardError
 from data.index.energon import energon_part, energon_shards
 from data.storage.files import retrying
+from data.storage.hub import download, is_hub
 from data.storage.object_store import store_of
 from data.storage.url import WEB, Place, Url, is_url
 from data.text_format import listed, plural
@@ -25,7 +26,7 @@ Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
 
 TABLE = ".parquet"
 TRAIN = ("train", "training")
-_SPLITS = (*TRAIN, "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+_SPLITS = frozenset([*TRAIN, "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"])
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 
@@ -35,7 +36,8 @@ def find_shards(pattern: Shards) -> list[Place]:
     A pattern is a folder (its `*.tar`, sorted, or the parquet files of its train split), a file, a glob (sorted), a
     brace range `x-{000000..000003}.tar` or choice `{a,b}.tar` (in this order; each must exist), or several of these, as
     a sequence or separated by commas (in this order). It may be the folder of an energon dataset, or `FOLDER:SPLIT` for
-    one of its splits. Any may be a URL (s3, gs, az, http, https). Web servers cannot list, so each shard must be named.
+    one of its splits. Any may be a URL (s3, gs, az, http, https), or a dataset of the Hugging Face hub,
+    `hf://datasets/ORG/NAME`. Web servers cannot list, so each shard must be named.
 
     Raises:
         DataError: nothing matches, or a named shard is missing. The message has `data.shards` and the name.
@@ -62,6 +64,8 @@ def _find_part(part: str) -> Sequence[Place]:
             f"data.shards: {part!r} is a command, whose output cannot be indexed. Give the path or URL that it reads, "
             f"such as {words[0] if words else 's3://bucket/x-{000000..000003}.tar'}"
         )
+    if is_hub(part):
+        return [path for name in expand_braces(part) for path in download(Url.parse(name), _choose_of_hub)]
     if is_url(part) and not part.startswith("file://"):
         return _find_urls([Url.parse(name) for name in expand_braces(part)])
     part = part.removeprefix("file://")
@@ -102,32 +106,52 @@ def _find_in_folder(folder: Path) -> list[Path]:
 
 
 def split_files[File: (Path, Url)](folder: File, files: Iterable[File]) -> dict[str, list[File]]:
-    """Group the files of a dataset by split: the name of their folder, or `SPLIT-...` as on the Hugging Face hub. The
-    split "" has all of them if no name tells a split."""
+    """Group the files of a dataset by `SPLIT` or `CONFIG/SPLIT`, as folders or the beginnings of names tell, as on the
+    Hugging Face hub: `data/train-00000-of-00001.parquet`. All are "" if no name tells a split."""
     splits: dict[str, list[File]] = {}
-    start = len(str(folder).rstrip("/")) + 1
+    start, has_split = len(str(folder).rstrip("/")) + 1, False
     for file in files:
         *folders, name = str(file)[start:].split("/")
-        stem = name.rpartition(".")[0]
-        splits.setdefault(next((part for part in folders if part != "data"), "") or stem.split("-")[0], []).append(file)
-    inside = {str(file)[start:].rpartition("/")[0] for of_split in splits.values() for file in of_split}
-    if len(splits) > 1 and len(inside) == 1 and splits.keys().isdisjoint(_SPLITS):
-        return {"": [file for of_split in splits.values() for file in of_split]}
-    return splits
+        parts = [part for part in folders if part != "data"]
+        word = re.match("[a-z]*", name)
+        if word is not None and word[0] in _SPLITS and parts[-1:] != [word[0]]:
+            parts.append(word[0])
+        has_split = has_split or not _SPLITS.isdisjoint(parts)
+        splits.setdefault("/".join(parts), []).append(file)
+    return splits if has_split or len(splits) > 1 else {"": [file for of_split in splits.values() for file in of_split]}
 
 
 def _of_train_split[File: (Path, Url)](folder: File, files: Sequence[File]) -> Sequence[File]:
     splits = split_files(folder, files)
     if len(splits) == 1:
         return files
-    name = next((name for name in TRAIN if name in splits), None)
-    if name is None:
+    names = [name for name in splits if name.rpartition("/")[2] in TRAIN]
+    if len(names) != 1:
         example = str(next(iter(splits.values()))[0])
         raise DataError(
-            f"data.shards: {folder} has parquet files of {listed(sorted(splits), 8)}, and none of train: name those to "
-            f"read, such as {example}"
+            f"data.shards: {folder} has parquet files of {listed([name or 'no split' for name in sorted(splits)], 8)}: "
+            f"name those to read, such as {example}"
         )
-    return splits[name]
+    return splits[names[0]]
+
+
+def _choose_of_hub(url: Url, files: Sequence[Url]) -> Sequence[Url]:
+    """Return the files of a dataset of the hub that a URL names: a file, a glob or a folder."""
+    if re.search(r"[*?\[]", url.path) or url.name.endswith((".tar", TABLE)):
+        shards: Sequence[Url] = [file for file in files if fnmatchcase(file.path, url.path)]
+        if "**" not in url.path:
+            shards = [file for file in shards if file.path.count("/") == url.path.count("/")]
+    else:
+        inside = [file for file in files if file.path.startswith(f"{url.path}/")]
+        shards = [file for file in inside if file.name.endswith(".tar")]
+        if not shards and (tables := [file for file in inside if file.name.endswith(TABLE)]):
+            shards = _of_train_split(url, tables)
+    if not shards:
+        raise DataError(
+            f"data.shards: {url} has no such parquet file or tar. The hub converts most datasets: try the revision "
+            f"{'/'.join(str(url).split('/')[:5])}@~parquet"
+        )
+    return shards
 
 
 def _find_urls(urls: Sequence[Url]) -> list[Url]:

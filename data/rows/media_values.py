@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from data.errors import RecordError
-from data.media.headers import is_heic, parse_extent
+from data.media.headers import is_heic, parse_extent, parse_extent_bytes
 from data.media.options import BOUNDS
 from data.records.members import READABLE
 from data.records.records import PART_KINDS
@@ -83,17 +83,31 @@ class MediaItem(NamedTuple):
     content: bytes | FileRange
     name: str
     """For messages."""
-    extent: tuple[int, int] | None
-    """See `data.media.headers.parse_extent`."""
+    known_extent: tuple[int, int] | None = None
+    """Its extent, if it need not be read."""
     column: str = ""
     """The column, or the key in a typed part."""
 
+    def extent(self) -> tuple[int, int] | None:
+        """Read the extent, see `data.media.headers.parse_extent`. Raises OSError."""
+        content = self.content
+        if self.known_extent is not None:
+            return self.known_extent
+        if isinstance(content, bytes):
+            return parse_extent_bytes(self.kind, content)
+        start, size = content.offset or 0, content.size
+        with open(content.path, "rb", buffering=0) as file:
+            return parse_extent(
+                self.kind, lambda at, length: pread_all(file.fileno(), max(min(length, size - at), 0), start + at), size
+            )
+
     def require_extent(self, where: str) -> None:
         """Raise RecordError if it has no readable header or exceeds the default bounds."""
-        if self.extent is None or 0 in self.extent:
+        extent = self.extent()
+        if extent is None or 0 in extent:
             cut = "" if self.kind == "image" else ", or is cut off"
             raise RecordError(f"{where}: {shown(self.name)} has no readable {self.kind} header{cut}")
-        if excess := BOUNDS.excess_of_extent(self.kind, *self.extent):
+        if excess := BOUNDS.excess_of_extent(self.kind, *extent):
             raise RecordError(f"{where}: {shown(self.name)}: {excess}")
 
 
@@ -112,18 +126,7 @@ def item_of_file(kind: str, folder: str, name: str, where: str) -> MediaItem:
     if not stat.S_ISREG(status.st_mode):
         raise RecordError(f"{where}: no file {shown(path)}")
     content = FileRange(path, None, status.st_size)
-    return MediaItem(kind, extension, content, name, extent_of(kind, content))
-
-
-def extent_of(kind: str, content: bytes | FileRange) -> tuple[int, int] | None:
-    """Return the extent of a media item, see `data.media.headers.parse_extent`. Raises OSError."""
-    if isinstance(content, bytes):
-        return parse_extent(kind, lambda at, length: content[at : at + length], len(content))
-    start, size = content.offset or 0, content.size
-    with open(content.path, "rb", buffering=0) as file:
-        return parse_extent(
-            kind, lambda at, length: pread_all(file.fileno(), max(min(length, size - at), 0), start + at), size
-        )
+    return MediaItem(kind, extension, content, name)
 
 
 @lru_cache(maxsize=256)  # most records of a file have the same names
@@ -244,7 +247,7 @@ def _item_of_value(kind: str, column: str, value: Any, folder: str, where: str) 
         extension = extension_of(value)
     if extension not in READABLE[kind]:
         raise RecordError(f"{where}: {column!r} is no {kind} that can be decoded")
-    return MediaItem(kind, extension, value, name.rpartition("/")[2] or column, extent_of(kind, value))
+    return MediaItem(kind, extension, value, name.rpartition("/")[2] or column)
 
 
 def _item_of_array(value: Mapping[str, Any], column: str, where: str) -> MediaItem:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.errors import DataError, RecordError, ShardError
 from data.records.members import READABLE
@@ -57,9 +57,8 @@ class Table:
         counts = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
         self.ends = [*accumulate(counts)]
         names, typed = self.layout.names, self.layout.media
-        media = {name for kind in READABLE for name in columns_by_name(names, typed, {}, kind)}.union(
-            typed, {FILE_NAME}
-        )
+        by_name = [name for kind in READABLE for name in columns_by_name(names, typed, {}, kind)]
+        media = {*typed, *by_name, FILE_NAME}
         self.text_only = media.isdisjoint(names)
         """True if no column is for media."""
         names = [name for name in names if name not in self.layout.dropped]
@@ -132,25 +131,20 @@ class Table:
 
 @contextmanager
 def _damage(prefix: str = "") -> Iterator[None]:
-    """Convert errors of pyarrow to RecordError. Its readers raise OSError for damaged bytes; ours never do."""
+    """Convert errors of pyarrow to RecordError. Those for damaged bytes are OSErrors, which reading never raises."""
     import pyarrow
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise RecordError(f"{prefix}{' '.join(str(error).split())}") from error
 
 
-class Row(NamedTuple):
-    """A row of a table, to be indexed."""
-
-    key: str
-    members: list[tuple[str, int, bytes]]
-    """(extension, "offset", content) of each member."""
-
-
-def table_rows(path: Place, read: ReadRange, size: int) -> Iterator[Row]:
-    """Yield the rows of a parquet file. Raises ShardError if the file is damaged as a whole."""
+def table_rows(path: Place, read: ReadRange, size: int) -> Iterator[tuple[str, list[tuple[str, int, bytes]]]]:
+    """Yield (key, members) of the rows of a parquet file, to be indexed. A member is (extension, "offset", content).
+    Raises ShardError if the file is damaged as a whole."""
     table = Table(path, read, size)
     table.require_known_media(read)
     for group, end in enumerate(table.ends):
@@ -160,12 +154,12 @@ def table_rows(path: Place, read: ReadRange, size: int) -> Iterator[Row]:
             for batch in table.batches(group, read):
                 for at in range(batch.num_rows):
                     key = _key(group, row - first)
-                    yield Row(key, _members(table, batch, at, row, key))
+                    yield key, _members(table, batch, at, row, key)
                     row += 1
         except RecordError:  # reading will name it
             pass
         for unread in range(row, end):
-            yield Row(_key(group, unread - first), [("json", unread * MOST_MEMBERS + _UNUSABLE, b"")])
+            yield _key(group, unread - first), [("json", unread * MOST_MEMBERS + _UNUSABLE, b"")]
 
 
 def _members(table: Table, batch: Any, at: int, row: int, key: str) -> list[tuple[str, int, bytes]]:
@@ -199,7 +193,8 @@ class RowReader(ShardReader):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._table = lru_cache(_OPEN_TABLES)(self._open_table)
+        self.table = lru_cache(_OPEN_TABLES)(self._open_table)
+        """Return an indexed parquet file. Raises the errors of `ShardReader.read`, and ShardError."""
         self._groups: dict[tuple[Place, int, bool], Future[Any]] = {}  # the most recently used last
         self._guard = threading.Lock()
 
@@ -242,10 +237,6 @@ class RowReader(ShardReader):
         super().close()
         with self._guard:
             self._groups.clear()
-
-    def table(self, path: Place, version: ShardVersion) -> Table:
-        """Return an indexed parquet file. Raises the errors of `ShardReader.read`, and ShardError."""
-        return self._table(path, version)
 
     def _open_table(self, path: Place, version: ShardVersion) -> Table:
         return Table(path, self._range_reader(path, version, "parquet footer"), version.size)

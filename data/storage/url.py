@@ -18,7 +18,6 @@ WEB = ("http", "https")
 
 EXTRA = "pip install 'mimo-train[remote]'"
 _REMEDIES = {
-    "hf": "download it first, for example `hf download REPO --repo-type dataset --local-dir DIR`, and name DIR",
     "sftp": "mount it (sshfs) or copy it (rsync) first, and name the folder",
 }
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)

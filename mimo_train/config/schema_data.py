@@ -50,8 +50,8 @@ class DataConfig(Section):
     """The samples and how they become sequences."""
 
     shards: str = ""
-    """Training shards, tars or parquet: a folder, glob, brace range or URLs, several with commas; an Energon dataset; a
-    prefix of `.bin` and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
+    """Training shards, tars or parquet: a folder, glob, brace range or URLs, several with commas; `hf://datasets/NAME`;
+    an Energon dataset; a prefix of `.bin` and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
     mix: list[SourceConfig] = field(default_factory=list)
     """Weighted sources, instead of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)

@@ -67,7 +67,7 @@ def source_names(mix: Sequence[SourceConfig]) -> list[str]:
 
 def _name_of(shards: str) -> str:
     """Return the last part of a path without wildcards or braces."""
-    parts = [part for part in re.split(r"[/\\]", shards.split(",")[0].strip()) if part]
+    parts = [part.partition("@")[0] for part in re.split(r"[/\\]", shards.split(",")[0].strip())]
     plain = [part for part in parts if _NAME.fullmatch(part) and part not in (".", "..")]
     return re.sub(r"\.(tar|parquet|idx|bin)$", "", plain[-1]) if plain else ""
 

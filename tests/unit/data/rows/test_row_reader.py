@@ -12,7 +12,7 @@ from data.build.find import find_source
 from data.errors import DataError, ShardError
 from data.index.find_shards import find_shards
 from data.order.sources import Source
-from data.pipeline import Batching, Reader, ShardDataset, StepLoader
+from data.pipeline import Batching, Media, Reader, ShardDataset, StepLoader
 from data.records.members import read_fields
 from data.rows import row_reader
 from data.rows.samples import Columns
@@ -20,7 +20,7 @@ from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
 from tests.http_server import serving
 from tests.tables import images, write_table
-from tests.unit.data.build.helpers import PLAIN, TALK, TWO, image
+from tests.unit.data.build.helpers import PLAIN, TALK, TWO, clip, image
 from tests.unit.data.helpers import images as image_module
 
 CHAT = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]
@@ -104,6 +104,24 @@ def test_rows_are_the_samples_of_a_build(form, tmp_path):
     assert ours.tokens["images"].tolist() == theirs.tokens["images"].tolist()
 
 
+def test_rows_of_several_modules_and_forms_of_audio(tmp_path):
+    wave = {"array": [0.0, 0.5] * 200, "sampling_rate": 8000, "bytes": None}
+    file = {"array": None, "sampling_rate": None, "bytes": clip(400, "WAV")}
+    columns = {"image": png(8, None, 9), "audio": [file, wave, None], "messages": [CHAT] * 3}
+    path = write_table(tmp_path / "x.parquet", columns, 2)
+    build_shards(find_source(path, Columns()), tmp_path / "tars", Settings(seed=None))
+    sound = Media("sound", "audio", "<audio>", lambda frames, rate: 2, lambda frames, rate: (400, 8000))
+    options = {"media": [image_module(), sound], "tokenizer": build_tokenizer("bytes", ["<image>", "<audio>"])}
+    rows, tars = opened(path, **options), opened(tmp_path / "tars" / "train", **options)
+    assert [rows.token_counts(number) for number in range(3)] == [
+        {"images": 4, "sound": 2}, {"images": 0, "sound": 2}, {"images": 4, "sound": 0}
+    ]  # fmt: skip
+    assert everything(rows) == everything(tars) and not any(bad for *_, bad in everything(rows))
+    for number in range(3):
+        ours, theirs = (data.read_media(number, "sound")[0] for data in (rows, tars))
+        assert [wave.tolist() for wave in ours] == [wave.tolist() for wave in theirs]
+
+
 def test_fields_name_columns_of_media(tmp_path):
     columns = {"left": png(8, 9), "Right": [{"bytes": image(10), "path": "x.png"}] * 2, "caption": ["a", "b"]}
     path = write_table(tmp_path / "x.parquet", columns)
@@ -127,6 +145,7 @@ BAD = {
     "not UTF-8": (
         {"image": png(8), "caption": pyarrow.array([b"\xff"]).view(pyarrow.string())}, "can't decode byte 0xff"
     ),
+    "no date": ({"image": png(8), "at": pyarrow.array([2**62], pyarrow.timestamp("us"))}, "out of range"),
     "no record": ({"image": png(8), "caption": [1]}, "caption is a number, not a text"),
 }  # fmt: skip
 
@@ -269,7 +288,7 @@ def test_folders_name_the_train_split(tmp_path):
     assert [path.stem for path in find_shards(tmp_path / "plain")] == ["a", "b"]
     for name in ("en/train-0", "de/train-0"):
         write_table(tmp_path / "configs" / f"{name}.parquet", {"caption": [name]})
-    with pytest.raises(DataError, match=r"has parquet files of de, en, and none of train: name those to read, such as"):
+    with pytest.raises(DataError, match=r"has parquet files of de/train, en/train: name those to read, such as"):
         find_shards(tmp_path / "configs")
     assert len(find_shards(tmp_path / "configs" / "*" / "*.parquet")) == 2
 

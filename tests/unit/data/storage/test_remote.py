@@ -161,7 +161,6 @@ def test_reads_in_flight_are_bounded():
         ("pipe:cat a.tar", "is a command, .* such as a.tar$"),
         ("pipe:aws s3 cp s3://b/a.tar -", "is a command, .* such as s3://b/a.tar$"),
         ("s3://bucket/a.tar.gz", "cannot be indexed"),
-        ("hf://datasets/a/b.tar", r"hf:// is not supported \(s3://.* are\): .*hf download"),
         ("sftp://host/a.tar", "is not supported .*sshfs"),
         ("nosuch://host/a.tar", "is not supported .*copy it to"),
     ],
