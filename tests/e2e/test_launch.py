@@ -21,11 +21,12 @@ def note(signum, frame):
     global received
     received += 1
 signal.signal(signal.SIGTERM, note)
-if behaviour == "follow":
+if behaviour in ("follow", "follow, stuck"):
     from pathlib import Path
     from mimo_train.flight.recorder import RECORDER
     from mimo_train.flight.watchdog import Watch
-    Watch(RECORDER, Path("run"), 0)
+    from mimo_train.launch.exit_signal import grace_seconds
+    Watch(RECORDER, Path("run"), 0, grace_seconds=grace_seconds())
 open(f"started{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"started{rank}.part", f"started{rank}")
 while not os.path.exists(f"started{1 - int(rank)}"):
@@ -51,7 +52,7 @@ if rank == "1" and behaviour == "ask":
     sys.exit(16)
 if rank == "1" and behaviour == "die":
     os.kill(os.getpid(), signal.SIGKILL)
-while not received or behaviour == "stuck":
+while not received or "stuck" in behaviour:
     time.sleep(0.05)
 while behaviour == "save" and not os.path.exists("go"):  # as if saving
     time.sleep(0.05)
@@ -172,15 +173,16 @@ def test_a_failed_run_is_started_again_until_it_fails_twice_in_the_same_way(star
     assert len(told) == 3
 
 
-def test_ranks_save_and_end_when_the_launcher_is_killed(start, tmp_path):
-    launcher = start("follow", MIMO_GRACE_SECONDS="30")
+@pytest.mark.parametrize(("behaviour", "seconds"), [("follow", "30"), ("follow, stuck", "0.5")])
+def test_ranks_save_and_end_when_the_launcher_is_killed(start, tmp_path, behaviour, seconds):
+    launcher = start(behaviour, MIMO_GRACE_SECONDS=seconds)
     launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + HANG_SECONDS
     while any(map(pid_runs, ranks(tmp_path))):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
+    assert all((tmp_path / f"saved{rank}").exists() == (behaviour == "follow") for rank in (0, 1))
 
 
 NODE = """

@@ -13,6 +13,7 @@ import pytest
 from mimo_train.checkpoint import folders
 from mimo_train.config import compose
 from mimo_train.launch.run_lock import RunLock
+from tests.dist.commands import command
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks, train_rank
 from tests.records import flip, write_record
@@ -164,16 +165,6 @@ def test_export_names_damaged_tensors_and_leaves_nothing(whole, tmp_path):
     for file in folder.glob("rank_*.safetensors"):
         flip(file)
     out = tmp_path / "out"
-    ((code, said),) = run_ranks(_command, 1, ["export", str(folder), "--merge", "--to", str(out)])
+    ((code, said),) = run_ranks(command, 1, ["export", str(folder), "--merge", "--to", str(out)])
     assert code == 1 and not out.exists()
     assert said.startswith(f"error: checkpoint {folder} is damaged: rank_0000")
-
-
-def _command(arguments: list[str]) -> tuple[int, str]:
-    import contextlib
-    import io
-
-    from mimo_train.cli import main
-
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return main(arguments), said.getvalue()

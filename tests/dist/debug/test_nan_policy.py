@@ -117,7 +117,7 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
     run = Steps(cfg)
     state, iterator = run.state, run.session.data
     try:
-        train(run.session, run.step_func, Callbacks([Spoil()]))
+        train(run.session, _bad_loss if fault == "loss" else run.step_func, Callbacks([Spoil()]))
     except NonFiniteStep as error:
         message = str(error)
     finally:
@@ -233,22 +233,10 @@ def _bad_loss(state, data_iterator, model):
     return output, infinite
 
 
-def _train_with_a_bad_loss(cfg) -> str:
-    from mimo_train.debug.nan_policy import NonFiniteStep
-    from mimo_train.training.pretrain import pretrain
-
-    try:
-        pretrain(cfg, _bad_loss)
-    except NonFiniteStep as error:
-        return str(error)
-    return ""
-
-
 def test_bisect_names_the_loss_function(digits, tmp_path):
-    cfg = vlm(digits, tmp_path, "two_processes", "train.on_nan=bisect")
-    for message in run_ranks(_train_with_a_bad_loss, 2, cfg):
-        assert "bisect: begins in microbatch 0, loss function, module language, rank 1" in message
-        assert "language on rank 1, microbatch 0 (lm loss inf)" in message
+    lines, _, _ = failed(vlm(digits, tmp_path, "two_processes", "train.on_nan=bisect"), "loss", step=1)
+    assert line_of(lines, "bisect").startswith("bisect: begins in microbatch 0, loss function, module language, rank 1")
+    assert "language on rank 1, microbatch 0 (lm loss inf)" in line_of(lines, "losses not finite")
 
 
 def test_the_replay_file_makes_the_step_again(digits, tmp_path):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.commands import command
 from tests.dist.hf.models import make_llama
-from tests.dist.hf.test_export import command
 from tests.dist.hf.test_pretrained import UNCHANGED, pretrained, tensors
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import train_on_ranks

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dist.commands import command
 from tests.dist.hf.one_step import BOUND, difference
-from tests.dist.hf.test_pretrained import _command, pretrained, tensors
+from tests.dist.hf.test_pretrained import pretrained, tensors
 from tests.dist.ranks import run_ranks
 
 COMMON = {
@@ -118,7 +119,7 @@ def _leave(root: Path, checkpoints: dict[str, str]) -> dict[str, tuple]:
 
     left = {}
     for name, checkpoint in checkpoints.items():
-        code, said = _command(["export", checkpoint, "--to", str(root / name)])
+        code, said = command(["export", checkpoint, "--to", str(root / name)])
         assert code == 0, said
         model, info = transformers.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
         ids = torch.tensor([PROMPT])
@@ -233,7 +234,7 @@ def _with_peft(models: Path, root: Path, checkpoints: dict[str, str]) -> dict[st
 
     left = {}
     for kind, checkpoint in checkpoints.items():
-        code, said = _command(["export", checkpoint, "--to", str(root / kind)])
+        code, said = command(["export", checkpoint, "--to", str(root / kind)])
         assert code == 0, said
         files = sorted(path.name for path in (root / kind).iterdir())
         assert files == ["adapter_config.json", "adapter_model.safetensors"], files
@@ -282,7 +283,7 @@ def test_further_rows_are_drawn_alike_on_every_rank(prose, models, tmp_path):
     stored = tensors(models / "cohere2")["model.embed_tokens.weight"].numpy()
     assert first.shape == (320, 32) and (first == second).all() and (first[:300] == stored).all()
     assert 0.01 < first[300:].std() < 0.03
-    ((code, said),) = run_ranks(_command, 1, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")])
+    ((code, said),) = run_ranks(command, 1, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")])
     assert code == 0, said
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["vocab_size"] == 320

@@ -9,8 +9,8 @@ import torch
 
 from data.demo.make import make_demo
 from mimo_train.config.compose import load
+from tests.dist.commands import command
 from tests.dist.hf.one_step import BOUND, difference, ours, overrides, together
-from tests.dist.hf.test_export import command
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, config
 from tests.dist.steps import Steps

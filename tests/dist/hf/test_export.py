@@ -1,7 +1,5 @@
 """Runs that were made here as directories of `transformers`: they answer as the evaluation in the loop does."""
 
-import contextlib
-import io
 import json
 from functools import partial
 from pathlib import Path
@@ -9,20 +7,12 @@ from pathlib import Path
 import pytest
 
 from mimo_train.config.compose import load
+from tests.dist.commands import command
 from tests.dist.greedy import prompts_and_answers
 from tests.dist.hf.asking import MOST, answers_here, answers_of_transformers, questions
 from tests.dist.hf.models import TOKENS, make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, config
-
-
-def command(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and output of `mimo-train`."""
-    from mimo_train.cli import main
-
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        code = main(arguments)
-    return code, said.getvalue()
 
 
 def _trained(cfg) -> tuple[str, dict[int, list[int]], dict[int, list[int]]]:

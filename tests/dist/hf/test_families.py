@@ -12,10 +12,11 @@ from mimo_train.config.pretrained.weight_files import BIN_INDEX, INDEX
 from mimo_train.families.weights import HEAD, TABLE
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.layout.run import resolve
+from tests.dist.commands import command
 from tests.dist.hf.asking import logits_here
 from tests.dist.hf.models import make_gemma3
 from tests.dist.hf.one_step import BOUND, difference
-from tests.dist.hf.test_pretrained import _command, pretrained, tensors
+from tests.dist.hf.test_pretrained import pretrained, tensors
 from tests.dist.models.composites import hub_name
 from tests.dist.models.composites import made as make_composite
 from tests.dist.models.families import FAMILIES, made
@@ -97,7 +98,7 @@ def _export(root: Path, checkpoints: dict[str, str]) -> dict[str, tuple]:
     for name, checkpoint in checkpoints.items():
         options = ["--dtype", "bf16"] if CASES[name] == "fp32" else []
         options += ["--file-gigabytes", str(FILE_BYTES / 1e9)]
-        code, said = _command(["export", checkpoint, "--to", str(root / name), *options])
+        code, said = command(["export", checkpoint, "--to", str(root / name), *options])
         assert code == 0, said
         own = logits_here(Path(checkpoint), IDS) if CASES[name] == "fp32" else None
         found[name] = *_read(root / name), own

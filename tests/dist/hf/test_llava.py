@@ -14,9 +14,10 @@ from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.hf.documents import separate
 from mimo_train.inputs.datasets import placeholders_of
 from mimo_train.layout.run import resolve
+from tests.dist.commands import command
 from tests.dist.hf.models import make_llava, make_llava_of_dinov2, make_llava_of_siglip
 from tests.dist.hf.one_step import BOUND, difference, ours, overrides, require_equal, theirs, together
-from tests.dist.hf.test_pretrained import _command, export, tensors
+from tests.dist.hf.test_pretrained import export, tensors
 from tests.dist.ranks import run_ranks
 
 _APART = "layout=two_processes"
@@ -141,5 +142,5 @@ def test_generate_answers_from_its_checkpoint(computed, tmp_path):
 
     Image.new("RGB", (60, 40), "red").save(tmp_path / "red.png")
     asked = ["--image", str(tmp_path / "red.png"), "--prompt", "Which?", "--max-new-tokens", "2"]
-    ((code, said),) = run_ranks(_command, 1, ["generate", str(computed["root"] / "tp2"), *asked])
+    ((code, said),) = run_ranks(command, 1, ["generate", str(computed["root"] / "tp2"), *asked])
     assert code == 0, said

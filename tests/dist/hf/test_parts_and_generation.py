@@ -1,15 +1,13 @@
 """Runs that are no model of `transformers` leave part by part; directories and adapters alone answer prompts."""
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.dist.commands import command, conversation
 from tests.dist.hf.test_adapters import make_adapted_llama
-from tests.dist.hf.test_export import command
 from tests.dist.hf.test_pretrained import UNCHANGED, pretrained
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks
@@ -115,17 +113,10 @@ def _greedy(folder: Path) -> str:
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def _generated(folder: Path) -> tuple[int, str, str]:
-    from mimo_train.cli import main
-
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main(["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", str(MOST)])
-    return code, out.getvalue(), err.getvalue()
-
-
 def generated(folder: Path) -> str:
     """What the command prints."""
-    ((code, out, err),) = run_ranks(_generated, 1, folder)
+    options = ["--prompt", PROMPT, "--max-new-tokens", str(MOST)]
+    ((code, out, err),) = run_ranks(conversation, 1, ["generate", str(folder), *options])
     assert code == 0, err
     return out.removesuffix("\n")
 

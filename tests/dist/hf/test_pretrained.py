@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from mimo_train.config.compose import load
 from mimo_train.config.pretrained.weight_files import SINGLE
 from mimo_train.layout.run import resolve
+from tests.dist.commands import command
 from tests.dist.hf.models import TOKENS, make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, TINY_ENCODER, TOLERANCE, curve, largest_difference, train_on_ranks, train_rank
@@ -40,19 +41,8 @@ def pretrained(name: str, run_dir: Path, demo: Path, folder: Path, *overrides: s
 
 
 def export(run_dir: Path, to: Path, *options: str) -> None:
-    ((code, said),) = run_ranks(_command, 1, ["export", str(run_dir), "--to", str(to), *options])
+    ((code, said),) = run_ranks(command, 1, ["export", str(run_dir), "--to", str(to), *options])
     assert code == 0, said
-
-
-def _command(arguments: list[str]) -> tuple[int, str]:
-    import contextlib
-    import io
-
-    from mimo_train.cli import main
-
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        return main(arguments), said.getvalue()
 
 
 def test_what_comes_in_goes_out_bit_for_bit(llama, prose, tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from mimo_train.config.compose import load
 from mimo_train.layout.run import resolve
-from tests.dist.evaluation.generation.test_generate import _command as generate
+from tests.dist.commands import conversation
 from tests.dist.hf.one_step import BOUND, ours, overrides, require_equal, theirs
 from tests.dist.hf.test_pretrained import UNCHANGED, export, tensors
 from tests.dist.ranks import run_ranks
@@ -214,12 +214,12 @@ def test_answers_about_clips_are_those_of_transformers(made, tmp_path):
     """Greedily, of one clip and of two, by the command."""
     folder, _, answers = made
     for (question, lengths), expected in zip(ASKED, answers, strict=True):
-        arguments = [str(folder), "--prompt", question, "--max-new-tokens", str(MOST)]
+        arguments = ["generate", str(folder), "--prompt", question, "--max-new-tokens", str(MOST)]
         for length in lengths:
             file = tmp_path / f"{length}.wav"
             file.write_bytes(wav(length))
             arguments += ["--audio", str(file)]
-        ((code, said, errors),) = run_ranks(generate, 1, arguments, "")
+        ((code, said, errors),) = run_ranks(conversation, 1, arguments)
         assert (code, said.strip()) == (0, expected.strip()), errors
     assert len(set(answers)) == len(ASKED) and all(len(set(answer)) > 3 for answer in answers)
 

@@ -4,9 +4,10 @@ then a directory that transformers loads."""
 from pathlib import Path
 
 from mimo_train.config.compose import load
+from tests.dist.commands import command
 from tests.dist.hf.asking import answers_of_transformers, questions
 from tests.dist.hf.models import make_llama
-from tests.dist.hf.test_export import _make_tower, command
+from tests.dist.hf.test_export import _make_tower
 from tests.dist.hf.test_pretrained import tensors
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import train_on_ranks

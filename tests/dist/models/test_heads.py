@@ -112,7 +112,7 @@ def _train_and_save(cfg) -> None:
 
 
 def _export(run_dir, to) -> None:
-    from tests.dist.hf.test_export import command
+    from tests.dist.commands import command
 
     code, output = command(["export", str(run_dir), "--to", str(to)])
     assert code == 0, output

@@ -8,7 +8,7 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from mimo_train.logging.sinks.jsonl import read_metrics
-from tests.dist.hf.test_export import command
+from tests.dist.commands import command
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import BOUNDS, config, curve, largest_difference, train_on_ranks
 

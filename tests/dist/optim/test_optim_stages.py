@@ -1,4 +1,5 @@
-"""Parameters that are trained from a step on: still until then, right from then on, at every layout, also resumed."""
+"""Parameters that are frozen, for ever or until a step: still until then, right from then on, at every layout, also
+resumed."""
 
 import pytest
 
@@ -52,6 +53,21 @@ def test_frozen_parts_are_bitwise_the_same_until_their_step(layout, digits, tmp_
     # The first step has the rate 0 of the warm-up.
     assert moved[:3] == [set(), {"input_projections"}, {"input_projections"}]
     assert moved[3:] == [{"encoders", "input_projections", "language"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "moving"),
+    [
+        (("modules.images.freeze=[encoder]",), {"input_projections", "language"}),
+        (("modules.language.freeze=[llm]",), {"encoders", "input_projections"}),
+        (("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]"), {"input_projections"}),
+        (("modules.images.freeze=[encoder, projector]",), {"language"}),
+    ],
+)
+@pytest.mark.parametrize("layout", ["one_process", "two_processes"])
+def test_frozen_parts_do_not_move_and_the_others_do(layout, keys, moving, digits, tmp_path):
+    ranks = run_ranks(_moved, WORLD[layout], vlm(digits, tmp_path, layout, *keys), 3)
+    assert parts({name for steps in ranks for moved in steps for name in moved}) == moving
 
 
 def test_adapters_are_frozen_until_their_step_and_the_weights_beside_them_for_ever(digits, tmp_path):

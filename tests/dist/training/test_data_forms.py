@@ -1,6 +1,5 @@
 """Runs on every form of data: built shards, fields of a source, videos, and a chat template of the tokenizer."""
 
-import contextlib
 import io
 import json
 import signal
@@ -12,6 +11,7 @@ from data.index.find_shards import find_shards
 from data.media.headers import parse_video_header_bytes
 from data.media.video import decode_video
 from data.samples.media_spec import Sampling
+from tests.dist.commands import command
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
@@ -106,15 +106,6 @@ def test_a_run_on_videos_is_one_on_their_images_at_another_layout(tmp_path):
         assert one == pytest.approx(other, rel=TOLERANCE)
 
 
-def _generate(folder: str, image: str) -> tuple[int, str]:
-    from mimo_train.cli import main
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = main(["generate", folder, "--image", image, "--prompt", "Which digit?", "--max-new-tokens", "3"])
-    return code, said.getvalue()
-
-
 def test_a_run_with_the_tokenizers_own_template(digits, tmp_path):
     """Marks around pads, several special tokens in a turn, another end of turn than ours: the same at any layout."""
     tokenizer = save_tokenizer(tmp_path / "tokenizer", QWEN_VL)
@@ -143,7 +134,8 @@ def test_a_run_with_the_tokenizers_own_template(digits, tmp_path):
     assert shown[0] == shown[1] and all(sample["truth"] and "<|" not in sample["truth"] for sample in shown[0])
     image = tmp_path / "image.png"
     image.write_bytes(encode_image(28, 28, "PNG"))
-    ((code, _),) = run_ranks(_generate, 1, str(tmp_path / "two_processes"), str(image))
+    options = ["--image", str(image), "--prompt", "Which digit?", "--max-new-tokens", "3"]
+    ((code, _),) = run_ranks(command, 1, ["generate", str(tmp_path / "two_processes"), *options])
     assert code == 0
     with pytest.raises(RankFailure, match=r"data\.tokenizer: tokenizer, chat template.*are not those of checkpoint"):
         train_on_ranks(run("one_process", "train.iters=4", "data.chat_template=own"))

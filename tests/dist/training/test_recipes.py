@@ -9,6 +9,7 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.logging.sinks.jsonl import read_metrics
+from tests.dist.commands import command
 from tests.dist.hf.models import make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import train_rank
@@ -85,23 +86,12 @@ def test_the_page_from_a_json_to_a_directory(place, monkeypatch, capfd):
     assert list((place / "exported").rglob("*.safetensors"))
 
 
-def _run(command: list[str]) -> str:
-    program, *arguments = command
+def _run(line: list[str]) -> str:
+    program, *arguments = line
     if program == "scripts/train_vlm.sh":
         cfg = load(arguments[0], [*arguments[1:], *TINY])
         run_ranks(train_rank, 1, cfg)
         return ""
-    ((code, said),) = run_ranks(_command, 1, arguments)
+    ((code, said),) = run_ranks(command, 1, arguments)
     assert code == 0, said
     return said
-
-
-def _command(arguments: list[str]) -> tuple[int, str]:
-    import contextlib
-    import io
-
-    from mimo_train.cli import main
-
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        return main(arguments), said.getvalue()

@@ -1,11 +1,11 @@
-"""What a run does besides its curve: evaluation, freezing, precision, losses over ranks, the optimizer."""
+"""What a run does besides its curve: evaluations and their report, fine-tuning, the optimizer."""
 
 import json
 
 import pytest
 
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import config, curve, train_on_ranks
 
 
 def evaluated(digits, run_dir, *overrides: str) -> tuple[list[dict], list[dict]]:
@@ -59,61 +59,6 @@ def test_the_report_has_as_many_samples_as_asked_for_whatever_the_batch(digits, 
     batch = ("train.global_batch_size=16", "train.micro_batch_size=4", "train.iters=1", "train.report_samples=12")
     _, samples = evaluated(digits, tmp_path, "layout=images_dp1_language_dp2", *batch)
     assert len(samples) == 12
-
-
-def _train_frozen(cfg) -> dict[str, float]:
-    """Largest change of the parameters of each part over a run."""
-    from mimo_train.bridge.training.setup import setup
-    from mimo_train.bridge.training.train import train_step
-    from mimo_train.models.parameters import modules_of
-    from mimo_train.training.step.forward_step import mimo_forward_step, prepare_forward_step_func
-
-    run = setup(cfg)
-    named = {
-        name: (parameter, parameter.detach().clone())
-        for chunks in modules_of(run.model).values()
-        for chunk in chunks
-        for name, parameter in chunk.named_parameters()
-    }
-    step = prepare_forward_step_func(mimo_forward_step, run.state)
-    for _ in range(3):
-        train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
-        run.state.train_state.step += 1
-    parts = {"encoders": 0.0, "input_projections": 0.0, "language": 0.0}
-    for name, (parameter, before) in named.items():
-        part = next((part for part in parts if part in name), "language")
-        parts[part] = max(parts[part], float((parameter.detach() - before).abs().max()))
-    return parts
-
-
-@pytest.mark.parametrize(
-    ("overrides", "moving"),
-    [
-        (("modules.images.freeze=[encoder]",), {"input_projections", "language"}),
-        (("modules.language.freeze=[llm]",), {"encoders", "input_projections"}),
-        (("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]"), {"input_projections"}),
-        (("modules.images.freeze=[encoder, projector]",), {"language"}),
-        (("modules.images.freeze_until={encoder: 1}",), {"encoders", "input_projections", "language"}),
-    ],
-)
-@pytest.mark.parametrize("layout", ["one_process", "two_processes"])
-def test_frozen_parts_do_not_move_and_the_others_do(layout, overrides, moving, digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path, digits, f"layout={layout}", "train.iters=3", *overrides)
-    changes: dict[str, float] = {}
-    for rank in run_ranks(_train_frozen, 1 if layout == "one_process" else 2, cfg):
-        changes = {part: max(change, changes.get(part, 0)) for part, change in rank.items()}
-    assert {part for part, change in changes.items() if change > 0} == moving
-
-
-def test_bf16_follows_fp32_and_layouts_agree(digits, tmp_path):
-    def run(name: str, *overrides: str) -> list[tuple]:
-        return curve(train_on_ranks(config("vlm_digits", tmp_path / name, digits, "train.iters=10", *overrides)))
-
-    exact = run("fp32", "layout=one_process")
-    one = run("bf16", "layout=one_process", "train.precision=bf16")
-    two = run("bf16-two", "layout=two_processes", "train.precision=bf16")
-    assert 1e-5 < largest_difference(exact, one)[0] < 6e-2
-    assert largest_difference(one, two)[0] < 1e-2
 
 
 def test_finetune_without_weights_is_a_fault():

@@ -3,12 +3,10 @@
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
 from mimo_train.flight.blame import ENDED
-from mimo_train.flight.read import process, runs
 from mimo_train.flight.watchdog import HANG_CODE
 from tests.hang import HANG_SECONDS
 
@@ -88,39 +86,3 @@ def test_without_a_limit_or_before_it_nothing_is_said(tmp_path, seconds):
     rank = started(tmp_path, "time.sleep(1)", seconds)
     _, said = rank.communicate(timeout=HANG_SECONDS)
     assert (rank.returncode, said) == (0, "")
-
-
-WAITS = """
-import signal
-folder = Path(sys.argv[1])
-signal.signal(signal.SIGTERM, lambda *_: (folder / "asked").touch())
-(folder / "ready").touch()
-while True:
-    time.sleep(0.1)
-"""
-PARENT = """
-import subprocess, sys, time
-print(subprocess.Popen(sys.argv[1:], start_new_session=True).pid, flush=True)
-time.sleep(1000)
-"""
-
-
-def test_a_rank_whose_launcher_is_gone_is_asked_to_save_and_then_ended(tmp_path):
-    program = RANK.replace("launched=False", "launched=True, grace_seconds=0.5") + WAITS
-    rank = [sys.executable, "-c", program, str(tmp_path), "0", "ends"]
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", PARENT, *rank], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    pid = int(launcher.stdout.readline())
-    found = process(pid)
-    deadline = time.monotonic() + HANG_SECONDS
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert runs(pid, found.start) and not (tmp_path / "asked").exists()
-    launcher.kill()
-    launcher.communicate()
-    while runs(pid, found.start):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert (tmp_path / "asked").exists()

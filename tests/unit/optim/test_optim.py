@@ -1,6 +1,7 @@
 """Settings and schedules of modules, stages of freezing, and forward hooks, without processes."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -171,26 +172,14 @@ def test_hooks_are_off_while_saving_where_parameters_may_be_on_their_way(fsdp, d
     assert should_disable_forward_pre_hook(fsdp, distributed, overlap) is disable
 
 
-class Chunk:
-    """A wrapped chunk that notes what happens to its hooks."""
-
-    def __init__(self, hooked: bool):
-        self.use_forward_hook, self.calls = hooked, []
-
-    def enable_forward_pre_hook(self) -> None:
-        self.calls.append("enable")
-
-    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        self.calls.append(("disable", param_sync))
-
-
 def test_hooks_are_switched_where_there_are_any():
-    plain, hooked = Chunk(False), Chunk(True)
+    plain, hooked = Mock(use_forward_hook=False), Mock(use_forward_hook=True)
     disable_forward_pre_hook([plain, hooked])
     enable_forward_pre_hook([plain, hooked])
     disable_forward_pre_hook([plain, hooked], param_sync=False)
-    assert hooked.calls == [("disable", True), "enable", ("disable", False)]
-    assert plain.calls == []
+    disable = call.disable_forward_pre_hook
+    assert hooked.mock_calls == [disable(param_sync=True), call.enable_forward_pre_hook(), disable(param_sync=False)]
+    assert plain.mock_calls == []
 
 
 def test_main_parameters_are_copied_where_the_buffer_is_shared_and_gathering_overlaps():

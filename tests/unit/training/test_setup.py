@@ -51,12 +51,6 @@ def test_a_new_run_without_a_step_is_a_fault_and_one_that_goes_on_is_told_which_
     assert "step 3 of train.iters 50 is done" in nothing_left(GlobalState(run, done))
 
 
-def test_without_restarts_nothing_is_wrapped():
-    from mimo_train.training.pretrain import with_restarts
-
-    assert with_restarts(lambda store: ("lived", store), load("vlm_digits").run)() == ("lived", None)
-
-
 def test_without_the_package_it_is_a_fault(monkeypatch):
     monkeypatch.setattr(schema_run, "is_installed", lambda name: False)
     (fault,) = config_faults(load("vlm_digits", "run.inprocess_restarts=2"))

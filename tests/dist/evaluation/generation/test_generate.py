@@ -3,12 +3,12 @@
 import io
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from data.text.tokens import build_tokenizer
+from tests.dist.commands import conversation
 from tests.dist.greedy import prompts_and_answers
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
@@ -113,18 +113,6 @@ def test_predictions_are_those_of_greedy_decoding_up_to_the_first_wrong_token(tr
     assert ends > 4
 
 
-def _command(arguments: list[str], lines: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command."""
-    import contextlib
-
-    from mimo_train.cli import main
-
-    sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main(["generate", *arguments])
-    return code, out.getvalue(), err.getvalue()
-
-
 def test_a_chat_keeps_turns_and_images_and_seeds_repeat_it(trained, tmp_path):
     from PIL import Image
 
@@ -132,18 +120,20 @@ def test_a_chat_keeps_turns_and_images_and_seeds_repeat_it(trained, tmp_path):
     image = tmp_path / "image.png"
     Image.new("RGB", (60, 40), "red").save(image)
     lines = f"/image {image}\nWhich?\nA?\n{'Is it one? ' * 9}\n"
-    options = [folder, "--chat", "--max-new-tokens", "3"]
+    options = ["generate", folder, "--chat", "--max-new-tokens", "3"]
     drawn = [*options, "--temperature", "3", "--seed", "5"]
-    ((code, out, err),) = run_ranks(_command, 1, options, lines)
+    ((code, out, err),) = run_ranks(conversation, 1, options, lines)
     assert code == 0 and len(out.splitlines()) == 2
     assert "leaves no room for an answer: the model was trained on data.sequence_length 120" in err
-    once, again = (run_ranks(_command, 1, drawn, lines)[0] for _ in range(2))
+    once, again = (run_ranks(conversation, 1, drawn, lines)[0] for _ in range(2))
     assert once == again and once[0] == 0 and once[1] != out
 
 
 def test_what_excludes_each_other_is_named_before_a_model_is_built(trained):
     folder, *_ = trained
-    ((code, _, err),) = run_ranks(_command, 1, [folder, "--prompt", "a", "--prompt-format", "text", "--chat"], "")
+    ((code, _, err),) = run_ranks(
+        conversation, 1, ["generate", folder, "--prompt", "a", "--prompt-format", "text", "--chat"]
+    )
     assert code == 1 and err.startswith("error: --prompt-format: text continues a prompt without turns")
 
 
@@ -165,6 +155,6 @@ def test_the_program_of_the_page_answers_as_the_command(trained):
     assert "runs/gpt_tiny" in text and "max_new_tokens=64" in text
     text = text.replace("runs/gpt_tiny", folder).replace("max_new_tokens=64", "max_new_tokens=5")
     (said,) = run_ranks(_program, 1, text)
-    options = [folder, "--prompt", "It was", "--prompt-format", "text", "--max-new-tokens", "5"]
-    ((code, out, err),) = run_ranks(_command, 1, options, "")
+    options = ["generate", folder, "--prompt", "It was", "--prompt-format", "text", "--max-new-tokens", "5"]
+    ((code, out, err),) = run_ranks(conversation, 1, options)
     assert (code, out.strip()) == (0, said.strip()) and said.strip(), err

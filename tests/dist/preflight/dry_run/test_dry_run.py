@@ -8,6 +8,7 @@ import pytest
 
 from mimo_train.config.errors import UserError
 from mimo_train.layout.run import resolve
+from tests.dist.commands import command
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 from tests.dist.stretched import stretch_images
@@ -213,21 +214,11 @@ def test_ranks_of_a_large_world():
             selected_kinds(layout, wrong)
 
 
-def _command(config_name: str, overrides: list[str], ranks: str) -> tuple[int, str]:
-    """Exit code and output of the command."""
-    from contextlib import redirect_stderr, redirect_stdout
-    from io import StringIO
-
-    from mimo_train.preflight.dry_run.command import main
-
-    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
-        code = main(config_name, overrides, ranks)
-    return code, said.getvalue()
-
-
 def test_the_command_says_what_a_rank_does(prose, tmp_path):
     overrides = [f"{LANGUAGE}tp=2", HALF, f"data.shards={prose}/train", "data.validation_shards=", "data.demo="]
-    ((code, said),) = run_ranks(_command, 1, "gpt_tiny", [*overrides, f"run.dir={tmp_path}"], "1")
+    ((code, said),) = run_ranks(
+        command, 1, ["check", "gpt_tiny", *overrides, f"run.dir={tmp_path}", "--without-data", "--dry-run", "--ranks=1"]
+    )
     assert code == 0, said
     assert "Dry run of 1 of 2 ranks, as on CUDA, of which none is touched" in said
     assert "rank 1: language (one of 2 such ranks)" in said and "no faults" in said
@@ -250,5 +241,5 @@ def test_the_steps_are_those_at_the_end_of_a_run(tmp_path):
 
 def test_an_error_of_the_user_is_said_without_a_trace(tmp_path):
     keys = ("data.demo=", f"data.shards={tmp_path}/nowhere", "data.validation_shards=", f"run.dir={tmp_path}/run")
-    ((code, said),) = run_ranks(_command, 1, "gpt_tiny", list(keys), "0")
+    ((code, said),) = run_ranks(command, 1, ["check", "gpt_tiny", *keys, "--without-data", "--dry-run", "--ranks=0"])
     assert code == 1 and "FAILS: data.shards: no such file or folder: " in said and "Traceback" not in said
