@@ -213,6 +213,7 @@ def start_node(folder: Path, node: int, port: int, command: str, restarts: int =
         [sys.executable, "-W", "ignore", "-c", NODE, str(node), str(port), str(restarts), command],
         cwd=folder,
         env=env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MIMO_RESTART_SECONDS": "0"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which tests in the background ignore
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
