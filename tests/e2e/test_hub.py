@@ -1,4 +1,4 @@
-"""A model that is named as on the Hugging Face hub: trained, resumed offline, exported, uploaded and checked."""
+"""A model and texts named as on the Hugging Face hub: a run, resumed offline, exported, uploaded and checked."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from tests.hang import HANG_SECONDS
 from tests.hub_server import TOKEN, Hub, hub_server
+from tests.tables import write_table
 
 WIDTH, LAYERS, ROWS, KEY_WIDTH, INNER = 48, 2, 300, 24, 100
 CONFIG = {
@@ -24,7 +25,8 @@ CONFIG = {
 RUN = (
     "gpt_tiny", "modules.language.pretrained=org/tiny", "run.dir=runs/mine",
     "run.device=cpu", "train.global_batch_size=4", "train.micro_batch_size=2", "data.sequence_length=32",
-    "train.eval_samples=2", "optim.warmup_iters=0",
+    "train.eval_samples=2", "optim.warmup_iters=0", "data.demo=", "data.shards=hf://datasets/org/texts",
+    "data.validation_shards=hf://datasets/org/texts/data/test-*.parquet",
 )  # fmt: skip
 
 
@@ -81,6 +83,10 @@ def command(place: Path, hub: Hub, *arguments: str, code: int = 0, **variables: 
 def test_a_run_comes_from_a_name_and_goes_out_by_one(place, hub):
     commit = hub.commit("org/tiny", place / "tiny")
     files = {path.name for path in (place / "tiny").iterdir()}
+    for split in ("train", "test"):
+        texts = [f"Text {at} to {split}." for at in range(40)]
+        write_table(place / "texts" / "data" / f"{split}-0.parquet", {"text": texts})
+    hub.commit("org/texts", place / "texts")
 
     # Ranks that torchrun starts: one downloads, and the other waits.
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mimo_train.cli", "train")
@@ -88,6 +94,8 @@ def test_a_run_comes_from_a_name_and_goes_out_by_one(place, hub):
     assert "step 2/2" in said
     downloaded = [request.rpartition("/")[2] for request in hub.requests if request.startswith("GET /org/tiny/")]
     assert sorted(downloaded) == sorted(files)
+    downloaded = [request.rpartition("/")[2] for request in hub.requests if request.startswith("GET /datasets/")]
+    assert sorted(downloaded) == ["test-0.parquet", "train-0.parquet"]
     recorded = yaml.safe_load((place / "runs/mine/config.yaml").read_text())
     assert recorded["modules"]["language"]["pretrained"] == recorded["data"]["tokenizer"] == f"org/tiny@{commit}"
 
