@@ -19,8 +19,16 @@ import yaml
 
 from data.text_format import shown
 from encoders.joined.spec import PARTS as JOINED
-from mimo_train.config.errors import ConfigError, Fault
-from mimo_train.config.pretrained.weight_files import BIN, BIN_INDEX, INDEX, SINGLE, Entry, indexed_files
+from mimo_train.config.errors import ConfigError, Fault, UserError
+from mimo_train.config.pretrained.weight_files import (
+    BIN,
+    BIN_INDEX,
+    INDEX,
+    SINGLE,
+    Entry,
+    indexed_files,
+    stored_tensors,
+)
 from mimo_train.config.schema_run import RunConfig
 
 WAIT_SECONDS = 7200.0
@@ -85,11 +93,40 @@ class Snapshot:
         Raises:
             ConfigError: it cannot be read.
         """
-        from huggingface_hub import HfApi
-
         with _explained(key, str(self)):
-            header = HfApi().parse_safetensors_file_metadata(self.name, name, revision=self.commit)
+            header = _header(self.name, self.commit, name)
         return {tensor: Entry(0, tuple(info.shape), info.dtype) for tensor, info in header.tensors.items()}
+
+
+@cache
+def _header(name: str, commit: str, file: str) -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi().parse_safetensors_file_metadata(name, file, revision=commit)
+
+
+class NoHeadersError(UserError):
+    """Weights that are not in the cache are `.bin` files, which have no header."""
+
+
+def tensors_of(folder: Path, key: str) -> dict[str, Entry]:
+    """Return the tensors of a directory by name. Those of weights that are not in the cache come from their headers on
+    the hub.
+
+    Args:
+        key: config key that names the directory, for errors.
+
+    Raises:
+        NoHeadersError: they have no headers.
+        UserError: the directory has no weights, or they cannot be read.
+    """
+    snapshot = snapshot_of(folder)
+    if snapshot is None or not snapshot.weight_bytes(key)[1]:
+        return {name: entry for name, (_, entry) in stored_tensors(folder, key).items()}
+    files = snapshot.weights(key)
+    if any(name.endswith(".bin") for name in files):
+        raise NoHeadersError(f"{key}: tensors of .bin files are compared with the model after their download")
+    return {tensor: entry for name in files for tensor, entry in snapshot.read_header(name, key).items()}
 
 
 def snapshot_of(folder: str | Path) -> Snapshot | None:

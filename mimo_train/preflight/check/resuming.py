@@ -20,8 +20,7 @@ from mimo_train.config.compose import to_dict
 from mimo_train.config.errors import Fault, UserError
 from mimo_train.config.paths import folder_fault
 from mimo_train.config.pretrained.fill_in import pretrained_folders
-from mimo_train.config.pretrained.hub import snapshot_of
-from mimo_train.config.pretrained.weight_files import Entry, stored_tensors
+from mimo_train.config.pretrained.hub import NoHeadersError, tensors_of
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import code_named
 from mimo_train.estimate.parameters import embedding_rows
@@ -125,11 +124,10 @@ def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
     faults, tensors, is_read = [], {}, True
     for key, folder in pretrained_folders(cfg).items():
         try:
-            if (stored := _tensors(Path(folder), key)) is not None:
-                tensors[Path(folder)] = stored
-                continue
+            tensors[Path(folder)] = tensors_of(Path(folder), key)
+        except NoHeadersError as error:
             is_read = False
-            report.notes.append(f"{key}: tensors of .bin files are compared with the model after their download")
+            report.notes.append(str(error))
         except UserError as error:
             faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
     report.faults += faults
@@ -146,18 +144,6 @@ def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
     except (UserError, EncoderError) as error:
         named, _, message = str(error).partition(": ")
         report.faults.append(Fault(named, message) if named.startswith("modules.") else Fault(key, str(error)))
-
-
-def _tensors(folder: Path, key: str) -> dict[str, Entry] | None:
-    """Return the tensors of a directory by name, read from headers on the hub if the weights are not in the cache yet;
-    None for weights there without such a header (`.bin`)."""
-    snapshot = snapshot_of(folder)
-    if snapshot is None or not snapshot.weight_bytes(key)[1]:
-        return {name: entry for name, (_, entry) in stored_tensors(folder, key).items()}
-    files = snapshot.weights(key)
-    if any(name.endswith(".bin") for name in files):
-        return None
-    return {tensor: entry for name in files for tensor, entry in snapshot.read_header(name, key).items()}
 
 
 def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str | None) -> None:

@@ -12,7 +12,7 @@ from encoders.weight_map import Spelling, WeightMap, same
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites.base import Composite
-from mimo_train.config.pretrained.weight_files import stored_tensors
+from mimo_train.config.pretrained.hub import tensors_of
 
 PROJECTOR = {"kind": "none", "merge": 1}
 """The media half has its own projector."""
@@ -110,7 +110,7 @@ class OfTransformers(Composite):
         from encoders.transformers_media.directory import structure_of
 
         structure = structure_of(self.folder)
-        stored = structure.stored_names(stored_tensors(Path(self.folder), key))
+        stored = structure.stored_names(tensors_of(Path(self.folder), key))
         missing = [name for name in structure.shapes if name not in stored]
         if missing:
             text = f"{self.folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
@@ -135,7 +135,7 @@ class OfTransformers(Composite):
         from encoders.transformers_media.directory import structure_of
 
         try:
-            return (structure_of(self.folder).language_names(stored_tensors(folder, key)),)
+            return (structure_of(self.folder).language_names(tensors_of(folder, key)),)
         except EncoderError as error:
             raise UserError(f"{key}: {folder} does not fit its config.json: {error}") from error
 
