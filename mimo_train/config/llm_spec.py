@@ -7,8 +7,9 @@ from encoders import key_rules
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import key, value_faults
 from mimo_train.models.blocks.attention.spec import AttentionKeys
-from mimo_train.models.blocks.base import Layer
+from mimo_train.models.blocks.base import Block, Layer
 from mimo_train.models.blocks.experts.spec import ExpertKeys
+from mimo_train.models.blocks.latent.spec import Latent, LatentKeys
 from mimo_train.models.blocks.rotary import RopeScaling
 
 __all__ = ["MOST_LAYERS", "MOST_WIDTH", "LlmSpec", "RopeScaling"]
@@ -18,7 +19,7 @@ MOST_LAYERS, MOST_WIDTH = key_rules.MOST_LAYERS, key_rules.MOST_WIDTH
 
 
 @dataclass
-class LlmSpec(ExpertKeys, AttentionKeys):
+class LlmSpec(ExpertKeys, LatentKeys, AttentionKeys):
     """Sizes of a decoder-only language model of Megatron-Core layers."""
 
     vocab_size: int = key(0, at_least=0, at_most=2**28, zero_means="as many as the tokenizer has tokens")
@@ -31,11 +32,35 @@ class LlmSpec(ExpertKeys, AttentionKeys):
     logit_softcap: float = key(0.0, at_least=0, zero_means="no cap")
     """Logits become cap * tanh(logit / cap); 0: no cap."""
 
+    @property
+    def head_width(self) -> int:
+        """Width of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim if self.kv_lora_rank else super().head_width
+
+    @property
+    def rotary_width(self) -> int:
+        """Channels of a head that rotate."""
+        return self.qk_rope_head_dim if self.kv_lora_rank else super().rotary_width
+
+    def mixer(self, number: int) -> Block:
+        """Return the block of a layer, counted from 0, that mixes tokens."""
+        if not self.kv_lora_rank:
+            return self.attention(number)
+        return Latent(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.q_lora_rank,
+            self.kv_lora_rank,
+            self.qk_nope_head_dim,
+            self.qk_rope_head_dim,
+            self.v_head_dim,
+        )
+
     def layer(self, number: int) -> Layer:
         """Return a layer, counted from 0, as its blocks."""
         return Layer(
             self.hidden_size,
-            self.attention(number),
+            self.mixer(number),
             self.experts() if self.has_experts(number) else self.mlp(),
             norm_vectors=self.norm_vectors,
             post_norms=self.post_norms,
@@ -57,7 +82,9 @@ class LlmSpec(ExpertKeys, AttentionKeys):
             yield Fault(
                 f"{prefix}.zero_centered_norms", f"requires RMSNorm, but {prefix}.normalization is {self.normalization}"
             )
-        yield from self.attention_faults(prefix)
+        yield from self.latent_faults(prefix)
+        if not self.kv_lora_rank:
+            yield from self.attention_faults(prefix)
         yield from self._layer_faults(prefix)
         yield from self.expert_faults(prefix)
 

@@ -27,6 +27,16 @@ NAMES: Names = {
         "query_norm": "self_attn.q_norm",
         "key_norm": "self_attn.k_norm",
     },
+    "latent": {
+        "q": "self_attn.q_proj",
+        "q_down": "self_attn.q_a_proj",
+        "q_norm": "self_attn.q_a_layernorm",
+        "q_up": "self_attn.q_b_proj",
+        "kv_down": "self_attn.kv_a_proj_with_mqa",
+        "kv_norm": "self_attn.kv_a_layernorm",
+        "kv_up": "self_attn.kv_b_proj",
+        "out": "self_attn.o_proj",
+    },
     "mlp": {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
     "experts": {
         "router": "mlp.gate",

@@ -97,6 +97,7 @@ USUAL: Keys = {
     "attention_softcap": 0.0,
     "logit_softcap": 0.0,
     "scale_embeddings": False,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
     "num_experts": 0,
     "shared_expert_ffn_hidden_size": 0,
     "shared_expert_gate": False,

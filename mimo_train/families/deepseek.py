@@ -1,11 +1,114 @@
-"""Models with the router of DeepSeek-V3: dots.llm1 and Hunyuan 3."""
+"""DeepSeek-V3, whose attention GLM-4.7-Flash and router dots.llm1 and Hunyuan 3 have too."""
 
-from mimo_train.families.base import NAMES, Family
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mimo_train.config.errors import Fault
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.families.base import NAMES, Config, Family, Keys, Spelling, fault
 from mimo_train.families.rope import Rope
 from mimo_train.families.sigmoid_experts import CHOICE, DEFAULTS, SigmoidExperts
 from mimo_train.families.usual import ATTENTION_BIAS, DECODER, NEXT_TOKENS
 from mimo_train.families.windows import Windows, late_layers
 
+
+@dataclass(frozen=True)
+class LatentHeads(Spelling):
+    """Latent attention. Its scores are multiplied by the square of the temperature of `mscale_all_dim`."""
+
+    @property
+    def feature(self) -> str:
+        """See `Spelling`."""
+        return "latent attention"
+
+    def faults(self, config: Config) -> Iterator[Fault]:
+        """See `Spelling`."""
+        heads = config["num_attention_heads"]
+        if config["num_key_value_heads"] not in (None, heads):
+            yield fault("num_key_value_heads", config["num_key_value_heads"], f"latent attention has all {heads} heads")
+        for name in _LATENT:
+            if type(config[name]) is not int and not (name == "q_lora_rank" and config[name] is None):
+                yield fault(name, config[name], "a whole number is needed")
+
+    def read(self, config: Config, keys: Keys) -> Keys:
+        """See `Spelling`."""
+        sizes = {name: config[name] or 0 for name in _LATENT}
+        scaling, width = keys["rope_scaling"], sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+        temperature = 1.0
+        if scaling["kind"] != "default" and scaling["mscale_all_dim"] and scaling["factor"] > 1:
+            temperature = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1
+        scale_size = width / temperature**4 if temperature != 1 else 0.0
+        return {**sizes, "num_query_groups": 0, "head_size": 0, "attention_scale_size": scale_size}
+
+    def write(self, spec: LlmSpec) -> Keys:
+        """See `Spelling`."""
+        sizes = {name: getattr(spec, name) for name in _LATENT}
+        # In transformers `head_dim` is the number of channels that rotate.
+        return sizes | {"q_lora_rank": spec.q_lora_rank or None, "head_dim": spec.qk_rope_head_dim, **_LATENT_NEVER}
+
+
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_NEVER: Keys = {"rope_interleave": True, "attention_bias": False}
+NEVER = {**CHOICE, **{name: (value,) for name, value in _LATENT_NEVER.items()}}
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    DECODER
+    | DEFAULTS
+    | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    (Windows(), Rope(), LatentHeads(), SigmoidExperts(first_dense="first_k_dense_replace")),
+    aliases={"num_local_experts": "n_routed_experts"},
+    never=NEVER,
+    carried=NEXT_TOKENS,
+)
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    DECODER
+    | DEFAULTS
+    | {
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.8,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+    (Windows(), Rope(), LatentHeads(), SigmoidExperts()),
+    aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+    never={**NEVER, "first_k_dense_replace": (None, 1)},
+    carried=NEXT_TOKENS,
+)
 DOTS1 = Family(
     "dots1",
     "Dots1ForCausalLM",

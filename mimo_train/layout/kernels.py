@@ -195,8 +195,8 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
         return f"a class of transformers as it is ({key}.implementation)"
     if module.llm is not None:
         llm = module.llm
-        odd = {"num_experts": llm.num_experts, "dropout": llm.dropout, "post_norms": llm.post_norms}
-        return next((f"{key}.llm.{field}={value}" for field, value in odd.items() if value), "")
+        names = ("num_experts", "kv_lora_rank", "dropout", "post_norms")
+        return next((f"{key}.llm.{name}={value}" for name in names if (value := getattr(llm, name))), "")
     if isinstance(module.encoder, PlainSpec):
         return f"{key}.encoder.family {module.encoder.family}, a plain torch module"
     for part in module.encoder.parts.values():

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -202,6 +203,7 @@ def _is_dense(layer: TransformerLayer) -> bool:
     attention, mlp = layer.self_attention, layer.mlp
     return (
         type(mlp) is MLP
+        and isinstance(attention, SelfAttention)
         and layer.pg_collection.tp.size() == 1
         and isinstance(attention.core_attention, SdpaAttention)
         # Adapters and Transformer Engine have their own classes.
@@ -238,7 +240,7 @@ def compile_layers(chunks: Iterable[torch.nn.Module], cfg: ConfigContainer, name
         if layer._dense is None:
             raise UserError(
                 f"modules.{name}.compile: is layers, and its layers are not torch's in plain calls (they have "
-                f"{type(layer.self_attention.linear_qkv).__name__}): set it to none"
+                f"{type(layer.self_attention).__name__}): set it to none"
             )
         layer._dense.compile(_compiled_on_cpu if kind == "cpu" else _compiled)
 

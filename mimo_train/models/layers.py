@@ -32,6 +32,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.models.blocks.attention import module as attention
 from mimo_train.models.blocks.experts import module as experts
+from mimo_train.models.blocks.latent import module as latent
 from mimo_train.models.blocks.mlp import module as mlp
 from mimo_train.models.blocks.mlp.module import mlp_submodules
 from mimo_train.models.blocks.module import BlockModule
@@ -94,6 +95,7 @@ def use_transformer_engine(kind: str) -> bool:
 
 _MODULES: dict[str, Callable[[TransformerConfig, bool], BlockModule]] = {
     "attention": attention.build,
+    "latent": latent.build,
     "mlp": mlp.build,
     "experts": experts.build,
 }

@@ -47,7 +47,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         hidden_size=llm.hidden_size,
         num_attention_heads=llm.num_attention_heads,
         num_query_groups=llm.key_heads,
-        kv_channels=llm.head_width,
+        kv_channels=llm.v_head_dim or llm.head_width,
         ffn_hidden_size=llm.ffn_hidden_size,
         normalization=llm.normalization,
         layernorm_epsilon=llm.layernorm_epsilon,

@@ -107,6 +107,11 @@ REASONS = [
         "return init_method if config.perform_initialization else (lambda w: None)",
     ),
     (
+        "models/blocks/latent/module.py",
+        "transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
+        "if packed_seq_params is not None: # If sequence packing, TE expect [t, h, d] shaped qkv input.",
+    ),
+    (
         "models/blocks/experts/module.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",

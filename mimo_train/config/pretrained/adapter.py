@@ -53,7 +53,18 @@ _LAST = {
     "linear_fc1": "up_proj",
     "linear_fc2": "down_proj",
 }
-_OURS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "linear_qkv")
+_OURS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "linear_qkv",
+    "q_b_proj",
+    "kv_b_proj",
+)
 _OF_PROJECTOR = {
     "multi_modal_projector.linear_1": ".linear_fc1",
     "multi_modal_projector.linear_2": ".linear_fc2",

@@ -8,6 +8,7 @@ import pytest
 from tests.dist.commands import command
 from tests.dist.hf.models import make_llama
 from tests.dist.hf.test_pretrained import UNCHANGED, pretrained, tensors
+from tests.dist.models.families import made as made_of_family
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import train_on_ranks
 
@@ -18,13 +19,23 @@ START = "modules.language.lora.adapter"
 
 def make_adapted_llama(base: Path, folder: Path, merged: Path) -> None:
     """A Llama, an adapter of PEFT for it in two of its three layers, and what the two are together."""
+    make_llama(base)
+    _make_adapted(base, folder, merged, ["q_proj", "v_proj", "up_proj"])
+
+
+def make_adapted_deepseek(base: Path, folder: Path, merged: Path) -> None:
+    """The same of latent attention."""
+    made_of_family("deepseek_v3, yarn, groups", vocab_size=300).save_pretrained(base)
+    _make_adapted(base, folder, merged, ["q_b_proj", "kv_b_proj", "o_proj"])
+
+
+def _make_adapted(base: Path, folder: Path, merged: Path, targets: list[str]) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    make_llama(base)
     torch.manual_seed(2)
-    own = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "up_proj"], layers_to_transform=[0, 2])
+    own = LoraConfig(r=3, lora_alpha=5, target_modules=targets, layers_to_transform=[0, 2])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), own)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -80,6 +91,20 @@ def test_an_adapter_of_peft_starts_a_run_and_leaves_it(made, prose, tmp_path):
     ((code, said),) = run_ranks(command, 1, merge)
     assert code == 1 and "--base-model is org/name, which adapters name, and none are written: leave it" in said
     assert not (tmp_path / "no").exists()
+
+
+def test_an_adapter_of_latent_attention_starts_a_run_and_leaves_it(prose, tmp_path):
+    base, folder, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    run_ranks(make_adapted_deepseek, 1, base, folder, merged)
+    own = (f"{START}={folder}", *UNCHANGED, "data.tokenizer=bytes")
+    own += ("modules.language.layout.tp=2", "modules.language.layout.sp=true")
+    train_on_ranks(pretrained("gpt_tiny", tmp_path / "run", prose, base, *own))
+    export(tmp_path / "run", tmp_path / "whole", "--merge")
+    assert largest_difference(tensors(tmp_path / "whole"), tensors(merged)) < ROUNDING
+    assert largest_difference(tensors(base), tensors(merged)) > 0.1
+    export(tmp_path / "run", tmp_path / "out")
+    came, went = adapter(folder), adapter(tmp_path / "out")
+    assert came.keys() == went.keys() and all(value.equal(went[name]) for name, value in came.items())
 
 
 def test_in_a_run_with_an_encoder_it_is_one_of_llava(made, digits, prose, tmp_path):

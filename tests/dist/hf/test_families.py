@@ -31,6 +31,7 @@ CASES = {
     "qwen3, biases, one key head": "fp32",
     "qwen3_moe, a dense layer": "bf16",
     "glm4_moe, biases, head norms": "bf16",
+    "deepseek_v3, yarn, groups": "fp32",
     "gemma2": "fp32",
     "gemma3": "bf16",
     "gemma3 with images": "fp32",

@@ -30,6 +30,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 6.0, "original_max_position_embeddings": 20}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+_LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8}
 _GEMMA = {"query_pre_attn_scalar": 20, "sliding_window": 5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "head_dim": None},
@@ -146,6 +147,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_window_layers": 2,
         "first_k_dense_replace": 1,
         **_SIGMOID,
+    },
+    "deepseek_v3, yarn, groups": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 6,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 20,
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        **_SIGMOID,
+        **_LATENT,
+    },
+    "glm4_moe_lite, no query latents": {
+        "model_type": "glm4_moe_lite",
+        "num_key_value_heads": 6,
+        "q_lora_rank": None,
+        **_SIGMOID,
+        **_LATENT,
     },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",

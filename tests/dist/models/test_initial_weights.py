@@ -6,18 +6,21 @@ import pytest
 import torch
 
 from mimo_train.layout.run import resolve
+from tests.dist.models.test_packed import LATENT_SIZES
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
 UNTIED = ("modules.language.llm.tie_embeddings=false", "modules.language.llm.activation=swiglu")
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.tie_embeddings=false")
 SHARED_EXPERT = ("modules.language.llm.shared_expert_ffn_hidden_size=48",)
+LATENT = tuple(f"modules.language.llm.{name}" for name in LATENT_SIZES)
 IMAGES = ("modules.images.projector.resampler.latents=5", "train.precision=bf16")
 LAYOUTS = {
     "gated, tp2 pp2": ("gpt_tiny", 4, UNTIED, ("modules.language.layout.tp=2", "modules.language.layout.pp=2")),
     "experts, etp2": ("gpt_tiny", 2, EXPERTS + SHARED_EXPERT,
                       ("modules.language.layout.tp=2", "modules.language.layout.sp=true",
                        "modules.language.layout.etp=2")),
+    "latents, tp2": ("gpt_tiny", 2, LATENT, ("modules.language.layout.tp=2", "modules.language.layout.sp=true")),
     "experts, ep2": ("gpt_tiny", 2, EXPERTS, ("layout=language_ep2",)),
     "images": ("vlm_digits", 4, IMAGES, ("placement.mode=disjoint", "modules.images.layout.tp=2",
                                              "modules.language.layout.tp=2")),

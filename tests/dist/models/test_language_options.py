@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.dist.models.test_packed import LATENT_SIZES
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -47,8 +48,22 @@ EXPERTS = (
     f"{LLM}router_scaling_factor=2.5",
     f"{LLM}dense_layers=[0]",
 )
+LATENT = (
+    *(f"{LLM}{size}" for size in LATENT_SIZES),
+    f"{LLM}num_layers=3",
+    f"{LLM}rope_scaling.kind=yarn",
+    f"{LLM}rope_scaling.original_positions=16",
+    f"{LLM}rope_scaling.factor=2",
+    f"{LLM}post_norms=true",
+    "train.recompute=full",
+    "train.iters=20",
+    "optim.decay=constant",
+    "optim.warmup_iters=0",
+)
 ONE = "layout=one_process"
 TP2 = (ONE, "modules.images.layout.tp=2", "modules.language.layout.tp=2", "modules.language.layout.sp=true")
+IMAGES_TP2 = ("modules.images.layout.tp=2",)
+IMAGES_DP2 = ("modules.images.layout.dp=2",)
 PIPELINE = ("layout=images_tp2_language_pp2",)
 
 
@@ -91,6 +106,21 @@ def test_layouts_give_the_numbers_of_one_process_and_read_each_other_s_checkpoin
     folder = run_ranks(_saved_after, 2, tiny("tp2", *TP2), 2)[0]
     resumed = tiny("resumed", ONE, f"checkpoint.resume={folder}")
     again = [(step + 2, loss, norm) for step, loss, norm in whole(run_ranks(_curve, 1, resumed, 1))]
+    assert _close(straight[2:], again)
+
+
+def test_latent_attention_gives_the_numbers_of_one_process(digits, tmp_path):
+    """Without sequence parallelism, in stages, and over context-parallel ranks; checkpoints go between them."""
+
+    def tiny(name: str, *overrides: str):
+        return config("vlm_digits", tmp_path / name, digits, *LATENT, *overrides)
+
+    straight = whole(run_ranks(_curve, 1, tiny("one", ONE), 3))
+    assert straight[-1][1] < straight[0][1], "it learns"
+    assert _close(straight, whole(run_ranks(_curve, 4, tiny("pp2", *PIPELINE), 3)))
+    folder = run_ranks(_saved_after, 2, tiny("tp2", ONE, "modules.language.layout.tp=2", *IMAGES_TP2), 2)[0]
+    resumed = tiny("resumed", ONE, "modules.language.layout.cp=2", *IMAGES_DP2, f"checkpoint.resume={folder}")
+    again = [(step + 2, loss, norm) for step, loss, norm in whole(run_ranks(_curve, 2, resumed, 1))]
     assert _close(straight[2:], again)
 
 

@@ -33,6 +33,8 @@ SIGMOID |= {"n_group": 6, "topk_group": 3, "routed_scaling_factor": 1.7, "norm_t
 SIGMOID |= {"first_k_dense_replace": 2}
 HY_V3 = {"num_experts": 12, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "dense"]}
 HY_V3 |= {"router_scaling_factor": 1.7, "mlp_bias": False}
+LATENT = {"kv_lora_rank": 14, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"head_dim": 8, "num_key_value_heads": 8, "attention_bias": False}
 ODD = {
     "mixtral": EXPERTS | {"num_local_experts": 5},
     "qwen2": WINDOWS,
@@ -46,6 +48,8 @@ ODD = {
     "glm4_moe": SIGMOID | {"use_qk_norm": True, "partial_rotary_factor": 0.2, "hidden_size": 160},
     "dots1": SIGMOID | {"max_window_layers": 3},
     "hy_v3": HY_V3 | EXPERTS | {"moe_intermediate_size": 30},
+    "deepseek_v3": SIGMOID | LATENT,
+    "glm4_moe_lite": SIGMOID | LATENT | {"mlp_layer_types": HY_V3["mlp_layer_types"], "first_k_dense_replace": 1},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
 }
@@ -55,6 +59,10 @@ NEEDED = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_scaling"}),
     "glm4_moe": {"num_experts_per_tok", "topk_group"},
     "hy_v3": {"num_hidden_layers"},
+    "deepseek_v3": {"num_experts_per_tok", "topk_group", "num_attention_heads", "num_key_value_heads"},
+    "glm4_moe_lite": {
+        *("num_experts_per_tok", "topk_group", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+    },
     "dots1": {"num_experts_per_tok", "topk_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob"},
 }
 WHOLE = {"qwen2_5_vl": {"text_config": {"rope_scaling": ODD["qwen2_5_vl_text"]["rope_scaling"]}}}

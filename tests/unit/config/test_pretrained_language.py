@@ -137,6 +137,10 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "dots1"}, "n_routed_experts is None"),
         ({"model_type": "hy_v3", "mlp_layer_types": ["dense"]}, "mlp_layer_types is ['dense']"),
         ({"model_type": "hy_v3", "mlp_bias": True}, "mlp_bias is True"),
+        ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave is False"),
+        ({"model_type": "deepseek_v3", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        ({"model_type": "glm4_moe_lite", "kv_lora_rank": None}, "kv_lora_rank is None"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_its_key(config, says):
@@ -147,6 +151,7 @@ def test_what_cannot_be_built_is_refused_by_its_key(config, says):
 
 SPEC = LlmSpec(num_layers=2, hidden_size=48, num_attention_heads=6, ffn_hidden_size=80, vocab_size=211)
 SPEC = dataclasses.replace(SPEC, max_positions=64)
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 SIGMOID = {"router_score_function": "sigmoid"}
 
 
@@ -197,6 +202,11 @@ def test_what_a_family_has_no_place_for_is_named():
         ({"num_experts": 2, "dense_layers": [0, 1]}, "dense_layers"),
         ({"local_rope_base": 100.0}, "local_rope_base"),
         ({"num_experts": 4, "router_bias": True}, "router_bias"),
+        ({"kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 4}, "qk_nope_head_dim"),
+        ({**LATENT, "qk_rope_head_dim": 3}, "qk_rope_head_dim"),
+        ({**LATENT, "v_head_dim": 9}, "v_head_dim"),
+        ({**LATENT, "window": 4}, "window"),
+        ({"q_lora_rank": 4}, "q_lora_rank"),
         ({"num_experts": 4, **SIGMOID, "router_renormalise": False}, "router_renormalise"),
         ({"num_experts": 4, **SIGMOID, "router_groups": 2}, "router_groups"),
         ({"num_experts": 6, **SIGMOID, "router_groups": 4, "router_groups_per_token": 1}, "router_groups"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.dist.models.test_packed import LATENT_SIZES
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -35,6 +36,7 @@ CASES = {
     "gpt_tiny": ("gpt_tiny", 0, 32, ()),
     "learned positions, grouped queries": ("gpt_tiny", 0, 32, ("modules.language.llm.position=learned", GROUPED)),
     "experts, full recompute": ("gpt_tiny", 0, 32, EXPERTS),
+    "latents": ("gpt_tiny", 0, 32, tuple(f"{LLM}.{size}" for size in LATENT_SIZES)),
     "windows": ("gpt_tiny", 0, 32, WINDOWS),
     "windows, two ropes, capped scores and logits": ("gpt_tiny", 0, 32, CAPPED),
     "an image": ("vlm_digits", 1, 42, (GROUPED, "modules.language.llm.qk_norm=true")),
