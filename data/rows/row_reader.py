@@ -44,7 +44,7 @@ class Table:
     """An open parquet file."""
 
     def __init__(self, path: Place, read: ReadRange, size: int) -> None:
-        """Read the end of the file, of `size` bytes. Raises ShardError if it is damaged."""
+        """Read the end of the file, of `size` bytes. Raises ShardError if it is damaged, or repeats a column."""
         self.path, self._size = path, size
         try:
             with _damage():
@@ -57,6 +57,8 @@ class Table:
         counts = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
         self.ends = [*accumulate(counts)]
         names, typed = self.layout.names, self.layout.media
+        if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+            raise ShardError(f"{path}: the column {twice[0]!r} is there twice. Write it under one name")
         by_name = [name for kind in READABLE for name in columns_by_name(names, typed, {}, kind)]
         media = {*typed, *by_name, FILE_NAME}
         self.text_only = media.isdisjoint(names)

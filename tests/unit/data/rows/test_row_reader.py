@@ -186,6 +186,13 @@ def test_a_file_that_is_no_parquet_is_a_shard_error(at, tmp_path):
         opened(path)
 
 
+def test_a_repeated_column_is_a_shard_error(tmp_path):
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["caption", "caption"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ShardError, match="x.parquet: the column 'caption' is there twice"):
+        opened(tmp_path)
+
+
 def test_bytes_of_unknown_kind_are_named(tmp_path):
     with pytest.raises(ShardError, match=r"'data' holds files \(png\) that are not read. Rename it"):
         opened(write_table(tmp_path / "a" / "x.parquet", {"data": [image(8)], "caption": ["x"]}))
