@@ -21,6 +21,12 @@ VISION = {
 }  # fmt: skip
 SQUARE = {"height": SIDE, "width": SIDE}
 PAD = "<|image_pad|>"
+TOKENS = {
+    "context_image_token": PAD, "start_image_token": "<|vision_start|>", "end_image_token": "<|vision_end|>",
+    "video_token": "<|video_pad|>", "image_token": PAD, "audio_token": "<|AUDIO|>",
+    "image_break_token": "<|vision_start|>", "image_end_token": "<|vision_end|>",
+    "image_boundary_token": "<|vision_start|>",
+}  # fmt: skip
 SAMPLES: list[tuple[list[Any], str]] = [
     (["what is ", (30, 50), " in front of ", (61, 25), " the other?"], "a small wall, and a long one"),
     (["no image: which digit is green?"], "three"),
@@ -115,11 +121,7 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    tokens = {
-        "context_image_token": PAD, "start_image_token": "<|vision_start|>", "end_image_token": "<|vision_end|>",
-        "video_token": "<|video_pad|>",
-    }  # fmt: skip
-    save_tokenizer(folder / "tokenizer", QWEN_VL, model_specific_special_tokens=tokens)
+    save_tokenizer(folder / "tokenizer", QWEN_VL, model_specific_special_tokens=TOKENS)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     config, processor = MODELS[kind](transformers, tokenizer)
     if kind == "idefics3":  # its token is fixed

@@ -8,6 +8,7 @@ import pytest
 
 from mimo_train.layout.run import resolve
 from tests.dist.models.media_models import MODELS, RATE, STEPS, exported, make, samples_of
+from tests.dist.models.media_types import differences
 from tests.dist.models.test_composites import BOUND, composed, tensors, train
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import whole
@@ -74,3 +75,7 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
     assert all((ours == theirs).all() for ours, theirs in zip(found["logits"], expected["logits"], strict=True))
     files = {file.name for file in (folder / "model").iterdir() if "safetensors" not in file.name}
     assert files <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_tokens_features_and_names_of_further_types_are_those_of_transformers(tmp_path):
+    assert run_ranks(differences, 1, tmp_path) == [{}]
