@@ -164,10 +164,15 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
         ConfigError: an unsupported family, or keys that contradict the directory, with both values.
     """
     faults: list[Fault] = []
+    halves: dict[Path, str] = {}
     for name, directory in directories.items():
         module = plain["modules"][name] = dict(plain["modules"][name] or {})
         module["pretrained"] = str(directory.folder)
         implementation = str(module.get("implementation") or "")
+        if _media_half(name, directory, implementation) and halves.setdefault(directory.folder, name) != name:
+            other = halves[directory.folder]
+            text = f"is {directory.folder}, of which modules.{other} is the media half already. Remove one of them"
+            faults.append(Fault(f"modules.{name}.pretrained", text))
         for part, keys in _parts(name, directory, implementation).items():
             values = dict(module.get(part) or {})
             faults += _contradictions(f"modules.{name}.{part}", part, values, keys, directory)

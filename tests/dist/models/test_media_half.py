@@ -6,12 +6,16 @@ import functools
 import numpy as np
 import pytest
 
+from data.errors import DataError
+from mimo_train.config.errors import ConfigError
+from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from mimo_train.layout.run import resolve
 from tests.dist.models.media_models import MODELS, RATE, STEPS, exported, make, samples_of
 from tests.dist.models.media_types import differences
 from tests.dist.models.test_composites import BOUND, composed, tensors, train
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import whole
+from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
 
 LAYOUTS = {
     "one process": ("layout=one_process", "train.micro_batch_size=1"),
@@ -79,3 +83,19 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
 
 def test_tokens_features_and_names_of_further_types_are_those_of_transformers(tmp_path):
     assert run_ranks(differences, 1, tmp_path) == [{}]
+
+
+def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
+    folder, _ = published("internvl")
+    alone = f"modules.images.pretrained={folder / 'model'}"
+    with pytest.raises(ConfigError, match="^modules.images.pretrained: .* need its own language model"):
+        composed(folder, tmp_path, "pretrained=", alone)
+    with pytest.raises(ConfigError, match="of which modules.images is the media half already"):
+        composed(folder, tmp_path, f"+modules.more.pretrained={folder / 'model'}")
+    cfg = composed(folder, tmp_path, "data.sequence_length=300")
+    tokens = {"other_token": "<|other|>"}
+    cfg.data.tokenizer = str(save_tokenizer(tmp_path / "other", QWEN_VL, model_specific_special_tokens=tokens))
+    with pytest.raises(
+        DataError, match="^data.tokenizer: .* is not the tokenizer of .* whose processor makes the tokens"
+    ):
+        build_dataset(cfg, tokenizer_of(cfg))
