@@ -173,14 +173,16 @@ class SdpaAttention(MegatronModule):
         if documents.ranks > 1:
             key, value = key[seen], value[seen]  # several chunks of queries may see the same keys
         # Torch does not document that the kernel groups queries.
-        group = query.size(1) // key.size(1)
+        group, width = query.size(1) // key.size(1), value.size(-1)
+        # Nor that values may be narrower than keys.
+        value = torch.nn.functional.pad(value, (0, key.size(-1) - width))
         key, value = (part.repeat_interleave(group, 1) if group > 1 else part.contiguous() for part in (key, value))
         longest = documents.longest
         window = (self.window - 1 if self.window else -1, 0 if self.is_causal else -1)
         ends = (query_ends, key_ends, longest, longest)
         attended_CND = varlen_attn(query.contiguous(), key, value, *ends, scale=self.softmax_scale, window_size=window)
         assert isinstance(attended_CND, torch.Tensor), "nothing else was asked for"
-        return attended_CND.flatten(1).unsqueeze(1)
+        return attended_CND[..., :width].flatten(1).unsqueeze(1)
 
     def _attend_in_blocks(
         self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor

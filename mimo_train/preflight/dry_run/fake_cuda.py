@@ -119,9 +119,13 @@ class CudaNames(TorchFunctionMode):
             mask, is_causal = None, True
         if mask is None and is_on_device(query):
             # On meta tensors torch takes the unfused kernel; a GPU takes a fused one, which keeps no scores.
-            return torch.ops.aten._scaled_dot_product_flash_attention(
+            # Its description on meta tensors requires values as wide as keys.
+            width = value.size(-1)
+            value = torch.nn.functional.pad(value, (0, key.size(-1) - width)) if width < key.size(-1) else value
+            attended = torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, kwargs.get("dropout_p", 0.0), is_causal, False, scale=kwargs.get("scale")
             )[0]
+            return attended[..., :width]
         return _ATTEND(*args, **kwargs)
 
     def _rms_norm(self, args: Any, kwargs: Any) -> Any:

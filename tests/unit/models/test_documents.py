@@ -58,9 +58,11 @@ def layer(window: int = 0, softcap: float = 0.0, mask: AttnMaskType = AttnMaskTy
     return SdpaAttention(config, 1, mask, "self", pg_collection=ProcessGroupCollection())
 
 
-def parts() -> list[torch.Tensor]:
+def parts(values: int = WIDTH) -> list[torch.Tensor]:
+    """Queries, keys, and values of another width."""
     torch.manual_seed(1)
-    return [torch.randn(ENDS[-1], 1, heads, WIDTH, requires_grad=True) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    shapes = (HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, values)
+    return [torch.randn(ENDS[-1], 1, *shape, requires_grad=True) for shape in shapes]
 
 
 def one_by_one(core: SdpaAttention, whole: list[torch.Tensor]) -> torch.Tensor:
@@ -70,7 +72,7 @@ def one_by_one(core: SdpaAttention, whole: list[torch.Tensor]) -> torch.Tensor:
 def kernel(query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, window_size):
     """What torch documents of `varlen_attn`, with masks."""
     assert most_queries >= query_ends.diff().max() and most_keys >= key_ends.diff().max()
-    assert query_ends.dtype == key_ends.dtype == torch.int32 and query.shape[1:] == key.shape[1:]
+    assert query_ends.dtype == key_ends.dtype == torch.int32 and query.shape[1:] == key.shape[1:] == value.shape[1:]
     before, behind = window_size
     assert behind == 0 or window_size == (-1, -1)
     out = []
@@ -94,10 +96,14 @@ def kernel(query, key, value, query_ends, key_ends, most_queries, most_keys, *, 
         ({"window": 4, "softcap": 2.0}, False),
         ({"mask": AttnMaskType.no_mask}, False),
         ({"mask": AttnMaskType.no_mask}, True),
+        ({"values": WIDTH - 2}, False),
+        ({"values": WIDTH - 2}, True),
     ],
 )
 def test_attention_of_a_row_is_that_of_its_documents(options, by_kernel, monkeypatch):
-    core, whole = layer(**options), parts()
+    options = dict(options)
+    whole = parts(options.pop("values", WIDTH))
+    core = layer(**options)
     if by_kernel:
         monkeypatch.setattr(SdpaAttention, "_has_kernel", lambda self, query: True)
         monkeypatch.setattr(attention, "varlen_attn", kernel)
