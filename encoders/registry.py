@@ -164,7 +164,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vit": Family(
         spec=Qwen3VitSpec,
         builder="encoders.native.qwen3_vit.model:Qwen3VisionTransformer",
-        readers=dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), "encoders.native.qwen3_vit.weights:read"),
+        readers=dict.fromkeys(
+            ("qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"),
+            "encoders.native.qwen3_vit.weights:read",
+        ),
         weights="encoders.native.qwen3_vit.weights:weight_map",
     ),
     "whisper": Family(

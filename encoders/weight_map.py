@@ -26,6 +26,9 @@ class Rows:
     """Other dimensions of the tensor, if ours is flattened: of the kernel of a convolution over patches."""
     std: float = 0.0
     """Standard deviation of rows that the directory does not have; 0: zeros."""
+    stack: tuple[int, ...] = ()
+    """Shape (matrices, rows, columns) of a tensor that stacks matrices, whose rows are counted through. A directory may
+    have them transposed: (matrices, columns, rows)."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,13 @@ class WeightMap:
             copies=self.copies + other.copies,
         )
 
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """Return {tensor of the directory: `Rows.stack`} for all stacks of matrices."""
+        return {rows.name: rows.stack for rule in self.rules for rows in rule.rows if rows.stack}
+
     def row_counts(self) -> dict[str, int]:
-        """Return {tensor of the directory: its rows} for all tensors in the rules. Raise AssertionError if a row of a
-        tensor is missing or used twice."""
+        """Return {tensor of the directory: its rows} for all tensors in the rules, those of a stack counted through.
+        Raise AssertionError if a row of a tensor is missing or used twice."""
         places: dict[str, list[tuple[int, int]]] = {}
         for rule in self.rules:
             for rows in rule.rows:
@@ -98,6 +105,11 @@ class WeightMap:
                 end = last
             counts[name] = end
         return counts
+
+
+def stored_stack(stack: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    """Return the shape of a stack of matrices in a directory."""
+    return (stack[0], stack[2], stack[1]) if transposed else stack
 
 
 def spelt(name: str, spelling: Spelling) -> str:

@@ -138,3 +138,58 @@ QWEN3_VL_TEXT = Family(
     (Windows(), Rope(5e5, axes=(24, 20, 20)), ATTENTION_BIAS),
     always={"qk_norm": True, "mrope_interleaved": True},
 )
+QWEN3_VL_MOE_TEXT = Family(
+    "qwen3_vl_moe_text",
+    "",
+    DECODER
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": True,
+        "num_local_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    (Windows(), Rope(5e5, axes=(24, 20, 20)), ATTENTION_BIAS, QwenExperts()),
+    names={
+        **NAMES,
+        "experts": {
+            "router": "mlp.gate",
+            "stacked_up": "mlp.experts.gate_up_proj",
+            "stacked_down": "mlp.experts.down_proj",
+        },
+    },
+    always={"qk_norm": True, "mrope_interleaved": True},
+    aliases={"num_experts": "num_local_experts"},
+    never={"norm_topk_prob": (True,)},
+)
+QWEN3_OMNI_MOE_TEXT = Family(
+    "qwen3_omni_moe_text",
+    "",
+    DECODER
+    | {
+        "vocab_size": 3584,
+        "hidden_size": 2048,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    (Windows(), Rope(1e6, axes=(24, 20, 20)), ATTENTION_BIAS, QwenExperts("num_experts")),
+    always={"qk_norm": True, "mrope_interleaved": True},
+)

@@ -17,6 +17,8 @@ from mimo_train.families.qwen import (
     QWEN2_VL_TEXT,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_OMNI_MOE_TEXT,
+    QWEN3_VL_MOE_TEXT,
     QWEN3_VL_TEXT,
 )
 
@@ -48,6 +50,8 @@ FAMILIES: dict[str, Family] = {
         HY_V3,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,
+        QWEN3_VL_MOE_TEXT,
+        QWEN3_OMNI_MOE_TEXT,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

@@ -26,8 +26,8 @@ _NAMES = {
 """Names in config.json, by our names."""
 
 _PARTIAL = "partial_rotary_factor"
-_AXES = ("mrope_section", "mrope_interleaved")
-"""Keys of positions on three axes."""
+_AXES = ("mrope_section", "mrope_interleaved", "interleaved")
+"""Keys of positions on three axes. No class reads the last one, which directories of Qwen3-Omni have."""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ class Written:
     """Spelling of names in `transformers` 5's memory, which PEFT uses."""
     rows: Mapping[str, int] = field(default_factory=dict)
     """Rows of tensors, by their names in the map, that exceed the model's; see `grown`."""
+    transposed: bool = False
+    """True to transpose the matrices of stacks."""
 
 
 def grown(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -179,7 +181,10 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
         names[0],
         f"{' and '.join(names)} ({config['model_type']})",
         config,
-        [Written(part.module, part.written, loaded[part.begins]) for part in parts],
+        [
+            Written(part.module, part.written, loaded[part.begins], transposed=reader.transposed)
+            for part, reader in zip(parts, readers, strict=True)
+        ],
         [carried_tensor(folder, name, new) for name, new in carried.items()],
         write_files=write_files,
         source=source,

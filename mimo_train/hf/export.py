@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from data.storage.url import Place
-from encoders.weight_map import Rule, WeightMap, spelt
+from encoders.weight_map import Rule, WeightMap, spelt, stored_stack
 from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.local_shards import shards_of_model
@@ -117,21 +117,20 @@ class Group:
 
 def groups_of(weights: WeightMap) -> list[Group]:
     """Return a map's rules in the smallest possible groups, in the order of the map."""
-    by_tensor: dict[str, list[Rule]] = {}
+    # Rules and tensors of a group, by tensor. Groups that a rule joins become one.
+    groups: dict[str, tuple[dict[str, Rule], dict[str, None]]] = {}
     for rule in weights.rules:
-        joined, tensors = [rule], {rows.name: None for rows in rule.rows if rows.name}
-        for name in list(tensors):
-            for other in by_tensor.get(name, []):
-                if other not in joined:
-                    joined.insert(-1, other)
-                    tensors |= {rows.name: None for rows in other.rows if rows.name}
-        for name in tensors:
-            by_tensor[name] = joined
-    groups = {id(joined): joined for joined in by_tensor.values()}
-    return [
-        Group(tuple(rules), tuple(dict.fromkeys(rows.name for rule in rules for rows in rule.rows if rows.name)))
-        for rules in groups.values()
-    ]
+        rules: dict[str, Rule] = {}
+        tensors: dict[str, None] = {}
+        names = {rows.name: None for rows in rule.rows if rows.name}
+        for other in {id(groups[name]): groups[name] for name in names if name in groups}.values():
+            rules |= other[0]
+            tensors |= other[1]
+        rules[rule.ours] = rule
+        tensors |= names
+        groups |= dict.fromkeys(tensors, (rules, tensors))
+    unique = {id(group): group for group in groups.values()}
+    return [Group(tuple(rules.values()), tuple(tensors)) for rules, tensors in unique.values()]
 
 
 def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> list[Planned]:
@@ -150,20 +149,26 @@ def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: t
             for rows in rule.rows:
                 if rows.name:
                     tail = rows.tail or tuple(parameters[rule.ours].shape[1:])
-                    shapes.setdefault(rows.name, (counts[rows.name], *tail))
+                    shape = stored_stack(rows.stack, part.transposed) if rows.stack else (counts[rows.name], *tail)
+                    shapes.setdefault(rows.name, shape)
         planned += [Planned(spelt(name, spelling), shapes[name], group.dtype(dtype)) for name in group.tensors]
     return planned
 
 
 def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield the tensors of a part; those of one group are in memory together."""
-    counts = part.weights.row_counts()
+    counts, stacks = part.weights.row_counts(), part.weights.stacks()
     for group in groups_of(part.weights):
         theirs: dict[str, torch.Tensor] = {}
         for rule in group.rules:
             _hand_out(rule, source.load(rule.ours), counts, theirs)
         for name in group.tensors:
-            yield grown(theirs.pop(name).to(group.dtype(dtype)), part.rows.get(name, 0))
+            value = theirs.pop(name).to(group.dtype(dtype))
+            if name in stacks:
+                value = value.view(stacks[name])
+                yield value.transpose(1, 2) if part.transposed else value
+            else:
+                yield grown(value, part.rows.get(name, 0))
 
 
 def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: dict[str, torch.Tensor]) -> None:

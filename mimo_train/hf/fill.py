@@ -108,7 +108,9 @@ class Reader(MatchedPart):
         for rows in _pieces(rule, cut):
             parts: Iterator[torch.Tensor] = iter([self._new_rows(rule, rows, width, cut)])
             if rows.name:
-                parts = self._source.rows(self.stored_names[rows.name], rows.first, rows.count, cut.columns(width))
+                read = self._source.stack_rows if rows.stack else self._source.rows
+                read = self._source.transposed_rows if rows.stack and self.transposed else read
+                parts = read(self.stored_names[rows.name], rows.first, rows.count, cut.columns(width))
             for part in parts:
                 local[at : at + len(part)] = part.to(device=local.device, dtype=local.dtype)
                 at += len(part)
@@ -126,10 +128,10 @@ class Reader(MatchedPart):
     def _mismatch(self, name: str, parameter: torch.Tensor, cut: Cut) -> str:
         rule = self._rules[name]
         rows = sum(last - first for first, last in cut.ranges(sum(rows.count for rows in rule.rows)))
-        named = next(rows.name for rows in rule.rows if rows.name)
-        stored = self._stored_shape(named)
-        columns = cut.columns(prod(stored[1:]))
-        width = prod(stored[1:]) if columns is None else columns[1] - columns[0]
+        named = next(rows for rows in rule.rows if rows.name)
+        width = prod(named.stack[2:] or self._stored_shape(named.name)[1:])
+        first, last = cut.columns(width) or (0, width)
+        width = last - first
         if (len(parameter), parameter.numel() // len(parameter)) == (rows, width):
             return ""
         named_rows = dict.fromkeys(rows.name for rows in rule.rows if rows.name)

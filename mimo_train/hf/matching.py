@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data.text_format import listed, plural
-from encoders.weight_map import Spelling, WeightMap, spelt
+from encoders.weight_map import Spelling, WeightMap, spelt, stored_stack
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.hf.parts import ENCODER, Part
@@ -31,6 +31,7 @@ class MatchedPart:
         spelling: how the directory spells the names of the map.
         stored_names: name in the map -> name in the directory.
         copies: tensors of the directory that must equal another -> name of that.
+        transposed: True if the directory has the matrices of stacks transposed.
 
     Raises:
         UserError: the directory lacks tensors, or has another number of rows.
@@ -49,6 +50,12 @@ class MatchedPart:
         self.stored_names = {name: spelt(name, self.spelling) for name in self._counts}
         copies = {spelt(copy, self.spelling): self.stored_names[other] for copy, other in of.copies}
         self.copies = {copy: other for copy, other in copies.items() if copy in tensors}
+        self._stacks = {self.stored_names[name]: stack for name, stack in of.stacks().items()}
+        # A square matrix does not tell.
+        self.transposed = any(
+            name in tensors and tensors[name].shape == stored_stack(stack, transposed=True) != stack
+            for name, stack in self._stacks.items()
+        )
         self._carried = [*of.carried]
         if isinstance(self.spelling, str):
             self._carried += [spelt(pattern, self.spelling) for pattern in of.carried]
@@ -91,12 +98,14 @@ class MatchedPart:
 
     def _require_tensors(self) -> None:
         missing = [name for name in self.stored_names.values() if name not in self.tensors]
-        rows = {self.stored_names[name]: count for name, count in self._counts.items()}
-        rows |= {copy: rows[other] for copy, other in self.copies.items()}
+        shapes: dict[str, tuple[int, ...]] = {self.stored_names[name]: (rows,) for name, rows in self._counts.items()}
+        shapes |= {copy: shapes[other] for copy, other in self.copies.items()}
+        shapes |= {name: stored_stack(stack, self.transposed) for name, stack in self._stacks.items()}
         faults = [
-            f"{name} has shape {self.tensors[name].shape} there, and {plural(count, 'row')} here"
-            for name, count in rows.items()
-            if name in self.tensors and self.tensors[name].shape[:1] != (count,)
+            f"{name} has shape {self.tensors[name].shape} there, and "
+            f"{plural(shape[0], 'row') if len(shape) == 1 else shape} here"
+            for name, shape in shapes.items()
+            if name in self.tensors and self.tensors[name].shape[: len(shape)] != shape
         ][:SHOWN]
         if missing:
             faults.insert(0, f"it lacks {listed(missing, SHOWN)}")

@@ -68,7 +68,29 @@ class TensorFolder:
             columns: first and last + 1 of the entries of each row to yield; default: all.
         """
         stored = self.tensors[name]
-        width = prod(stored.shape[1:])
+        yield from self._rows(stored, prod(stored.shape[1:]), first, count, columns)
+
+    def stack_rows(
+        self, name: str, first: int, count: int, columns: tuple[int, int] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yield rows of a tensor that stacks matrices, counted through, as `rows`."""
+        stored = self.tensors[name]
+        yield from self._rows(stored, stored.shape[2], first, count, columns)
+
+    def transposed_rows(
+        self, name: str, first: int, count: int, columns: tuple[int, int] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yield rows of one matrix of a tensor that stacks transposed matrices, as `stack_rows` without transposing."""
+        stored = self.tensors[name]
+        _, width, height = stored.shape
+        matrix, first = divmod(first, height)
+        begin, end = columns or (0, width)
+        read = self._rows(stored, height, matrix * width + begin, end - begin, (first, first + count))
+        yield torch.cat([values.contiguous() for values in read]).T
+
+    def _rows(
+        self, stored: Stored, width: int, first: int, count: int, columns: tuple[int, int] | None
+    ) -> Iterator[torch.Tensor]:
         size = width * stored.dtype.itemsize
         step = max(1, CHUNK // max(1, size))
         with stored.file.open("rb", buffering=0) as file:

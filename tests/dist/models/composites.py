@@ -29,6 +29,7 @@ VISION_3 = {
     "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2], "spatial_merge_size": 2,
 }  # fmt: skip
 SECTION_3 = [3, 1, 2]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "mlp_only_layers": [1]}
 TILE = 4 * PATCH
 LLAVA_TEXT = {**TEXT, "head_dim": 12}
 LLAVA_VISION = {
@@ -81,6 +82,8 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     model = made(kind)
     model.save_pretrained(folder / "model", max_shard_size="60KB")
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(folder / "model")
     _processor(folder / "model", kind, transformers)
     members: list[tuple[str, bytes]] = []
     for number, (parts, answer) in enumerate(SAMPLES):
@@ -90,6 +93,16 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
             members.append((f"{number}.{at}.png", file_of((height, width))))
     write_tar(folder / "samples.tar", members)
     return compute(model, folder / "model")
+
+
+def _transpose_experts(folder: Path) -> None:
+    """As hubs have them: version 5 of transformers reads both forms, and saves the other."""
+    from safetensors.numpy import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        tensors |= {name: value.swapaxes(1, 2).copy() for name, value in tensors.items() if ".experts." in name}
+        save_file(tensors, file, {"format": "pt"})
 
 
 def made(kind: str) -> Any:
@@ -108,7 +121,7 @@ def made(kind: str) -> Any:
 
 def hub_name(name: str, kind: str) -> str:
     """As hubs have it, of a name in the memory of version 5."""
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3_vl"):
         return name
     if kind.startswith("llava"):  # all but the tower's names are saved so already
         return name.replace("vision_tower.", "vision_tower.vision_model.")
@@ -130,6 +143,11 @@ def _model(kind: str, transformers: Any) -> Any:
     if kind.startswith("llava"):
         return _llava(kind, transformers)
     rope = {"rope_type": "default", "rope_theta": 5000.0}
+    if kind == "qwen3_vl_moe":
+        rope |= {"mrope_section": SECTION_3, "mrope_interleaved": True}
+        text = TEXT_3 | EXPERTS | {"rope_parameters": rope}
+        config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=VISION_3)
+        return transformers.Qwen3VLMoeForConditionalGeneration._from_config(config, attn_implementation="eager")
     if kind == "qwen3_vl":
         rope |= {"mrope_section": SECTION_3, "mrope_interleaved": True}
         config = transformers.Qwen3VLConfig(text_config=TEXT_3 | {"rope_parameters": rope}, vision_config=VISION_3)
@@ -188,7 +206,7 @@ def _processor(folder: Path, kind: str, transformers: Any) -> None:
         transformers.Qwen2VLVideoProcessor(patch_size=PATCH),
     )
     of_family = transformers.Qwen2_5_VLProcessor
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3_vl"):
         halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         drawn_images = transformers.Qwen2VLImageProcessor(**sizes, **halves)
         videos, of_family = transformers.Qwen3VLVideoProcessor(patch_size=PATCH), transformers.Qwen3VLProcessor

@@ -26,6 +26,7 @@ SEQUENCE, SAMPLES = 24, 4
 DOCUMENTS = (10, 24, 1, 13)
 """Tokens of the documents of a packed row, each the beginning of a sample."""
 _AXES = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000.0}
+_INTERLEAVED = _AXES | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 6.0, "original_max_position_embeddings": 20}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -166,6 +167,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_SIGMOID,
         **_LATENT,
     },
+    "qwen3_vl_moe_text, a dense layer": {
+        "model_type": "qwen3_vl_moe_text",
+        "tie_word_embeddings": False,
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 24,
+        "rope_parameters": _INTERLEAVED,
+        **_EXPERTS,
+    },
+    "qwen3_omni_moe_text": {
+        "model_type": "qwen3_omni_moe_text",
+        "tie_word_embeddings": False,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 24,
+        "rope_parameters": _INTERLEAVED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",
         "mlp_layer_types": ["sparse", "dense", "sparse"],
@@ -234,8 +252,15 @@ def with_output_layer(config: Any) -> Any:
     from transformers import modeling_outputs
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 
-    parts = {"qwen2_vl_text": Qwen2VLTextModel, "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel}
+    parts = {
+        "qwen2_vl_text": Qwen2VLTextModel,
+        "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel,
+        "qwen3_vl_moe_text": Qwen3VLMoeTextModel,
+        "qwen3_omni_moe_text": Qwen3OmniMoeThinkerTextModel,
+    }
 
     class Causal(torch.nn.Module):
         def __init__(self):

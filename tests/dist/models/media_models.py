@@ -88,16 +88,23 @@ def _qwen2_vl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     return config, library.Qwen2VLProcessor(images, tokenizer, library.Qwen2VLVideoProcessor(patch_size=7))
 
 
-def _qwen3_vl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _qwen3_vl(library: Any, tokenizer: Any, **experts: Any) -> tuple[Any, Any]:
     vision = {
         "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32, "patch_size": 7,
         "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1],
     }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    config = library.Qwen3VLConfig(vision_config=vision, text_config=TEXT | {"rope_parameters": rope})
+    text = TEXT | {"rope_parameters": rope}
+    config = library.Qwen3VLConfig(vision_config=vision, text_config=text)
+    if experts:
+        config = library.Qwen3VLMoeConfig(vision_config=vision, text_config=text | experts)
     halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     images = library.Qwen2VLImageProcessor(patch_size=7, min_pixels=196, max_pixels=4000, **halves)
     return config, library.Qwen3VLProcessor(images, tokenizer, library.Qwen3VLVideoProcessor(patch_size=7))
+
+
+def _qwen3_vl_moe(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    return _qwen3_vl(library, tokenizer, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 
 
 MODELS = {
@@ -107,6 +114,7 @@ MODELS = {
     "audioflamingo3": _audioflamingo3,
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
 }
 
 

@@ -38,6 +38,7 @@ def _of(names: str, *sizes: str) -> tuple[str, ...]:
     return tuple(f"modules.{name}.layout.{size}" for name in names.split() for size in sizes)
 
 
+UNBALANCED = "modules.language.llm.router_balancing=none"
 SHARED, BOTH = "layout=one_process", "images language"
 LAYOUTS = {
     "qwen2_5_vl": {
@@ -53,6 +54,11 @@ LAYOUTS = {
         "pp2": (APART, *_of("language", "pp=2")),
         "tp2 pp2": (SHARED, *_of(BOTH, "tp=2"), *_of("language", "pp=2")),
         "split": (APART, *_of("language", "cp=2"), "data.pack=true"),
+    },
+    # Its balancing loss is off by default in transformers.
+    "qwen3_vl_moe": {
+        "pp2": (SHARED, *_of("language", "pp=2"), UNBALANCED, "data.pack=true"),
+        "tp2 pp2": (SHARED, *_of(BOTH, "tp=2", "sp=true"), *_of("language", "pp=2", "ep=2", "etp=1"), UNBALANCED),
     },
     "llava_next": {
         "one process": ONE,
@@ -141,7 +147,8 @@ def train(cfg, question: list = SAMPLES[0][0]) -> dict:
     found: dict = {"tp": language.tp.rank() if language else 0}
     for name, chunks in modules_of(steps.model).items():
         tp, pp = (getattr(pipeline.groups.collections[name], axis) for axis in ("tp", "pp"))
-        place = {"tp": tp.size(), "stage": pp.rank(), "stages": pp.size()}
+        layout = cfg.modules[name].layout
+        place = {"tp": tp.size(), "stage": pp.rank(), "stages": pp.size(), "ep": layout.ep, "etp": layout.etp}
         counted = module_parameters(cfg, name, embedding_rows(cfg.llm, 0), **place)
         own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         assert own == sum(part.total for part in counted.values()), name

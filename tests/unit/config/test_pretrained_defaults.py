@@ -50,10 +50,13 @@ ODD = {
     "hy_v3": HY_V3 | EXPERTS | {"moe_intermediate_size": 30},
     "deepseek_v3": SIGMOID | LATENT,
     "glm4_moe_lite": SIGMOID | LATENT | {"mlp_layer_types": HY_V3["mlp_layer_types"], "first_k_dense_replace": 1},
+    "qwen3_omni_moe_text": EXPERTS | QWEN_MOE | {"norm_topk_prob": False},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
 }
 """Keys of a family besides SIZES: none by default."""
+ODD["qwen3_vl_moe_text"] = EXPERTS | QWEN_MOE | ODD["qwen3_vl_text"]
+ODD["qwen3_omni_moe_text"] |= ODD["qwen3_vl_text"]
 ODD |= dict.fromkeys(("qwen2_vl_text", "qwen2_5_omni_text"), ODD["qwen2_5_vl_text"])
 NEEDED = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_scaling"}),

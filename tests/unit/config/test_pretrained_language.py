@@ -78,6 +78,19 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
             {"model_type": "gemma", "hidden_act": "gelu"},
             {"activation": "geglu", "zero_centered_norms": True, "window": 0},
         ),
+        (
+            {"model_type": "qwen3_vl_moe_text"},
+            {"num_experts": 60, "experts_per_token": 4, "router_renormalise": True, "mrope_interleaved": True},
+        ),
+        (
+            {
+                "model_type": "qwen3_omni_moe_text",
+                "norm_topk_prob": False,
+                "head_dim": 32,
+                "rope_scaling": {"interleaved": True, "mrope_section": [8, 4, 4]},
+            },
+            {"num_experts": 128, "router_renormalise": False, "mrope_section": [8, 4, 4], "rope_base": 1e6},
+        ),
         ({"model_type": "cwm", "num_hidden_layers": 6}, {"full_attention_layers": [0, 4], "window": 8192}),
         ({"model_type": "seed_oss"}, {"qkv_bias": True, "proj_bias": False, "dropout": 0.1}),
         ({"model_type": "qwen2_moe"}, {"shared_expert_ffn_hidden_size": 5632, "shared_expert_gate": True, "window": 0}),
@@ -114,6 +127,8 @@ def test_a_key_of_its_class_alone_counts():
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
         ({"model_type": "cwm", "mlp_bias": True}, "mlp_bias is True"),
+        ({"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"model_type": "qwen3_vl_moe_text", "num_experts_per_tok": 1}, "would always be 1"),
         ({"model_type": "seed_oss", "attention_dropout": 0.0}, "residual_dropout is 0.1"),
         (LLAMA | {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "needs factor"),

@@ -1,6 +1,7 @@
 """Parameters of a rank from a directory: which ranges they consist of, and what does not fit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from safetensors.torch import save_file
 from encoders.weight_map import Rows, Rule, WeightMap, heads, same, spelt, stacked, with_biases
 from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.weight_files import SINGLE
+from mimo_train.hf.documents import Written
+from mimo_train.hf.export import groups_of, planned_tensors, tensors_of
 from mimo_train.hf.fill import Cut, Reader
 from mimo_train.hf.matching import require_all_used
 from mimo_train.hf.tensors import TensorFolder
@@ -210,3 +213,64 @@ def test_a_part_of_a_directory_has_all_that_is_its_own(tmp_path, spelling, begin
     more = spelt("model.layers.1.weight", spelling)
     with pytest.raises(UserError, match=f"has {more}, for which the model has no place"):
         read(**{more: torch.ones(4)})
+
+
+EXPERTS, MIDDLE, OUT = 3, 4, 6
+STACKS = WeightMap(
+    tuple(
+        Rule(f"{at}.{ours}", (Rows(theirs, rows, at * rows, stack=(EXPERTS, rows, columns)),))
+        for at in range(EXPERTS)
+        for ours, theirs, rows, columns in (("fc1", "gate_up", 2 * MIDDLE, OUT), ("fc2", "down", OUT, MIDDLE))
+    )
+)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_matrices_of_a_stack_are_read_in_either_form_and_written_as_they_came(transposed, ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr("mimo_train.hf.tensors.CHUNK", 24)  # less than a matrix
+    torch.manual_seed(2)
+    values = {name: torch.randn(stack) for name, stack in STACKS.stacks().items()}
+    stored = {name: value.mT.contiguous() if transposed else value for name, value in values.items()}
+    save_file(stored, tmp_path / SINGLE)
+    found = Reader(TensorFolder(tmp_path, KEY), STACKS, KEY)
+    assert found.transposed == transposed
+    for rank in range(ranks):
+        up, down = Cut(0, 2, rank, ranks), Cut(1, 1, rank, ranks)
+        for at in range(EXPERTS):
+            parts = {
+                f"{at}.fc1": torch.empty(2 * MIDDLE // ranks, OUT),
+                f"{at}.fc2": torch.empty(OUT, MIDDLE // ranks),
+            }
+            found.fill(parts, {f"{at}.fc1": up, f"{at}.fc2": down})
+            halves = [half.chunk(ranks)[rank] for half in values["gate_up"][at].chunk(2)]
+            assert torch.equal(parts[f"{at}.fc1"], torch.cat(halves))
+            assert torch.equal(parts[f"{at}.fc2"], values["down"][at].chunk(ranks, 1)[rank])
+    part = Written("language", STACKS, transposed=found.transposed)
+    assert len(groups_of(STACKS)) == 2
+    whole = {
+        f"{at}.{ours}": values[theirs][at]
+        for at in range(EXPERTS)
+        for ours, theirs in (("fc1", "gate_up"), ("fc2", "down"))
+    }
+    planned = planned_tensors(part, whole, torch.float32)
+    written = list(tensors_of(part, SimpleNamespace(load=whole.__getitem__), torch.float32))
+    assert {plan.name: plan.shape for plan in planned} == {name: value.shape for name, value in stored.items()}
+    assert all(torch.equal(value, stored[plan.name]) for plan, value in zip(planned, written, strict=True))
+
+
+def test_a_square_matrix_has_the_form_of_the_others_and_other_shapes_are_errors(tmp_path):
+    def read(**shapes: tuple[int, ...]) -> Reader:
+        save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / SINGLE)
+        rows = {"gate_up": (2, 4, 4), "down": (2, 4, 2)}
+        rules = [
+            Rule(f"{name}.{at}", (Rows(name, stack[1], at * stack[1], stack=stack),))
+            for name, stack in rows.items()
+            for at in range(2)
+        ]
+        return Reader(TensorFolder(tmp_path, KEY), WeightMap(tuple(rules)), KEY)
+
+    assert not read(gate_up=(2, 4, 4), down=(2, 4, 2)).transposed
+    assert read(gate_up=(2, 4, 4), down=(2, 2, 4)).transposed
+    with pytest.raises(UserError, match=r"down has shape \(2, 4, 3\) there, and \(2, 4, 2\) here"):
+        read(gate_up=(2, 4, 4), down=(2, 4, 3))

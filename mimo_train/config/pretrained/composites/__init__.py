@@ -8,7 +8,7 @@ from mimo_train.config.pretrained.composites.gemma3 import GEMMA3
 from mimo_train.config.pretrained.composites.llava import LLAVA
 from mimo_train.config.pretrained.composites.of_transformers import of_transformers
 from mimo_train.config.pretrained.composites.qwen2_audio import QWEN2_AUDIO
-from mimo_train.config.pretrained.composites.qwen_vl import QWEN2_5_VL, QWEN3_VL
+from mimo_train.config.pretrained.composites.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from mimo_train.config.pretrained.composites.tiles import LLAVA_NEXT, LLAVA_ONEVISION
 from mimo_train.config.pretrained.directory import Directory
 
@@ -21,6 +21,7 @@ COMPOSITES: dict[str, Composite] = {
     "llava_onevision": LLAVA_ONEVISION,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
     "qwen2_audio": QWEN2_AUDIO,
     "gemma3": GEMMA3,
     # Only their encoder is read.

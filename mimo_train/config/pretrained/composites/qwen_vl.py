@@ -1,8 +1,8 @@
-"""Qwen2.5-VL and Qwen3-VL: a vision transformer at native resolution, a merger of patch squares, and a Qwen with rotary
-positions of time, row and column."""
+"""Qwen2.5-VL and Qwen3-VL, also with experts: a vision transformer at native resolution, a merger of patch squares, and
+a Qwen with rotary positions of time, row and column."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from encoders.native.qwen3_vit import weights as qwen3_vit
@@ -20,6 +20,9 @@ _NESTED: Spelling = (("model.", "model.language_model."), ("lm_head.", "lm_head.
 class QwenVl(Composite):
     """A model whose config.json may have the language model's keys at the top level, as on the hub."""
 
+    ties_inside: bool = True
+    """True if the language model's part can tie the embeddings too."""
+
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """See `Composite.part`. Parts need not name their family."""
         kind = config["model_type"]
@@ -28,7 +31,8 @@ class QwenVl(Composite):
         inner = config.get(self.language)
         keys = {key: value for key, value in config.items() if key != self.encoder} if inner is None else dict(inner)
         # `transformers` ties the embeddings if either sets it.
-        keys["tie_word_embeddings"] = any(part.get("tie_word_embeddings", False) for part in (config, keys))
+        parts = (config, keys) if self.ties_inside else (config,)
+        keys["tie_word_embeddings"] = any(part.get("tie_word_embeddings", False) for part in parts)
         return {**keys, "model_type": f"{kind}_text"}
 
 
@@ -77,3 +81,4 @@ QWEN3_VL = QwenVl(
     placeholder=_PLACEHOLDER,
     pad_id=_pad_id,
 )
+QWEN3_VL_MOE = replace(QWEN3_VL, ties_inside=False)

@@ -239,7 +239,8 @@ class Experts(Block):
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
         """See `Block`. Names: `router`, `router_bias` (with its last part), `shared_gate`, the prefixes `shared` and
-        `expert` (with its number as `{}`), and behind these `gate`, `up` and `down`."""
+        `expert` (with its number as `{}`), and behind these `gate`, `up` and `down`. Or, instead of `expert`, the
+        stacks of all experts `stacked_up` (gate and up) and `stacked_down`, with their last parts."""
         block = f"{ours}mlp."
         yield same(f"{block}router.weight", f"{theirs}{names['router']}.weight", self.number)
         if self.router_bias:
@@ -249,6 +250,12 @@ class Experts(Block):
             yield from self.shared.linear_rules(f"{block}shared_experts.", theirs + names["shared"], names)
         if self.shared_gate:
             yield same(f"{block}shared_experts.gate_weight", f"{theirs}{names['shared_gate']}.weight", 1)
-        for expert in range(self.number):
+        for expert in range(self.number if "stacked_up" in names else 0):
+            linears = (("1", "up", self.expert.up, self.hidden), ("2", "down", self.hidden, self.expert.width))
+            for linear, name, height, width in linears:
+                stack = (self.number, height, width)
+                rows = Rows(f"{theirs}{names[f'stacked_{name}']}", height, expert * height, stack=stack)
+                yield Rule(f"{block}experts.local_experts.{expert}.linear_fc{linear}.weight", (rows,))
+        for expert in range(self.number if "expert" in names else 0):
             prefix = theirs + names["expert"].format(expert)
             yield from self.expert.linear_rules(f"{block}experts.local_experts.{expert}.", prefix, names)
