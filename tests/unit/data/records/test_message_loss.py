@@ -140,7 +140,7 @@ def test_questions_of_every_learned_turn_stand_where_its_labels_begin(saved):
     image = tokenizer.placeholder_id("<image>")
     talk = [("user", "<image>a"), ("assistant", "one"), ("user", "b"), ("assistant", "<image>two")]
     record = messages([*talk, ("user", "c"), ("assistant", "3")])
-    media = {"image": [[(image, 5)], [(image, 3)]]}
+    media = {"image": [[(image, [image] * 5)], [(image, [image] * 3)]]}
     sample = to_sample(parse(record, image=2), tokenizer, media, 200, 0, "k", keep_text=True)
     assert [question for _, question in sample.questions] == ["a", "b", "c"]
     starts, texts = [first for first, _ in sample.questions], []
