@@ -131,10 +131,11 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
     experts = getattr(module.llm, "num_experts", 0)
     of_experts = [pattern for pattern in unmatched if pattern in ("linear_fc1", "linear_fc2")]
     if of_experts and experts:
+        others = dict.fromkeys(linear.name.rpartition(".")[2] for linear in candidates if linear.layer is not None)
         yield Fault(
             f"{prefix}.lora.targets",
             f"{' and '.join(of_experts)} belong to the {experts} experts, which get no adapters: use "
-            f"{prefix}.lora.targets=[linear_qkv, linear_proj]",
+            f"{prefix}.lora.targets=[{', '.join(others)}]",
         )
     elif unmatched:
         yield Fault(
@@ -189,6 +190,6 @@ def _near(pattern: str, candidates: list[Linear]) -> str:
     names = [name for linear in candidates for name in linear.names()]
     if "." not in pattern:
         last = [name.rpartition(".")[2] for linear in candidates if linear.layer is not None for name in linear.names()]
-        return nearest(pattern, dict.fromkeys((*ADAPTED, *last)) if last else ())
+        return nearest(pattern, dict.fromkeys((*(name for name in ADAPTED if name in last), *last)))
     near = nearest(pattern, names)
     return near if near.startswith("Did") else f"Names look like {', '.join(names[:_EXAMPLES])}"

@@ -26,6 +26,14 @@ ENCODER = ("modules.images.encoder.hidden_size=256", "modules.images.encoder.ffn
 GATED = ("modules.language.llm.activation=swiglu", "modules.language.llm.ffn_hidden_size=2048")
 TP_SP = (f"{LANGUAGE}tp=2", f"{LANGUAGE}sp=true")
 MOE = "llm@modules.language.llm=gpt_tiny_moe"
+LATENT_SIZES = {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 192,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+LATENT = tuple(f"modules.language.llm.{name}={size}" for name, size in LATENT_SIZES.items())
 CASES = {
     "fp32": ("gpt_tiny", 0, ()),
     "tp sp, stages": ("gpt_tiny", 2, (*TP_SP, f"{LANGUAGE}pp=2", HALF)),
@@ -46,6 +54,9 @@ CASES = {
     "packed": ("gpt_tiny", 0, ("data.pad=microbatch", "data.pack=true", HALF)),
     "packed, grouped, tp": ("gpt_tiny", 1, ("data.pad=microbatch", "data.pack=true", *TP_SP, HALF,
                                             "modules.language.llm.num_query_groups=2")),
+    "latents": ("gpt_tiny", 0, (*LATENT, HALF)),
+    "latents, tp sp": ("gpt_tiny", 0, (*LATENT, *TP_SP, HALF)),
+    "latents, packed": ("gpt_tiny", 0, (*LATENT, "data.pad=microbatch", "data.pack=true", HALF)),
     "adapters": ("vlm_digits", 1, ("modules.language.lora.rank=4", HALF)),
     "frozen": ("vlm_digits", 1, ("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]", HALF)),
     "shared": ("vlm_digits", 0, ("placement.mode=shared", f"{IMAGES}dp=4", f"{LANGUAGE}tp=2", f"{LANGUAGE}dp=2", HALF,
