@@ -89,6 +89,11 @@ class MediaSpec(FixedKeys, PlainSpec):
             self.processor()
         except EncoderError as error:
             return [("path", str(error))]
+        from encoders.transformers_media.directory import dropout_of, hf_config
+
+        rate = dropout_of(hf_config(self.path))
+        if self.dropout not in (0, rate):
+            return [("dropout", f"is {self.dropout:g}: set it to {rate:g} as in config.json, or to 0 for none")]
         return super().faults()
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
