@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
@@ -80,6 +80,9 @@ DEEPSEEK_V3 = Family(
     never=NEVER,
     carried=NEXT_TOKENS,
 )
+KIMI_K2 = replace(DEEPSEEK_V3, type="kimi_k2")
+"""DeepSeek-V3's class by another `model_type`, which directories bring along as code."""
+
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",

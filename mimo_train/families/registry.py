@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.families.base import Family, fault
-from mimo_train.families.deepseek import DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, HY_V3
+from mimo_train.families.deepseek import DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, HY_V3, KIMI_K2
 from mimo_train.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mimo_train.families.glm_moe import GLM4_MOE
 from mimo_train.families.llama import CWM, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SEED_OSS
@@ -49,6 +49,7 @@ FAMILIES: dict[str, Family] = {
         DOTS1,
         HY_V3,
         DEEPSEEK_V3,
+        KIMI_K2,
         GLM4_MOE_LITE,
         QWEN3_VL_MOE_TEXT,
         QWEN3_OMNI_MOE_TEXT,

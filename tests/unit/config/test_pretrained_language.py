@@ -1,6 +1,7 @@
 """config.json of language models: both versions' spellings, defaults of classes, and errors by key."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -19,6 +20,7 @@ from mimo_train.layout.run import config_faults
 from tests.unit.configs import changed
 
 ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+KIMI_SCALE = 0.1 * math.log(32) + 1
 LLAMA = {"model_type": "llama", "max_position_embeddings": 131072}
 
 
@@ -97,6 +99,17 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
         (
             {"model_type": "qwen2_moe", "num_hidden_layers": 5, "use_sliding_window": True, "max_window_layers": 3},
             {"full_attention_layers": [1, 3, 4], "window": 4096},
+        ),
+        (
+            {"model_type": "kimi_k2", "num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+            | {"rope_scaling": {"type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0}}
+            | {
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+                "moe_layer_freq": 1,
+                "num_nextn_predict_layers": 0,
+            },
+            {"router_groups": 0, "dense_layers": [0], "kv_lora_rank": 512, "attention_scale_size": 192 / KIMI_SCALE**4},
         ),
         (LLAMA | {"attention_bias": True}, {"bias": False, "qkv_bias": True, "proj_bias": True}),
         (LLAMA | {"attention_bias": True, "mlp_bias": True}, {"bias": True, "qkv_bias": False}),
