@@ -264,12 +264,6 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
 
 
 def _parts(name: str, directory: Directory, implementation: str = "") -> dict[str, dict[str, Any]]:
-    if "mm_vision_tower" in directory.config:
-        text = (
-            f"{directory.folder} is a LLaVA in the format of its own repository (mm_vision_tower), not of "
-            "transformers: use its published conversion (llava-hf in the hub), or convert it"
-        )
-        raise ConfigError([Fault(directory.key, text)])
     try:
         composite, media = composite_of(directory), _media_half(name, directory, implementation)
         if media is not None:

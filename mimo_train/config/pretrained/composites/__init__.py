@@ -37,6 +37,12 @@ _PARTS = {"text_config", "vision_config", "audio_config", "llm_config", "thinker
 def composite_of(directory: Directory) -> Composite | None:
     """Return how a model of several parts is read; None for a model of one. Raise ConfigError if transformers cannot
     build it."""
+    if "mm_vision_tower" in directory.config:
+        text = (
+            f"{directory.folder} is a LLaVA in the format of its own repository (mm_vision_tower), not of "
+            "transformers: use its published conversion (llava-hf in the hub), or convert it"
+        )
+        raise ConfigError([Fault(directory.key, text)])
     kind = directory.model_type
     if kind in COMPOSITES or kind in ENCODERS or not _PARTS & directory.config.keys():
         return COMPOSITES.get(kind)
