@@ -133,7 +133,16 @@ def stacked(ours: str, theirs: Iterable[tuple[str, int]]) -> Rule:
 
 
 def heads(
-    ours: str, query: str, key: str, value: str, *, groups: int, per_group: int, size: int, firsts: tuple[int, ...] = ()
+    ours: str,
+    query: str,
+    key: str,
+    value: str,
+    *,
+    groups: int,
+    per_group: int,
+    size: int,
+    firsts: tuple[int, ...] = (),
+    gates: bool = False,
 ) -> Rule:
     """Return the rule of a qkv parameter in Megatron-Core's order: for each key head its queries, its key, its value.
 
@@ -142,10 +151,17 @@ def heads(
         per_group: query heads of each.
         size: size of a head.
         firsts: first rows of queries, keys and values in one tensor; default: three tensors.
+        gates: True if the tensor of queries has a gate behind each query head; ours has them behind all queries of a
+            key head.
     """
     begins = firsts or (0, 0, 0)
     rows = []
     for group in range(groups):
+        if gates:
+            heads_of_group = range(group * per_group, (group + 1) * per_group)
+            rows += [Rows(query, size, (2 * head + gate) * size) for gate in (0, 1) for head in heads_of_group]
+            rows += [Rows(name, size, group * size) for name in (key, value)]
+            continue
         for name, begin, count in zip((query, key, value), begins, (per_group * size, size, size), strict=True):
             rows.append(Rows(name, count, begin + group * count))
     return Rule(ours, tuple(rows))

@@ -90,7 +90,7 @@ def _language() -> Iterator[str]:
     for kind, family in LANGUAGE_FAMILIES.items():
         besides = [OPTIONS.get(name, f"`{name}`") for name, value in family.always.items() if value]
         besides += [spelling.feature for spelling in family.spellings if spelling.feature]
-        window = next(spelling.layers for spelling in family.spellings if isinstance(spelling, Windows))
+        window = next((spelling.layers for spelling in family.spellings if isinstance(spelling, Windows)), "—")
         architecture = f"`{family.architecture}`" if family.architecture else "a part of larger models"
         yield f"| `{kind}` | {architecture} | {window} | {', '.join(besides) or '—'} |"
     yield ""

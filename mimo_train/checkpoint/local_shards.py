@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -98,6 +99,9 @@ def _shard(module: str, name: str, sharded: ShardedBase) -> LocalShard:
     parts = list(nested_values(sharded.build())) if isinstance(sharded, ShardedTensorFactory) else [sharded]
     first = sharded.data.storage_offset()
     boxes = []
+    # Sections of a Gated DeltaNet have keys and shapes of their own: lay them one behind the other.
+    rows = {part.key: part.global_shape[part.prepend_axis_num :][:1] for part in parts}
+    ends = dict(zip(rows, accumulate(sum(each) for each in rows.values()), strict=True))
     for part in parts:
         # The halves of a gated layer are consecutive views.
         assert part.data.is_contiguous(), f"{name}: its part is not contiguous"
@@ -105,6 +109,9 @@ def _shard(module: str, name: str, sharded: ShardedBase) -> LocalShard:
         # Skip the leading layer and expert numbers, which are in the name.
         shape, offset = (sizes[part.prepend_axis_num :] for sizes in (part.global_shape, part.global_offset))
         size = tuple(part.local_shape)
+        if len(rows) > 1:
+            offset = (ends[part.key] - shape[0] + offset[0], *offset[1:])
+            shape = (max(ends.values()), *shape[1:])
         boxes.append((part.data.storage_offset() - first, Span(tuple(shape), tuple(offset), size, 0, prod(size))))
     return LocalShard(module, name, sharded.data, tuple(boxes), tuple(sharded.replica_id))
 

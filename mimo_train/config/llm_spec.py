@@ -8,6 +8,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.keys import key, value_faults
 from mimo_train.models.blocks.attention.spec import AttentionKeys
 from mimo_train.models.blocks.base import Block, Layer
+from mimo_train.models.blocks.delta.spec import DeltaKeys
 from mimo_train.models.blocks.experts.spec import ExpertKeys
 from mimo_train.models.blocks.latent.spec import Latent, LatentKeys
 from mimo_train.models.blocks.rotary import RopeScaling
@@ -19,7 +20,7 @@ MOST_LAYERS, MOST_WIDTH = key_rules.MOST_LAYERS, key_rules.MOST_WIDTH
 
 
 @dataclass
-class LlmSpec(ExpertKeys, LatentKeys, AttentionKeys):
+class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
     """Sizes of a decoder-only language model of Megatron-Core layers."""
 
     vocab_size: int = key(0, at_least=0, at_most=2**28, zero_means="as many as the tokenizer has tokens")
@@ -44,6 +45,8 @@ class LlmSpec(ExpertKeys, LatentKeys, AttentionKeys):
 
     def mixer(self, number: int) -> Block:
         """Return the block of a layer, counted from 0, that mixes tokens."""
+        if number in self.linear_attention_layers:
+            return self.delta()
         if not self.kv_lora_rank:
             return self.attention(number)
         return Latent(
@@ -85,12 +88,13 @@ class LlmSpec(ExpertKeys, LatentKeys, AttentionKeys):
         yield from self.latent_faults(prefix)
         if not self.kv_lora_rank:
             yield from self.attention_faults(prefix)
+        yield from self.delta_faults(prefix)
         yield from self._layer_faults(prefix)
         yield from self.expert_faults(prefix)
 
     def _layer_faults(self, prefix: str) -> Iterator[Fault]:
         """Yield faults of layer lists with invalid layers, or without effect."""
-        needed = {"full_attention_layers": "window", "dense_layers": "num_experts"}
+        needed = {"full_attention_layers": "window", "dense_layers": "num_experts", "linear_attention_layers": ""}
         for name, other in needed.items():
             layers: list[int] = getattr(self, name)
             wrong = [layer for layer in layers if not 0 <= layer < self.num_layers]
@@ -100,5 +104,5 @@ class LlmSpec(ExpertKeys, LatentKeys, AttentionKeys):
                     f"must name layers from 0 to {self.num_layers - 1}, each once ({prefix}.num_layers is "
                     f"{self.num_layers}), is {layers}",
                 )
-            elif layers and not getattr(self, other):
+            elif layers and other and not getattr(self, other):
                 yield Fault(f"{prefix}.{name}", f"requires {prefix}.{other} above 0. Remove it")

@@ -239,7 +239,7 @@ class StepFlops:
 
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
-_LINEAR = re.compile(r"(.*?)(?:layers\.)?layers\.(\d+)\..*linear_(?:qkv|proj|fc1|fc2)\.weight")
+_LINEAR = re.compile(r"(.*?)(?:layers\.)?layers\.(\d+)\..*(?:linear_(?:qkv|proj|fc1|fc2)|in_proj|out_proj)\.weight")
 """Matches matmuls of a layer that can be in fp8: neither attention nor routers."""
 AT_THE_END = 2**62
 """A step after all steps of `freeze_until`."""

@@ -106,6 +106,8 @@ USUAL: Keys = {
     "router_groups": 0,
     "router_groups_per_token": 0,
     "router_scaling_factor": 1.0,
+    "attention_output_gate": False,
+    "linear_attention_layers": [],
 }
 """Keys of `LlmSpec` of a family that does not set them."""
 
@@ -220,6 +222,8 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
         }
         if not any(not spec.has_experts(layer) for layer in layers):
             plain["ffn_hidden_size"] = None  # no layer uses it
+    if not spec.linear_attention_layers:
+        plain |= dict.fromkeys(name for name in plain if name.startswith("linear_"))
     return plain | {
         "num_query_groups": spec.key_heads,
         "head_size": spec.head_width,
@@ -230,4 +234,5 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
         "local_rope_base": 0.0 if spec.local_rope_base == unscaled else spec.local_rope_base,
         "full_attention_layers": None,
         "dense_layers": sorted(spec.dense_layers),
+        "linear_attention_layers": sorted(spec.linear_attention_layers),
     }

@@ -21,6 +21,7 @@ from mimo_train.families.qwen import (
     QWEN3_VL_MOE_TEXT,
     QWEN3_VL_TEXT,
 )
+from mimo_train.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 
 GROUP = "mimo_train.families"
 """Entry point group in which installed packages register a family: `MODEL_TYPE = "package.module:FAMILY"`."""
@@ -53,6 +54,9 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE_LITE,
         QWEN3_VL_MOE_TEXT,
         QWEN3_OMNI_MOE_TEXT,
+        QWEN3_5_TEXT,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_NEXT,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

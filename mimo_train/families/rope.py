@@ -79,6 +79,8 @@ class Rope(Spelling):
         scaling = _written_scaling(spec.rope_scaling)
         partial = dict.fromkeys(self.supports, spec.partial_rotary_factor)
         rope = {"rope_type": "default", **scaling, "rope_theta": spec.rope_base, **partial}
+        if self.axes is not None:
+            rope |= {"mrope_section": list(spec.mrope_section), "mrope_interleaved": spec.mrope_interleaved}
         return {"rope_theta": spec.rope_base, "rope_scaling": scaling or None, "rope_parameters": rope, **partial}
 
 

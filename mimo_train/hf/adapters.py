@@ -15,11 +15,12 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TransformersLlm
 from mimo_train.hf.documents import Document
 from mimo_train.hf.export import Stored, Weights, tensors_in_our_names
-from mimo_train.hf.fill import Cut, Reader
+from mimo_train.hf.fill import Reader
 from mimo_train.hf.parts import ENCODER, Part, pretrained_parts
 from mimo_train.hf.peft import Adapted, Place, Places, load_tensors, read_adapter
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.layout.adapters import WHOLE, Linear, adapted_linears, linears
+from mimo_train.models.parameters import Cut
 
 
 def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: Document | None) -> Adapted:
@@ -82,10 +83,11 @@ def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> d
         names = list(dict.fromkeys(rows.name for rows in rule.rows if rows.name))
         paths = [spelt(name, spelling).removesuffix(".weight") for name in names]
         if len(names) == len(linear.projections):
-            places = map(Place, paths)
+            rows = [_rows_in_their_order(rule, name) for name in names]
+            places = map(Place, paths, rows)
             found[linear.name] = dict(zip((one for one, _ in linear.projections), places, strict=True))
         elif len(names) == 1:
-            found[linear.name] = {WHOLE: Place(paths[0], _rows_in_their_order(rule))}
+            found[linear.name] = {WHOLE: Place(paths[0], _rows_in_their_order(rule, names[0]))}
     return found
 
 
@@ -98,10 +100,11 @@ def _places_in_class(layers: list[Linear]) -> dict[str, dict[str, Place]]:
     }
 
 
-def _rows_in_their_order(rule: Rule) -> tuple[int, ...]:
-    """Return our row indices in the order of their tensor, for a parameter that is one tensor there."""
-    theirs = [row for rows in rule.rows for row in range(rows.first, rows.first + rows.count)]
-    return tuple(sorted(range(len(theirs)), key=theirs.__getitem__))
+def _rows_in_their_order(rule: Rule, name: str) -> tuple[int, ...]:
+    """Return the indices of our rows from one tensor in the order of this tensor; empty if it is ours."""
+    theirs = [row for rows in rule.rows if rows.name == name for row in range(rows.first, rows.first + rows.count)]
+    order = sorted(range(len(theirs)), key=theirs.__getitem__)
+    return () if order == list(range(len(theirs))) else tuple(order)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Fill this rank's parameters from a directory, reading only the ranges that the rank holds."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -13,36 +13,10 @@ from encoders.weight_map import Rows, Rule, WeightMap, spelt
 from mimo_train.config.errors import UserError
 from mimo_train.hf.matching import SHOWN, MatchedPart
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.models.parameters import seed_for
+from mimo_train.models.parameters import Cut, seed_for
 
 SINUSOID_ERROR = 0.01
 """Largest error of positions that were saved in bf16, with a margin."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The part of a parameter that tensor parallelism leaves on one rank."""
-
-    dim: int | None = None
-    """Dimension that is cut; None if uncut."""
-    stride: int = 1
-    """Number of equal sections, each of which is cut."""
-    rank: int = 0
-    ranks: int = 1
-
-    def ranges(self, rows: int) -> list[tuple[int, int]]:
-        """Return (first, last + 1) of this rank's row ranges in a whole parameter with `rows` rows, in order."""
-        if self.dim != 0:
-            return [(0, rows)]
-        section = rows // self.stride
-        part = section // self.ranks
-        return [(at * section + self.rank * part, at * section + (self.rank + 1) * part) for at in range(self.stride)]
-
-    def columns(self, width: int) -> tuple[int, int] | None:
-        """Return (first, last + 1) of this rank's columns in a whole parameter with `width` columns; None for all."""
-        if self.dim != 1:
-            return None
-        return self.rank * width // self.ranks, (self.rank + 1) * width // self.ranks
 
 
 class Reader(MatchedPart):

@@ -12,12 +12,12 @@ from mimo_train.config.parts import LANGUAGE, is_adapter
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.hf.adapters import start_adapter, start_places
-from mimo_train.hf.fill import Cut, Reader
+from mimo_train.hf.fill import Reader
 from mimo_train.hf.matching import require_no_others
 from mimo_train.hf.parts import pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.models.lora import load_adapters, start_magnitudes
-from mimo_train.models.parameters import global_names, modules_of, router_biases
+from mimo_train.models.parameters import Cut, global_names, modules_of, router_biases
 from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.groups import RunGroups
 
@@ -98,5 +98,4 @@ def _cut(parameter: torch.Tensor, groups: RunGroups, module: str) -> Cut:
     pgs = groups.collections[module]
     # Weights of experts are cut over their own group.
     group = pgs.tp if getattr(parameter, "allreduce", True) else pgs.expt_tp
-    dim, stride = (getattr(parameter, name) for name in ("partition_dim", "partition_stride"))
-    return Cut(dim, stride, group.rank(), group.size())
+    return Cut.of(parameter, group.rank(), group.size())

@@ -60,6 +60,11 @@ class Documents(PackedSeqParams):
         return self.ends[-1]
 
     @cached_property
+    def undivided(self) -> "Documents":
+        """The documents of the row on one rank."""
+        return self if self.ranks == 1 else Documents(self.ends)
+
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest document."""
         return max(end - start for start, end in pairwise((0, *self.ends)))

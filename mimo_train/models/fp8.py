@@ -41,7 +41,8 @@ def prepare_layer(layer: TransformerLayer) -> None:
         # Experts pad their own rows, each expert its tokens (0.19.2, moe/experts.py: `quantization_padding`).
         blocks = [] if layer.mlp.shared_experts is None else [layer.mlp.shared_experts]
     of_blocks = [linear for block in blocks for linear in (block.linear_fc1, block.linear_fc2)]
-    for linear in (attention.linear_qkv, attention.linear_proj, *of_blocks):
+    names = ("linear_qkv", "linear_proj") if hasattr(attention, "linear_qkv") else ("in_proj", "out_proj")
+    for linear in (*(getattr(attention, name) for name in names), *of_blocks):
         # `plan.fp8` has rejected other layers.
         assert not isinstance(linear, ColumnParallelLinear | RowParallelLinear), f"{type(linear)} has no fp8"
         linear.forward = _of_whole_units(linear.forward, fp8_unit(config.fp8_recipe), config.sequence_parallel)

@@ -31,6 +31,7 @@ from megatron.core.utils import get_pg_rank
 from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.models.blocks.attention import module as attention
+from mimo_train.models.blocks.delta import module as delta
 from mimo_train.models.blocks.experts import module as experts
 from mimo_train.models.blocks.latent import module as latent
 from mimo_train.models.blocks.mlp import module as mlp
@@ -96,6 +97,7 @@ def use_transformer_engine(kind: str) -> bool:
 _MODULES: dict[str, Callable[[TransformerConfig, bool], BlockModule]] = {
     "attention": attention.build,
     "latent": latent.build,
+    "delta": delta.build,
     "mlp": mlp.build,
     "experts": experts.build,
 }

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -41,7 +42,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -49,17 +49,13 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.layout.adapters import WHOLE, AdaptedLinear, Linear
-from mimo_train.models.parameters import global_names, mark, seed_for
+from mimo_train.models.parameters import Cut, global_names, mark, seed_for
 
 
 class FusedRows:
     """The rows of a linear layer's weight on one tensor-parallel rank, or of anything with a number for each row.
 
-    A rank has whole groups of queries, keys and values, and a part of gate and of up. The rows of one projection on a
-    rank are always a contiguous part of the whole projection's.
-
-    Attributes:
-        interleaved: True if a rank's rows are not a contiguous part of the whole weight's.
+    A rank has whole groups of queries, keys and values, and a part of gate and of up.
     """
 
     def __init__(self, linear: Linear, tp: int = 1):
@@ -69,7 +65,6 @@ class FusedRows:
         assert linear.groups % dealt == 0, f"{linear.groups} groups of {linear.name} over tp {tp}"
         self._groups = linear.groups // dealt
         self._sizes = {name: rows // shares for name, rows in linear.projections}
-        self.interleaved = linear.fused and not linear.cut_groups
 
     def count(self, projection: str = WHOLE) -> int:
         """Return the number of rows of one projection on this rank, or of all."""
@@ -168,9 +163,9 @@ class Adaptable:
         tp, rank = self.tp_group.size(), self.tp_group.rank()
         if dim is None or tp == 1:
             return full
-        if projection == WHOLE and dim == 0 and self._rows.interleaved:
-            each = FusedRows(self.linear).split(full, [name for name, _ in self.linear.projections])
-            return self._rows.join({name: rows.chunk(tp)[rank] for name, rows in each.items()}, dim=0, fill=0.0)
+        if dim == 0:
+            cut = Cut(0, self.linear.sections_of(projection), rank, tp)
+            return torch.cat([full[first:last] for first, last in cut.ranges(len(full))])
         return full.chunk(tp, dim)[rank]
 
     def _hidden(self, inputs: torch.Tensor, cut: bool) -> torch.Tensor:
@@ -240,13 +235,14 @@ class Adaptable:
         # A weight is stored as one tensor of all layers. Adapters of only some layers would leave gaps in it.
         number = "" if self.linear.layer is None else f"layer_{self.linear.layer}."
         stored = make_sharded_tensors_for_checkpoint(adapters, f"{prefix}{number}", cut, (), **groups)
-        for name in adapters:
+        for projection, name, _, dim in self.named_adapters():
             state[prefix + name] = stored[f"{prefix}{number}{name}"]
-            if WHOLE in self._adapters and self._rows.interleaved and cut.get(name) == 0:
-                # Its outputs are two halves, and a rank has a part of each; as for the weight (mlp.py:371).
-                state[prefix + name] = apply_swiglu_sharded_factory(
-                    state[prefix + name], (), tp_group=self.tp_group, dp_group=metadata["dp_cp_group"]
-                )
+            sections = self.linear.sections_of(projection)
+            if dim == 0 and len(sections) > 1:
+                # A rank has a part of each, as of the weight (mlp.py:371).
+                sizes = [size // self.tp_group.size() for size in sections]
+                names = [str(section) for section in range(len(sizes))]
+                state[prefix + name] = _split_tensor_factory(state[prefix + name], sizes, names, 0)
         return state
 
     @torch.no_grad()

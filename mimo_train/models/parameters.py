@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +39,42 @@ def mark(tensor: torch.Tensor, **marks: object) -> None:
     """Set attributes of a tensor that Megatron-Core looks for, such as `sequence_parallel`; torch declares none."""
     for name, value in marks.items():
         setattr(tensor, name, value)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a parameter that tensor parallelism leaves on one rank."""
+
+    dim: int | None = None
+    """Dimension that is cut; None if uncut."""
+    sections: tuple[int, ...] = (1,)
+    """Relative sizes of the sections of rows, each of which is cut: gate and up, or queries, keys and values."""
+    rank: int = 0
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, rank: int, ranks: int) -> "Cut":
+        """Return how Megatron-Core has cut a parameter. `partition_sections` are of `DeltaNet`."""
+        sections = getattr(parameter, "partition_sections", None) or (1,) * parameter.partition_stride  # type: ignore[attr-defined]
+        return cls(parameter.partition_dim, sections, rank, ranks)  # type: ignore[attr-defined]
+
+    def ranges(self, rows: int) -> list[tuple[int, int]]:
+        """Return (first, last + 1) of this rank's row ranges in a whole parameter with `rows` rows, in order."""
+        if self.dim != 0:
+            return [(0, rows)]
+        unit = rows // sum(self.sections)
+        ranges = []
+        for end, section in zip(accumulate(self.sections), self.sections, strict=True):
+            part = section * unit // self.ranks
+            first = (end - section) * unit + self.rank * part
+            ranges.append((first, first + part))
+        return ranges
+
+    def columns(self, width: int) -> tuple[int, int] | None:
+        """Return (first, last + 1) of this rank's columns in a whole parameter with `width` columns; None for all."""
+        if self.dim != 1:
+            return None
+        return self.rank * width // self.ranks, (self.rank + 1) * width // self.ranks
 
 
 _EXPERT_NUMBER = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\bweight)\d+$|(?<=\bbias)\d+$")

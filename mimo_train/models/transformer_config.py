@@ -35,6 +35,13 @@ _ACTIVATIONS = {
 }
 
 
+_DELTA = (
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+)
+"""Sizes of Gated DeltaNet, as in Megatron-Core."""
+
+
 def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
     """Return the language model's config, which also drives the schedule on every rank."""
     llm = cfg.llm
@@ -60,6 +67,8 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         mrope_section=llm.mrope_section or None,
         **_windows(llm),
         qk_layernorm=llm.qk_norm,
+        attention_output_gate=llm.attention_output_gate,
+        **{name: getattr(llm, name) for name in _DELTA},
         hidden_dropout=llm.dropout,
         attention_dropout=llm.dropout,
         init_method_std=llm.init_std,

@@ -112,6 +112,21 @@ REASONS = [
         "if packed_seq_params is not None: # If sequence packing, TE expect [t, h, d] shaped qkv input.",
     ),
     (
+        "models/blocks/delta/module.py",
+        "ssm.gated_delta_net.common:_GDNBase.__init__",
+        "if not HAVE_FLA: raise ImportError(",
+    ),
+    (
+        "models/blocks/delta/module.py",
+        "ssm.gated_delta_net.gdn:GatedDeltaNet.forward",
+        'raise NotImplementedError("GDN does not support inference for now.")',
+    ),
+    (
+        "models/blocks/delta/module.py",
+        "ssm.gated_delta_net.common:_GDNBase.reset_parameters",
+        ").uniform_(*self.A_init_range)",
+    ),
+    (
         "models/blocks/experts/module.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from encoders.base import GATED, LayeredSpec
 from encoders.native.vit.patch_spec import PatchSpec
@@ -84,11 +85,11 @@ def _up(theirs: str, names: LayerNames, ffn: int) -> list[tuple[str, int]]:
 
 def _attention(spec: LayeredSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
     hidden, count = spec.hidden_size, spec.num_attention_heads
-    sizes = {"groups": count, "per_group": 1, "size": hidden // count}
     firsts = (0, hidden, 2 * hidden) if names.fused else ()
+    sizes: dict[str, Any] = {"groups": count, "per_group": 1, "size": hidden // count, "firsts": firsts}
     parts = [f"{theirs}{name}" for name in (names.query, names.key, names.value)]
     query, key, value = (f"{part}.weight" for part in parts)
-    yield heads(f"{ours}.weight", query, key, value, **sizes, firsts=firsts)
+    yield heads(f"{ours}.weight", query, key, value, **sizes)
     query, key, value = (f"{part}.bias" for part in parts)
-    rule = heads(f"{ours}.bias", query, key if names.key_bias else "", value, **sizes, firsts=firsts)
+    rule = heads(f"{ours}.bias", query, key if names.key_bias else "", value, **sizes)
     yield Rule(rule.ours, tuple(row if row.name else Rows("", row.count) for row in rule.rows))

@@ -65,6 +65,8 @@ _OURS = (
     "q_b_proj",
     "kv_b_proj",
 )
+_OF_DELTA = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"))
+"""Layers of a Gated DeltaNet, which have these names here too."""
 _OF_PROJECTOR = {
     "multi_modal_projector.linear_1": ".linear_fc1",
     "multi_modal_projector.linear_2": ".linear_fc2",
@@ -222,8 +224,9 @@ def _targets(paths: Iterable[str], layers: int) -> list[str]:
         if ours_of_path is not None:
             targets.append(f"input_projections.0.encoder{ours_of_path}")
             continue
-        name = _LAST.get(last, last)
-        if number is None or name not in _OURS:
+        is_delta = path.endswith(_OF_DELTA)
+        name = last if is_delta else _LAST.get(last, last)
+        if number is None or not (is_delta or name in _OURS):
             raise UserError(f"{path} is no layer that can have adapters here: {MERGE}")
         numbers_by_name.setdefault(name, set()).add(int(number[1]))
     for name, numbers in numbers_by_name.items():

@@ -82,6 +82,9 @@ class Linear:
     groups: int = 1
     cut_groups: bool = False
     """True if tensor parallelism splits the groups instead of each projection."""
+    sections: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(projection, rows of its sections): of projections of several sections, each of which tensor parallelism splits;
+    without `cut_groups`."""
     column: bool = True
     """True if tensor parallelism splits the rows (column-parallel), False for the inputs (row-parallel)."""
     layer: int | None = None
@@ -90,6 +93,13 @@ class Linear:
     def rows(self, projection: str = WHOLE) -> int:
         """Return the number of rows of the weight, or of one projection."""
         return self.groups * sum(rows for name, rows in self.projections if projection in (WHOLE, name))
+
+    def sections_of(self, projection: str = WHOLE) -> tuple[int, ...]:
+        """Return the rows of the sections of the weight, or of one projection. Tensor parallelism splits each."""
+        if self.cut_groups:
+            return (self.rows(projection),)
+        several, wanted = dict(self.sections), [each for each in self.projections if projection in (WHOLE, each[0])]
+        return tuple(size for name, rows in wanted for size in several.get(name, (rows,)))
 
     @property
     def fused(self) -> bool:

@@ -23,10 +23,19 @@ def make_adapted_llama(base: Path, folder: Path, merged: Path) -> None:
     _make_adapted(base, folder, merged, ["q_proj", "v_proj", "up_proj"])
 
 
-def make_adapted_deepseek(base: Path, folder: Path, merged: Path) -> None:
-    """The same of latent attention."""
-    made_of_family("deepseek_v3, yarn, groups", vocab_size=300).save_pretrained(base)
-    _make_adapted(base, folder, merged, ["q_b_proj", "kv_b_proj", "o_proj"])
+TARGETS = {
+    "deepseek_v3, yarn, groups": ["q_b_proj", "kv_b_proj", "o_proj"],
+    "qwen3_5": ["q_proj", "v_proj", "in_proj_qkv", "in_proj_a", "out_proj"],
+}
+"""Of other mixers than plain attention heads."""
+
+
+def make_adapted_family(name: str, base: Path, folder: Path, merged: Path) -> None:
+    """The same of another family."""
+    # Each of two ranks needs a key head.
+    sizes = {"num_key_value_heads": 2} if name == "qwen3_5" else {}
+    made_of_family(name, vocab_size=300, **sizes).save_pretrained(base)
+    _make_adapted(base, folder, merged, TARGETS[name])
 
 
 def _make_adapted(base: Path, folder: Path, merged: Path, targets: list[str]) -> None:
@@ -35,7 +44,7 @@ def _make_adapted(base: Path, folder: Path, merged: Path, targets: list[str]) ->
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(2)
-    own = LoraConfig(r=3, lora_alpha=5, target_modules=targets, layers_to_transform=[0, 2])
+    own = LoraConfig(r=3, lora_alpha=5, target_modules=targets, layers_to_transform=[0, 1])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), own)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -93,9 +102,10 @@ def test_an_adapter_of_peft_starts_a_run_and_leaves_it(made, prose, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_an_adapter_of_latent_attention_starts_a_run_and_leaves_it(prose, tmp_path):
-    base, folder, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
-    run_ranks(make_adapted_deepseek, 1, base, folder, merged)
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_adapter_of_another_mixer_starts_a_run_and_leaves_it(name, prose, tmp_path):
+    base, folder, merged = (tmp_path / part for part in ("base", "adapter", "merged"))
+    run_ranks(make_adapted_family, 1, name, base, folder, merged)
     own = (f"{START}={folder}", *UNCHANGED, "data.tokenizer=bytes")
     own += ("modules.language.layout.tp=2", "modules.language.layout.sp=true")
     train_on_ranks(pretrained("gpt_tiny", tmp_path / "run", prose, base, *own))

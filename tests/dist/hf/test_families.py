@@ -32,6 +32,8 @@ CASES = {
     "qwen3_moe, a dense layer": "bf16",
     "glm4_moe, biases, head norms": "bf16",
     "deepseek_v3, yarn, groups": "fp32",
+    "qwen3_5": "bf16",
+    "qwen3_next, a dense layer": "fp32",
     "gemma2": "fp32",
     "gemma3": "bf16",
     "gemma3 with images": "fp32",

@@ -32,6 +32,16 @@ _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 6.0, "original_
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
 _LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8}
+_DELTA = {
+    # Norms of narrow keys make rounding larger: with weights of 0.15 transformers itself is 8e-6 off in its gradients.
+    "initializer_range": 0.05,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+_PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_SHARED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 _GEMMA = {"query_pre_attn_scalar": 20, "sliding_window": 5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "head_dim": None},
@@ -113,6 +123,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _AXES | {"mrope_section": [2, 3, 3]},
     },
     "gemma": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **_DELTA,
+        "rope_parameters": _PARTIAL,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "rope_parameters": _PARTIAL,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "num_experts": 4,
+        **_DELTA,
+        **_SHARED,
+    },
+    "qwen3_next, a dense layer": {
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+        "num_experts": 4,
+        **_DELTA,
+        **_SHARED,
+    },
     "gemma2": {
         "model_type": "gemma2",
         "attn_logit_softcapping": 2.0,
@@ -227,7 +261,8 @@ def made(name: str, **sizes: Any) -> Any:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                mean = 0 if parameter_name.endswith("bias") else parameter
+                # Strong decays are differences of large sums, of which rounding is 1e-5 in fp32.
+                mean = 0 if parameter_name.endswith(("bias", "A_log")) else parameter
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + mean)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):

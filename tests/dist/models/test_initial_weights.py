@@ -14,6 +14,10 @@ UNTIED = ("modules.language.llm.tie_embeddings=false", "modules.language.llm.act
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.tie_embeddings=false")
 SHARED_EXPERT = ("modules.language.llm.shared_expert_ffn_hidden_size=48",)
 LATENT = tuple(f"modules.language.llm.{name}" for name in LATENT_SIZES)
+DELTA = tuple(
+    f"modules.language.llm.linear_{key}"
+    for key in ("attention_layers=[0]", "num_key_heads=2", "num_value_heads=4", "key_head_dim=8", "value_head_dim=12")
+)
 IMAGES = ("modules.images.projector.resampler.latents=5", "train.precision=bf16")
 LAYOUTS = {
     "gated, tp2 pp2": ("gpt_tiny", 4, UNTIED, ("modules.language.layout.tp=2", "modules.language.layout.pp=2")),
@@ -22,6 +26,7 @@ LAYOUTS = {
                        "modules.language.layout.etp=2")),
     "latents, tp2": ("gpt_tiny", 2, LATENT, ("modules.language.layout.tp=2", "modules.language.layout.sp=true")),
     "experts, ep2": ("gpt_tiny", 2, EXPERTS, ("layout=language_ep2",)),
+    "gated delta net, tp2": ("gpt_tiny", 2, DELTA, ("modules.language.layout.tp=2",)),
     "images": ("vlm_digits", 4, IMAGES, ("placement.mode=disjoint", "modules.images.layout.tp=2",
                                              "modules.language.layout.tp=2")),
 }  # fmt: skip

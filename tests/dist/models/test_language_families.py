@@ -163,12 +163,13 @@ def _whole(ranks: list[dict], what: str) -> dict[str, np.ndarray]:
     whole = {}
     for name, of_ranks in parts.items():
         entries = [of_ranks[at] for at in sorted(of_ranks)]
-        dim, stride = entries[0]["dim"], entries[0]["stride"]
+        dim, sections = entries[0]["dim"], entries[0]["sections"]
         if dim is None:
             whole[name] = entries[0][what]
             continue
-        sections = [np.split(entry[what], stride, dim) for entry in entries]
-        whole[name] = np.concatenate([rank[at] for at in range(stride) for rank in sections], dim)
+        ends = np.cumsum(sections)[:-1] * entries[0][what].shape[dim] // sum(sections)
+        parts_of = [np.split(entry[what], ends, dim) for entry in entries]
+        whole[name] = np.concatenate([rank[at] for at in range(len(sections)) for rank in parts_of], dim)
     return whole
 
 
@@ -259,11 +260,11 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     )
     parameters_and_gradients = {
         name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy()}
-        | {"dim": cuts[name].dim if cuts[name].ranks > 1 else None, "stride": cuts[name].stride}
+        | {"dim": cuts[name].dim if cuts[name].ranks > 1 else None, "sections": cuts[name].sections}
         for name, value in parameters.items()
     }
     parameters_and_gradients |= {
-        name: {"weight": value.clone().numpy(), "gradient": np.zeros(len(value)), "dim": None, "stride": 1}
+        name: {"weight": value.clone().numpy(), "gradient": np.zeros(len(value)), "dim": None, "sections": (1,)}
         for name, value in biases.items()
     }
     return {

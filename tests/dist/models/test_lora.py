@@ -54,12 +54,24 @@ DORA_LAYOUTS = {
 }
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=48")
 OF_ATTENTION = ("modules.language.lora.targets=[linear_qkv, linear_proj]",)
+_SIZES = ("num_key_heads=2", "num_value_heads=4", "key_head_dim=16", "value_head_dim=12")
+DELTA = (
+    *(f"modules.language.llm.linear_{key}" for key in ("attention_layers=[1]", *_SIZES)),
+    "modules.language.llm.attention_output_gate=true",
+    *("modules.language.lora.rank=3", "modules.language.lora.dora=true"),
+    "modules.language.lora.targets=[q_proj, in_proj_qkv, in_proj_b, out_proj]",
+    "optim.lr=0.1",  # differences of rounding grow from step to step in such layers
+)
 PATCHES = "modules.images.encoder.patch_size=12"  # 16 in an image, which sequence parallelism can divide
 MODELS = {
     "gpt_tiny": (("layout=language_one", "modules.language.llm.num_layers=4", *LANGUAGE), GPT_LAYOUTS),
     "gpt_tiny, experts": (
         ("layout=language_one", *EXPERTS, *LANGUAGE, *OF_ATTENTION),
         {"ep2 of dp2": ("layout=language_ep2",)},
+    ),
+    "gpt_tiny, delta nets, dora": (
+        ("layout=language_one", *DELTA),
+        {"tp2, sequence parallel": GPT_LAYOUTS["tp2, sequence parallel"]},
     ),
     "vlm_digits": (("layout=one_process", "modules.images.encoder.num_layers=2", PATCHES, *BOTH), VLM_LAYOUTS),
     "vlm_digits, dora": (
@@ -174,12 +186,13 @@ def _curve(cfg, steps: int) -> list[tuple]:
     return Steps(cfg).train(steps)
 
 
-def test_adapters_come_back_on_another_tensor_parallel_size(tiny, tmp_path):
+@pytest.mark.parametrize("model", ["gpt_tiny", "gpt_tiny, delta nets, dora"])
+def test_adapters_come_back_on_another_tensor_parallel_size(model, tiny, tmp_path):
     constant = "optim.decay=constant"
-    straight = whole(run_ranks(_curve, 1, tiny("gpt_tiny", constant), 4))
-    two = tiny("gpt_tiny", constant, *GPT_LAYOUTS["tp2, sequence parallel"], run_dir=tmp_path / "two")
+    straight = whole(run_ranks(_curve, 1, tiny(model, constant), 4))
+    two = tiny(model, constant, *GPT_LAYOUTS["tp2, sequence parallel"], run_dir=tmp_path / "two")
     (folder, _) = run_ranks(_saved_after, 2, two, 2)
-    resumed = tiny("gpt_tiny", constant, f"checkpoint.resume={folder}", run_dir=tmp_path / "one")
+    resumed = tiny(model, constant, f"checkpoint.resume={folder}", run_dir=tmp_path / "one")
     continued = whole(run_ranks(_curve, 1, resumed, 2))
     again = [(step + 2, loss, norm) for step, loss, norm in continued]
     assert max(largest_difference(straight[2:], again)) < TOLERANCE

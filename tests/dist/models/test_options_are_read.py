@@ -9,7 +9,7 @@ import pytest
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
 from encoders.registry import FAMILIES
 from mimo_train.config.llm_spec import LlmSpec
-from tests.dist.models.test_language_options import EXPERTS, LATENT, OPTIONS
+from tests.dist.models.test_language_options import DELTA, EXPERTS, LATENT, OPTIONS
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -59,7 +59,7 @@ def read(tmp_path_factory, digits) -> dict[str, set[str]]:
     resampler = (*one, f"{place}resampler.latents=2", f"{place}resampler.num_attention_heads=2", f"{place}norm=RMSNorm")
     runs = [
         config("vlm_digits", tmp_path_factory.mktemp("run"), digits, "layout=one_process", *resampler, *more)
-        for more in (OPTIONS, (*OPTIONS, *EXPERTS), AXES, LATENT)
+        for more in ((*OPTIONS, *DELTA), (*OPTIONS, *EXPERTS), AXES, LATENT)
     ]
     (found,) = run_ranks(_all_read, 1, runs)
     return found
@@ -91,7 +91,14 @@ def test_keys_that_mean_nothing_are_refused():
         (ResamplerSpec(), _keys(ResamplerSpec) - {"latents"}),
         (LlmSpec(position="learned"), ("rope_base", "local_rope_base")),
         (LlmSpec(), ("full_attention_layers", "dense_layers", "local_rope_base")),
-        (LlmSpec(), [key for key in _keys(LlmSpec) if key.startswith(("expert", "router", "shared"))]),
+        (
+            LlmSpec(),
+            [
+                key
+                for key in _keys(LlmSpec)
+                if key.startswith(("expert", "router", "shared", "linear_num", "linear_key"))
+            ],
+        ),
     ):
         for key in keys:
             changed = dataclasses.replace(spec, **{key: _other(key, getattr(spec, key))})

@@ -21,6 +21,14 @@ MODELS = {
         f"{LLM}attention_softcap=2",
         "train.recompute=selective",
     ),
+    "gated delta net, output gates": (
+        f"{LLM}linear_attention_layers=[1]",
+        f"{LLM}linear_num_key_heads=2",
+        f"{LLM}linear_num_value_heads=4",
+        f"{LLM}linear_key_head_dim=8",
+        f"{LLM}linear_value_head_dim=12",
+        f"{LLM}attention_output_gate=true",
+    ),
     "experts": (
         "llm@modules.language.llm=gpt_tiny_moe",
         f"{LLM}expert_ffn_hidden_size=48",

@@ -187,11 +187,12 @@ def _errors(spec, weights, layout, pgs, place, rows, expected) -> dict[str, floa
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig
     from mimo_train.estimate.parameters import projector_parameters
-    from mimo_train.hf.fill import Cut, Reader
+    from mimo_train.hf.fill import Reader
     from mimo_train.hf.tensors import TensorFolder
     from mimo_train.models.encoder_module import Projector
     from mimo_train.models.layers import projector_submodules
     from mimo_train.models.norms import norm_class
+    from mimo_train.models.parameters import Cut
     from mimo_train.models.transformer_config import projector_config, resampler_config
 
     llm = LlmSpec(hidden_size=LANGUAGE_WIDTH, num_attention_heads=2)
@@ -212,9 +213,7 @@ def _errors(spec, weights, layout, pgs, place, rows, expected) -> dict[str, floa
     assert counted == sum(one.numel() for one in projector.parameters())
     named = dict(projector.named_parameters())
     cuts = {
-        name: Cut(one.partition_dim, one.partition_stride, pgs.tp.rank(), pgs.tp.size())
-        if getattr(one, "tensor_model_parallel", False)
-        else Cut()
+        name: Cut.of(one, pgs.tp.rank(), pgs.tp.size()) if getattr(one, "tensor_model_parallel", False) else Cut()
         for name, one in named.items()
     }
     Reader(TensorFolder(place, "folder"), weights, "folder").fill({name: one.data for name, one in named.items()}, cuts)

@@ -177,18 +177,16 @@ def read(encoder, spec, pgs, folder, into) -> None:
     from dataclasses import replace
 
     from encoders.registry import FAMILIES
-    from mimo_train.hf.fill import Cut, Reader
+    from mimo_train.hf.fill import Reader
     from mimo_train.hf.matching import require_all_used
     from mimo_train.hf.tensors import TensorFolder
-    from mimo_train.models.parameters import global_names
+    from mimo_train.models.parameters import Cut, global_names
 
     tensors = TensorFolder(folder, "folder")
     reader = Reader(tensors, replace(FAMILIES[spec.family].weight_map(spec), sinusoids=()), "folder")
     require_all_used([reader], "folder")
     cuts = {
-        name: Cut(one.partition_dim, one.partition_stride, pgs.tp.rank(), pgs.tp.size())
-        if getattr(one, "tensor_model_parallel", False)
-        else Cut()
+        name: Cut.of(one, pgs.tp.rank(), pgs.tp.size()) if getattr(one, "tensor_model_parallel", False) else Cut()
         for name, one in global_names(encoder).items()
     }
     reader.fill(into, cuts)

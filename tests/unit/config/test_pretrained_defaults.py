@@ -35,6 +35,10 @@ HY_V3 = {"num_experts": 12, "num_shared_experts": 2, "mlp_layer_types": ["dense"
 HY_V3 |= {"router_scaling_factor": 1.7, "mlp_bias": False}
 LATENT = {"kv_lora_rank": 14, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12}
 LATENT |= {"head_dim": 8, "num_key_value_heads": 8, "attention_bias": False}
+SHARED = {"num_experts": 5, "moe_intermediate_size": 30, "shared_expert_intermediate_size": 40}
+DELTA = {"full_attention_interval": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+DELTA |= {"linear_key_head_dim": 5, "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3}
+DELTA |= {"partial_rotary_factor": 0.5}
 ODD = {
     "mixtral": EXPERTS | {"num_local_experts": 5},
     "qwen2": WINDOWS,
@@ -51,6 +55,9 @@ ODD = {
     "deepseek_v3": SIGMOID | LATENT,
     "glm4_moe_lite": SIGMOID | LATENT | {"mlp_layer_types": HY_V3["mlp_layer_types"], "first_k_dense_replace": 1},
     "qwen3_omni_moe_text": EXPERTS | QWEN_MOE | {"norm_topk_prob": False},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | EXPERTS | SHARED,
+    "qwen3_next": DELTA | EXPERTS | QWEN_MOE | SHARED,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
 }

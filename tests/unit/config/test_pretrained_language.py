@@ -7,6 +7,7 @@ import pytest
 
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.llm_spec import LlmSpec, RopeScaling
+from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.families import registry
 from mimo_train.families.config_json import (
     language_config_json,
@@ -122,6 +123,26 @@ def test_absent_keys_have_the_defaults_of_their_class(config, keys):
     assert not list(language_spec(config).faults("llm"))
 
 
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"linear_num_key_heads": 8}, "linear_num_key_heads"),
+        ({"linear_attention_layers": [2]}, "linear_attention_layers"),
+        ({"linear_attention_layers": [0], "linear_num_value_heads": 24}, "linear_num_value_heads"),
+        ({"linear_attention_layers": [0], "bias": True}, "bias"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+    ],
+)
+def test_keys_that_do_not_fit_together_are_refused(keys, key):
+    assert [fault.key for fault in dataclasses.replace(SPEC, **keys).faults("llm")] == [f"llm.{key}"]
+
+
+def test_tensor_and_context_parallel_ranks_share_the_key_heads_of_a_delta_net():
+    delta = dataclasses.replace(SPEC, linear_attention_layers=[0]).layer(0).mixer
+    layouts = [LayoutConfig(tp=tp, cp=cp) for tp, cp in ((16, 1), (4, 4), (8, 4), (2, 1), (6, 1))]
+    assert [len(list(delta.layout_faults(layout, "modules.language"))) for layout in layouts] == [0, 0, 1, 0, 1]
+
+
 def test_a_key_of_its_class_alone_counts():
     gemma = {"model_type": "gemma2", "num_hidden_layers": 4, "sliding_window_pattern": 4}
     assert language_keys(gemma)["full_attention_layers"] == [1, 3]
@@ -159,6 +180,12 @@ def test_a_key_of_its_class_alone_counts():
             {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             "layers with a window",
         ),
+        (
+            {"model_type": "qwen3_5_text", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+            "layer_types is",
+        ),
+        ({"model_type": "qwen3_5_moe_text", "attn_output_gate": False}, "attn_output_gate is False"),
+        ({"model_type": "qwen3_next", "num_experts_per_tok": 1}, "norm_topk_prob is True"),
         ({"model_type": "glm4_moe", "norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"model_type": "glm4_moe", "n_group": 8, "topk_group": 2}, "topk_group is 2: must be half of"),
         ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func is 'softmax'"),

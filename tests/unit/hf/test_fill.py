@@ -12,9 +12,10 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.weight_files import SINGLE
 from mimo_train.hf.documents import Written
 from mimo_train.hf.export import groups_of, planned_tensors, tensors_of
-from mimo_train.hf.fill import Cut, Reader
+from mimo_train.hf.fill import Reader
 from mimo_train.hf.matching import require_all_used
 from mimo_train.hf.tensors import TensorFolder
+from mimo_train.models.parameters import Cut
 
 KEY = "modules.language.pretrained"
 WIDTH, HEAD, GROUPS, PER_GROUP, FFN, VOCAB, PADDED = 6, 2, 2, 3, 8, 5, 8
@@ -27,6 +28,7 @@ THEIRS = {
     "gate.weight": (FFN, WIDTH),
     "up.weight": (FFN, WIDTH),
     "down.weight": (WIDTH, FFN),
+    "mix.weight": (20, WIDTH),
     "embed.weight": (VOCAB, WIDTH),
     "patch.weight": (WIDTH, 3, 2, 2),
     "norm.weight": (WIDTH,),
@@ -38,6 +40,7 @@ MAP = WeightMap(
         heads("qkv.bias", "q.bias", "", "v.bias", **ATTENTION),
         stacked("fc1.weight", [("gate.weight", FFN), ("up.weight", FFN)]),
         same("fc2.weight", "down.weight", WIDTH),
+        same("in_proj.weight", "mix.weight", 20),
         Rule("embedding", (Rows("embed.weight", VOCAB), Rows("", PADDED - VOCAB))),
         same("patch.weight", "patch.weight", WIDTH, (3, 2, 2)),
         same("norm.weight", "norm.weight", WIDTH),
@@ -47,9 +50,11 @@ MAP = WeightMap(
 )
 WHOLE = {
     "qkv.weight": (20, WIDTH), "qkv.bias": (20,), "fc1.weight": (16, WIDTH), "fc2.weight": (WIDTH, FFN),
-    "embedding": (PADDED, WIDTH), "patch.weight": (WIDTH, 12), "norm.weight": (WIDTH,),
+    "in_proj.weight": (20, WIDTH), "embedding": (PADDED, WIDTH), "patch.weight": (WIDTH, 12), "norm.weight": (WIDTH,),
 }  # fmt: skip
-CUTS = {"qkv.weight": (0, 1), "qkv.bias": (0, 1), "fc1.weight": (0, 2), "fc2.weight": (1, 1), "embedding": (0, 1)}
+CUTS = {"qkv.weight": (0, (1,)), "qkv.bias": (0, (1,)), "fc1.weight": (0, (1, 1)), "fc2.weight": (1, (1,))}
+CUTS |= {"in_proj.weight": (0, (4, 4, 8, 4)), "embedding": (0, (1,))}
+"""(dimension, sections)"""
 
 
 @pytest.fixture
@@ -69,8 +74,8 @@ def reader(tmp_path, values, prefix="model.", of=MAP) -> Reader:
 def filled(found: Reader, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     cuts, parameters = {}, {}
     for name, shape in WHOLE.items():
-        dim, stride = CUTS.get(name, (None, 1))
-        cuts[name] = Cut(dim, stride, rank, ranks) if dim is not None else Cut()
+        dim, sections = CUTS.get(name, (None, (1,)))
+        cuts[name] = Cut(dim, sections, rank, ranks) if dim is not None else Cut()
         local = [size // ranks if at == dim else size for at, size in enumerate(shape)]
         parameters[name] = torch.full(local, torch.nan)
     found.fill(parameters, cuts)
@@ -96,11 +101,11 @@ def test_every_rank_has_its_part_of_the_whole(tmp_path, values):
     found = reader(tmp_path, values)
     whole, parts = filled(found, 0, 1), [filled(found, rank, 2) for rank in range(2)]
     for name, value in whole.items():
-        dim, stride = CUTS.get(name, (None, 1))
+        dim, relative = CUTS.get(name, (None, (1,)))
         if dim is None:
             assert torch.equal(parts[0][name], value) and torch.equal(parts[1][name], value)
             continue
-        sections = value.chunk(stride, dim)
+        sections = value.split([size * value.size(dim) // sum(relative) for size in relative], dim)
         for rank, part in enumerate(parts):
             assert torch.equal(part[name], torch.cat([section.chunk(2, dim)[rank] for section in sections], dim)), name
 
@@ -162,7 +167,7 @@ def test_other_shapes_are_both_named(tmp_path, values):
     with pytest.raises(
         UserError, match=r"down.weight \(6, 8\) there make 6 x 4, fc2.weight here is \(6, 5\) on each of 2"
     ):
-        found.fill({"fc2.weight": torch.empty(6, 5)}, {"fc2.weight": Cut(1, 1, 0, 2)})
+        found.fill({"fc2.weight": torch.empty(6, 5)}, {"fc2.weight": Cut(1, rank=0, ranks=2)})
     with pytest.raises(UserError, match="has no tensor for head.weight: .*parameters that its family has not"):
         found.fill({"head.weight": torch.empty(6, 5)}, {"head.weight": Cut()})
 
@@ -236,7 +241,7 @@ def test_matrices_of_a_stack_are_read_in_either_form_and_written_as_they_came(tr
     found = Reader(TensorFolder(tmp_path, KEY), STACKS, KEY)
     assert found.transposed == transposed
     for rank in range(ranks):
-        up, down = Cut(0, 2, rank, ranks), Cut(1, 1, rank, ranks)
+        up, down = Cut(0, (1, 1), rank, ranks), Cut(1, (1,), rank, ranks)
         for at in range(EXPERTS):
             parts = {
                 f"{at}.fc1": torch.empty(2 * MIDDLE // ranks, OUT),

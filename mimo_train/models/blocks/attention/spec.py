@@ -32,6 +32,8 @@ class AttentionKeys(RotaryKeys):
     """Layers, counted from 0, that ignore `window`."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
+    attention_output_gate: bool = False
+    """Multiply the output of each head by the sigmoid of a gate, which is projected with its query."""
     attention_scale_size: float = key(0.0, at_least=0, zero_means="head_size")
     """Attention scores are divided by the square root of this; 0: of the head width."""
     attention_softcap: float = key(0.0, at_least=0, zero_means="no cap")
@@ -69,6 +71,7 @@ class AttentionKeys(RotaryKeys):
             qkv_bias=self.bias or self.qkv_bias,
             proj_bias=self.bias or self.proj_bias,
             softcap=self.attention_softcap,
+            output_gate=self.attention_output_gate,
         )
 
     def attention_faults(self, prefix: str) -> Iterator[Fault]:
@@ -123,16 +126,17 @@ class Attention(Block):
     qkv_bias: bool = False
     proj_bias: bool = False
     softcap: float = 0.0
+    output_gate: bool = False
 
     @property
     def query_width(self) -> int:
-        """Width of all queries, and of the input of the output projection."""
+        """Width of all queries, of their gates, and of the input of the output projection."""
         return self.width * self.heads
 
     @property
     def qkv_width(self) -> int:
-        """Width of all queries, keys and values."""
-        return self.width * (self.heads + 2 * self.key_heads)
+        """Width of all queries, gates, keys and values."""
+        return self.width * ((1 + self.output_gate) * self.heads + 2 * self.key_heads)
 
     def parameters(self) -> tuple[int, int]:
         """See `Block`."""
@@ -154,7 +158,7 @@ class Attention(Block):
 
     def linears(self, layer: str, number: int) -> Iterator[Linear]:
         """See `Block`."""
-        queries = self.heads // self.key_heads * self.width
+        queries = (1 + self.output_gate) * self.heads // self.key_heads * self.width
         qkv = (("q_proj", queries), ("k_proj", self.width), ("v_proj", self.width))
         attention, output = f"{layer}.self_attention", (("o_proj", self.hidden),)
         yield Linear(f"{attention}.linear_qkv", self.hidden, qkv, self.key_heads, True, layer=number)
@@ -166,7 +170,8 @@ class Attention(Block):
 
         Context parallelism gathers keys and values (2 k of each rank instead), and a copy joins the attention of the
         two chunks of queries (h). One kernel for packed rows copies the values, which frees the fused tensor, and needs
-        as many key heads as query heads (4 h in total). Norms of grouped heads copy the queries.
+        as many key heads as query heads (4 h in total). Norms of grouped heads copy the queries. An output
+        gate is kept with its sigmoid and the gated output (3 h).
         """
         # With fewer key heads than tensor-parallel ranks, each rank has one.
         query, keys = self.query_width, self.width * max(self.key_heads, share.tp)
@@ -177,6 +182,8 @@ class Attention(Block):
             numbers = 4 * query
         if self.head_norm_vectors and query != keys:
             numbers += query
+        if self.output_gate:
+            numbers += 3 * query
         return numbers * share.size, 0
 
     def scores(self, sequence: int, samples: int, tp: int, cp: int) -> int:
@@ -213,7 +220,8 @@ class Attention(Block):
             yield Fault(
                 f"{key}.layout.tp",
                 f"tp {tp} does not divide the {self.qkv_width} outputs of queries, keys and values "
-                f"({self.heads} + 2 x {self.key_heads} heads of {self.width}): use a smaller tp",
+                f"({(1 + self.output_gate) * self.heads} + 2 x {self.key_heads} heads of {self.width}): use a smaller "
+                "tp",
             )
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
@@ -225,6 +233,7 @@ class Attention(Block):
             groups=self.key_heads,
             per_group=self.heads // self.key_heads,
             size=self.width,
+            gates=self.output_gate,
         )
         proj = same(f"{attention}linear_proj.weight", f"{theirs}{names['out']}.weight", self.hidden)
         yield from with_biases([qkv]) if self.qkv_bias else [qkv]

@@ -30,6 +30,14 @@ CAPPED = (
     f"{LLM}.post_norms=true",
     f"{LLM}.tie_embeddings=false",  # tied to embeddings that are scaled up, a model repeats its last token for ever
 )
+DELTA = (
+    f"{LLM}.linear_attention_layers=[1]",
+    f"{LLM}.linear_num_key_heads=2",
+    f"{LLM}.linear_num_value_heads=4",
+    f"{LLM}.linear_key_head_dim=8",
+    f"{LLM}.linear_value_head_dim=12",
+    f"{LLM}.attention_output_gate=true",
+)
 OWN_SIZES = ("encoder@modules.images.encoder=vit_tiny_native",)
 CASES = {
     # config, images, data.sequence_length, changes
@@ -39,6 +47,7 @@ CASES = {
     "latents": ("gpt_tiny", 0, 32, tuple(f"{LLM}.{size}" for size in LATENT_SIZES)),
     "windows": ("gpt_tiny", 0, 32, WINDOWS),
     "windows, two ropes, capped scores and logits": ("gpt_tiny", 0, 32, CAPPED),
+    "gated delta net, output gates": ("gpt_tiny", 0, 32, DELTA),
     "an image": ("vlm_digits", 1, 42, (GROUPED, "modules.language.llm.qk_norm=true")),
     "three images, two encoders": ("vlm_digits", 3, 72, TWO_ENCODERS),
     "images at their own sizes": ("vlm_digits", 2, 60, OWN_SIZES),

@@ -1,0 +1,1 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464)."""
