@@ -17,6 +17,7 @@ from mimo_train.config.pretrained.composites import COMPOSITES, ENCODERS, Compos
 from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as OF_TRANSFORMERS
 from mimo_train.config.pretrained.composites.of_transformers import OfTransformers, of_transformers
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
+from mimo_train.config.pretrained.hub import model_keys
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
@@ -48,7 +49,7 @@ ANY_SIZE = ("dinov2", "dinov3")
 """Families of encoders for which `image_size` is such a key too."""
 
 
-def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
+def directories(plain: dict[str, Any]) -> dict[str, Directory]:
     """Return the directory of each module that has one.
 
     Raises:
@@ -76,23 +77,16 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
     return by_module
 
 
-def _misshapen(plain: Mapping[str, Any]) -> Iterator[Fault]:
+def _misshapen(plain: dict[str, Any]) -> Iterator[Fault]:
     """Yield faults of values that should be mappings or texts, if they are read before the general type check."""
-    yield from _misfits(plain, "", ("modules", "data"), ("pretrained",))
-    modules = plain.get("modules")
-    if not isinstance(modules, Mapping):
-        return
+    yield from _misfits(plain, "", ("modules", "data"))
+    modules = plain["modules"] if isinstance(plain.get("modules"), Mapping) else {}
     for name, module in modules.items():
         yield from _misfits(modules, "modules", (name,))
         if isinstance(module, Mapping):
-            prefix = f"modules.{name}"
-            yield from _misfits(module, prefix, ("encoder", "projector", "llm", "lora", "placeholder"), ("pretrained",))
-            for part, texts in (
-                ("lora", ("adapter",)),
-                ("encoder", tuple(f"{joined}_pretrained" for joined in JOINED)),
-            ):
-                if isinstance(module.get(part), Mapping):
-                    yield from _misfits(module[part], f"{prefix}.{part}", (), texts)
+            yield from _misfits(module, f"modules.{name}", ("encoder", "projector", "llm", "lora", "placeholder"))
+    for section, name, key in model_keys(plain):
+        yield from _misfits(section, key.rpartition(".")[0], (), (name,))
 
 
 def _misfits(

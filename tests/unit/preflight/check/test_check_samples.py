@@ -126,7 +126,7 @@ def test_compressed_shards(capsys, tmp_path):
 def test_shards_that_are_not_there(key, capsys, tmp_path):
     good = shard(Path("a.tar"), *sound())
     (tmp_path / "empty").mkdir()
-    for place, said in (("gone", "no such file or folder"), ("empty", "holds no *.tar file")):
+    for place, said in (("gone", "no such file or folder"), ("empty", "holds no *.tar and no *.parquet file")):
         _, _, faults = run(capsys, *on(good, **{key: place}))
         assert len(faults) == 1
         assert faults[0].startswith(f"{key}: ")
@@ -139,9 +139,11 @@ def test_a_folder_without_shards_says_where_they_are_or_come_from(capsys):
     shard(Path("built/held_out/a.tar"), *sound())
     Path("built/images").mkdir()
     (fault,) = run(capsys, *on("built"))[2]
-    assert fault.endswith("no *.tar file: give a folder inside of it that does: built/held_out, built/train")
+    assert fault.endswith(
+        "no *.tar and no *.parquet file with samples: give a folder inside of it that does: built/held_out, built/train"
+    )
     (fault,) = run(capsys, *on("built/images"))[2]
-    assert fault.endswith("no *.tar file: `mimo-train shards build` makes shards")
+    assert fault.endswith("no *.tar and no *.parquet file with samples: `mimo-train shards build` makes shards")
 
 
 def test_shards_named_twice_and_those_of_training_in_the_evaluation_are_warnings(capsys):
