@@ -146,7 +146,6 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
         "moe_router_pre_softmax": llm.softmax_over_all_experts,
         "moe_router_score_function": llm.router_score_function,
         "moe_router_enable_expert_bias": llm.router_bias,
-        "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": llm.router_groups or None,
         "moe_router_group_topk": llm.router_groups_per_token or None,
         "moe_router_topk_scaling_factor": None if llm.router_scaling_factor == 1 else llm.router_scaling_factor,

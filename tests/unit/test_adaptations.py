@@ -107,6 +107,11 @@ REASONS = [
         "return init_method if config.perform_initialization else (lambda w: None)",
     ),
     (
+        "models/blocks/experts/module.py",
+        "distributed.finalize_model_grads:_update_router_expert_bias",
+        "and module.training and not getattr(module, 'frozen_expert_bias', False)",
+    ),
+    (
         "models/blocks/latent/module.py",
         "transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
         "if packed_seq_params is not None: # If sequence packing, TE expect [t, h, d] shaped qkv input.",

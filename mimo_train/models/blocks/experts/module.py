@@ -4,12 +4,14 @@ number of the expert), not on `ep` or `etp`."""
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,9 +32,19 @@ def build(config: TransformerConfig, te: bool) -> BlockModule:
     else:
         experts = partial(SequentialMLP, submodules=linears)
     parts = MoESubmodules(
-        experts=partial(_seeded_experts, experts), shared_experts=partial(SharedExpertMLP, submodules=linears)
+        experts=partial(_seeded_experts, experts),
+        shared_experts=partial(SharedExpertMLP, submodules=linears),
+        router=_router,
     )
     return BlockModule(norm_class(te), partial(MoELayer, submodules=parts), {})
+
+
+def _router(**options: Any) -> TopKRouter:
+    """Build a router whose biases stay as they are. Megatron-Core 0.19.2 moves those of a frozen router too, by 0.001 a
+    step (finalize_model_grads.py:334), and counts the tokens of experts over all ranks to do so."""
+    router = TopKRouter(**options)
+    router.frozen_expert_bias = True
+    return router
 
 
 def _seeded_experts(
