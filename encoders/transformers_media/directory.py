@@ -109,8 +109,12 @@ def positions(config: PretrainedConfig, ids: Sequence[int], kinds: Sequence[int]
     """
     model = skeleton(config)
     owner = model if hasattr(model, "get_rope_index") else model.base_model
-    batch = torch.tensor([ids]), torch.tensor([kinds], dtype=torch.int32)
-    return cast(torch.Tensor, owner.get_rope_index(*batch, image_grid_thw=grids)[0][:, 0])
+    options = {"input_ids": torch.tensor([ids]), "image_grid_thw": grids}
+    if "mm_token_type_ids" in inspect.signature(owner.get_rope_index).parameters:
+        options["mm_token_type_ids"] = torch.tensor([kinds], dtype=torch.int32)
+    else:  # Qwen-Omni
+        options["attention_mask"] = torch.ones(1, len(ids), dtype=torch.int64)
+    return cast(torch.Tensor, owner.get_rope_index(**options)[0][:, 0])
 
 
 def dropout_of(config: PretrainedConfig) -> float:

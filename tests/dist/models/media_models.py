@@ -107,6 +107,32 @@ def _qwen3_vl_moe(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     return _qwen3_vl(library, tokenizer, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 
 
+def _qwen3_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    start, clip = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|AUDIO|>"])
+    seeing, images = _qwen3_vl_moe(library, tokenizer)
+    audio = {
+        "num_mel_bins": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32,
+        "output_dim": 32, "downsample_hidden_size": 8, "n_window": 10, "n_window_infer": 20,
+    }  # fmt: skip
+    config = library.AutoConfig.for_model(
+        "qwen3_omni_moe_thinker",
+        text_config={**seeing.text_config.to_dict(), "model_type": "qwen3_omni_moe_text"},
+        vision_config={**seeing.vision_config.to_dict(), "model_type": "qwen3_omni_moe_vision_encoder"},
+        audio_config=audio,
+        vision_start_token_id=start,
+        audio_token_id=clip,
+    )
+    sounds = library.WhisperFeatureExtractor(feature_size=16)
+    return config, library.Qwen3OmniMoeProcessor(
+        images.image_processor, library.Qwen2VLVideoProcessor(patch_size=7), sounds, tokenizer
+    )
+
+
+OMNI = {
+    "image_token": PAD, "audio_token": "<|AUDIO|>", "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+}  # fmt: skip
+"""Tokens of the processor of Qwen-Omni."""
 MODELS = {
     "internvl": _internvl,
     "mistral3": _mistral3,
@@ -115,6 +141,7 @@ MODELS = {
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_omni_moe_thinker": _qwen3_omni,
 }
 
 
@@ -129,7 +156,8 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    save_tokenizer(folder / "tokenizer", QWEN_VL, model_specific_special_tokens=TOKENS)
+    tokens = TOKENS | (OMNI if kind == "qwen3_omni_moe_thinker" else {})
+    save_tokenizer(folder / "tokenizer", QWEN_VL, model_specific_special_tokens=tokens)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     config, processor = MODELS[kind](transformers, tokenizer)
     if kind == "idefics3":  # its token is fixed

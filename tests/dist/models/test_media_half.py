@@ -46,14 +46,12 @@ CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3"
 def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_path):
     folder, expected = published(kind)
     overrides = [f"train.iters={STEPS}", "data.sequence_length=300", *LAYOUTS[layout]]
+    experts = ["modules.language.layout.sp=true", "modules.language.llm.router_balancing=none"]
     overrides += {
         "audioflamingo3": ["modules.images.encoder.max_seconds=2"],
         "qwen3_vl": ["modules.images.implementation=transformers"],
-        "qwen3_vl_moe": [
-            "modules.images.implementation=transformers",
-            "modules.language.layout.sp=true",
-            "modules.language.llm.router_balancing=none",
-        ],
+        "qwen3_vl_moe": ["modules.images.implementation=transformers", *experts],
+        "qwen3_omni_moe_thinker": experts,
     }.get(kind, [])
     cfg = composed(folder, tmp_path / "run", *overrides)
     ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, samples_of(kind)[0][0])

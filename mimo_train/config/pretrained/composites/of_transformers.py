@@ -96,8 +96,11 @@ class OfTransformers(Composite):
         if None in grids:
             return False
         text = [1 if processor.pad != 1 else 2] * 3
+        # Qwen-Omni finds images by it.
+        start = getattr(hf_config(self.folder), "vision_start_token_id", None)
+        begin = [*text, *([] if start is None else [start])]
         items = [list(processor.ids(*size)) for size in SIZES]
-        ids = [*text, *items[0], *text, *items[1], *text]
+        ids = [*begin, *items[0], *begin, *items[1], *text]
         places = [(rows * columns, (rows, columns)) for rows, columns in grids]
         kinds = [int(token == processor.pad) for token in ids]
         patches = torch.tensor([processor.patches(*size) for size in SIZES])
