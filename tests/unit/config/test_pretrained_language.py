@@ -261,6 +261,7 @@ def test_what_a_family_has_no_place_for_is_named():
         ({**LATENT, "qk_rope_head_dim": 3}, "qk_rope_head_dim"),
         ({**LATENT, "v_head_dim": 9}, "v_head_dim"),
         ({**LATENT, "window": 4}, "window"),
+        ({**LATENT, "attention_output_gate": True}, "attention_output_gate"),
         ({"q_lora_rank": 4}, "q_lora_rank"),
         ({"num_experts": 4, **SIGMOID, "router_renormalise": False}, "router_renormalise"),
         ({"num_experts": 4, **SIGMOID, "router_groups": 2}, "router_groups"),
