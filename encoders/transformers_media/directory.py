@@ -156,6 +156,18 @@ def without_language(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def without_media(model: PreTrainedModel) -> PreTrainedModel:
+    """Take all but the language model and the output layer out of a model in place, and return it."""
+    language, head = model.get_decoder(), model.get_output_embeddings()
+    kept = {id(module) for module in (*language.modules(), *(head.modules() if head is not None else ()))}
+    owners = [owner for owner in model.modules() if kept & {id(child) for child in owner.modules()}]
+    for owner in [owner for owner in owners if id(owner) not in kept]:
+        for name, child in list(owner.named_children()):
+            if not any(child is other for other in owners):
+                setattr(owner, name, None)
+    return model
+
+
 class Structure:
     """A model of several parts without its weights.
 
@@ -190,6 +202,12 @@ class Structure:
             if converter is None and name in self._state:
                 stored[name] = file
         return stored
+
+    def is_media(self, file: str) -> bool:
+        """True if a tensor of the directory belongs to the media half."""
+        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
+        return rename_source_key(file, renamings, converters, self._prefix, self._state)[0] in self.shapes
 
     def language_names(self, files: Iterable[str]) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return the prefixes (of the language model alone, in a directory with the names `files`) of its tensors and

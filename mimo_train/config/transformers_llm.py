@@ -8,11 +8,12 @@ from functools import cache
 from math import prod
 from typing import Any
 
+from encoders.errors import EncoderError
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 
-NOT_SAVED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
+NOT_SAVED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
 """Keys of a config.json that say how it was saved, or name code to load."""
 
 RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
@@ -25,6 +26,10 @@ MODEL = "model."
 
 _NOT_ADAPTED = re.compile(r"\bexperts\.|\b(gate|router)$|\b(mixer|mamba)\.out_proj$")
 """Matches linear layers of experts and routers, and those whose weight fused kernels of Mamba read past the layer."""
+
+
+TEXT_PARTS = {"text_config", "llm_config", "thinker_config"}
+"""Keys of the language model's part in a config.json of several parts."""
 
 
 class Unsupported(ValueError):
@@ -95,11 +100,32 @@ def is_causal_language_model(model_type: object) -> bool:
     return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def class_name(model_type: str) -> str:
-    """Return the name of the class of a causal language model. Imports transformers."""
+def class_of(config: Any) -> Any:
+    """Return the class of a `PretrainedConfig`: a causal language model, or a model of several parts. Imports
+    transformers. Raises Unsupported."""
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    if is_of_parts(config):
+        from encoders.transformers_media import directory
+
+        try:
+            return directory.class_of(config)
+        except EncoderError as error:
+            raise Unsupported(str(error)) from error
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+
+
+def is_of_parts(config: Any) -> bool:
+    """True if a model has a language model among other parts."""
+    return config.get_text_config(decoder=True) is not config
+
+
+def alone(model: Any) -> Any:
+    """Take the other parts out of a model of `class_of`, in place, and return it."""
+    from encoders.transformers_media.directory import without_media
+
+    return without_media(model) if is_of_parts(model.config) else model
 
 
 def parameters_of(model_config: Mapping[str, Any]) -> "Parameters":
@@ -150,7 +176,7 @@ def _hf_config(text: str) -> Any:
 
     config = json.loads(text)
     kind = config.get("model_type")
-    if not is_causal_language_model(kind):
+    if kind not in CONFIG_MAPPING or not (is_causal_language_model(kind) or TEXT_PARTS & config.keys()):
         import transformers
 
         raise Unsupported(
@@ -205,6 +231,7 @@ def _sizes(name: str, vocab_size: int, text: str) -> TransformersSizes:
         max_positions=number("max_position_embeddings"),
         tie_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
         init_std=float(getattr(config, "initializer_range", None) or LlmSpec.init_std),
+        mrope_section=list((getattr(config, "rope_parameters", None) or {}).get("mrope_section") or ()),
         model_config=json.loads(text),
         stored_vocab_size=stored,
         is_balanced=bool(getattr(config, "output_router_logits", False)),
@@ -214,12 +241,11 @@ def _sizes(name: str, vocab_size: int, text: str) -> TransformersSizes:
 @cache
 def _parameters(text: str) -> Parameters:
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = transformers_config(json.loads(text))
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = alone(class_of(config)._from_config(config))
     except Exception as error:  # whatever a class raises for sizes that do not fit
         raise Unsupported(
             f"transformers cannot build it: {str(error).splitlines()[0] if str(error) else repr(error)}"

@@ -28,7 +28,7 @@ from mimo_train.config.pretrained.composites import Composite, composite_of
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.config.transformers_llm import MODEL, TransformersLlm, class_name
+from mimo_train.config.transformers_llm import MODEL, TEXT_PARTS, TransformersLlm, class_of, transformers_config
 from mimo_train.families.config_json import language_config_json, model_types
 from mimo_train.families.weights import language_map
 from mimo_train.hf.directory import copy_files, hub_names, plain_model, write_json, write_run_tokenizer
@@ -131,7 +131,7 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     for name, module in cfg.modules.items():
         if name == LANGUAGE:
             if isinstance(module.llm, TransformersLlm):
-                documents.append(_language_as_is(cfg, tokenizer))
+                documents = _with_language_as_is(cfg, tokenizer, documents)
             elif not module.pretrained:
                 documents.append(_language(cfg, tokenizer, rows))
             continue
@@ -167,10 +167,7 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     write_files = partial(copy_files, source)
     if LANGUAGE in names and has_another_tokenizer(directory, cfg, tokenizer):
         if is_composite:
-            raise UserError(
-                f"data.tokenizer: {cfg.data.tokenizer} is not the tokenizer of {source}, whose processor and "
-                "placeholders count on its own: a directory of this model cannot be written with another one"
-            )
+            raise _another_tokenizer(cfg, source)
         config = config | special_ids(tokenizer)
         write_files = partial(_write_with_tokenizer, source, cfg, tokenizer)
     # transformers 5's spelling of names in memory is the last one of a map.
@@ -265,26 +262,50 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
     return document
 
 
-def _language_as_is(cfg: ConfigContainer, tokenizer: Tokenizer) -> Document:
-    """Return a language model of transformers: its directory again, or a new one."""
-    module = cfg.language
-    kind = module.llm.model_config["model_type"]
-    document = Document(
-        LANGUAGE,
-        f"{LANGUAGE} ({kind})",
-        {"architectures": [class_name(kind)], **module.llm.model_config},
-        whole=[Whole(LANGUAGE, MODEL, hub_names)],
-        write_files=partial(_write_tokenizer, cfg, tokenizer),
+def _with_language_as_is(cfg: ConfigContainer, tokenizer: Tokenizer, documents: list[Document]) -> list[Document]:
+    """Return documents with a language model of transformers: in its directory again, with the parts next to it, or in
+    a new one."""
+    module, whole = cfg.language, [Whole(LANGUAGE, MODEL, hub_names)]
+    model_config = module.llm.model_config
+    text = f"{LANGUAGE} ({model_config['model_type']})"
+    if not module.pretrained:
+        config = {"architectures": [class_of(transformers_config(model_config)).__name__], **model_config}
+        write = partial(_write_tokenizer, cfg, tokenizer)
+        return [*documents, Document(LANGUAGE, text, _with_rows(config, cfg), whole=whole, write_files=write)]
+    directory = read_directory(module.pretrained, f"modules.{LANGUAGE}.pretrained")
+    source, composite = directory.folder, composite_of(directory)
+    other = has_another_tokenizer(directory, cfg, tokenizer)
+    if composite is not None and other:
+        raise _another_tokenizer(cfg, source)
+    copy = partial(_write_with_tokenizer, source, cfg, tokenizer) if other else partial(copy_files, source)
+    config = _with_rows(directory.config, cfg) | (special_ids(tokenizer) if other else {})
+    document = Document(LANGUAGE, text, config, whole=whole, write_files=copy, source=source)
+    if composite is None:
+        return [*documents, document]
+    from encoders.transformers_media.directory import structure_of  # imports transformers
+
+    folder, structure = TensorFolder(source, directory.key), structure_of(str(source))
+    next_to = [each for each in documents if each.source == source]
+    document.extras = [carried_tensor(folder, name, name) for name in folder.tensors if structure.is_media(name)]
+    for each in next_to:
+        document.parts, document.what = [*document.parts, *each.parts], f"{each.name} and {document.what}"
+        document.extras = [extra for extra in each.extras if structure.is_media(extra.name)]
+        document.sources += each.sources
+    return [*(each for each in documents if each not in next_to), document]
+
+
+def _with_rows(config: Mapping[str, Any], cfg: ConfigContainer) -> dict[str, Any]:
+    """Return config.json with the rows of the run's embedding, where they are there."""
+    rows = {"vocab_size": cfg.llm.vocab_size}
+    inner = {key: value | rows for key, value in config.items() if isinstance(value, dict) and key in TEXT_PARTS}
+    return {**config, **inner, **(rows if "vocab_size" in config or not inner else {})}
+
+
+def _another_tokenizer(cfg: ConfigContainer, source: Path) -> UserError:
+    return UserError(
+        f"data.tokenizer: {cfg.data.tokenizer} is not the tokenizer of {source}, whose processor and "
+        "placeholders count on its own: a directory of this model cannot be written with another one"
     )
-    if module.pretrained:
-        directory = read_directory(module.pretrained, f"modules.{LANGUAGE}.pretrained")
-        other = has_another_tokenizer(directory, cfg, tokenizer)
-        document.config = directory.config | (special_ids(tokenizer) if other else {})
-        source = document.source = directory.folder
-        copy = partial(_write_with_tokenizer, source, cfg, tokenizer) if other else partial(copy_files, source)
-        document.write_files = copy
-    document.config = document.config | {"vocab_size": cfg.llm.vocab_size}
-    return document
 
 
 def _write_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:

@@ -164,4 +164,6 @@ def _begins(part: Part, names: MatchedPart) -> tuple[str, ...]:
     if part.module == LANGUAGE:
         # It includes the output layer even if ours has none.
         return (*names.begins, spelt("lm_head.", names.spelling))
+    if part.begins == ENCODER and "model." in names.begins:  # all parts are in it
+        return tuple({".".join(name.split(".")[:2]) + ".": None for name in names.read_names})
     return names.begins if part.begins == ENCODER else ()

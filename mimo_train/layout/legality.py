@@ -277,6 +277,12 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     for name, module in cfg.encoders.items():
         if getattr(module.encoder, "deepstack", None):
             yield Fault(f"modules.{name}.encoder.deepstack", f"{why}. Choose another encoder")
+        if getattr(module.encoder, "axes", False) and cfg.data.pack:
+            yield Fault(
+                "data.pack",
+                f"is true, but the language model of transformers as it is does not tell documents from the positions "
+                f"on several axes of modules.{name}. Set it to false",
+            )
 
 
 def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:

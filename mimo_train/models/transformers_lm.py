@@ -18,12 +18,11 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.transformers_llm import TransformersSizes, transformers_config
+from mimo_train.config.transformers_llm import TransformersSizes, alone, class_of, transformers_config
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.layout.adapters import AdaptedLinear
 from mimo_train.models.language_model import spread
@@ -79,7 +78,7 @@ class TransformersLanguageModel(MegatronModule):
         hf_config = transformers_config(sizes.model_config)
         with torch.random.fork_rng(devices=[]), drawn(config.perform_initialization):
             torch.manual_seed(config.init_seed)
-            self.model = AutoModelForCausalLM.from_config(hf_config, dtype=config.params_dtype)
+            self.model = alone(class_of(hf_config)._from_config(hf_config, dtype=config.params_dtype))
             self._resize(self.model)
             self.model.tie_weights()
         for name, linear in list(self.named_modules()):
@@ -126,7 +125,7 @@ class TransformersLanguageModel(MegatronModule):
         batch, length = position_ids.shape[-2:]
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
-            inputs = {"inputs_embeds": decoder_input.transpose(0, 1)}
+            inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
         if inference_context is not None:
             return self._next_logits(inputs, position_ids, inference_context)
         with self._only(learned, batch * length):
@@ -164,7 +163,7 @@ class TransformersLanguageModel(MegatronModule):
         """
         sizes: TransformersSizes = self.config.llm
         try:
-            loaded, info = AutoModelForCausalLM.from_pretrained(
+            loaded, info = type(self.model).from_pretrained(
                 folder,
                 config=transformers_config(sizes.model_config),
                 dtype=self.config.params_dtype,
@@ -189,7 +188,7 @@ class TransformersLanguageModel(MegatronModule):
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.init_seed)
-            self._resize(loaded)
+            self._resize(alone(loaded))
         with torch.no_grad():
             self.model.load_state_dict(loaded.state_dict(), strict=False)  # without adapters
         start_magnitudes(self)

@@ -13,20 +13,16 @@ from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
+from mimo_train.config.pretrained.as_is import keys_as_is, media_half, native_encoder_faults
 from mimo_train.config.pretrained.composites import COMPOSITES, ENCODERS, Composite, composite_of
 from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as OF_TRANSFORMERS
-from mimo_train.config.pretrained.composites.of_transformers import OfTransformers, of_transformers
+from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.pretrained.hub import model_keys
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
-from mimo_train.config.transformers_llm import (
-    TransformersLlm,
-    Unsupported,
-    is_causal_language_model,
-    saved_config,
-)
+from mimo_train.config.transformers_llm import TransformersLlm, is_causal_language_model
 from mimo_train.families.config_json import language_keys
 from mimo_train.families.registry import is_family
 
@@ -163,7 +159,7 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
         module = plain["modules"][name] = dict(plain["modules"][name] or {})
         module["pretrained"] = str(directory.folder)
         implementation = str(module.get("implementation") or "")
-        if _media_half(name, directory, implementation) and halves.setdefault(directory.folder, name) != name:
+        if media_half(name, directory, implementation) and halves.setdefault(directory.folder, name) != name:
             other = halves[directory.folder]
             text = f"is {directory.folder}, of which modules.{other} is the media half already. Remove one of them"
             faults.append(Fault(f"modules.{name}.pretrained", text))
@@ -178,13 +174,14 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
             )
             faults += _contradictions(f"modules.{name}.placeholder", "placeholder", values, keys, directory)
             module["placeholder"] = {**keys, **values}
-        elif _media_half(name, directory, implementation):
+        elif media_half(name, directory, implementation):
             text = f"is {directory.folder}, whose {name} need its own language model"
             faults.append(Fault(directory.key, f"{text}: set modules.{LANGUAGE}.pretrained to it too"))
         faults += _fill_in_adapter(name, module, directory)
         if name == LANGUAGE:
             if "model_config" in module["llm"]:
                 module["implementation"] = "transformers"
+                faults += native_encoder_faults(directory, directories, plain["modules"])
             rows = _parts(name, directory, implementation)["llm"]["vocab_size"]
             faults += _frozen_rows(module, rows, directory)
     language = directories.get(LANGUAGE)
@@ -259,7 +256,7 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
 
 def _parts(name: str, directory: Directory, implementation: str = "") -> dict[str, dict[str, Any]]:
     try:
-        composite, media = composite_of(directory), _media_half(name, directory, implementation)
+        composite, media = composite_of(directory), media_half(name, directory, implementation)
         if media is not None:
             names = {"name": directory.folder.name}
             return {"encoder": media.media_keys(name), "projector": names | PROJECTOR | OF_TRANSFORMERS}
@@ -269,12 +266,9 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
     if name == LANGUAGE:
         as_is = implementation == "transformers"
         if not as_is and implementation != "native" and not is_family(config.get("model_type")):
-            as_is = is_causal_language_model(config.get("model_type"))
-        if as_is and composite is not None:
-            text = f"{directory.folder} is a model of several parts, whose language model alone is native only"
-            raise ConfigError([Fault(f"modules.{LANGUAGE}.implementation", f"{text}. Remove the key")])
+            as_is = isinstance(composite, OfTransformers) or is_causal_language_model(config.get("model_type"))
         if as_is:
-            return {"llm": _as_is(config, directory)}
+            return {"llm": keys_as_is(directory)}
         try:
             return {"llm": {"name": directory.name, **language_keys(config)}}
         except ConfigError as error:
@@ -318,26 +312,9 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
     return parts
 
 
-def _as_is(config: Mapping[str, Any], directory: Directory) -> dict[str, Any]:
-    """Return the keys of `llm` for a class of transformers."""
-    llm = TransformersLlm(directory.folder.name, model_config=saved_config(config))
-    try:
-        return {"name": llm.name, "vocab_size": llm.sizes.vocab_size, "model_config": llm.model_config}
-    except Unsupported as error:
-        raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
-
-
-def _media_half(name: str, directory: Directory, implementation: str) -> OfTransformers | None:
-    """Return how the encoder `name` is read if it is a media half of transformers as it is, else None."""
-    composite = composite_of(directory)
-    if name == LANGUAGE or isinstance(composite, OfTransformers):
-        return composite if name != LANGUAGE and isinstance(composite, OfTransformers) else None
-    return of_transformers(directory.folder) if implementation == "transformers" else None
-
-
 def _placeholder(name: str, directory: Directory, implementation: str) -> dict[str, str]:
     """Return the placeholder of a module's media in a directory's tokenizer, as far as config.json names it."""
-    composite, media = composite_of(directory) or Composite(""), _media_half(name, directory, implementation)
+    composite, media = composite_of(directory) or Composite(""), media_half(name, directory, implementation)
     if media is not None:
         try:
             return media.placeholder_keys(name)

@@ -2,6 +2,7 @@
 transformers with AdamW makes of these."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ CLIPS: list[tuple[list[Any], str]] = [
 """As SAMPLES, audio as (samples,)."""
 
 
-def _internvl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _internvl(library: Any, tokenizer: Any, text: str = "qwen2") -> tuple[Any, Any]:
     config = library.InternVLConfig(
         vision_config=VISION | {"image_size": [SIDE, SIDE], "patch_size": [7, 7]},
-        text_config=TEXT | {"model_type": "qwen2"}, downsample_ratio=0.5,
+        text_config=TEXT | {"model_type": text}, downsample_ratio=0.5,
     )  # fmt: skip
     images = library.GotOcr2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4)
     videos = library.InternVLVideoProcessor(size=SQUARE)
@@ -133,7 +134,10 @@ OMNI = {
     "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
 }  # fmt: skip
 """Tokens of the processor of Qwen-Omni."""
+AS_IS = "internvl of cohere2"
+"""Its language model has no native family."""
 MODELS = {
+    AS_IS: partial(_internvl, text="cohere2"),
     "internvl": _internvl,
     "mistral3": _mistral3,
     "idefics3": _idefics3,
@@ -168,7 +172,9 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     setattr(config, "audio_token_id" if audio else "image_token_id", tokenizer.convert_tokens_to_ids(token))
     torch.manual_seed(5)
     names = {**transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    model = getattr(transformers, names.get(kind, "AudioFlamingo3ForConditionalGeneration"))._from_config(config)
+    model = getattr(
+        transformers, names.get(kind.partition(" ")[0], "AudioFlamingo3ForConditionalGeneration")
+    )._from_config(config)
     with torch.no_grad():
         for name, value in model.named_parameters():
             norm = value.ndim == 1 and name.endswith("weight")

@@ -10,7 +10,7 @@ from data.errors import DataError
 from mimo_train.config.errors import ConfigError
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from mimo_train.layout.run import resolve
-from tests.dist.models.media_models import MODELS, RATE, STEPS, exported, make, samples_of
+from tests.dist.models.media_models import AS_IS, MODELS, RATE, STEPS, exported, make, samples_of
 from tests.dist.models.media_types import differences
 from tests.dist.models.test_composites import BOUND, composed, tensors, train
 from tests.dist.ranks import run_ranks
@@ -38,7 +38,9 @@ def published(tmp_path_factory):
 
 
 CASES = [("internvl", layout) for layout in LAYOUTS]
-CASES += [(kind, "tp2") for kind in MODELS if kind != "internvl"]
+LAYOUTS["as is"] = ("layout=one_process", "train.micro_batch_size=1", "modules.language.implementation=transformers")
+CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", AS_IS)]
+CASES += [(AS_IS, layout) for layout in ("one process", "packed", "dp2")] + [("qwen2_vl", "as is")]
 CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2"), ("qwen3_vl", "packed")]
 
 
@@ -67,7 +69,7 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
                 assert ranks[0]["ids"][number, : len(ids)].tolist() == ids
     curve = [(loss, norm) for _, loss, norm in whole([rank["curve"] for rank in ranks])]
     assert np.array(curve) == pytest.approx(np.array(expected["curve"]), rel=BOUND)
-    if layout == "one process":
+    if layout in ("one process", "as is"):
         assert ranks[0]["answer"] == expected["answer"] and len(set(expected["answer"])) > 3
     checkpoint = ranks[0]["before" if layout == "tp2" else "after"]
     (found,) = run_ranks(exported, 1, checkpoint, tmp_path / "out", kind)
