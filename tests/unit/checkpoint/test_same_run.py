@@ -35,7 +35,7 @@ SAID = {
         *("sequence_length", "bounds", "exhausted", "mix_schedule"),
         *("validation_shards", "validation", "test_shards", "split"),
     },
-    "modules": {"freeze", "optim"},
+    "modules": {"freeze", "implementation", "optim"},
     "train": {
         *("iters", "epochs", "global_batch_size", "rampup_batch_size", "skip_iters", "loss_weights", "precision"),
         *("eval_samples", "callbacks", "forward_step", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
