@@ -41,6 +41,7 @@ OPTIONS = {
     "zero_centered_norms": "norms that multiply by 1 + weight",
     "post_norms": "norms after attention and feed-forward block",
     "scale_embeddings": "scaled embeddings",
+    "rope_interleaved": "channels that rotate with their neighbours",
 }
 """In words, by a key of `LlmSpec` that every model of a family has."""
 

@@ -28,8 +28,12 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
     multiple of 128."""
     scale_embeddings: bool = False
     """Multiply token embeddings by sqrt(`hidden_size`), not features of media."""
+    embedding_multiplier: float = key(1.0, above=0)
+    """Multiply token embeddings, not features of media."""
     tie_embeddings: bool = True
     """The output layer shares the input embedding's weights."""
+    logit_divisor: float = key(1.0, above=0)
+    """Divide logits by this."""
     logit_softcap: float = key(0.0, at_least=0, zero_means="no cap")
     """Logits become cap * tanh(logit / cap); 0: no cap."""
 
@@ -85,6 +89,12 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
             yield Fault(
                 f"{prefix}.zero_centered_norms", f"requires RMSNorm, but {prefix}.normalization is {self.normalization}"
             )
+        for name, other in (("embedding_multiplier", "scale_embeddings"), ("logit_divisor", "logit_softcap")):
+            if getattr(self, name) != 1 and getattr(self, other):
+                yield Fault(
+                    f"{prefix}.{name}",
+                    f"is not supported with {prefix}.{other} {getattr(self, other)}. Set one of them",
+                )
         yield from self.latent_faults(prefix)
         if not self.kv_lora_rank:
             yield from self.attention_faults(prefix)
@@ -94,7 +104,8 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
 
     def _layer_faults(self, prefix: str) -> Iterator[Fault]:
         """Yield faults of layer lists with invalid layers, or without effect."""
-        needed = {"full_attention_layers": "window", "dense_layers": "num_experts", "linear_attention_layers": ""}
+        needed = {"full_attention_layers": "window", "dense_layers": "num_experts"}
+        needed |= dict.fromkeys(("linear_attention_layers", "no_rope_layers"), "")
         for name, other in needed.items():
             layers: list[int] = getattr(self, name)
             wrong = [layer for layer in layers if not 0 <= layer < self.num_layers]

@@ -132,7 +132,8 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     layers = [llm.layer(number) for number in stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)]
     share = Share(
         tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
-        plain=not llm.post_norms and _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout), whole_rows=_has_row_kernel(cfg),
+        plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and llm.residual_multiplier == 1
+        and not llm.post_norms and not llm.rope_interleaved, whole_rows=_has_row_kernel(cfg),
     )  # fmt: skip
     scores = max(layer.mixer.scores(length, samples, sizes.tp, sizes.cp) for layer in layers)
     layer = -(-sum(each.kept(share) for each in layers) // len(layers)) + (scores if recompute != "selective" else 0)

@@ -97,6 +97,7 @@ USUAL: Keys = {
     "attention_softcap": 0.0,
     "logit_softcap": 0.0,
     "scale_embeddings": False,
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logit_divisor"), 1.0),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
     "num_experts": 0,
     "shared_expert_ffn_hidden_size": 0,
@@ -108,6 +109,8 @@ USUAL: Keys = {
     "router_scaling_factor": 1.0,
     "attention_output_gate": False,
     "linear_attention_layers": [],
+    "no_rope_layers": [],
+    "rope_interleaved": False,
 }
 """Keys of `LlmSpec` of a family that does not set them."""
 
@@ -235,4 +238,5 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
         "full_attention_layers": None,
         "dense_layers": sorted(spec.dense_layers),
         "linear_attention_layers": sorted(spec.linear_attention_layers),
+        "no_rope_layers": sorted(spec.no_rope_layers),
     }

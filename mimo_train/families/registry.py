@@ -6,9 +6,12 @@ from importlib.metadata import entry_points
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.families.base import Family, fault
 from mimo_train.families.deepseek import DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, HY_V3, KIMI_K2
+from mimo_train.families.ernie4_5 import ERNIE4_5
 from mimo_train.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mimo_train.families.glm_moe import GLM4_MOE
+from mimo_train.families.granite import GRANITE
 from mimo_train.families.llama import CWM, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SEED_OSS
+from mimo_train.families.phi3 import PHI3
 from mimo_train.families.qwen import (
     QWEN2,
     QWEN2_5_OMNI_TEXT,
@@ -22,6 +25,7 @@ from mimo_train.families.qwen import (
     QWEN3_VL_TEXT,
 )
 from mimo_train.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
+from mimo_train.families.smollm3 import SMOLLM3
 
 GROUP = "mimo_train.families"
 """Entry point group in which installed packages register a family: `MODEL_TYPE = "package.module:FAMILY"`."""
@@ -57,6 +61,10 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_TEXT,
         QWEN3_5_MOE_TEXT,
         QWEN3_NEXT,
+        SMOLLM3,
+        PHI3,
+        GRANITE,
+        ERNIE4_5,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

@@ -195,7 +195,9 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
         return f"a class of transformers as it is ({key}.implementation)"
     if module.llm is not None:
         llm = module.llm
-        names = ("num_experts", "kv_lora_rank", "dropout", "post_norms")
+        if llm.residual_multiplier != 1:
+            return f"{key}.llm.residual_multiplier={llm.residual_multiplier:g}"
+        names = ("num_experts", "kv_lora_rank", "dropout", "post_norms", "rope_interleaved")
         return next((f"{key}.llm.{name}={value}" for name in names if (value := getattr(llm, name))), "")
     if isinstance(module.encoder, PlainSpec):
         return f"{key}.encoder.family {module.encoder.family}, a plain torch module"

@@ -76,6 +76,7 @@ class DenseLayer:
         )
         self._groups, self._width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self._heads = attention.num_attention_heads_per_partition
+        self._rotates = getattr(attention, "rotates", True)
         self._activation, self._gated = layer.config.activation_func, layer.config.gated_linear_unit
         # `cpu_attention` reads queries, keys and values as they are projected, one key and value for each query.
         is_plain = self._query_norm is None and self._key_norm is None and self._groups == self._heads
@@ -108,7 +109,7 @@ class DenseLayer:
     ) -> torch.Tensor:
         """Return the layer's output [S, B, H]. The arguments are those of Megatron-Core's layer."""
         rotation: tuple[torch.Tensor, ...] = (
-            () if rotary_pos_emb is None else self._rotation(rotary_pos_emb, hidden_SBH.dtype)
+            self._rotation(rotary_pos_emb, hidden_SBH.dtype) if rotary_pos_emb is not None and self._rotates else ()
         )
         has_rotation = len(rotation) > 0 and rotation[0].size(-1) == self._width and packed_seq_params is None
         if self._has_cpu_attention and has_rotation and cpu_attention.supports(hidden_SBH):

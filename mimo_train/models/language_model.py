@@ -67,6 +67,12 @@ class SeededGPTModel(GPTModel):
             self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
         if self.post_process and llm.logit_softcap:
             self.output_layer.register_forward_hook(_SoftCap(llm.logit_softcap))
+        if self.pre_process and llm.embedding_multiplier != 1:
+            multiplier = llm.embedding_multiplier
+            self.embedding.word_embeddings.register_forward_hook(lambda _module, _inputs, output: output * multiplier)
+        if self.post_process and llm.logit_divisor != 1:
+            divisor = llm.logit_divisor
+            self.output_layer.register_forward_hook(lambda _module, _inputs, output: (output[0] / divisor, output[1]))
 
     def forward(
         self,

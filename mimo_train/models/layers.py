@@ -18,6 +18,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -154,8 +155,10 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
     @cache
     def spec(mixer: str, feed_forward: str, takes_features: bool) -> ModuleSpec:
         layer = _joined(_MODULES[mixer](config, te), _MODULES[feed_forward](config, te))
-        if llm.post_norms:
-            add = ModuleSpec(NormedAdd, params={"config": config, "norm": norm_class(te)})
+        if llm.post_norms or llm.residual_multiplier != 1:
+            norm = norm_class(te) if llm.post_norms else IdentityOp
+            params = {"config": config, "norm": norm, "multiplier": llm.residual_multiplier}
+            add = ModuleSpec(NormedAdd, params=params)
             layer = replace(layer, self_attn_bda=add, mlp_bda=add)
         return ModuleSpec(DeepStackLayer if takes_features else SeededTransformerLayer, submodules=layer)
 

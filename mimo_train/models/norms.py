@@ -68,11 +68,13 @@ def _rms_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 class NormedAdd(torch.nn.Module):
-    """residual + dropout(norm(branch + bias)), where Megatron-Core adds a branch to the residual stream."""
+    """residual + dropout(multiplier * norm(branch + bias)), where Megatron-Core adds a branch to the residual
+    stream."""
 
-    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module]):
+    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module], multiplier: float):
         """`norm` builds the norm, of the hidden size."""
         super().__init__()
+        self._multiplier = multiplier
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Add:
@@ -80,7 +82,10 @@ class NormedAdd(torch.nn.Module):
 
         def add(branch: Branch, residual: torch.Tensor, dropout: float) -> torch.Tensor:
             output, bias = branch
-            return residual + F.dropout(self.norm(output if bias is None else output + bias), dropout, training)
+            normed = self.norm(output if bias is None else output + bias)
+            if self._multiplier != 1:
+                normed = normed * self._multiplier
+            return residual + F.dropout(normed, dropout, training)
 
         return add
 

@@ -65,6 +65,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         add_qkv_bias=llm.bias or llm.qkv_bias,
         softmax_scale=llm.attention_scale_size**-0.5 if llm.attention_scale_size else None,
         mrope_section=llm.mrope_section or None,
+        rotary_interleaved=llm.rope_interleaved,
         **_windows(llm),
         qk_layernorm=llm.qk_norm,
         attention_output_gate=llm.attention_output_gate,

@@ -40,6 +40,8 @@ class LayerKeys(Section):
     """Norms multiply by 1 + weight, head norms too. `RMSNorm` only."""
     post_norms: bool = False
     """Normalise the outputs of attention and of the feed-forward block before adding them."""
+    residual_multiplier: float = key(1.0, above=0)
+    """Multiply the outputs of attention and of the feed-forward block before adding them."""
     bias: bool = False
     """Linear layers have biases. Not with experts."""
     dropout: float = key(0.0, at_least=0, below=1)

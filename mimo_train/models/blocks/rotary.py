@@ -95,6 +95,10 @@ class RotaryKeys(LayerKeys):
     """Base period of rotary positions."""
     partial_rotary_factor: float = key(1.0, above=0, at_most=1)
     """Share of a head's channels that rotate, the first ones; 1: all."""
+    rope_interleaved: bool = False
+    """Each channel rotates with its neighbour, not with one half a head away."""
+    no_rope_layers: list[int] = key(factory=list, at_least=0)
+    """Layers, counted from 0, whose queries and keys do not rotate: they see no positions."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
     mrope_section: list[int] = key(factory=list, at_least=0)
@@ -116,10 +120,15 @@ class RotaryKeys(LayerKeys):
             needs_rope = {
                 "rope_scaling.kind": self.rope_scaling.kind != "default",
                 "local_rope_base": self.local_rope_base,
+                "no_rope_layers": self.no_rope_layers,
+                "rope_interleaved": self.rope_interleaved,
                 "partial_rotary_factor": self.partial_rotary_factor != 1,
             }
             for name in (name for name, is_set in needs_rope.items() if is_set):
                 yield Fault(f"{prefix}.{name}", f"requires rotary positions, but {prefix}.position is {self.position}")
+        for name in ("mrope_section", "local_rope_base"):
+            if self.rope_interleaved and getattr(self, name):
+                yield Fault(f"{prefix}.rope_interleaved", f"is not supported with {prefix}.{name}. Set one of them")
         section = self.mrope_section
         if not section:
             if self.mrope_interleaved:

@@ -34,6 +34,7 @@ CASES = {
     "deepseek_v3, yarn, groups": "fp32",
     "qwen3_5": "bf16",
     "qwen3_next, a dense layer": "fp32",
+    "phi3, half of a head": "bf16",
     "gemma2": "fp32",
     "gemma3": "bf16",
     "gemma3 with images": "fp32",

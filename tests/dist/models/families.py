@@ -218,6 +218,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "smollm3, windows": {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 7,
+    },
+    "phi3, half of a head": {
+        "model_type": "phi3",
+        "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+        "attention_bias": True,
+    },
+    "ernie4_5, biases, yarn": {
+        "model_type": "ernie4_5",
+        "use_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": _YARN,
+    },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",
         "mlp_layer_types": ["sparse", "dense", "sparse"],

@@ -58,6 +58,15 @@ ODD = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | EXPERTS | SHARED,
     "qwen3_next": DELTA | EXPERTS | QWEN_MOE | SHARED,
+    "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 0, 0, 1, 1], "no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 5,
+    },
+    "ernie4_5": {"use_bias": True},
+    "phi3": {"partial_rotary_factor": 0.6},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
 }
@@ -70,6 +79,7 @@ NEEDED = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_scaling"}),
     "glm4_moe": {"num_experts_per_tok", "topk_group"},
     "hy_v3": {"num_hidden_layers"},
+    "smollm3": {"num_hidden_layers"},
     "deepseek_v3": {"num_experts_per_tok", "topk_group", "num_attention_heads", "num_key_value_heads"},
     "glm4_moe_lite": {
         *("num_experts_per_tok", "topk_group", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
@@ -99,6 +109,8 @@ def test_language_models(kind):
     ]
     rejected = {
         "llama": ["attention_bias"],
+        "smollm3": ["attention_bias"],
+        "granite": ["attention_bias"],
         "seed_oss": ["attention_out_bias", "attention_dropout", "residual_dropout"],
     }
     for left_out in rejected.get(kind, ()):

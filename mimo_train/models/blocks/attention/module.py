@@ -57,14 +57,16 @@ def build_attention(config: TransformerConfig, mask: AttnMaskType, te: bool) -> 
 
 
 class RotaryAttention(SelfAttention):
-    """`SelfAttention` with its layer's own rotary frequencies and attention factor; `config.llm` is the `LlmSpec`.
-    Megatron-Core 0.19.2 gives all layers the same frequencies, and reads no attention factor from a config."""
+    """`SelfAttention` with its layer's own rotary frequencies, if any, and attention factor; `config.llm` is the
+    `LlmSpec`. Megatron-Core 0.19.2 gives all layers the same frequencies, and reads no attention factor from a
+    config."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, layer_number: int, **options: Any):
         super().__init__(config, *arguments, layer_number=layer_number, **options)
         llm: LlmSpec = config.llm
         self.kind_of_angles = bool(llm.window_of(layer_number - 1)) if llm.local_rope_base else None
         """True for a local layer; None if all layers have the same angles."""
+        self.rotates = layer_number - 1 not in llm.no_rope_layers
         self._yarn_concentration_factor = 1.0 if self.kind_of_angles else attention_factor(llm.rope_scaling)
 
     def forward(
@@ -72,7 +74,7 @@ class RotaryAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as in Megatron-Core. `rotary_pos_emb`: [S, 1, 1, angles], of all kinds of layers."""
         if rotary_pos_emb is not None:
-            rotary_pos_emb = self.own_angles(rotary_pos_emb)
+            rotary_pos_emb = self.own_angles(rotary_pos_emb) if self.rotates else None
         return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options)
 
     def own_angles(self, angles: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class AttentionKeys(RotaryKeys):
             self.key_heads,
             self.head_width,
             window=self.window_of(layer),
-            rope=self.position == "rope",
+            rope=self.position == "rope" and layer not in self.no_rope_layers,
             head_norm_vectors=self.norm_vectors if self.qk_norm else 0,
             qkv_bias=self.bias or self.qkv_bias,
             proj_bias=self.bias or self.proj_bias,
@@ -225,14 +225,17 @@ class Attention(Block):
             )
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
-        """See `Block`. Names: `query`, `key`, `value`, `out`, and with norms `query_norm` and `key_norm`."""
+        """See `Block`. Names: `query`, `key`, `value`, `out`, and with norms `query_norm` and `key_norm`; `fused`: one
+        tensor of all queries, keys and values instead of three."""
         attention = f"{ours}self_attention."
+        parts = ["fused"] * 3 if "fused" in names else ["query", "key", "value"]
         qkv = heads(
             f"{attention}linear_qkv.weight",
-            *(f"{theirs}{names[part]}.weight" for part in ("query", "key", "value")),
+            *(f"{theirs}{names[part]}.weight" for part in parts),
             groups=self.key_heads,
             per_group=self.heads // self.key_heads,
             size=self.width,
+            firsts=(0, self.query_width, self.query_width + self.width * self.key_heads) if "fused" in names else (),
             gates=self.output_gate,
         )
         proj = same(f"{attention}linear_proj.weight", f"{theirs}{names['out']}.weight", self.hidden)

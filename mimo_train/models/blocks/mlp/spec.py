@@ -98,13 +98,14 @@ class Mlp(Block):
         yield from tp_faults(layout.tp, key, ffn_hidden_size=self.width)
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
-        """See `Block`. Names: `gate`, `up` and `down`."""
+        """See `Block`. Names: `gate`, `up` and `down`; `fused`: one tensor of gate and up instead of two."""
         linears = self.linear_rules(f"{ours}mlp.", theirs, names)
         yield from with_biases(linears) if self.bias else linears
 
     def linear_rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
         """Yield the rules of the two weights under the prefix `ours`."""
         halves = ("gate", "up") if self.gated else ("up",)
-        first = [(f"{theirs}{names[half]}.weight", self.width) for half in halves]
+        first = [(f"{theirs}{names[half]}.weight", self.width) for half in halves if half in names]
+        first = first or [(f"{theirs}{names['fused']}.weight", self.up)]
         yield stacked(f"{ours}linear_fc1.weight", first)
         yield same(f"{ours}linear_fc2.weight", f"{theirs}{names['down']}.weight", self.hidden)

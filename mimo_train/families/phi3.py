@@ -1,0 +1,45 @@
+"""Phi-3 and Phi-4: queries, keys and values in one tensor, as gate and up; a part of each head rotates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mimo_train.config.errors import Fault
+from mimo_train.families.base import NAMES, Config, Family, fault
+from mimo_train.families.rope import Rope
+from mimo_train.families.usual import DECODER
+from mimo_train.families.windows import Windows, every_layer
+
+
+@dataclass(frozen=True)
+class UnscaledRope(Rope):
+    """Rotary positions whose class reads every scaling but `longrope` as `longrope`, which cannot be built here."""
+
+    def faults(self, config: Config) -> Iterator[Fault]:
+        """See `Spelling`."""
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind != "default":
+            yield fault("rope_type", kind, "rotary positions of this family can be built without scaling only")
+
+
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    DECODER
+    | {
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    (Windows(every_layer), UnscaledRope(partial=1.0)),
+    names={
+        **NAMES,
+        "attention": {"fused": "self_attn.qkv_proj", "out": "self_attn.o_proj"},
+        "mlp": {"fused": "mlp.gate_up_proj", "down": "mlp.down_proj"},
+    },
+    never=dict.fromkeys(("resid_pdrop", "embd_pdrop"), (None, 0)),
+)
