@@ -214,6 +214,15 @@ class ModuleConfig(Section):
         yield from value_faults(self.placeholder, f"{prefix}.placeholder")
         yield from self.optim.faults(name, optim)
         yield from self._freeze_faults(name)
+        if self.projector is not None and self.projector.kind == "none":
+            for key_name, is_set in (
+                ("optim.projector_lr", self.optim.projector_lr is not None),
+                ("freeze", "projector" in list(self.freeze or ())),
+                ("freeze_until", "projector" in (self.freeze_until or {})),
+            ):
+                if is_set:
+                    text = f"names the projector, which is a part of the encoder here ({prefix}.projector.kind is none)"
+                    yield Fault(f"{prefix}.{key_name}", f"{text}. Name parameters of the encoder, or remove it")
         yield from self.lora.faults(f"{prefix}.lora")
         if self.lora.adapter and not self.pretrained:
             yield Fault(

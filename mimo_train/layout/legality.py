@@ -274,10 +274,16 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             "is true, but the recurrent layers of this class of transformers mix the documents of a row. Set it to "
             "false",
         )
+    if cfg.data.pack and "index_topk" in cfg.language.llm.model_config:
+        yield Fault(
+            "data.pack",
+            "is true, but this class of transformers, which chooses the tokens that it attends to (index_topk), gives "
+            "other numbers for a row of documents than for each alone. Set it to false",
+        )
     for name, module in cfg.encoders.items():
         if getattr(module.encoder, "deepstack", None):
             yield Fault(f"modules.{name}.encoder.deepstack", f"{why}. Choose another encoder")
-        if getattr(module.encoder, "axes", False) and cfg.data.pack:
+        if cfg.data.pack and (cfg.llm.mrope_section or getattr(module.encoder, "axes", False)):
             yield Fault(
                 "data.pack",
                 f"is true, but the language model of transformers as it is does not tell documents from the positions "

@@ -87,7 +87,7 @@ class TransformersLanguageModel(MegatronModule):
         if config.recompute_granularity == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.embedding = _Embedding(self.model.get_input_embeddings())
-        self._accepts = inspect.signature(self.model.forward).parameters.keys()
+        self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         self._proven = set[bool]()
 
     def forward(
@@ -225,7 +225,7 @@ class TransformersLanguageModel(MegatronModule):
 
     def _options(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         # transformers reads the documents of a packed row from positions that restart (masking_utils.py).
-        return {"position_ids": position_ids} if "position_ids" in self._accepts else {}
+        return {"position_ids": position_ids} if self._takes_positions else {}
 
     @contextmanager
     def _only(self, learned_N: torch.Tensor | None, positions: int) -> Iterator[None]:
@@ -253,14 +253,20 @@ class TransformersLanguageModel(MegatronModule):
         ids = torch.arange(2 * PROBED, device=device)[None] % self.config.llm.vocab_size
         behind = ids >= PROBED
 
-        def logits(changed: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        def logits(changed: torch.Tensor, options: dict[str, torch.Tensor]) -> torch.Tensor:
             other_ids = (ids + PROBED * changed) % self.config.llm.vocab_size
-            return self.model(input_ids=other_ids, **self._options(position_ids), use_cache=False).logits[0].float()
+            return self.model(input_ids=other_ids, **options, use_cache=False).logits[0].float()
 
         self.model.eval()
-        whole, parts = ids.new_ones(ids.shape).cumsum(1) - 1, torch.arange(PROBED, device=device).repeat(2)[None]
-        sees_later = self._differ(*(logits(changed, whole)[:PROBED] for changed in (behind, behind & False)))
-        mixes = packed and self._differ(*(logits(changed, parts)[PROBED:] for changed in (~behind, behind & False)))
+        nothing, restarted = behind & False, torch.arange(PROBED, device=device).repeat(2)[None]
+        whole = self._options(ids.new_ones(ids.shape).cumsum(1) - 1)
+        if self._differ(logits(nothing, whole), logits(nothing, {})):
+            self._takes_positions, whole = False, {}  # RoBERTa counts from another number
+        parts = self._options(restarted)
+        sees_later = self._differ(*(logits(changed, whole)[:PROBED] for changed in (behind, nothing)))
+        mixes = packed and (
+            not parts or self._differ(*(logits(changed, parts)[PROBED:] for changed in (~behind, nothing)))
+        )
         self.model.train(was_training)
         if sees_later:
             raise UserError(

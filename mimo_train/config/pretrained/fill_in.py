@@ -180,7 +180,7 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
         faults += _fill_in_adapter(name, module, directory)
         if name == LANGUAGE:
             if "model_config" in module["llm"]:
-                module["implementation"] = "transformers"
+                module["implementation"] = module.get("implementation") or "transformers"
                 faults += native_encoder_faults(directory, directories, plain["modules"])
             rows = _parts(name, directory, implementation)["llm"]["vocab_size"]
             faults += _frozen_rows(module, rows, directory)

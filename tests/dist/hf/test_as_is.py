@@ -23,6 +23,10 @@ FAMILIES: dict[str, dict] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "llama4_text": {"intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": [1], "no_rope_layers": [1, 0]},
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 16},
+    "roberta": {
+        "is_decoder": True, "pad_token_id": 1, "eos_token_id": 2,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
     "qwen3_5_text": {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
@@ -126,7 +130,12 @@ def _leave(root: Path, checkpoints: dict[str, str]) -> dict[str, tuple]:
         with torch.no_grad():
             logits = model(input_ids=ids).logits.numpy()
             options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
-            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
+            if name == "roberta":  # its `generate` gives positions from 0, which its forward pass alone does not
+                while ids.size(1) < len(PROMPT) + NEW:
+                    ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+            else:
+                ids = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            tokens = ids[0, len(PROMPT) :].tolist()
         wrong = [*info["missing_keys"], *info["unexpected_keys"]]
         ours = logits_here(Path(checkpoint), [PROMPT])
         left[name] = wrong, difference(ours, logits), _greedy(Path(checkpoint)), tokens
@@ -307,6 +316,13 @@ def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
     for kind in ("lfm2", "mamba2", "qwen3_5_text"):
         with pytest.raises(ConfigError, match=r"data\.pack: is true, but the recurrent layers"):
             resolve(run_of("gpt_tiny", tmp_path / kind, prose, models / kind, AS_IS, "data.pack=true"))
+    for base, kind, message in (
+        ("gpt_tiny", "deepseek_v32", r"data\.pack: is true, .*\(index_topk\)"),
+        ("vlm_digits", "qwen3_vl", r"data\.pack: is true, .* positions on several axes of modules\.images"),
+    ):
+        _save_config(tmp_path / kind, kind)
+        with pytest.raises(ConfigError, match=message):
+            resolve(run_of(base, tmp_path / "run", prose, tmp_path / kind, AS_IS, "data.pack=true"))
     (said,) = run_ranks(
         _probe, 1, {kind: run_of("gpt_tiny", tmp_path, prose, models / kind, AS_IS) for kind in (*FAMILIES, NOT_CAUSAL)}
     )
@@ -315,9 +331,18 @@ def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
         "lfm2",
         "mamba2",
         "qwen3_5_text",
+        "roberta",  # counts positions from another number
     }
     assert "tokens of BertLMHeadModel see later ones" in said[NOT_CAUSAL]
     assert sum(text == "" for text in said.values()) == 3
+
+
+def _save_config(folder: Path, kind: str) -> None:
+    import transformers
+
+    axes = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    sizes = {"text_config": COMMON | axes} if kind == "qwen3_vl" else COMMON
+    transformers.AutoConfig.for_model(kind, **sizes).save_pretrained(folder)
 
 
 def _probe(cfgs: dict) -> dict[str, str]:
@@ -350,6 +375,7 @@ def test_rejected_by_name(prose, models, tmp_path):
         "modules.language.layout.cp=2": r"modules\.language\.layout\.cp: is 2",
         "modules.language.layout.ep=2": r"modules\.language\.layout\.ep: is 2",
         "modules.language.implementation=native": "of language models, these can be read",
+        "modules.language.implementation=transformer": r"modules\.language\.implementation: .*transformer",
         "train.recompute=selective": r"modules\.language\.recompute: selective requires",
         "train.compile=layers": "class of transformers as it is",
         "modules.language.llm.num_layers=2": "num_layers",

@@ -97,6 +97,9 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
         composed(folder, tmp_path, "pretrained=", alone)
     with pytest.raises(ConfigError, match="of which modules.images is the media half already"):
         composed(folder, tmp_path, f"+modules.more.pretrained={folder / 'model'}")
+    for key in ("optim.projector_lr=1e-3", "freeze=[projector]", "freeze_until={projector: 2}"):
+        with pytest.raises(ConfigError, match=r"names the projector, which is a part of the encoder here"):
+            resolve(composed(folder, tmp_path, f"modules.images.{key}"))
     with pytest.raises(ConfigError, match="^modules.images.encoder.dropout: is 0.2: set it to 0 as in config.json"):
         resolve(composed(folder, tmp_path, "data.sequence_length=300", "modules.images.encoder.dropout=0.2"))
     cfg = composed(folder, tmp_path, "data.sequence_length=300")
