@@ -69,31 +69,35 @@ def download(url: Url, choose: Callable[[Url, Sequence[Url]], Sequence[Url]]) ->
 @contextmanager
 def _explained(name: str, revision: str) -> Iterator[None]:
     """Turn any error of huggingface_hub, and of the libraries below it, into a DataError with a remedy."""
-    from huggingface_hub import constants, errors
-
-    page, log_in = f"{constants.ENDPOINT}/datasets/{name}", "log in (`hf auth login`, or HF_TOKEN)"
     try:
         yield
     except DataError:
         raise
-    except errors.GatedRepoError:
-        reason = f"{page} is gated. Accept its terms there, and {log_in} with the account that did so"
-    except errors.RepositoryNotFoundError:
-        reason = f"{page} does not exist, or is private. Correct the name, or {log_in}"
-    except errors.RevisionNotFoundError:
-        reason = f"{page} has no revision {revision}. Give a branch, a tag or a commit of it"
     except Exception as error:
-        if constants.HF_HUB_OFFLINE:
-            reason = (
-                f"the dataset {name} is not complete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set. "
-                f"Unset it, or run `hf download --repo-type dataset {name}` with a network"
-            )
-        else:
-            cause = shown(str(error).strip().partition("\n")[0])
-            reason = (
-                f"{page} cannot be downloaded ({type(error).__name__}: {cause}). Check the network and HF_ENDPOINT, or "
-                f"run `hf download --repo-type dataset {name}` elsewhere and copy the cache {constants.HF_HUB_CACHE}"
-            )
-    else:
-        return
-    raise DataError(f"data.shards: {reason}") from None
+        raise DataError(f"data.shards: {why_unreadable('dataset', name, revision, error)}") from None
+
+
+def why_unreadable(kind: str, name: str, revision: str, error: Exception) -> str:
+    """Return why the hub does not give a `dataset` or `model`, and the remedy; `error`: what huggingface_hub raised."""
+    from huggingface_hub import constants, errors
+
+    is_dataset, log_in = kind == "dataset", "log in (`hf auth login`, or HF_TOKEN)"
+    page = f"{constants.ENDPOINT}/{'datasets/' if is_dataset else ''}{name}"
+    command = f"hf download {'--repo-type dataset ' if is_dataset else ''}{name}"
+    match error:
+        case errors.GatedRepoError():
+            return f"{page} is gated. Accept its terms there, and {log_in} with the account that did so"
+        case errors.RepositoryNotFoundError():
+            return f"{page} does not exist, or is private. Correct the name, or {log_in}"
+        case errors.RevisionNotFoundError():
+            return f"{page} has no revision {revision}. Give a branch, a tag or a commit of it"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"the {kind} {name} is not complete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set. "
+            f"Unset it, or run `{command}` with a network"
+        )
+    cause = shown(str(error).strip().partition("\n")[0])
+    return (
+        f"{page} cannot be downloaded ({type(error).__name__}: {cause}). Check the network and HF_ENDPOINT, or run "
+        f"`{command}` elsewhere and copy the cache {constants.HF_HUB_CACHE}"
+    )

@@ -64,7 +64,7 @@ class Reader(MatchedPart):
         if unknown:
             raise UserError(
                 f"{self._key}: {self.folder} has no tensor for {listed(unknown, SHOWN)}: the model has "
-                "parameters that its family has not; remove the keys that add them"
+                "parameters that its family does not have; remove the keys that add them"
             )
         wrong = [
             mismatch for name, value in parameters.items() if (mismatch := self._mismatch(name, value, cuts[name]))

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from data.storage.hub import why_unreadable
 from data.text_format import shown
 from encoders.joined.spec import PARTS as JOINED
 from mimo_train.config.errors import ConfigError, Fault, UserError
@@ -335,36 +336,12 @@ def _is_first_of_node() -> bool:
 @contextmanager
 def _explained(key: str, text: str) -> Iterator[None]:
     """Turn any error of huggingface_hub, and of the libraries below it, into a config error with a remedy."""
-    from huggingface_hub import constants, errors
-
     name, _, revision = text.partition("@")
-    hub, log_in = constants.ENDPOINT, "log in (`hf auth login`, or HF_TOKEN)"
     try:
         yield
-    except errors.GatedRepoError:
-        reason = f"{name} is gated. Accept its terms at {hub}/{name}, and {log_in} with the account that did so"
-    except errors.RepositoryNotFoundError:
-        reason = (
-            f"there is no folder {text}, and {hub} has no model {name}, or it is private. Correct the name, or {log_in}"
-        )
-    except errors.RevisionNotFoundError:
-        reason = f"{hub}/{name} has no revision {revision}. Give a branch, a tag or a commit of it"
     except Exception as error:
-        if constants.HF_HUB_OFFLINE:
-            reason = (
-                f"{text} is no folder, nor with all its files in the cache {constants.HF_HUB_CACHE}, and "
-                f"HF_HUB_OFFLINE is set. Unset it, or run `hf download {name}` with a network"
-            )
-        else:
-            cause = shown(str(error).strip().partition("\n")[0])
-            reason = (
-                f"{text} is no folder, and cannot be read from {hub} ({type(error).__name__}: {cause}). Check the "
-                f"network and HF_ENDPOINT, or run `hf download {name}` elsewhere and copy the cache "
-                f"{constants.HF_HUB_CACHE}"
-            )
-    else:
-        return
-    raise ConfigError([Fault(key, reason)]) from None
+        reason = why_unreadable("model", name, revision, error)
+        raise ConfigError([Fault(key, f"there is no folder {text}, and {reason}")]) from None
 
 
 @cache

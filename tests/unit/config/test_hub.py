@@ -162,17 +162,21 @@ def without_network(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("org/none", None, "there is no folder org/none, and http://.* has no model org/none, or .* .`hf auth login`"),
-        ("org/tiny", private, "has no model org/tiny, or it is private. Correct the name, or log in .`hf auth login`"),
-        ("org/tiny", gated, "org/tiny is gated. Accept its terms at http://.*/org/tiny, and log in"),
+        (
+            "org/none",
+            None,
+            "there is no folder org/none, and http://.*/org/none does not exist, or .* .`hf auth login`",
+        ),
+        ("org/tiny", private, "/org/tiny does not exist, or is private. Correct the name, or log in .`hf auth login`"),
+        ("org/tiny", gated, "http://.*/org/tiny is gated. Accept its terms there, and log in"),
         ("org/tiny@v9", None, "http://.*/org/tiny has no revision v9. Give a branch, a tag or a commit"),
-        ("org/tiny", offline, "org/tiny is no folder, nor .* in the cache .* HF_HUB_OFFLINE is set. Unset it, or run"),
+        ("org/tiny", offline, "org/tiny is not complete in the cache .* HF_HUB_OFFLINE is set. Unset it, or run"),
         (
             "org/tiny",
             without_network,
-            "org/tiny is no folder, and cannot be read from http://127.0.0.1:9 .*HF_END",
+            "folder org/tiny, and http://127.0.0.1:9/org/tiny cannot be downloaded .*HF_END",
         ),
-        ("org/a--b", None, "org/a--b is no folder, and cannot be read from .*HFValidationError: "),
+        ("org/a--b", None, "folder org/a--b, and .*/org/a--b cannot be downloaded .*HFValidationError: "),
         ("no_slash", None, "no folder no_slash: give a directory .* or the name of a model on the hub, ORG/NAME"),
     ],
 )
@@ -194,7 +198,7 @@ def test_offline_the_cache_is_enough(hub, monkeypatch):
     offline(hub, monkeypatch)
     assert composed("org/tiny") == cfg
     (Path(cfg.language.pretrained) / "model.safetensors").unlink()
-    assert "nor with all its files in the cache" in fault("org/tiny")
+    assert "is not complete in the cache" in fault("org/tiny")
     assert composed("org/tiny", weights=False) == cfg
     assert hub.requests == []
     assert composed("org/none", "data.tokenizer=bytes", without_data=True).language.pretrained == ""

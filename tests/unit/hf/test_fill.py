@@ -168,7 +168,7 @@ def test_other_shapes_are_both_named(tmp_path, values):
         UserError, match=r"down.weight \(6, 8\) there make 6 x 4, fc2.weight here is \(6, 5\) on each of 2"
     ):
         found.fill({"fc2.weight": torch.empty(6, 5)}, {"fc2.weight": Cut(1, rank=0, ranks=2)})
-    with pytest.raises(UserError, match="has no tensor for head.weight: .*parameters that its family has not"):
+    with pytest.raises(UserError, match="has no tensor for head.weight: .*parameters that its family does not have"):
         found.fill({"head.weight": torch.empty(6, 5)}, {"head.weight": Cut()})
 
 
