@@ -99,6 +99,7 @@ class AxisRotaryEmbedding(torch.nn.Module):
         self.inv_freq = inverse_frequencies(llm)
         self._axes = torch.tensor(axes_of_frequencies(llm.mrope_section, llm.mrope_interleaved))
         self._sections, self._cp_group = list(llm.mrope_section), cp_group
+        self._neighbours = llm.rope_interleaved
 
     def forward(
         self, position_ids: torch.Tensor, sections: list[int], cp_group: dist.ProcessGroup | None = None
@@ -110,7 +111,9 @@ class AxisRotaryEmbedding(torch.nn.Module):
             self.inv_freq, self._axes = (each.to(position_ids.device) for each in (self.inv_freq, self._axes))
         positions_3BS = position_ids.expand(3, *position_ids.shape[-2:])
         angles_SBF = positions_3BS[self._axes].permute(2, 1, 0).to(self.inv_freq.dtype) * self.inv_freq
-        angles = torch.cat([angles_SBF, angles_SBF], dim=-1)[:, :, None]
+        # Both channels of a pair turn alike: they are neighbours, or half a head apart.
+        pairs = torch.stack([angles_SBF, angles_SBF], dim=-1 if self._neighbours else -2)
+        angles = pairs.flatten(-2)[:, :, None]
         group = cp_group or self._cp_group
         return angles if group.size() == 1 else get_pos_emb_on_this_cp_rank(angles, 0, group)
 

@@ -126,9 +126,10 @@ class RotaryKeys(LayerKeys):
             }
             for name in (name for name, is_set in needs_rope.items() if is_set):
                 yield Fault(f"{prefix}.{name}", f"requires rotary positions, but {prefix}.position is {self.position}")
-        for name in ("mrope_section", "local_rope_base"):
-            if self.rope_interleaved and getattr(self, name):
-                yield Fault(f"{prefix}.rope_interleaved", f"is not supported with {prefix}.{name}. Set one of them")
+        if self.rope_interleaved and self.local_rope_base:
+            yield Fault(
+                f"{prefix}.rope_interleaved", f"is not supported with {prefix}.local_rope_base. Set one of them"
+            )
         section = self.mrope_section
         if not section:
             if self.mrope_interleaved:

@@ -243,6 +243,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": _YARN,
     },
+    "glm, no biases": {"model_type": "glm", "attention_bias": False},
+    "glm4": {"model_type": "glm4", "num_key_value_heads": 1},
+    "glm4v_text": {
+        "model_type": "glm4v_text",
+        "head_dim": 8,
+        "rope_parameters": _PARTIAL | {"mrope_section": [1, 0, 1]},
+    },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",
         "mlp_layer_types": ["sparse", "dense", "sparse"],
@@ -310,12 +317,14 @@ def with_output_layer(config: Any) -> Any:
     """The language model of a larger model, as a causal language model."""
     import torch
     from transformers import modeling_outputs
+    from transformers.models.glm4v.modeling_glm4v import Glm4vTextModel
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 
     parts = {
+        "glm4v_text": Glm4vTextModel,
         "qwen2_vl_text": Qwen2VLTextModel,
         "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel,
         "qwen3_vl_moe_text": Qwen3VLMoeTextModel,

@@ -52,6 +52,19 @@ def test_rotary_embeddings_turn_by_their_own_sections():
         angles(positions, [1, 2, 1])
 
 
+def test_neighbours_turn_by_the_axes_of_glm4v():
+    from transformers.models.glm4v.modeling_glm4v import Glm4vTextConfig, Glm4vTextRotaryEmbedding
+
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    theirs = Glm4vTextRotaryEmbedding(Glm4vTextConfig(hidden_size=32, num_attention_heads=2, rope_parameters=rope))
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "partial_rotary_factor": 0.5, "rope_base": 100.0}
+    spec = LlmSpec(**sizes, rope_interleaved=True, mrope_section=[2, 1, 1])
+    positions = torch.tensor([[[0, 7]], [[1, 5]], [[3, 2]]])
+    angles = AxisRotaryEmbedding(spec, SimpleNamespace(size=lambda: 1))(positions, [2, 1, 1])
+    expected = theirs(torch.zeros(1), positions)[0]
+    assert torch.equal(angles.cos()[:, :, 0].transpose(0, 1), expected)
+
+
 def test_placeholders_without_a_row_in_the_table_are_never_looked_up():
     looked_up = []
 
