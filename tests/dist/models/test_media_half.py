@@ -42,17 +42,20 @@ LAYOUTS["as is"] = ("layout=one_process", "train.micro_batch_size=1", "modules.l
 CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", AS_IS)]
 CASES += [(AS_IS, layout) for layout in ("one process", "packed", "dp2")] + [("qwen2_vl", "as is")]
 CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2"), ("qwen3_vl", "packed")]
+CASES += [("qwen3_5", "one process"), ("qwen3_5_moe", "packed")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_path):
     folder, expected = published(kind)
     overrides = [f"train.iters={STEPS}", "data.sequence_length=300", *LAYOUTS[layout]]
-    experts = ["modules.language.layout.sp=true", "modules.language.llm.router_balancing=none"]
+    experts = ["modules.language.llm.router_balancing=none"]
+    experts += ["modules.language.layout.sp=true"] if layout == "tp2" else []
     overrides += {
         "audioflamingo3": ["modules.images.encoder.max_seconds=2"],
         "qwen3_vl": ["modules.images.implementation=transformers"],
         "qwen3_vl_moe": ["modules.images.implementation=transformers", *experts],
+        "qwen3_5_moe": experts,
         "qwen3_omni_moe_thinker": experts,
     }.get(kind, [])
     cfg = composed(folder, tmp_path / "run", *overrides)
