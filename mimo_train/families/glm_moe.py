@@ -1,6 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7: half of each head rotates; experts behind a sigmoid router."""
+"""GLM-4.5, 4.6 and 4.7, and the language model of GLM-4.5V: half of each head rotates; experts behind a sigmoid
+router."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import Config, Family, Keys, Spelling
@@ -28,6 +29,7 @@ class HeadNorms(Spelling):
         return {"use_qk_norm": spec.qk_norm}
 
 
+_EXPERTS = SigmoidExperts(first_dense="first_k_dense_replace")
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -51,9 +53,22 @@ GLM4_MOE = Family(
         Rope(partial=0.5),
         Biases(qkv="attention_bias"),
         HeadNorms(),
-        SigmoidExperts(first_dense="first_k_dense_replace"),
+        _EXPERTS,
     ),
     aliases={"num_local_experts": "n_routed_experts"},
     never=CHOICE,
     carried=NEXT_TOKENS,
+)
+GLM4V_MOE_TEXT = replace(
+    GLM4_MOE,
+    type="glm4v_moe_text",
+    architecture="",
+    defaults={
+        **GLM4_MOE.defaults,
+        "vocab_size": 151424,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+    },
+    spellings=(Windows(), Rope(axes=(8, 12, 12), partial=0.5), Biases(qkv="attention_bias"), _EXPERTS),
+    never={**CHOICE, "use_qk_norm": (False,)},
 )

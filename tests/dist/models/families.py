@@ -250,6 +250,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "rope_parameters": _PARTIAL | {"mrope_section": [1, 0, 1]},
     },
+    "glm4v_moe_text": {
+        "model_type": "glm4v_moe_text",
+        "n_shared_experts": 1,
+        "rope_parameters": _PARTIAL,
+        **_SIGMOID,
+    },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",
         "mlp_layer_types": ["sparse", "dense", "sparse"],
@@ -316,8 +322,9 @@ def _causal(config: Any) -> Any:
 def with_output_layer(config: Any) -> Any:
     """The language model of a larger model, as a causal language model."""
     import torch
-    from transformers import modeling_outputs
+    from transformers import conversion_mapping, modeling_outputs
     from transformers.models.glm4v.modeling_glm4v import Glm4vTextModel
+    from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeTextModel
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
@@ -325,6 +332,7 @@ def with_output_layer(config: Any) -> Any:
 
     parts = {
         "glm4v_text": Glm4vTextModel,
+        "glm4v_moe_text": Glm4vMoeTextModel,
         "qwen2_vl_text": Qwen2VLTextModel,
         "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel,
         "qwen3_vl_moe_text": Qwen3VLMoeTextModel,
@@ -344,6 +352,9 @@ def with_output_layer(config: Any) -> Any:
             return modeling_outputs.CausalLMOutput(logits=logits, hidden_states=output.hidden_states)
 
         def save_pretrained(self, folder: Path, **options: Any) -> None:
+            if config.model_type == "glm4v_moe_text":  # registered for the larger model alone
+                experts = conversion_mapping.get_checkpoint_conversion_mapping("glm4v_moe")
+                conversion_mapping.register_checkpoint_conversion_mapping(config.model_type, experts, overwrite=True)
             self.model.save_pretrained(folder, state_dict=self.state_dict(), **options)
 
     return Causal()

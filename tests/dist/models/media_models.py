@@ -128,6 +128,23 @@ def _qwen3_5_moe(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     return _qwen3_5(library, tokenizer, **sizes, shared_expert_intermediate_size=24)
 
 
+def _glm4v(library: Any, tokenizer: Any, **experts: Any) -> tuple[Any, Any]:
+    vision = {
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32, "patch_size": 7,
+        "image_size": SIDE,
+    }  # fmt: skip
+    rope = {"rope_theta": 5000.0, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    text = TEXT | experts | {"rope_parameters": {"rope_type": "default", **rope}}
+    config = (library.Glm4vMoeConfig if experts else library.Glm4vConfig)(vision_config=vision, text_config=text)
+    images = library.Glm4vImageProcessor(patch_size=7, size={"shortest_edge": 196, "longest_edge": 8000})
+    return config, library.Glm4vProcessor(images, tokenizer, library.Glm4vVideoProcessor(patch_size=7))
+
+
+def _glm4v_moe(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return _glm4v(library, tokenizer, **sizes, routed_scaling_factor=1.5)
+
+
 def _qwen3_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     start, clip = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|AUDIO|>"])
     seeing, images = _qwen3_vl_moe(library, tokenizer)
@@ -167,6 +184,8 @@ MODELS = {
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
+    "glm4v": _glm4v,
+    "glm4v_moe": _glm4v_moe,
     "qwen3_omni_moe_thinker": _qwen3_omni,
 }
 

@@ -43,6 +43,7 @@ CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", AS_IS)]
 CASES += [(AS_IS, layout) for layout in ("one process", "packed", "dp2")] + [("qwen2_vl", "as is")]
 CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2"), ("qwen3_vl", "packed")]
 CASES += [("qwen3_5", "one process"), ("qwen3_5_moe", "packed")]
+CASES += [("glm4v", "packed"), ("glm4v_moe", "one process")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
@@ -55,7 +56,7 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
         "audioflamingo3": ["modules.images.encoder.max_seconds=2"],
         "qwen3_vl": ["modules.images.implementation=transformers"],
         "qwen3_vl_moe": ["modules.images.implementation=transformers", *experts],
-        "qwen3_5_moe": experts,
+        **dict.fromkeys(("qwen3_5_moe", "glm4v_moe"), experts),
         "qwen3_omni_moe_thinker": experts,
     }.get(kind, [])
     cfg = composed(folder, tmp_path / "run", *overrides)

@@ -69,6 +69,8 @@ ODD = {
     "glm": {"partial_rotary_factor": 0.2, "attention_bias": False},
     "glm4": {"partial_rotary_factor": 0.2, "attention_bias": False},
     "glm4v_text": {"partial_rotary_factor": 0.2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
+    "glm4v_moe_text": SIGMOID
+    | {"partial_rotary_factor": 0.2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
     "phi3": {"partial_rotary_factor": 0.6},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
@@ -80,7 +82,7 @@ ODD["qwen3_omni_moe_text"] |= ODD["qwen3_vl_text"]
 ODD |= dict.fromkeys(("qwen2_vl_text", "qwen2_5_omni_text"), ODD["qwen2_5_vl_text"])
 NEEDED = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_scaling"}),
-    "glm4_moe": {"num_experts_per_tok", "topk_group"},
+    **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), {"num_experts_per_tok", "topk_group"}),
     "hy_v3": {"num_hidden_layers"},
     "smollm3": {"num_hidden_layers"},
     "deepseek_v3": {"num_experts_per_tok", "topk_group", "num_attention_heads", "num_key_value_heads"},

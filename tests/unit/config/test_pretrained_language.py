@@ -86,6 +86,10 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
             {"model_type": "glm4v_text", "rope_parameters": {"partial_rotary_factor": 0.5}},
             {"mrope_section": [8, 12, 12], "rope_interleaved": True, "partial_rotary_factor": 0.5, "qkv_bias": True},
         ),
+        (
+            {"model_type": "glm4v_moe_text", "head_dim": 128},
+            {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5, "qkv_bias": True, "dense_layers": [0]},
+        ),
         ({"model_type": "phi3"}, {"partial_rotary_factor": 1.0, "layernorm_epsilon": 1e-5, "head_size": 96}),
         (
             {"model_type": "gemma", "hidden_act": "gelu"},
@@ -204,6 +208,7 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "qwen3_next", "num_experts_per_tok": 1}, "norm_topk_prob is True"),
         ({"model_type": "glm4_moe", "norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"model_type": "glm4_moe", "n_group": 8, "topk_group": 2}, "topk_group is 2: must be half of"),
+        ({"model_type": "glm4v_moe_text", "use_qk_norm": True}, "use_qk_norm is True"),
         ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"model_type": "dots1"}, "n_routed_experts is None"),
         ({"model_type": "hy_v3", "mlp_layer_types": ["dense"]}, "mlp_layer_types is ['dense']"),
