@@ -117,7 +117,7 @@ def with_typed_media(
     """Return the record and its media, those in typed parts of the messages `turns` included. Raises RecordError if
     columns have other media."""
     record, typed = take_typed_parts(record, turns, folder, where)
-    if items and typed and [item.name for item in items] != [item.name for item in typed]:
+    if items and typed and [item[:4] for item in items] != [item[:4] for item in typed]:
         raise RecordError(f"{where}: media in the typed parts of messages and others in columns. Remove one of them")
     return record, typed or items
 

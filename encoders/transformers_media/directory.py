@@ -3,8 +3,9 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any, cast
 
@@ -12,7 +13,13 @@ import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from encoders.errors import EncoderError
@@ -168,12 +175,49 @@ def without_media(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Return the names of the parameters and buffers that a class keeps in float32 if its weights have `dtype`, such as
+    biases of routers."""
+    kept = model._get_dtype_plan(dtype)
+    names = (name for name, _ in chain(model.named_parameters(), model.named_buffers()))
+    return {name for name in names if kept and build_glob_alternation(list(kept))[0].search(name)}
+
+
+def keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast what a class keeps in float32 next to weights of `dtype`, in place."""
+    names = float32_names(model, dtype)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if name in names:
+            tensor.data = tensor.data.float()
+
+
+def hub_state(
+    model: PreTrainedModel, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Return tensors by their hub names, tied ones once.
+
+    Args:
+        state: tensors by their names in memory.
+        dtype: dtype of weights; None: as they are.
+    """
+    once = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
+    state = {name: value for name, value in state.items() if name in once}
+    if dtype is not None:
+        float32 = float32_names(model, dtype)
+        state = {
+            name: value.to(torch.float32 if name in float32 else dtype) if value.is_floating_point() else value
+            for name, value in state.items()
+        }
+    return cast(dict[str, torch.Tensor], revert_weight_conversion(model, state))
+
+
 class Structure:
     """A model of several parts without its weights.
 
     Attributes:
         shapes: shape of each parameter of the media half, by its name in memory.
         num_parameters: those of the media half.
+        float32: names of those that stay in float32 in half precision.
         tied: True if the output layer is the embedding.
     """
 
@@ -188,6 +232,7 @@ class Structure:
         self.tied = head is None or head.weight is language.get_input_embeddings().weight
         self._state = model.state_dict()
         self._conversions = get_model_conversion_mapping(model)
+        self.float32 = float32_names(model, torch.bfloat16)
         self.shapes = {name: tuple(value.shape) for name, value in without_language(model).named_parameters()}
         self.num_parameters = sum(prod(shape) for shape in self.shapes.values())
 

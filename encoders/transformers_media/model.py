@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from encoders.errors import EncoderError
 from encoders.plain.model import PlainEncoder
-from encoders.transformers_media.directory import skeleton, without_language
+from encoders.transformers_media.directory import keep_float32, skeleton, without_language
 from encoders.transformers_media.processor import MediaProcessor
 from encoders.transformers_media.spec import MediaSpec
 
@@ -169,8 +170,14 @@ class MediaEncoder(PlainEncoder):
 
     MODULE = MediaHalf
 
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any):
+        super().__init__(config, *arguments, **options)
+        keep_float32(self.model.model, config.params_dtype)
+
     def forward(self, items: Sequence[Item]) -> torch.Tensor:  # type: ignore[override]
         """Return the features of images or audio in their order, [R, H]; see `MediaHalf`."""
         if self.recomputes and torch.is_grad_enabled():
-            return cast(torch.Tensor, checkpoint(self.model, items, use_reentrant=False))
-        return cast(torch.Tensor, self.model(items))
+            features_RH = checkpoint(self.model, items, use_reentrant=False)
+        else:
+            features_RH = self.model(items)
+        return cast(torch.Tensor, features_RH.to(self.config.params_dtype))

@@ -191,6 +191,8 @@ def _hf_config(text: str) -> Any:
         )
     try:
         decoded = PreTrainedConfig._decode_special_floats(config)  # infinity
+        if kind == "rwkv":  # divides its weights in evaluation, against overflows of fp16
+            decoded["rescale_every"] = 0
         return CONFIG_MAPPING[kind].from_dict(decoded)
     except Exception as error:  # whatever a class raises for values that it does not accept
         raise Unsupported(f"transformers cannot read it: {' '.join(str(error).split())}. Correct the key") from error

@@ -172,7 +172,7 @@ class PlainModel:
     """Prefix of its tensors in the module."""
     preprocessor: dict[str, Any]
     """preprocessor_config.json: how training preprocesses media."""
-    rename: Callable[[MegatronModule, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    rename: Callable[[MegatronModule, dict[str, torch.Tensor], torch.dtype | None], dict[str, torch.Tensor]]
     """See `documents.Whole.rename`."""
 
 
@@ -191,23 +191,22 @@ def plain_model(name: str, spec: Any) -> PlainModel | None:
     return PlainModel(begins, preprocessor, partial(_hub_state, begins, prefix))
 
 
-def hub_names(module: MegatronModule, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a language model of transformers (`models.transformers_lm`) by their hub names, tied ones
-    once."""
-    from transformers.core_model_loading import revert_weight_conversion
+def hub_names(
+    module: MegatronModule, state: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a language model of transformers (`models.transformers_lm`) by their hub names."""
+    from encoders.transformers_media.directory import hub_state
 
-    model = module.get_submodule(MODEL.removesuffix("."))
-    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return revert_weight_conversion(model, {name: value for name, value in state.items() if name in once})
+    return hub_state(module.get_submodule(MODEL.removesuffix(".")), state, dtype)
 
 
 def _hub_state(
-    begins: str, prefix: str, module: MegatronModule, state: dict[str, torch.Tensor]
+    begins: str, prefix: str, module: MegatronModule, state: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Return an encoder's tensors by their hub names, from those in version 5's memory."""
-    from transformers.core_model_loading import revert_weight_conversion
+    from encoders.transformers_media.directory import hub_state
 
-    state = revert_weight_conversion(module.get_submodule(begins.removesuffix(".")), state)
+    state = hub_state(module.get_submodule(begins.removesuffix(".")), state, dtype)
     return {prefix + name.removeprefix(prefix): value for name, value in state.items()}
 
 

@@ -83,8 +83,11 @@ class Whole:
 
     module: str
     begins: str
-    rename: Callable[[MegatronModule, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
-    """(module, its tensors without `begins`) -> the written tensors, all in memory. None keeps our names."""
+    rename: Callable[[MegatronModule, dict[str, torch.Tensor], torch.dtype | None], dict[str, torch.Tensor]] | None = (
+        None
+    )
+    """(module, its tensors without `begins`, dtype of weights or None for theirs) -> the written tensors, all in
+    memory. None keeps our names."""
 
 
 @dataclass

@@ -228,8 +228,7 @@ def tensors_in_our_names(
     if part.rename is not None:
         names = [name for name in source.tensors if name.startswith(part.begins) and not is_adapter(name)]
         loaded = {name.removeprefix(part.begins): source.load(name) for name in names}
-        for name, value in part.rename(source.model, loaded).items():
-            value = value.to(dtype) if dtype and value.is_floating_point() else value
+        for name, value in part.rename(source.model, loaded, dtype).items():
             yield Planned(name, tuple(value.shape), value.dtype), partial(lambda value: value, value)
         return
     for name, value in source.tensors.items():

@@ -268,6 +268,12 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         yield Fault(f"{key}.recompute", f"selective {why}. Set none, or full")
     elif recompute == "full" and not parameters.can_recompute:
         yield Fault(f"{key}.recompute", "full is not supported by this class of transformers. Set none")
+    if cfg.optim.overlap_grad_reduce:
+        yield Fault(
+            "optim.overlap_grad_reduce",
+            "is true, but parameters of a class of transformers as it is may get no gradient in a step, for which "
+            "other ranks would wait. Set it to false",
+        )
     if cfg.data.pack and parameters.is_recurrent:
         yield Fault(
             "data.pack",

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers.initialization import no_init_weights
 
+from encoders.transformers_media.directory import keep_float32
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.transformers_llm import TransformersSizes, alone, class_of, transformers_config
@@ -81,6 +83,7 @@ class TransformersLanguageModel(MegatronModule):
             self.model = alone(class_of(hf_config)._from_config(hf_config, dtype=config.params_dtype))
             self._resize(self.model)
             self.model.tie_weights()
+        keep_float32(self.model, config.params_dtype)
         for name, linear in list(self.named_modules()):
             if name in config.adapters:
                 adapt(linear, config.adapters[name], config, self.tp_group)
@@ -145,8 +148,7 @@ class TransformersLanguageModel(MegatronModule):
         balance = getattr(output, "aux_loss", None)
         if isinstance(balance, torch.Tensor):
             # It counts for each token with a loss, and is no part of the reported one.
-            weight = self.model.config.get_text_config().router_aux_loss_coef
-            losses_N = losses_N + weight * (balance - balance.detach())
+            losses_N = losses_N + self._balance_weight() * (balance - balance.detach())
         return losses_N.view(batch, length) if learned is None else spread(losses_N, learned, (batch, length))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
@@ -217,6 +219,16 @@ class TransformersLanguageModel(MegatronModule):
         if not cache.states:
             raise UserError(f"generate: {type(self.model).__name__} keeps no cache. Export the model instead")
         return output.logits[0, -1]
+
+    def _balance_weight(self) -> float:
+        owners = (self.model, self.model.config.get_text_config(decoder=True))
+        for owner, name in product(owners, ("router_aux_loss_coef", "aux_loss_coef")):
+            if isinstance(getattr(owner, name, None), float | int):
+                return float(getattr(owner, name))
+        raise UserError(
+            f"modules.{LANGUAGE}.llm.model_config: output_router_logits is true, but {type(self.model).__name__} has "
+            "no router_aux_loss_coef, the weight of this loss. Set output_router_logits to false in config.json"
+        )
 
     def _resize(self, model: Any) -> None:
         sizes: TransformersSizes = self.config.llm

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.optimizer import ModuleOptimizerInfo
 from megatron.core.optimizer import (
+    MegatronOptimizer,
     OptimizerConfig,
     ParamKey,
     ParamPredicate,
@@ -56,6 +57,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                 pg_collection=pgs,
                 use_gloo_process_groups=False,
             )
+            _order_float32_first(optimizer)
         else:
             _join_gathering_of_groups()
         infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)
@@ -68,6 +70,16 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         releases=releases,
         device=next(model[0].parameters()).device,
     )
+
+
+def _order_float32_first(optimizer: MegatronOptimizer) -> None:
+    """Give parameters the places in their group that their states have. Megatron-Core 0.19.2 puts states of fp32
+    parameters in front of those of half precision, but not the parameters (optimizer/distrib_optimizer.py:487), so that
+    checkpoints would hold one's states as the other's."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for index, group in enumerate(getattr(inner, "opt_group_ranges", ())):
+            ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)
+            inner.model_param_group_index_map |= {parameter: (index, at) for at, parameter in enumerate(ordered)}
 
 
 def _join_gathering_of_groups() -> None:

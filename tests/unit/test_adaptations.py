@@ -137,6 +137,11 @@ REASONS = [
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",
     ),
     (
+        "optim/factory.py",
+        "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+        "*shard_fp32_params_this_group, *shard_fp32_from_float16_params_this_group,",
+    ),
+    (
         "models/router_losses.py",
         "transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
         "activation, aux_loss * num_local_tokens * self.tp_cp_group.size()",

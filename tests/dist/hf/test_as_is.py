@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict] = {
         "is_decoder": True, "pad_token_id": 1, "eos_token_id": 2,
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     },
+    "rwkv": {"attention_hidden_size": 32, "context_length": 64, "rescale_every": 1},
     "qwen3_5_text": {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
@@ -179,7 +180,8 @@ def test_steps_are_those_of_transformers_and_resume_and_export_are_exact(prose, 
             assert ours == pytest.approx(theirs, rel=BOUND), kind
     (left,) = run_ranks(_leave, 1, tmp_path / "out", {kind: folder for kind, (_, _, folder) in trained.items()})
     for kind, (wrong, gap, ours, theirs) in left.items():
-        assert wrong == [] and gap < BOUND, kind
+        # In evaluation transformers halves the states of RWKV, next to the epsilon of its norms; we do not.
+        assert wrong == [] and gap < (1e-3 if kind == "rwkv" else BOUND), kind
         assert ours == theirs, kind
         assert tensors(tmp_path / "out" / kind).keys() == tensors(models / kind).keys()
 
@@ -308,6 +310,71 @@ def _table(cfg):
     return table.numpy()
 
 
+IN_FLOAT32 = {
+    "dots1": ("e_score_correction_bias", {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 0}),
+    "ernie4_5_moe": ("gate.weight", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
+        "moe_layer_start_index": 0}),
+}  # fmt: skip
+"""What classes keep in fp32 in a bf16 run, a buffer and a parameter, and their sizes."""
+
+
+def test_what_a_class_keeps_in_fp32_stays_fp32_in_bf16(prose, tmp_path):
+    run_ranks(_make_bf16, 1, tmp_path)
+    options = (AS_IS, "train.precision=bf16", "layout=language_dp2", "optim.distributed_optimizer=true")
+    cfgs = {kind: run_of("gpt_tiny", tmp_path / f"{kind}_1", prose, tmp_path / kind, *options) for kind in IN_FLOAT32}
+    for kind, (gap, points, folder) in run_ranks(_in_bf16, 2, cfgs, tmp_path)[0].items():
+        assert gap == 0, kind
+        again = run_of(
+            "gpt_tiny", tmp_path / f"{kind}_2", prose, tmp_path / kind, *options, f"checkpoint.resume={folder}"
+        )
+        assert run_ranks(_resume, 2, {kind: again})[0][kind] == points, kind
+        ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / f"{kind}_out")])
+        assert code == 0, said
+        before, after = tensors(tmp_path / kind), tensors(tmp_path / f"{kind}_out")
+        kept = [name for name in before if name.endswith(IN_FLOAT32[kind][0])]
+        assert kept and {name for name, value in after.items() if value.dtype == torch.float32} >= set(kept), kind
+        assert all((before[name] == after[name]).all() == (kind == "dots1") for name in kept), kind
+
+
+def _make_bf16(root: Path) -> None:
+    import transformers
+
+    for kind, (kept, sizes) in IN_FLOAT32.items():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(kind, **COMMON | {"num_key_value_heads": 4} | sizes)
+        )
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, value in state.items():
+            if not name.endswith(kept):
+                value.data = value.data.bfloat16()
+            elif value.ndim == 1:
+                value.normal_(0, 0.02)
+        model.save_pretrained(root / kind)
+
+
+def _in_bf16(cfgs: dict, root: Path) -> dict[str, tuple]:
+    """On a rank: difference of logits from those of transformers in bf16; steps after a checkpoint, which has its
+    place."""
+    import transformers
+    from megatron.core.utils import unwrap_model
+
+    from tests.dist.steps import Steps
+
+    done, ids = {}, torch.arange(64)[None] * 7 % 300
+    for kind, cfg in cfgs.items():
+        run = Steps(cfg)
+        (language,) = map(unwrap_model, run.model)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(root / kind, dtype=torch.bfloat16).train()
+        with torch.no_grad():
+            gap = language(ids, torch.arange(64)[None]) - theirs(input_ids=ids).logits
+        run.train(2)
+        folder = str(run.save())
+        done[kind] = float(gap.abs().max()), run.train(2), folder
+    return done
+
+
 def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
     """By config.json, and by the model itself, where config.json does not say it."""
     from mimo_train.config.errors import ConfigError
@@ -332,6 +399,7 @@ def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
         "mamba2",
         "qwen3_5_text",
         "roberta",  # counts positions from another number
+        "rwkv",
     }
     assert "tokens of BertLMHeadModel see later ones" in said[NOT_CAUSAL]
     assert sum(text == "" for text in said.values()) == 3
@@ -373,6 +441,7 @@ def test_rejected_by_name(prose, models, tmp_path):
         "modules.language.layout.tp=2": r"modules\.language\.layout\.tp: is 2, but a language model of transformers",
         "modules.language.layout.pp=2": r"modules\.language\.layout\.pp: is 2",
         "modules.language.layout.cp=2": r"modules\.language\.layout\.cp: is 2",
+        "optim.overlap_grad_reduce=true": r"optim\.overlap_grad_reduce: .* may get no gradient",
         "modules.language.layout.ep=2": r"modules\.language\.layout\.ep: is 2",
         "modules.language.implementation=native": "of language models, these can be read",
         "modules.language.implementation=transformer": r"modules\.language\.implementation: .*transformer",

@@ -5,11 +5,13 @@ import functools
 
 import numpy as np
 import pytest
+import torch
 
 from data.errors import DataError
 from mimo_train.config.errors import ConfigError
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from mimo_train.layout.run import resolve
+from tests.dist.hf.test_pretrained import tensors as stored_tensors
 from tests.dist.models.media_models import AS_IS, MODELS, RATE, STEPS, exported, make, samples_of
 from tests.dist.models.media_types import differences
 from tests.dist.models.test_composites import BOUND, composed, tensors, train
@@ -88,6 +90,41 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
     assert all((ours == theirs).all() for ours, theirs in zip(found["logits"], expected["logits"], strict=True))
     files = {file.name for file in (folder / "model").iterdir() if "safetensors" not in file.name}
     assert files <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_what_a_class_keeps_in_fp32_stays_fp32_in_bf16(published, tmp_path):
+    folder, _ = published("internvl")
+    cfg = composed(
+        folder,
+        tmp_path / "run",
+        "layout=one_process",
+        "train.iters=1",
+        "data.sequence_length=300",
+        "train.precision=bf16",
+    )
+    ((code, said),) = run_ranks(
+        _export_half_in_fp32, 1, cfg, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]
+    )
+    assert code == 0, said
+    types = {name: value.dtype for name, value in stored_tensors(tmp_path / "out").items()}
+    kept = {name for name in types if "multi_modal_projector" in name or "vision_tower" in name}
+    assert kept and {name for name, dtype in types.items() if dtype == torch.float32} == kept
+
+
+def _export_half_in_fp32(cfg, arguments: list[str]):
+    import transformers
+
+    from tests.dist.commands import command
+    from tests.dist.steps import Steps
+
+    transformers.InternVLForConditionalGeneration._keep_in_fp32_modules_strict = [
+        "vision_tower",
+        "multi_modal_projector",
+    ]
+    run = Steps(cfg)
+    run.train(1)
+    run.save()
+    return command(arguments)
 
 
 def test_tokens_features_and_names_of_further_types_are_those_of_transformers(tmp_path):

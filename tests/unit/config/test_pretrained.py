@@ -175,7 +175,8 @@ def test_an_adapter_whose_model_is_not_here_is_named(llama, tmp_path):
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({"base_model_name_or_path": "org/name"}))
     with pytest.raises(
-        UserError, match=f"^CHECKPOINT: {tmp_path} holds an adapter of PEFT for 'org/name': there is no folder org/name, and"
+        UserError,
+        match=f"^CHECKPOINT: {tmp_path} holds an adapter of PEFT for 'org/name': there is no folder org/name, and",
     ):
         config_of_directory(tmp_path)
     config.write_text(json.dumps({"base_model_name_or_path": "./name"}))

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.text_format import listed
 from encoders.errors import EncoderError
-from encoders.weight_map import Spelling, WeightMap, same
+from encoders.weight_map import Rows, Rule, Spelling, WeightMap
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites.base import Composite
@@ -118,7 +118,10 @@ class OfTransformers(Composite):
         if missing:
             text = f"{self.folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
             raise UserError(f"{key}: {text}: load and save it with transformers 5")
-        return WeightMap(tuple(same(name, stored[name], shape[0]) for name, shape in structure.shapes.items()))
+        shapes, float32 = structure.shapes.items(), structure.float32
+        return WeightMap(
+            tuple(Rule(name, (Rows(stored[name], shape[0]),), fp32=name in float32) for name, shape in shapes)
+        )
 
     @property
     def kinds(self) -> list[str]:

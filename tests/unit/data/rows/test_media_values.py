@@ -101,8 +101,14 @@ def test_typed_parts_keep_the_order_of_media_and_may_repeat_a_column(media, tmp_
     assert [extents for extents, _ in found(tmp_path / "out" / "train")] == [[10, 6], [10, 6], [8, 6]]
     assert built.media["image"] == 6
     other = {"images": ["two.png"], "messages": asked(parts[0])}
-    with pytest.raises(DataError, match="record 0: media in the typed parts of messages and others in columns"):
-        build(written(tmp_path, [other]), tmp_path / "other", media=media)
+    content = base64.b64encode((media / "three.png").read_bytes()).decode()  # named after the part, as the column
+    same_name = {
+        "image": f"data:image/png;base64,{PNG}",
+        "messages": asked({"type": "image", "image": f"data:image/png;base64,{content}"}),
+    }
+    for at, record in enumerate((other, same_name)):
+        with pytest.raises(DataError, match="record 0: media in the typed parts of messages and others in columns"):
+            build(written(tmp_path, [record]), tmp_path / f"other{at}", media=media)
 
 
 def test_typed_parts_of_a_table_are_taken(media, tmp_path):
