@@ -27,8 +27,10 @@ class Rows:
     std: float = 0.0
     """Standard deviation of rows that the directory does not have; 0: zeros."""
     stack: tuple[int, ...] = ()
-    """Shape (matrices, rows, columns) of a tensor that stacks matrices, whose rows are counted through. A directory may
-    have them transposed: (matrices, columns, rows)."""
+    """Shape (matrices, rows, columns) of a tensor that stacks matrices, whose rows are counted through, or (vectors,
+    numbers). A directory may have matrices transposed: (matrices, columns, rows)."""
+    step: int = 1
+    """Distance of one row from the next: 2 for every second row."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class WeightMap:
     prefixes: tuple[Spelling, ...] = ("",)
     """Possible spellings of the names, by the class and version of `transformers` that saved the directory. An export
     writes the first."""
+    transposed: bool = False
+    """True if any directory has the matrices of stacks transposed; False: their shapes tell."""
     is_renamed: bool = False
     """True if version 5 of `transformers` has other names in memory, so that adapters of PEFT cannot use the map's."""
 
@@ -92,24 +96,27 @@ class WeightMap:
     def row_counts(self) -> dict[str, int]:
         """Return {tensor of the directory: its rows} for all tensors in the rules, those of a stack counted through.
         Raise AssertionError if a row of a tensor is missing or used twice."""
-        places: dict[str, list[tuple[int, int]]] = {}
+        places: dict[str, dict[tuple[int, int, int], list[int]]] = {}
         for rule in self.rules:
             for rows in rule.rows:
                 if rows.name:
-                    places.setdefault(rows.name, []).append((rows.first, rows.first + rows.count))
+                    offset = rows.first % rows.step
+                    first = rows.first - offset
+                    ranges = places.setdefault(rows.name, {})
+                    ranges.setdefault((first, first + rows.count * rows.step, rows.step), []).append(offset)
         counts = {}
         for name, ranges in places.items():
             end = 0
-            for first, last in sorted(ranges):
-                assert first == end, f"rows {end} to {first} of {name}"
+            for (first, last, step), offsets in sorted(ranges.items()):
+                assert first == end and sorted(offsets) == [*range(step)], f"rows {end} to {first} of {name}"
                 end = last
             counts[name] = end
         return counts
 
 
 def stored_stack(stack: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-    """Return the shape of a stack of matrices in a directory."""
-    return (stack[0], stack[2], stack[1]) if transposed else stack
+    """Return the shape of a stack of matrices or vectors in a directory."""
+    return (stack[0], stack[2], stack[1]) if transposed and len(stack) == 3 else stack
 
 
 def spelt(name: str, spelling: Spelling) -> str:

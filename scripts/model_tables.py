@@ -42,6 +42,9 @@ OPTIONS = {
     "post_norms": "norms after attention and feed-forward block",
     "scale_embeddings": "scaled embeddings",
     "rope_interleaved": "channels that rotate with their neighbours",
+    "bias": "biases of all linear layers",
+    "attention_sinks": "attention sinks",
+    "glu_offset": "an offset next to the gate",
 }
 """In words, by a key of `LlmSpec` that every model of a family has."""
 

@@ -99,6 +99,7 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
         if not self.kv_lora_rank:
             yield from self.attention_faults(prefix)
         yield from self.delta_faults(prefix)
+        yield from self.mlp_faults(prefix)
         yield from self._layer_faults(prefix)
         yield from self.expert_faults(prefix)
 

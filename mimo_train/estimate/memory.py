@@ -133,7 +133,8 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     share = Share(
         tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
         plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and llm.residual_multiplier == 1
-        and not llm.post_norms and not llm.rope_interleaved, whole_rows=_has_row_kernel(cfg),
+        and not (llm.post_norms or llm.rope_interleaved or llm.activation_clamp or llm.glu_offset),
+        whole_rows=_has_row_kernel(cfg),
     )  # fmt: skip
     scores = max(layer.mixer.scores(length, samples, sizes.tp, sizes.cp) for layer in layers)
     layer = -(-sum(each.kept(share) for each in layers) // len(layers)) + (scores if recompute != "selective" else 0)
@@ -168,7 +169,8 @@ def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
 def _has_row_kernel(cfg: ConfigContainer) -> bool:
     """True if one kernel computes all documents of a packed row, see `SdpaAttention`."""
     llm, half = cfg.llm, cfg.train.precision != "fp32" and cfg.run.device != "cpu"
-    return cfg.data.pack and half and not llm.attention_softcap and not llm.dropout and llm.head_width <= WIDEST_HEAD
+    without = llm.attention_softcap or llm.attention_sinks or llm.dropout
+    return cfg.data.pack and half and not without and llm.head_width <= WIDEST_HEAD
 
 
 def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:

@@ -10,6 +10,7 @@ from mimo_train.families.ernie4_5 import ERNIE4_5
 from mimo_train.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mimo_train.families.glm import GLM, GLM4, GLM4V_TEXT
 from mimo_train.families.glm_moe import GLM4_MOE, GLM4V_MOE_TEXT
+from mimo_train.families.gpt_oss import GPT_OSS
 from mimo_train.families.granite import GRANITE
 from mimo_train.families.llama import CWM, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SEED_OSS
 from mimo_train.families.phi3 import PHI3
@@ -70,6 +71,7 @@ FAMILIES: dict[str, Family] = {
         GLM4,
         GLM4V_TEXT,
         GLM4V_MOE_TEXT,
+        GPT_OSS,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

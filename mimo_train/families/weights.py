@@ -31,7 +31,8 @@ def language_map(spec: LlmSpec, padded_vocab: int, model_type: str, stored: int 
     # Published files of tied models may still have an output layer.
     copies = ((HEAD, TABLE),) if spec.tie_embeddings else ()
     carried = tuple(pattern.format(layers=spec.num_layers) for pattern in family.carried)
-    return WeightMap(tuple(rules), carried=carried, copies=copies)
+    transposed = "interleaved_up" in family.names.get("experts", {})
+    return WeightMap(tuple(rules), carried=carried, copies=copies, transposed=transposed)
 
 
 def _vocabulary(ours: str, theirs: str, spec: LlmSpec, padded_vocab: int, stored: int) -> Rule:

@@ -254,7 +254,9 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
     else:
         config = language_config_json(spec, kinds[0]) | special_ids(tokenizer)
         weights = language_map(spec, rows, kinds[0])
-        document = Document(LANGUAGE, f"{LANGUAGE} ({kinds[0]})", config, [Written(LANGUAGE, weights)])
+        document = Document(
+            LANGUAGE, f"{LANGUAGE} ({kinds[0]})", config, [Written(LANGUAGE, weights, transposed=weights.transposed)]
+        )
 
     def write_files(to: Path) -> None:
         write_run_tokenizer(cfg, tokenizer, to)

@@ -166,7 +166,7 @@ def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[t
             value = theirs.pop(name).to(group.dtype(dtype))
             if name in stacks:
                 value = value.view(stacks[name])
-                yield value.transpose(1, 2) if part.transposed else value
+                yield value.transpose(1, 2) if part.transposed and value.dim() == 3 else value
             else:
                 yield grown(value, part.rows.get(name, 0))
 
@@ -181,7 +181,9 @@ def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: d
         tail = rows.tail or tuple(value.shape[1:])
         if rows.name not in theirs:
             theirs[rows.name] = torch.empty(counts[rows.name], *tail, dtype=value.dtype)
-        theirs[rows.name][rows.first : rows.first + rows.count] = part.reshape(rows.count, *tail)
+        theirs[rows.name][rows.first : rows.first + rows.count * rows.step : rows.step] = part.reshape(
+            rows.count, *tail
+        )
     assert at == len(value), rule.ours
 
 

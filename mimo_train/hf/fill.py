@@ -83,8 +83,11 @@ class Reader(MatchedPart):
             parts: Iterator[torch.Tensor] = iter([self._new_rows(rule, rows, width, cut)])
             if rows.name:
                 read = self._source.stack_rows if rows.stack else self._source.rows
-                read = self._source.transposed_rows if rows.stack and self.transposed else read
-                parts = read(self.stored_names[rows.name], rows.first, rows.count, cut.columns(width))
+                read = self._source.transposed_rows if len(rows.stack) == 3 and self.transposed else read
+                span = (rows.count - 1) * rows.step + 1
+                parts = read(self.stored_names[rows.name], rows.first, span, cut.columns(width))
+                if rows.step > 1:
+                    parts = iter([torch.cat([*parts])[:: rows.step]])
             for part in parts:
                 local[at : at + len(part)] = part.to(device=local.device, dtype=local.dtype)
                 at += len(part)
@@ -103,7 +106,7 @@ class Reader(MatchedPart):
         rule = self._rules[name]
         rows = sum(last - first for first, last in cut.ranges(sum(rows.count for rows in rule.rows)))
         named = next(rows for rows in rule.rows if rows.name)
-        width = prod(named.stack[2:] or self._stored_shape(named.name)[1:])
+        width = prod(named.stack[2:] if named.stack else self._stored_shape(named.name)[1:])
         first, last = cut.columns(width) or (0, width)
         width = last - first
         if (len(parameter), parameter.numel() // len(parameter)) == (rows, width):
@@ -131,5 +134,5 @@ def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:
         for rows in rule.rows:
             begin, end = max(first, at), min(last, at + rows.count)
             if begin < end:
-                yield replace(rows, count=end - begin, first=rows.first + begin - at)
+                yield replace(rows, count=end - begin, first=rows.first + (begin - at) * rows.step)
             at += rows.count

@@ -52,7 +52,7 @@ class MatchedPart:
         self.copies = {copy: other for copy, other in copies.items() if copy in tensors}
         self._stacks = {self.stored_names[name]: stack for name, stack in of.stacks().items()}
         # A square matrix does not tell.
-        self.transposed = any(
+        self.transposed = of.transposed or any(
             name in tensors and tensors[name].shape == stored_stack(stack, transposed=True) != stack
             for name, stack in self._stacks.items()
         )

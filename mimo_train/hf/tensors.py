@@ -73,9 +73,9 @@ class TensorFolder:
     def stack_rows(
         self, name: str, first: int, count: int, columns: tuple[int, int] | None = None
     ) -> Iterator[torch.Tensor]:
-        """Yield rows of a tensor that stacks matrices, counted through, as `rows`."""
+        """Yield rows of a tensor that stacks matrices or vectors, counted through, as `rows`."""
         stored = self.tensors[name]
-        yield from self._rows(stored, stored.shape[2], first, count, columns)
+        yield from self._rows(stored, prod(stored.shape[2:]), first, count, columns)
 
     def transposed_rows(
         self, name: str, first: int, count: int, columns: tuple[int, int] | None = None

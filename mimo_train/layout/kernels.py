@@ -197,7 +197,10 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
         llm = module.llm
         if llm.residual_multiplier != 1:
             return f"{key}.llm.residual_multiplier={llm.residual_multiplier:g}"
-        names = ("num_experts", "kv_lora_rank", "dropout", "post_norms", "rope_interleaved")
+        names = (
+            *("num_experts", "kv_lora_rank", "dropout", "post_norms", "rope_interleaved"),
+            *("activation_clamp", "glu_offset"),
+        )
         return next((f"{key}.llm.{name}={value}" for name in names if (value := getattr(llm, name))), "")
     if isinstance(module.encoder, PlainSpec):
         return f"{key}.encoder.family {module.encoder.family}, a plain torch module"

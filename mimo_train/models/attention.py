@@ -8,14 +8,22 @@ Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of o
 keys.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch.nn.attention.varlen import varlen_attn
 
 from mimo_train.estimate.activations import WIDEST_HEAD
@@ -266,6 +274,68 @@ def causal_lower_right(queries: int, keys: int) -> torch.Tensor:
     from torch.nn.attention import bias  # torch 2.11 imports its compiler with it
 
     return bias.causal_lower_right(queries, keys)
+
+
+class SinkAttention(SdpaAttention):
+    """`SdpaAttention` with one more score in the softmax of each head, which is learned and adds nothing to the output
+    (attention sinks; Xiao et al. 2023, arXiv 2309.17453, section 3). It is a first key with value 0 that all queries
+    see: in one more channel queries have their head's score, this key has 1, and all others have 0. So any kernel
+    computes it."""
+
+    def __init__(
+        self, config: TransformerConfig, *arguments: Any, pg_collection: ProcessGroupCollection, **options: Any
+    ):
+        super().__init__(config, *arguments, pg_collection=pg_collection, **options)
+        if self.softmax_scale is None:
+            self.softmax_scale = config.kv_channels**-0.5
+        self.tp_group = pg_collection.tp
+        heads, rank = config.num_attention_heads, self.tp_group.rank()
+        part = heads // self.tp_group.size()
+        scores = torch.zeros(heads, dtype=config.params_dtype)
+        if config.perform_initialization:
+            config.init_method(scores)
+        self.softmax_offset = torch.nn.Parameter(scores[rank * part : (rank + 1) * part].clone())
+        """The scores of this rank's heads, by Megatron-Core's name."""
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Never true."""
+        return False
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the scores as a part of those of all heads, as Megatron-Core's method."""
+        group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        state, axes = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=group
+        )
+
+    def _has_kernel(self, query: torch.Tensor) -> bool:
+        """Return False: documents would each need the first key."""
+        return False
+
+    def _attend(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        heads, scale = query_SBND.size(2), self.softmax_scale
+        assert scale is not None
+        scores = (self.softmax_offset / scale).to(query_SBND.dtype)[:, None].expand(*query_SBND.shape[:3], 1)
+        query = torch.cat([query_SBND, scores], dim=-1)
+        key, value = (F.pad(part, (0, 1, 0, 0, 0, 0, 1, 0)) for part in (key_SBND, value_SBND))
+        key[0, ..., -1] = 1
+        if type(mask) is torch.Tensor:
+            mask = F.pad(mask, (1, 0), value=True)
+        elif is_causal or mask is not None:
+            mask = causal_lower_right(len(query), len(key))
+        return super()._attend(query, key, value, mask, False).unflatten(-1, (heads, -1))[..., :-1].flatten(2)
 
 
 class WindowAttention(SdpaAttention):

@@ -70,6 +70,11 @@ REASONS = [
         "packed_seq_params.qkv_format = 'thd'",
     ),
     (
+        "models/blocks/experts/module.py",
+        "transformer.mlp:MLP.forward",
+        "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)",
+    ),
+    (
         "models/blocks/attention/module.py",
         "models.common.embeddings.yarn_rotary_pos_embedding:_yarn_get_concentration_factor_from_config",
         "yarn_mscale",

@@ -35,6 +35,7 @@ CASES = {
     "qwen3_5": "bf16",
     "qwen3_next, a dense layer": "fp32",
     "phi3, half of a head": "bf16",
+    "gpt_oss": "bf16",
     "gemma2": "fp32",
     "gemma3": "bf16",
     "gemma3 with images": "fp32",

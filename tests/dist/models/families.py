@@ -256,6 +256,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _PARTIAL,
         **_SIGMOID,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "sliding_window": 6,
+        "swiglu_limit": 0.6,
+        "intermediate_size": 24,
+        "rope_parameters": _YARN | {"truncate": False},
+        **_EXPERTS,
+    },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",
         "mlp_layer_types": ["sparse", "dense", "sparse"],
@@ -298,7 +306,7 @@ def made(name: str, **sizes: Any) -> Any:
     model = with_output_layer(config) if _is_part(name) else _causal(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 # Strong decays are differences of large sums, of which rounding is 1e-5 in fp32.
                 mean = 0 if parameter_name.endswith(("bias", "A_log")) else parameter
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + mean)

@@ -62,6 +62,19 @@ LATENT = (
     "optim.decay=constant",
     "optim.warmup_iters=0",
 )
+BIASES = (
+    "train.iters=20",
+    "optim.decay=constant",
+    "optim.warmup_iters=0",
+    f"{LLM}bias=true",
+    f"{LLM}num_experts=4",
+    f"{LLM}attention_sinks=true",
+    f"{LLM}window=6",
+    f"{LLM}full_attention_layers=[1]",
+    f"{LLM}activation=quick_geglu",
+    f"{LLM}activation_clamp=0.2",
+    f"{LLM}glu_offset=1",
+)
 DELTA = (
     f"{LLM}num_query_groups=2",
     f"{LLM}attention_output_gate=true",
@@ -149,6 +162,19 @@ def test_experts_in_some_layers_give_the_numbers_of_one_process(digits, tmp_path
     folder = run_ranks(_with_biases, 2, tiny("tp2", *TP2), 2)[0][0]
     resumed = tiny("resumed", ONE, f"checkpoint.resume={folder}")
     again = [(step + 2, loss, norm) for step, loss, norm in whole(run_ranks(_curve, 1, resumed, 1))]
+    assert _close(straight[2:], again)
+
+
+def test_biases_of_experts_and_sinks_give_the_numbers_of_one_process(prose, tmp_path):
+    def tiny(name: str, *overrides: str):
+        return config("gpt_tiny", tmp_path / name, prose, "layout=language_one", *BIASES, *overrides)
+
+    straight = whole(run_ranks(_curve, 1, tiny("one"), 3))
+    assert straight[-1][1] < straight[0][1], "it learns"
+    tp2 = ("layout=language_tp2", "modules.language.layout.sp=true")
+    folder = run_ranks(_saved_after, 2, tiny("tp2", *tp2), 2)[0]
+    resumed = tiny("resumed", "layout=language_ep2", f"checkpoint.resume={folder}")
+    again = [(step + 2, loss, norm) for step, loss, norm in whole(run_ranks(_curve, 2, resumed, 1))]
     assert _close(straight[2:], again)
 
 

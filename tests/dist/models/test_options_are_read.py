@@ -9,7 +9,7 @@ import pytest
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
 from encoders.registry import FAMILIES
 from mimo_train.config.llm_spec import LlmSpec
-from tests.dist.models.test_language_options import DELTA, EXPERTS, LATENT, OPTIONS
+from tests.dist.models.test_language_options import BIASES, DELTA, EXPERTS, LATENT, OPTIONS
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -59,7 +59,7 @@ def read(tmp_path_factory, digits) -> dict[str, set[str]]:
     resampler = (*one, f"{place}resampler.latents=2", f"{place}resampler.num_attention_heads=2", f"{place}norm=RMSNorm")
     runs = [
         config("vlm_digits", tmp_path_factory.mktemp("run"), digits, "layout=one_process", *resampler, *more)
-        for more in ((*OPTIONS, *DELTA), (*OPTIONS, *EXPERTS), AXES, LATENT)
+        for more in ((*OPTIONS, *DELTA), (*OPTIONS, *EXPERTS), AXES, LATENT, BIASES)
     ]
     (found,) = run_ranks(_all_read, 1, runs)
     return found

@@ -90,6 +90,10 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
             {"model_type": "glm4v_moe_text", "head_dim": 128},
             {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5, "qkv_bias": True, "dense_layers": [0]},
         ),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 4},
+            {"full_attention_layers": [1, 3], "activation": "quick_geglu", "activation_clamp": 7.0, "bias": True},
+        ),
         ({"model_type": "phi3"}, {"partial_rotary_factor": 1.0, "layernorm_epsilon": 1e-5, "head_size": 96}),
         (
             {"model_type": "gemma", "hidden_act": "gelu"},
@@ -180,6 +184,9 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: a number above 0 is needed"),
         ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier is None"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit is 0: a number above 0 is needed"),
         ({"model_type": "cwm", "mlp_bias": True}, "mlp_bias is True"),
         ({"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"model_type": "qwen3_vl_moe_text", "num_experts_per_tok": 1}, "would always be 1"),
@@ -228,6 +235,7 @@ def test_what_cannot_be_built_is_refused_by_its_key(config, says):
 SPEC = LlmSpec(num_layers=2, hidden_size=48, num_attention_heads=6, ffn_hidden_size=80, vocab_size=211)
 SPEC = dataclasses.replace(SPEC, max_positions=64)
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+OSS = {"num_experts": 4, "bias": True, "attention_sinks": True, "activation_clamp": 3.0}
 SIGMOID = {"router_score_function": "sigmoid"}
 
 
@@ -248,6 +256,8 @@ SIGMOID = {"router_score_function": "sigmoid"}
         ({"rope_interleaved": True, "bias": True}, ["ernie4_5"]),
         ({"rope_interleaved": True, "partial_rotary_factor": 0.5}, ["glm"]),
         ({"rope_interleaved": True, "post_norms": True}, ["glm4"]),
+        ({**OSS, "activation": "quick_geglu", "glu_offset": 1.0}, ["gpt_oss"]),
+        ({**OSS, "activation": "quick_geglu"}, []),
         ({"bias": True, "activation": "gelu"}, []),
         ({"normalization": "LayerNorm"}, []),
         ({"position": "learned"}, []),
@@ -305,6 +315,10 @@ def test_what_a_family_has_no_place_for_is_named():
         ({"no_rope_layers": [99]}, "no_rope_layers"),
         ({"rope_interleaved": True, "local_rope_base": 9.0, "window": 4}, "rope_interleaved"),
         ({"rope_interleaved": True, "position": "learned"}, "rope_interleaved"),
+        ({"attention_sinks": True, "attention_softcap": 2.0}, "attention_sinks"),
+        ({"activation": "gelu", "activation_clamp": 2.0}, "activation_clamp"),
+        ({"activation": "silu", "glu_offset": 1.0}, "glu_offset"),
+        ({"num_experts": 4, "bias": True, "shared_expert_ffn_hidden_size": 8}, "bias"),
         ({"embedding_multiplier": 2.0, "scale_embeddings": True}, "embedding_multiplier"),
         ({"logit_divisor": 2.0, "logit_softcap": 3.0}, "logit_divisor"),
         ({"position": "learned", "no_rope_layers": [0]}, "no_rope_layers"),

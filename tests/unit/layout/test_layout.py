@@ -183,6 +183,11 @@ EXPERTS = {f"{LANGUAGE}.llm.num_experts": 4, f"{LANGUAGE}.llm.expert_ffn_hidden_
         ({**EXPERTS, f"{LANGUAGE}.layout.ep": 3, f"{LANGUAGE}.layout.dp": 3}, f"{LANGUAGE}.layout.ep", ["3", "4"]),
         ({**EXPERTS, f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep 2 x etp 1", "1 rank of a stage"]),
         (
+            {**EXPERTS, f"{LANGUAGE}.llm.bias": True, f"{LANGUAGE}.layout.etp": 2, f"{LANGUAGE}.layout.dp": 2},
+            f"{LANGUAGE}.layout.etp",
+            ["biases of experts", "is 2"],
+        ),
+        (
             {**EXPERTS, f"{LANGUAGE}.layout.etp": 3, f"{LANGUAGE}.layout.dp": 3},
             f"{LANGUAGE}.layout.etp",
             ["etp 3", "width 64"],
@@ -194,7 +199,6 @@ EXPERTS = {f"{LANGUAGE}.llm.num_experts": 4, f"{LANGUAGE}.llm.expert_ffn_hidden_
             ["tp 2", "shared_expert_ffn_hidden_size 33"],
         ),
         ({**EXPERTS, f"{LANGUAGE}.llm.experts_per_token": 5}, f"{LANGUAGE}.llm.experts_per_token", ["4", "is 5"]),
-        ({**EXPERTS, f"{LANGUAGE}.llm.bias": True}, f"{LANGUAGE}.llm.bias", ["4 experts"]),
         ({**EXPERTS, f"{LANGUAGE}.llm.shared_expert_gate": True}, f"{LANGUAGE}.llm.shared_expert_gate", ["is 0"]),
     ],
 )

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.models.attention import SdpaAttention, WindowAttention
+from mimo_train.models.attention import SdpaAttention, SinkAttention, WindowAttention
 from mimo_train.models.blocks.module import BlockModule
 from mimo_train.models.documents import attention_inside_documents
 from mimo_train.models.lora import linear_classes
@@ -28,6 +28,8 @@ def build(config: TransformerConfig, te: bool) -> BlockModule:
     if llm.proj_bias:
         parts = attention.submodules
         attention = replace(attention, submodules=replace(parts, linear_proj=_with_bias(parts.linear_proj)))
+    if llm.attention_sinks:
+        attention = replace(attention, submodules=replace(attention.submodules, core_attention=SinkAttention))
     return replace(block, module=attention)
 
 

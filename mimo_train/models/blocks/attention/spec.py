@@ -38,6 +38,8 @@ class AttentionKeys(RotaryKeys):
     """Attention scores are divided by the square root of this; 0: of the head width."""
     attention_softcap: float = key(0.0, at_least=0, zero_means="no cap")
     """Attention scores become cap * tanh(score / cap); 0: no cap. Stores all scores of a sequence."""
+    attention_sinks: bool = False
+    """Each head has a learned score that takes a share of its softmax and adds nothing (attention sinks)."""
 
     @property
     def head_width(self) -> int:
@@ -72,6 +74,7 @@ class AttentionKeys(RotaryKeys):
             proj_bias=self.bias or self.proj_bias,
             softcap=self.attention_softcap,
             output_gate=self.attention_output_gate,
+            sinks=self.attention_sinks,
         )
 
     def attention_faults(self, prefix: str) -> Iterator[Fault]:
@@ -99,6 +102,10 @@ class AttentionKeys(RotaryKeys):
                     f"{prefix}.{name}",
                     f"is implied by {prefix}.bias, which gives every linear layer a bias. Set only one of them",
                 )
+        if self.attention_sinks and self.attention_softcap:
+            yield Fault(
+                f"{prefix}.attention_sinks", f"is not supported with {prefix}.attention_softcap. Set one of them"
+            )
         if self.local_rope_base and not self.window:
             yield Fault(
                 f"{prefix}.local_rope_base",
@@ -127,6 +134,7 @@ class Attention(Block):
     proj_bias: bool = False
     softcap: float = 0.0
     output_gate: bool = False
+    sinks: bool = False
 
     @property
     def query_width(self) -> int:
@@ -141,6 +149,7 @@ class Attention(Block):
     def parameters(self) -> tuple[int, int]:
         """See `Block`."""
         split = self.hidden * (self.qkv_width + self.query_width) + (self.qkv_width if self.qkv_bias else 0)
+        split += self.heads if self.sinks else 0
         return split, (self.hidden if self.proj_bias else 0) + 2 * self.width * self.head_norm_vectors
 
     def matrices(self, tp: int, ep: int, etp: int) -> int:
@@ -170,8 +179,8 @@ class Attention(Block):
 
         Context parallelism gathers keys and values (2 k of each rank instead), and a copy joins the attention of the
         two chunks of queries (h). One kernel for packed rows copies the values, which frees the fused tensor, and needs
-        as many key heads as query heads (4 h in total). Norms of grouped heads copy the queries. An output
-        gate is kept with its sigmoid and the gated output (3 h).
+        as many key heads as query heads (4 h in total). Norms of grouped heads copy the queries. An output gate is kept
+        with its sigmoid and the gated output (3 h). Sinks copy queries, keys, values and output (2 h + 2 k).
         """
         # With fewer key heads than tensor-parallel ranks, each rank has one.
         query, keys = self.query_width, self.width * max(self.key_heads, share.tp)
@@ -184,6 +193,8 @@ class Attention(Block):
             numbers += query
         if self.output_gate:
             numbers += 3 * query
+        if self.sinks:
+            numbers += 2 * query + 2 * keys * share.cp
         return numbers * share.size, 0
 
     def scores(self, sequence: int, samples: int, tp: int, cp: int) -> int:
@@ -196,10 +207,10 @@ class Attention(Block):
         return {"queries": (self.query_width, "tp"), "queries, keys and values": (self.qkv_width, "tp")}
 
     def needs_torch(self, cp: int) -> str:
-        """See `Block`. Transformer Engine's attention caps no scores. It supports windows with context parallelism only
-        by exchanges that Megatron-Core does not use by default."""
-        if self.softcap:
-            return "llm.attention_softcap requires torch's attention"
+        """See `Block`. Transformer Engine's attention caps no scores, nor has sinks in every version. It supports
+        windows with context parallelism only by exchanges that Megatron-Core does not use by default."""
+        if self.softcap or self.sinks:
+            return f"llm.attention_{'softcap' if self.softcap else 'sinks'} requires torch's attention"
         if self.window and cp > 1:
             return f"llm.window with layout.cp {cp} requires torch's attention"
         return ""
@@ -225,8 +236,8 @@ class Attention(Block):
             )
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
-        """See `Block`. Names: `query`, `key`, `value`, `out`, and with norms `query_norm` and `key_norm`; `fused`: one
-        tensor of all queries, keys and values instead of three."""
+        """See `Block`. Names: `query`, `key`, `value`, `out`, with norms `query_norm` and `key_norm`, and `sinks` with
+        its last part; `fused`: one tensor of all queries, keys and values instead of three."""
         attention = f"{ours}self_attention."
         parts = ["fused"] * 3 if "fused" in names else ["query", "key", "value"]
         qkv = heads(
@@ -244,3 +255,5 @@ class Attention(Block):
         if self.head_norm_vectors:
             for part, name in (("q", "query_norm"), ("k", "key_norm")):
                 yield same(f"{attention}{part}_layernorm.weight", f"{theirs}{names[name]}.weight", self.width)
+        if self.sinks:
+            yield same(f"{attention}core_attention.softmax_offset", f"{theirs}{names['sinks']}", self.heads)

@@ -3,11 +3,13 @@ number of the expert), not on `ep` or `etp`."""
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -25,6 +27,8 @@ def build(config: TransformerConfig, te: bool) -> BlockModule:
     """Return the classes of the block. With `te` Transformer Engine's grouped linear layers compute the experts of a
     rank together. The norm is separate, as the router reads its output too."""
     linears = mlp_submodules(te)
+    if config.add_bias_linear:
+        linears = replace(linears, linear_fc2=CopiedOutput)
     if te:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -37,6 +41,16 @@ def build(config: TransformerConfig, te: bool) -> BlockModule:
         router=_router,
     )
     return BlockModule(norm_class(te), partial(MoELayer, submodules=parts), {})
+
+
+class CopiedOutput(RowParallelLinear):
+    """`RowParallelLinear` whose output may change in place. Megatron-Core 0.19.2 adds the bias of an expert so
+    (transformer/mlp.py:354), which torch rejects for outputs of `reduce_from_tensor_model_parallel_region`."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (output, bias)."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 def _router(**options: Any) -> TopKRouter:
@@ -70,6 +84,10 @@ def _seeded_experts(
         # layouts could not read the optimizer's state. As experts they are reduced the same way.
         for weight in (up, down):
             mark(weight, allreduce=False)
+        for bias in _biases(experts, index):
+            # Ranks that share a sequence have other tokens of an expert: not summed once more over them.
+            mark(bias, allreduce=False, sequence_parallel=False)
+            torch.nn.init.zeros_(bias)
         if not config.perform_initialization:
             continue
         # With a gate each rank holds a part of both halves.
@@ -77,6 +95,12 @@ def _seeded_experts(
         config.output_layer_init_method.draw_part(down, 1, etp.rank(), etp.size())
     torch.manual_seed(seed_for(layer_seed, "behind the experts"))
     return experts
+
+
+def _biases(experts: MegatronModule, index: int) -> list[torch.nn.Parameter]:
+    if not isinstance(experts, SequentialMLP):
+        return []
+    return [value for name, value in experts.local_experts[index].named_parameters() if name.endswith(".bias")]
 
 
 def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.Tensor]:

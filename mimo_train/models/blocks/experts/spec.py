@@ -6,7 +6,7 @@ from typing import Any
 
 from data.text_format import plural
 from encoders.key_rules import MOST_WIDTH
-from encoders.weight_map import Rows, Rule, same
+from encoders.weight_map import Rows, Rule, same, with_biases
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import changed_fields, key
 from mimo_train.models.blocks.base import Block, Linear, Matmul, Share, Width, tp_faults
@@ -77,7 +77,7 @@ class ExpertKeys(MlpKeys):
             self.hidden_size,
             self.num_experts,
             self.experts_per_token,
-            Mlp(self.hidden_size, self.expert_width, self.is_gated),
+            Mlp(self.hidden_size, self.expert_width, self.is_gated, self.bias),
             Mlp(self.hidden_size, self.shared_expert_ffn_hidden_size, self.is_gated),
             shared_gate=self.shared_expert_gate,
             router_bias=self.router_bias,
@@ -98,8 +98,10 @@ class ExpertKeys(MlpKeys):
                 f"{prefix}.experts_per_token",
                 f"must be from 1 to {prefix}.num_experts {self.num_experts}, is {self.experts_per_token}",
             )
-        if self.bias:
-            yield Fault(f"{prefix}.bias", f"the {self.num_experts} experts of a layer have no biases: set it to false")
+        if self.bias and self.shared_expert_ffn_hidden_size:
+            yield Fault(
+                f"{prefix}.bias", f"is not supported with {prefix}.shared_expert_ffn_hidden_size. Set it to false"
+            )
         if self.shared_expert_gate and not self.shared_expert_ffn_hidden_size:
             yield Fault(
                 f"{prefix}.shared_expert_gate",
@@ -155,11 +157,13 @@ class Experts(Block):
 
     def parameters(self) -> tuple[int, int]:
         """See `Block`. Routers and gates are on every rank."""
-        return self.shared.parameters()[0], self.hidden * (self.number + self.shared_gate)
+        biases = self.number if self.expert.bias else 0
+        return self.shared.parameters()[0], self.hidden * (self.number + self.shared_gate) + biases
 
     def expert_parameters(self, ep: int, etp: int) -> int:
-        """Return the parameters of experts on one rank: split over ep ranks, and each over etp."""
-        return self.number // ep * self.expert.matrices(1, 1, 1) // etp
+        """Return the parameters of experts on one rank: split over ep ranks, and each over etp, which is 1 with
+        biases."""
+        return self.number // ep * sum(self.expert.parameters()) // etp
 
     def matrices(self, tp: int, ep: int, etp: int) -> int:
         """See `Block`. The router is never in fp8."""
@@ -205,9 +209,17 @@ class Experts(Block):
         """See `Block`."""
         return {self.width_key: (self.expert.width, "etp"), "shared_expert_ffn_hidden_size": (self.shared.width, "tp")}
 
+    def needs_torch(self, cp: int) -> str:
+        """See `Block`."""
+        return "llm.bias with experts requires torch's layers" if self.expert.bias else ""
+
     def layout_faults(self, layout: Any, key: str) -> Iterator[Fault]:
         """See `Block`."""
         yield from tp_faults(layout.tp, key, shared_expert_ffn_hidden_size=self.shared.width)
+        if self.expert.bias and layout.etp > 1:
+            yield Fault(
+                f"{key}.layout.etp", f"is not supported with biases of experts ({key}.llm.bias), is {layout.etp}. Use 1"
+            )
         number, width = self.number, self.expert.width
         if number % layout.ep:
             yield Fault(
@@ -240,9 +252,11 @@ class Experts(Block):
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
         """See `Block`. Names: `router`, `router_bias` (with its last part), `shared_gate`, the prefixes `shared` and
         `expert` (with its number as `{}`), and behind these `gate`, `up` and `down`. Or, instead of `expert`, the
-        stacks of all experts `stacked_up` (gate and up) and `stacked_down`, with their last parts."""
+        stacks of all experts `stacked_up` (gate and up) and `stacked_down`, with their last parts, and with `_bias`
+        behind these; `interleaved_up`: with gate and up in turns."""
         block = f"{ours}mlp."
-        yield same(f"{block}router.weight", f"{theirs}{names['router']}.weight", self.number)
+        router = [same(f"{block}router.weight", f"{theirs}{names['router']}.weight", self.number)]
+        yield from with_biases(router) if self.expert.bias else router
         if self.router_bias:
             # Rounded, it would choose other experts.
             yield Rule(f"{block}router.expert_bias", (Rows(f"{theirs}{names['router_bias']}", self.number),), fp32=True)
@@ -250,12 +264,22 @@ class Experts(Block):
             yield from self.shared.linear_rules(f"{block}shared_experts.", theirs + names["shared"], names)
         if self.shared_gate:
             yield same(f"{block}shared_experts.gate_weight", f"{theirs}{names['shared_gate']}.weight", 1)
-        for expert in range(self.number if "stacked_up" in names else 0):
-            linears = (("1", "up", self.expert.up, self.hidden), ("2", "down", self.hidden, self.expert.width))
-            for linear, name, height, width in linears:
-                stack = (self.number, height, width)
-                rows = Rows(f"{theirs}{names[f'stacked_{name}']}", height, expert * height, stack=stack)
-                yield Rule(f"{block}experts.local_experts.{expert}.linear_fc{linear}.weight", (rows,))
-        for expert in range(self.number if "expert" in names else 0):
-            prefix = theirs + names["expert"].format(expert)
-            yield from self.expert.linear_rules(f"{block}experts.local_experts.{expert}.", prefix, names)
+        for expert in range(self.number):
+            prefix = f"{block}experts.local_experts.{expert}."
+            if "expert" in names:
+                linears = self.expert.linear_rules(prefix, theirs + names["expert"].format(expert), names)
+                yield from with_biases(linears) if self.expert.bias else linears
+            else:
+                yield from self._stacked(expert, prefix, theirs, names)
+
+    def _stacked(self, expert: int, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
+        """Yield the rules of an expert whose weights are in stacks of all experts."""
+        step = 2 if "interleaved_up" in names else 1
+        up, down = names["interleaved_up" if step == 2 else "stacked_up"], names["stacked_down"]
+        linears = (("1", up, self.expert.up, self.hidden, step), ("2", down, self.hidden, self.expert.width, 1))
+        for linear, name, height, width, step in linears:
+            stacks = {"weight": ("", (self.number, height, width)), "bias": ("_bias", (self.number, height))}
+            for part, (end, stack) in stacks.items() if self.expert.bias else [("weight", stacks["weight"])]:
+                firsts = range(expert * height, expert * height + step)
+                rows = [Rows(f"{theirs}{name}{end}", height // step, first, stack=stack, step=step) for first in firsts]
+                yield Rule(f"{ours}linear_fc{linear}.{part}", tuple(rows))

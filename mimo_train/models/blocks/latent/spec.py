@@ -14,7 +14,7 @@ from mimo_train.models.blocks.base import Block, LayerKeys, Linear, Matmul, Shar
 _OTHERS = (
     *("num_query_groups", "head_size", "qkv_bias", "proj_bias", "bias", "window", "qk_norm", "attention_softcap"),
     *("partial_rotary_factor", "mrope_section", "local_rope_base", "position", "zero_centered_norms", "normalization"),
-    *("attention_output_gate", "linear_attention_layers", "no_rope_layers", "rope_interleaved"),
+    *("attention_output_gate", "attention_sinks", "linear_attention_layers", "no_rope_layers", "rope_interleaved"),
 )
 """Keys of models without latent attention."""
 

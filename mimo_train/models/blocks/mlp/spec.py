@@ -10,7 +10,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.keys import key
 from mimo_train.models.blocks.base import Block, LayerKeys, Linear, Matmul, Share, Width, tp_faults
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "quick_geglu")
 """Gated activations."""
 
 
@@ -21,12 +21,24 @@ class MlpKeys(LayerKeys):
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block; with a gate, of each half."""
     activation: str = key("swiglu", choices=(*GATED, "gelu", "silu"))
-    """`swiglu`, `geglu` (gated, with the tanh form of GELU), `gelu` or `silu`."""
+    """`swiglu`, `geglu` (gated, with the tanh form of GELU), `quick_geglu` (gated, with x sigmoid(1.702 x)), `gelu` or
+    `silu`."""
+    activation_clamp: float = key(0.0, at_least=0, zero_means="no bounds")
+    """Gated: inputs of the gate are at most this, and what it multiplies is between minus this and this; 0: no
+    bounds."""
+    glu_offset: float = 0.0
+    """Gated: added to what the gate multiplies."""
 
     @property
     def is_gated(self) -> bool:
         """True if the feed-forward block is gated."""
         return self.activation in GATED
+
+    def mlp_faults(self, prefix: str) -> Iterator[Fault]:
+        """Yield invalid combinations of keys; `prefix`: key of the spec."""
+        for name in ("activation_clamp", "glu_offset"):
+            if getattr(self, name) and not self.is_gated:
+                yield Fault(f"{prefix}.{name}", f"requires a gated activation, is {self.activation}. Remove it")
 
     def mlp(self) -> "Mlp":
         """Return the block of a dense layer."""
