@@ -17,18 +17,24 @@ def _even(config: Config, layer: int) -> bool:
 
 @dataclass(frozen=True)
 class ClampedGate(Spelling):
-    """The bounds of the inputs of a gated block. `hidden_act` names another function than the one computed."""
+    """The bounds of the inputs of a gated block. `hidden_act` names another function than the one computed. Weights in
+    MXFP4 are read in bf16, and trained and exported so."""
+
+    supports = ("quantization_config",)
 
     @property
     def feature(self) -> str:
         """See `Spelling`."""
-        return "`swiglu_limit`"
+        return "`swiglu_limit`, weights in MXFP4 (read as bf16)"
 
     def faults(self, config: Config) -> Iterator[Fault]:
         """See `Spelling`."""
         limit = config["swiglu_limit"]
         if type(limit) not in (int, float) or limit <= 0:
             yield fault("swiglu_limit", limit, "a number above 0 is needed")
+        method = (config.get("quantization_config") or {"quant_method": "mxfp4"}).get("quant_method")
+        if method != "mxfp4":
+            yield fault("quant_method", method, "of quantised weights, those in mxfp4 can be read")
 
     def read(self, config: Config, keys: Keys) -> Keys:
         """See `Spelling`."""

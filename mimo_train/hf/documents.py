@@ -163,6 +163,8 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
             carried[name] = new
     directory = read_directory(str(source), parts[0].key)
     config = dict(directory.config)
+    if folder.packed:
+        config.pop("quantization_config", None)  # an export is not quantised
     names = list(dict.fromkeys(part.module for part in parts))
     is_composite, composite = composite_of(directory) is not None, composite_of(directory) or Composite("")
     if LANGUAGE in names:

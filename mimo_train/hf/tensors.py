@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mimo_train.config.errors import UserError
-from mimo_train.config.pretrained.weight_files import INDEX, SINGLE, stored_tensors
+from mimo_train.config.pretrained.weight_files import INDEX, SINGLE, packed_stacks, stored_tensors, unpacked_shape
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -58,6 +58,13 @@ class TensorFolder:
             name: Stored(path, entry.begin, entry.shape, DTYPES[entry.dtype])
             for name, (path, entry) in stored_tensors(folder, key).items()
         }
+        pairs = packed_stacks({name: stored.shape for name, stored in self.tensors.items()})
+        self.packed = {
+            name: (self.tensors.pop(blocks), self.tensors.pop(scales)) for name, (blocks, scales) in pairs.items()
+        }
+        """Blocks and scales of stacks in MXFP4, whose matrices `transposed_rows` reads."""
+        for name, (blocks, _) in self.packed.items():
+            self.tensors[name] = Stored(blocks.file, blocks.begin, unpacked_shape(blocks.shape), torch.bfloat16)
 
     def rows(self, name: str, first: int, count: int, columns: tuple[int, int] | None = None) -> Iterator[torch.Tensor]:
         """Yield rows `first` to `first + count` in chunks of at most CHUNK bytes: [rows, columns], in the file's dtype.
@@ -85,8 +92,21 @@ class TensorFolder:
         _, width, height = stored.shape
         matrix, first = divmod(first, height)
         begin, end = columns or (0, width)
+        if name in self.packed:
+            yield self._unpacked(name, matrix * height + first, count)[:, begin:end]
+            return
         read = self._rows(stored, height, matrix * width + begin, end - begin, (first, first + count))
         yield torch.cat([values.contiguous() for values in read]).T
+
+    def _unpacked(self, name: str, first: int, count: int) -> torch.Tensor:
+        """Return rows of a stack in MXFP4, counted through, in bf16."""
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        blocks, scales = (
+            torch.cat([*self._rows(part, prod(part.shape[2:]), first, count, None)]).view(1, count, *part.shape[2:])
+            for part in self.packed[name]
+        )
+        return convert_moe_packed_tensors(blocks, scales)[0].T
 
     def _rows(
         self, stored: Stored, width: int, first: int, count: int, columns: tuple[int, int] | None
@@ -101,6 +121,7 @@ class TensorFolder:
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a whole tensor."""
+        assert name not in self.packed, name
         stored = self.tensors[name]
         with stored.file.open("rb", buffering=0) as file:
             return self._read(file.fileno(), stored, 0, prod(stored.shape) * stored.dtype.itemsize).view(stored.shape)

@@ -29,6 +29,7 @@ from mimo_train.config.pretrained.weight_files import (
     Entry,
     indexed_files,
     stored_tensors,
+    unpacked,
 )
 from mimo_train.config.schema_run import RunConfig
 
@@ -123,11 +124,11 @@ def tensors_of(folder: Path, key: str) -> dict[str, Entry]:
     """
     snapshot = snapshot_of(folder)
     if snapshot is None or not snapshot.weight_bytes(key)[1]:
-        return {name: entry for name, (_, entry) in stored_tensors(folder, key).items()}
+        return unpacked({name: entry for name, (_, entry) in stored_tensors(folder, key).items()})
     files = snapshot.weights(key)
     if any(name.endswith(".bin") for name in files):
         raise NoHeadersError(f"{key}: tensors of .bin files are compared with the model after their download")
-    return {tensor: entry for name in files for tensor, entry in snapshot.read_header(name, key).items()}
+    return unpacked({tensor: entry for name in files for tensor, entry in snapshot.read_header(name, key).items()})
 
 
 def snapshot_of(folder: str | Path) -> Snapshot | None:

@@ -6,7 +6,7 @@ of its index. torch is imported only for `.bin` files.
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +30,32 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     """A key of SIZES."""
+
+
+def packed_stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, str]]:
+    """Return {name of a stack of matrices: names of its tensors} for those in MXFP4 (OCP Microscaling Formats 1.0):
+    NAME_blocks [matrices, rows, blocks, bytes] has two numbers in a byte, NAME_scales a scale for each block."""
+    names = {name.removesuffix("_blocks"): shape for name, shape in shapes.items() if name.endswith("_blocks")}
+    return {
+        name: (f"{name}_blocks", f"{name}_scales")
+        for name, shape in names.items()
+        if len(shape) == 4 and shapes.get(f"{name}_scales") == shape[:3]
+    }
+
+
+def unpacked_shape(blocks: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the shape that `transformers` gives such a stack, whose matrices are transposed."""
+    matrices, rows, count, size = blocks
+    return matrices, 2 * count * size, rows
+
+
+def unpacked(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with stacks in MXFP4 as one tensor in bf16, which has no place in a file."""
+    entries = dict(tensors)
+    for name, (blocks, scales) in packed_stacks({name: entry.shape for name, entry in tensors.items()}).items():
+        entries[name] = Entry(0, unpacked_shape(entries.pop(blocks).shape), "BF16")
+        del entries[scales]
+    return entries
 
 
 def stored_tensors(folder: Path, key: str) -> dict[str, tuple[Path, Entry]]:

@@ -3,10 +3,11 @@ transformers has our logits of it. Of models of several parts the language model
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mimo_train.config.pretrained.weight_files import BIN_INDEX, INDEX
 from mimo_train.families.weights import HEAD, TABLE
@@ -43,6 +44,8 @@ CASES = {
     "llava_next": "fp32",
 }
 """Precision of the run, by the names of the models."""
+IN_MXFP4 = "gpt_oss"
+"""Of these, the one that is read from blocks and scales of 4-bit numbers."""
 AS_BIN = "llama, tied, llama3"
 """Of these, the one whose directory has `.bin` files."""
 ROUTER_BIAS = "e_score_correction_bias"
@@ -53,15 +56,45 @@ IDS = np.random.default_rng(1).integers(0, 200, (2, 24)).tolist()
 def _make(root: Path) -> None:
     for name in CASES:
         if name in FAMILIES:
-            model = made(name, vocab_size=300)
+            sizes = {"hidden_size": 64, "intermediate_size": 32} if name == IN_MXFP4 else {}
+            model = made(name, vocab_size=300, **sizes)
         else:
             model = make_gemma3() if "gemma3" in name else make_composite(name)
+        packed = _packed(model) if name == IN_MXFP4 else {}
         biases = {at: bias.clone() for at, bias in model.named_buffers() if at.endswith(ROUTER_BIAS)}
         model.to(torch.bfloat16)
         for at, bias in biases.items():  # transformers keeps them in fp32
             model.get_submodule(at.removesuffix(f".{ROUTER_BIAS}")).e_score_correction_bias = bias
         model.save_pretrained(root / name, max_shard_size=f"{FILE_BYTES // 1000}KB")
+        if packed:
+            _save_packed(root / name, root / f"{name} in MXFP4", packed)
     _save_as_bin(root / AS_BIN)
+
+
+def _packed(model: Any) -> dict[str, torch.Tensor]:
+    """Random blocks and scales of a model's experts, whose weights become these."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator, packed = torch.Generator().manual_seed(5), {}
+    for name, stack in model.named_parameters():
+        if stack.dim() == 3:
+            shape = len(stack), stack.size(2), stack.size(1) // 32
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
+            stack.data = convert_moe_packed_tensors(blocks, scales)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    assert packed
+    return packed
+
+
+def _save_packed(folder: Path, to: Path, packed: dict[str, torch.Tensor]) -> None:
+    """The directory with the experts as published ones have them."""
+    to.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    stacks = {name.removesuffix("_blocks") for name in packed}
+    plain = {name: value for name, value in tensors(folder).items() if name not in stacks}
+    save_file({**plain, **packed}, to / "model.safetensors")
 
 
 def _save_as_bin(folder: Path) -> None:
@@ -117,7 +150,8 @@ def test_every_family_comes_in_and_goes_out_bit_for_bit(prose, tmp_path):
         layout = [f"modules.language.layout.{axis}=2" for axis in ("tp", "pp")]
         layout += ["modules.language.layout.sp=true"] if "num_experts_per_tok" in FAMILIES.get(name, ()) else []
         own = ("data.sequence_length=48", "data.tokenizer=bytes", f"train.precision={precision}", *layout)
-        cfgs[name] = pretrained("gpt_tiny", tmp_path / "runs" / name, prose, tmp_path / "in" / name, *own)
+        folder = tmp_path / "in" / (f"{name} in MXFP4" if name == IN_MXFP4 else name)
+        cfgs[name] = pretrained("gpt_tiny", tmp_path / "runs" / name, prose, folder, *own)
     ranks = resolve(next(iter(cfgs.values()))).layout.processes[-1] + 1
     checkpoints = run_ranks(_read_and_save, ranks, cfgs)[0]
     (found,) = run_ranks(_export, 1, tmp_path / "out", checkpoints)

@@ -186,6 +186,7 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8'"),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit is 0: a number above 0 is needed"),
         ({"model_type": "cwm", "mlp_bias": True}, "mlp_bias is True"),
         ({"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False}, "norm_topk_prob is False"),
