@@ -455,7 +455,7 @@ def test_rejected_by_name(prose, models, tmp_path):
             resolve(run_of("gpt_tiny", tmp_path, prose, models / "cohere2", override))
     damaged = tmp_path / "quantised"
     damaged.mkdir()
-    config = json.loads((models / "gpt_oss" / "config.json").read_text())
+    config = json.loads((models / "lfm2" / "config.json").read_text())
     for more, message in (
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4: quantised weights cannot"),
         ({"model_type": "nothing_like_it"}, "of language models, these can be read"),
